@@ -10,7 +10,7 @@ from hypothesis import settings
 from tests.effort import FAST_EXAMPLES, TEST_EXAMPLES, THOROUGH_EXAMPLES
 
 torch.set_num_threads(1)
-# A shell starts what runs in its background with SIGINT ignored, which the commands under test would inherit.
+# A shell starts background processes with SIGINT ignored, which the commands under test would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The machines that run these tests are small and shared: a slow example is no bug.
 settings.register_profile("flowrt", deadline=None, max_examples=TEST_EXAMPLES)
@@ -21,7 +21,7 @@ settings.load_profile("flowrt")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--must", action="append", default=[], metavar="MARKER", help="what is so marked may not be skipped"
+        "--must", action="append", default=[], metavar="MARKER", help="tests with this marker may not be skipped"
     )
     parser.addoption(
         "--cases", type=int, default=0, metavar="N", help="run at most N cases of each test with parameters; 0: all"
@@ -30,27 +30,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep some cases of a test with many, spread evenly over them, so that every run keeps the same."""
-    most = config.getoption("--cases")
+    """Keep at most ``--cases`` cases of each test, evenly spread, so that every run keeps the same ones."""
+    limit = config.getoption("--cases")
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
     kept = {
         item
-        for of_test in cases.values()
-        for item in (of_test if len(of_test) <= most else [of_test[i * len(of_test) // most] for i in range(most)])
+        for of_one_test in cases.values()
+        for item in (
+            of_one_test
+            if len(of_one_test) <= limit
+            else [of_one_test[i * len(of_one_test) // limit] for i in range(limit)]
+        )
     }
-    if most and len(kept) < len(items):
+    if limit and len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Where the real thing has to be there, a test that misses it has failed."""
+    """Report a skipped test as failed if it has a marker that ``--must`` names."""
     report = yield
-    missed = [name for name in item.config.getoption("--must") if item.get_closest_marker(name)]
-    if report.skipped and missed and not hasattr(report, "wasxfail"):
+    required = [name for name in item.config.getoption("--must") if item.get_closest_marker(name)]
+    if report.skipped and required and not hasattr(report, "wasxfail"):
         reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
-        report.outcome, report.longrepr = "failed", f"--must {missed[0]}: {reason}"
+        report.outcome, report.longrepr = "failed", f"--must {required[0]}: {reason}"
     return report

@@ -1,4 +1,4 @@
-"""One small model of each kind of decoder that users bring beside the embedded Qwen3."""
+"""One small model of each decoder architecture that users load in addition to the built-in Qwen3."""
 
 from typing import Any
 

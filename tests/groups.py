@@ -16,7 +16,7 @@ def groups_of(
     truncated: list[bool] | None = None,
     kl: list[float] | None = None,
 ) -> Groups:
-    """Groups of these samples in float64; all are of one token and whole if nothing else is said."""
+    """Groups of these samples in float64; by default all have one token and are not truncated."""
     count = len(rewards)
     return Groups(
         rewards_N=torch.tensor(rewards, dtype=torch.float64),

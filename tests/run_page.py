@@ -1,4 +1,4 @@
-"""What a run.html carries."""
+"""The data embedded in a run.html."""
 
 import base64
 import gzip
@@ -10,7 +10,7 @@ _DATA = re.compile(r'<script id="data" type="application/octet-stream">([A-Za-z0
 
 
 def unpacked(page: str) -> dict[str, Any]:
-    """The answers of the page's API by path."""
+    """The responses of the page's API by path."""
     [data] = _DATA.findall(page)
-    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(data)))
-    return found
+    responses: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(data)))
+    return responses

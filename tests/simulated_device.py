@@ -1,10 +1,10 @@
-"""A simulated accelerator: tensors that state its device, refuse to mix with those of the host, and compute on the CPU.
+"""A simulated accelerator: tensors that report its device, refuse to mix with host tensors, and compute on the CPU.
 
-- Programs run whole and with real numbers, so that their results can be compared with those of the CPU.
+- Programs run completely and compute real numbers, so that their results can be compared with those of the CPU.
 - Stricter than CUDA: index tensors have to be on the device too. Tensors of no dimension may be on the host.
-- A module on its way to the device loses what ties its weights (`on_device` ties them again), and inference mode, which
-  torch does not support for such tensors, has to be replaced by `without_inference_mode`.
-- What kernels an accelerator has, how fast it is, how it rounds, and what runs concurrently, are not simulated.
+- Moving a module to the device unties its weights (`on_device` ties them again). Inference mode, which torch does not
+  support for such tensors, has to be replaced by `without_inference_mode`.
+- Available kernels, speed, rounding and concurrency of an accelerator are not simulated.
 
 torch's device type "privateuseone" takes the name of an NPU. That cannot be undone: use it in a process of its own.
 """
@@ -24,7 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 aten = torch.ops.aten
 COPIES = frozenset({aten.copy_.default, aten._to_copy.default})
 WAITS = frozenset({aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default})
-"""Operations whose result, or its shape, the host needs: it waits for the device."""
+"""Operations whose result or output shape the host needs, so that it waits for the device."""
 
 
 class SimulatedTensor(torch.Tensor):
@@ -34,7 +34,7 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, device: torch.device) -> "SimulatedTensor":
-        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             host.shape,
             strides=host.stride(),
@@ -42,8 +42,8 @@ class SimulatedTensor(torch.Tensor):
             dtype=host.dtype,
             device=device,
         )
-        made.host = host
-        return made
+        tensor.host = host
+        return tensor
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{self.host!r} on {self.device}"
@@ -57,10 +57,10 @@ class SimulatedTensor(torch.Tensor):
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """While it is in use, tensors can be made on ``device``.
+    """While it is active, tensors can be created on ``device``.
 
     Attributes:
-        device: its first and only one.
+        device: the only simulated device.
         waits: the operations for which the host waited.
     """
 
@@ -73,9 +73,9 @@ class SimulatedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
-        here = [one for one in tensors if isinstance(one, SimulatedTensor)]
-        self._check(func, tensors, here)
-        if here and self._host_waits(func, args, kwargs, tensors):
+        on_this_device = [one for one in tensors if isinstance(one, SimulatedTensor)]
+        self._check(func, tensors, on_this_device)
+        if on_this_device and self._host_waits(func, args, kwargs, tensors):
             self.waits.append(str(func))
         if func is aten.is_pinned.default:
             return any(one.data_ptr() == args[0].data_ptr() for one in self._pinned)
@@ -84,7 +84,7 @@ class SimulatedDevice(TorchDispatchMode):
             return self._pinned[-1]
         pinned = kwargs.pop("pin_memory", None)
         wanted = kwargs.get("device")
-        on_device = bool(here)
+        on_device = bool(on_this_device)
         if wanted is not None:
             on_device = torch.device(wanted).type == self.device.type
             kwargs["device"] = torch.device("cpu")
@@ -104,12 +104,12 @@ class SimulatedDevice(TorchDispatchMode):
 
         return tree_map_only(torch.Tensor, wrapped, result)
 
-    def _check(self, func: Any, tensors: Sequence[torch.Tensor], here: Sequence[torch.Tensor]) -> None:
-        if not here or func in COPIES:
+    def _check(self, func: Any, tensors: Sequence[torch.Tensor], on_this_device: Sequence[torch.Tensor]) -> None:
+        if not on_this_device or func in COPIES:
             return
-        strange = [one for one in tensors if not isinstance(one, SimulatedTensor) and one.dim()]
-        if strange:
-            shapes = ", ".join(str(tuple(one.shape)) for one in strange)
+        host_tensors = [one for one in tensors if not isinstance(one, SimulatedTensor) and one.dim()]
+        if host_tensors:
+            shapes = ", ".join(str(tuple(one.shape)) for one in host_tensors)
             raise RuntimeError(f"{func}: tensors of {self.device} and of the host ({shapes}) in one operation")
 
     def _host_waits(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> bool:
@@ -131,7 +131,7 @@ class RecordingNpu:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        answers = {
+        results = {
             "device_count": 1,
             "current_device": 0,
             "is_initialized": True,
@@ -141,7 +141,7 @@ class RecordingNpu:
 
         def call(*_: Any) -> Any:
             self.calls.append(name)
-            return answers.get(name, 0)
+            return results.get(name, 0)
 
         return call
 
@@ -156,15 +156,15 @@ class RecordingNpu:
         return nullcontext()
 
     def Stream(self) -> "RecordingNpu":
-        return self._made("Stream")
+        return self._record("Stream")
 
     def current_stream(self) -> "RecordingNpu":
-        return self._made("current_stream")
+        return self._record("current_stream")
 
     def record_event(self) -> "RecordingNpu":
-        return self._made("record_event")
+        return self._record("record_event")
 
-    def _made(self, name: str) -> "RecordingNpu":
+    def _record(self, name: str) -> "RecordingNpu":
         self.calls.append(name)
         return self
 
@@ -186,7 +186,7 @@ def on_device(model: Any, device: torch.device) -> Any:
 
 
 def simulate_npu() -> tuple[SimulatedDevice, RecordingNpu]:
-    """Make an NPU in this process, and a module torch_npu that records calls. Call it once, after all imports."""
+    """Create an NPU in this process, and a module torch_npu that records calls. Call it once, after all imports."""
     module, calls = ModuleType("torch_npu"), RecordingNpu()
     _setup_privateuseone_for_python_backend("npu", backend_module=calls)
     torch._C._set_only_lift_cpu_tensors(True)  # so that a mode sees what torch.tensor does for a device

@@ -1,4 +1,4 @@
-"""The documents name what exists: pages, headings, files, configuration keys, flags, API names."""
+"""Names in the documentation exist: pages, headings, files, configuration keys, flags, API names."""
 
 import importlib.util
 import re
@@ -27,10 +27,10 @@ TABLES = (
     "supervisor",
     "launch",
 )
-LISTED = {"data.sets": DataSetConfig(name="", path="")}
-"""An entry of each list of tables within a table."""
-FILE_ENDINGS = ("py", "key", "pub", "log")
-"""Of names that look like configuration keys: `trainer.py`, `controller.pub`."""
+ARRAY_ENTRIES = {"data.sets": DataSetConfig(name="", path="")}
+"""An example entry of each array of tables."""
+FILE_SUFFIXES = ("py", "key", "pub", "log")
+"""Suffixes of file names that look like configuration keys: `trainer.py`, `controller.pub`."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
@@ -41,7 +41,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names by which headings of a page can be linked to, as GitHub makes them."""
+    """The names by which headings of a page can be linked to, as GitHub generates them."""
     titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -57,10 +57,10 @@ def wrong_link(page: Path, target: str) -> str:
     return ""
 
 
-def looks_like_a_file(word: str) -> bool:
+def is_repository_path(word: str) -> bool:
     """Whether a word in backticks is a path of this repository."""
-    whole = "/" in word and re.fullmatch(r"[\w./*-]+", word) is not None
-    return whole and (word.split("/")[0] in FOLDERS or word.endswith(".py"))
+    path_like = "/" in word and re.fullmatch(r"[\w./*-]+", word) is not None
+    return path_like and (word.split("/")[0] in FOLDERS or word.endswith(".py"))
 
 
 def exists(word: str) -> bool:
@@ -76,23 +76,23 @@ def test_links_resolve(page: Path) -> None:
 
 
 @each_page
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     words = set(re.findall(r"`([^`\n]+)`", prose(page)))
-    assert [word for word in sorted(words) if looks_like_a_file(word) and not exists(word)] == []
+    assert [word for word in sorted(words) if is_repository_path(word) and not exists(word)] == []
 
 
 @each_page
-def test_configuration_keys_and_flags_that_are_named_exist(page: Path) -> None:
+def test_named_configuration_keys_and_flags_exist(page: Path) -> None:
     keys = {
         word
         for word in re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)`", prose(page))
-        if word.split(".")[0] in TABLES and word.rsplit(".", 1)[1] not in FILE_ENDINGS
+        if word.split(".")[0] in TABLES and word.rsplit(".", 1)[1] not in FILE_SUFFIXES
     }
     keys |= {flag.replace("-", "_") for flag in re.findall(r"--((?:[a-z]+\.)+[a-z0-9-]+)", page.read_text())}
     config, missing = RunConfig(), []
     for key in sorted(keys):
         table, _, name = key.rpartition(".")
-        if table in LISTED and hasattr(LISTED[table], name):
+        if table in ARRAY_ENTRIES and hasattr(ARRAY_ENTRIES[table], name):
             continue
         try:
             attrgetter(key)(config)
@@ -101,26 +101,26 @@ def test_configuration_keys_and_flags_that_are_named_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_a_link_or_file_that_is_missing_is_found() -> None:
+def test_missing_links_and_files_are_detected() -> None:
     page = ROOT / "README.md"
     assert wrong_link(page, "docs/no_such_page.md")
     assert wrong_link(page, "docs/concepts.md#no-such-heading")
     assert not wrong_link(page, "docs/concepts.md#the-staleness-bound")
-    assert looks_like_a_file("flowrt/no_such_file.py")
+    assert is_repository_path("flowrt/no_such_file.py")
     assert not exists("flowrt/no_such_file.py")
     assert exists("controller/policies/*.py")
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
-    reached, waiting = {ROOT / "README.md"}, [ROOT / "README.md"]
-    while waiting:
-        page = waiting.pop()
+def test_every_page_is_reachable_from_the_readme() -> None:
+    reached, pending = {ROOT / "README.md"}, [ROOT / "README.md"]
+    while pending:
+        page = pending.pop()
         for target in re.findall(r"\]\(([^)\s#]+)", prose(page)):
             path = (page.parent / target).resolve()
             path = path / "README.md" if path.is_dir() else path
             if path.suffix == ".md" and path.is_file() and path not in reached:
                 reached.add(path)
-                waiting.append(path)
+                pending.append(path)
     assert [str(page.relative_to(ROOT)) for page in PAGES if page not in reached] == []
 
 
@@ -134,8 +134,8 @@ def reference() -> ModuleType:
 
 
 def test_the_configuration_page_is_current() -> None:
-    made = reference()
-    assert made.PAGE.read_text() == made.page(), "run scripts/reference.py"
+    script = reference()
+    assert script.PAGE.read_text() == script.page(), "run scripts/reference.py"
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -1,4 +1,4 @@
-"""The glossary names classes and configuration keys that exist; the measuring script runs and has all its metrics."""
+"""Names in the glossary exist; scripts/house runs and reports all its metrics."""
 
 import ast
 import dataclasses
@@ -65,8 +65,8 @@ def test_terms_of_a_group_are_in_alphabetical_order(group: str) -> None:
 
 
 def test_no_term_is_defined_twice() -> None:
-    every = [term for group in GROUPS for term in terms(group)]
-    assert len(every) == len(set(every))
+    all_terms = [term for group in GROUPS for term in terms(group)]
+    assert len(all_terms) == len(set(all_terms))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The rules of the house that a stranger can check: floors, types, what importing costs, what is never used."""
+"""Architecture rules: import contracts, lint and types, cost of imports, forbidden modules and calls."""
 
 import ast
 import dataclasses
@@ -34,13 +34,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
-def test_the_floors_hold() -> None:
+def test_import_contracts_hold() -> None:
     result = run("-c", "from importlinter.cli import lint_imports_command as c; c()", "--config", "setup.cfg")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])
-def test_checked(command: list[str]) -> None:
+def test_lint_format_and_types_are_clean(command: list[str]) -> None:
     result = run("-m", *command)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -60,29 +60,29 @@ def test_importing_flowrt_loads_no_torch() -> None:
         "flowrt.cli",
     ],
 )
-def test_what_talks_and_decides_loads_no_torch(module: str) -> None:
+def test_importing_network_and_control_modules_loads_no_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     result = run("-c", code)
     assert result.returncode == 0, result.stderr
 
 
-def test_one_package_imports_zmq() -> None:
+def test_only_the_net_package_imports_zmq() -> None:
     found = [str(path.relative_to(ROOT)) for path in PRODUCT if "zmq" in imports(path)]
     assert found == ["flowrt/net/curve_keys.py", "flowrt/net/link.py"]
 
 
-def test_nothing_imports_pickle_or_gathers_objects() -> None:
-    """But for one file: SGLang takes tensors within a request in no other form. It writes pickles and reads none."""
+def test_one_module_writes_pickles_and_no_module_reads_them() -> None:
+    """The exception serialises tensors for SGLang, which accepts them in a request in no other form."""
     picklers = [path for path in PRODUCT if imports(path) & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}]
     assert [path.name for path in picklers] == ["tensor_pickles.py"]
     assert not any(word in picklers[0].read_text() for word in ("load(", "loads(", "Unpickler"))
-    # torch's object collectives pickle behind one's back, and these read pickles or run what comes with a model.
-    behind = ("_object(", "object_list", "torch.load", "np.load", "allow_pickle", "trust_remote_code")
-    assert not [f"{path}: {word}" for path in PRODUCT for word in behind if word in path.read_text()]
+    # torch's object collectives use pickle; the others read pickles or run code that comes with a model.
+    forbidden = ("_object(", "object_list", "torch.load", "np.load", "allow_pickle", "trust_remote_code")
+    assert not [f"{path}: {word}" for path in PRODUCT for word in forbidden if word in path.read_text()]
 
 
 def test_no_message_can_carry_a_tensor() -> None:
-    """Bytes stand in two fields only, which are read only up to a limit: rendezvous keys and stored samples."""
+    """Only two fields contain bytes, both of limited size: rendezvous keys and stored samples."""
     fields = [
         f"{kind.__name__}.{field.name}"
         for kind in MESSAGES
@@ -99,8 +99,8 @@ def test_no_message_can_carry_a_tensor() -> None:
         decode(encode(SampleRecords((bytes(MAX_RECORD_BYTES + 1),))))
 
 
-def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
-    """Where a role, a user's reward, algorithm or template is called, and where a fork ends as python would."""
+def test_broad_excepts_occur_only_around_foreign_code() -> None:
+    """Around calls of a role, a user's reward, algorithm or template, and at the exit of a forked process."""
     broad = [
         str(path.relative_to(ROOT))
         for path in PRODUCT
@@ -117,7 +117,7 @@ def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
         *(["flowrt/launcher/prompt_check.py"] * 2),  # tokenizers raises nothing narrower
         "flowrt/observability/exporters/own.py",  # loading a user's exporter
         *(["flowrt/observability/exporters/process.py"] * 2),  # calling it
-        "flowrt/observability/exporters/wandb_run.py",  # the end of wandb's run
+        "flowrt/observability/exporters/wandb_run.py",  # finishing wandb's run
         "flowrt/observability/token_texts.py",  # tokenizers raises nothing narrower
         "flowrt/recipes/tasks/task_file.py",  # loading a user's task, and calling it
         *(["flowrt/rewards/child.py"] * 2),  # loading a reward function, and calling it
@@ -127,17 +127,17 @@ def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
     ]
 
 
-def test_nothing_sleeps_to_synchronise() -> None:
+def test_the_product_never_calls_time_sleep() -> None:
     assert not [str(path) for path in PRODUCT if "time.sleep(" in path.read_text()]
 
 
-def test_every_marker_marks_a_test() -> None:
+def test_every_marker_is_used() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     assert {marker.split(":")[0] for marker in options["markers"]} <= set(re.findall(r"pytest\.mark\.(\w+)", tests))
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""The public modules: `__all__` is what they offer, and all of it."""
+"""The public modules: `__all__` lists all of their public names."""
 
 import ast
 import importlib
@@ -26,8 +26,8 @@ def test_all_public_names_are_listed_once_and_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_is_listed_explains_itself(name: str) -> None:
+def test_listed_classes_and_functions_have_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     found = {one: getattr(module, one) for one in module.__all__}
-    explained = {one for one, it in found.items() if inspect.isclass(it) or inspect.isfunction(it)}
-    assert [one for one in sorted(explained) if not found[one].__doc__] == []
+    definitions = {one for one, it in found.items() if inspect.isclass(it) or inspect.isfunction(it)}
+    assert [one for one in sorted(definitions) if not found[one].__doc__] == []

@@ -1,4 +1,4 @@
-"""Nobody waits behind our back: every wait that Python can make goes through `flowrt.runtime.waits`."""
+"""Every wait of the product goes through `flowrt.runtime.waits`, or is listed here with its reason."""
 
 import ast
 from collections.abc import Iterator
@@ -10,15 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PRIMITIVE = ROOT / "flowrt" / "runtime/waits.py"
 PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
-ELSEWHERE = {
-    # A simulated second passes: nobody is waited for, and whoever interrupts it sets the event.
+ALLOWED_WAITS = {
+    # Simulated time: waits for no other process, and an interrupt sets the event.
     ("flowrt/engines/simulated/time.py", "interrupt.wait"),
     # Implements torch's Store, whose wait is called by torch; inside it is `until_true`.
     ("flowrt/transport/lanes/channel.py", "self.wait"),
     # Posts a receive and returns at once; `blocking` waits for its end.
     ("flowrt/transport/lanes/gloo.py", "group.recv"),
     ("flowrt/transport/lanes/device.py", "self._group.recv"),
-    # A child with its own deadline, before a run starts.
     # Called when there is something to read.
     ("flowrt/launcher/fork_server/parent.py", "orders.recv"),
     ("flowrt/launcher/fork_server/child.py", "socket.recv_fds"),
@@ -30,7 +29,7 @@ ELSEWHERE = {
     ("flowrt/rewards/guard.py", "control.recv"),
     # Of a child that has ended, or was killed.
     ("flowrt/launcher/fork_server/child.py", "os.waitpid"),
-    # Stays until it is ended, and ends with whoever started it.
+    # Waits until the process is terminated; it dies with its parent.
     ("flowrt/ranks/rendezvous.py", "signal.sigwait"),
     # The messages of a connection, which ends when heartbeats are not answered; the callers have deadlines, too.
     ("flowrt/client/session.py", "self._connection"),
@@ -41,28 +40,31 @@ ELSEWHERE = {
 }
 """Waits that are no calls of the primitive, each with its reason."""
 
-TASKS = {
+ALLOWED_AWAITS = {
     (
         "flowrt/client/connection.py",
         "self._arrival",
     ): "a message, or the loss of a controller that answers no heartbeat",
     ("flowrt/client/requests.py", "request.reply"): "`tracked` around it; a timer of the loop ends it",
     ("flowrt/client/weights.py", "arrived"): "a lane's receipt, which the lane ends",
-    ("flowrt/client/session.py", "task"): "done: it was waited for with `first_of`",
+    ("flowrt/client/session.py", "task"): "done: it was awaited with `first_of`",
     ("flowrt/client/streams.py", "following"): "a pull, which has a deadline",
     ("flowrt/client/streams.py", "committing"): "a commit, which has a deadline",
-    ("flowrt/controller/server/server.py", "task"): "a server that was told to end gives its workers up after a while",
+    (
+        "flowrt/controller/server/server.py",
+        "task",
+    ): "a controller server that was told to end, which closes its connections after a timeout",
     ("flowrt/engines/sglang/weights.py", "sending"): "a broadcast within the timeout of its group",
-    ("flowrt/runtime/event_loop.py", "work"): "the whole of a process, which is no wait",
+    ("flowrt/runtime/event_loop.py", "work"): "the main coroutine of a process, not a wait",
     (
         "flowrt/roles/main.py",
         "ended",
-    ): "the end of the session, within the silence of the controller",
+    ): "the end of the session, within the timeout for a silent controller",
     ("flowrt/launcher/doctor/probe.py", "arriving"): "a lane's receipt, which the lane ends",
-    ("flowrt/roles/rollout.py", "running"): "the engine at its own work, told to come back",
+    ("flowrt/roles/rollout.py", "running"): "a run of the engine, which was interrupted",
     ("flowrt/roles/trainer.py", "following"): "a pull, which has a deadline",
 }
-"""Tasks and futures that are awaited by their names: what ends each."""
+"""Tasks and futures that are awaited by name, and what ends each."""
 
 RANKS = (
     "trainer.rank_timeout_s: timeout of the group of `ranks.process_group.init_ranks`; `ranks.barrier` names the ranks"
@@ -83,12 +85,12 @@ COLLECTIVES = {
     ("flowrt/engines/fsdp/checkpoint.py", "dcp.load"): RANKS,
 }
 """Where ranks wait for each other inside torch.distributed, each with its deadline."""
-MEETING = {
+COLLECTIVE_CALLS = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
     *("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
     *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "batch_isend_irecv"),
 }
-OF_SHARDS = {"full_tensor", "unshard", "distribute_tensor", "init_device_mesh"}
+SHARD_CALLS = {"full_tensor", "unshard", "distribute_tensor", "init_device_mesh"}
 
 ASYNCIO = {"wait", "wait_for", "timeout", "timeout_at", "sleep", "gather", "as_completed"}
 BLOCKING = {
@@ -102,21 +104,21 @@ PROCESSES = {"run", "call", "check_call", "check_output"}
 
 
 def waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Calls that may wait: line, and the call in words."""
-    handed = {id(argument) for node in ast.walk(tree) if _is_primitive(node) for argument in node.args}
+    """Calls that may wait: line and called function."""
+    passed = {id(argument) for node in ast.walk(tree) if _is_primitive(node) for argument in node.args}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _waits(node) and id(node) not in handed:
+        if isinstance(node, ast.Call) and _waits(node) and id(node) not in passed:
             yield node.lineno, ast.unparse(node.func)
         if isinstance(node, ast.AsyncFor) or (isinstance(node, ast.comprehension) and node.is_async):
             yield node.iter.lineno, ast.unparse(node.iter)
-        if isinstance(node, ast.AsyncWith):  # a lock stands there by its name
+        if isinstance(node, ast.AsyncWith):  # a lock appears as a name
             for item in node.items:
                 if isinstance(item.context_expr, ast.Name | ast.Attribute):
                     yield node.lineno, ast.unparse(item.context_expr)
 
 
 def _is_primitive(node: ast.AST) -> TypeGuard[ast.Call]:
-    """What is handed to these as a coroutine is waited for by them."""
+    """Calls that wait for the coroutines that are passed to them."""
     name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     return name in ("wait_until", "self.unless_ended")
 
@@ -125,90 +127,92 @@ def _waits(call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute):
         return isinstance(call.func, ast.Name) and call.func.id in ("sleep", "wait_for", "gather")
     name, owner = call.func.attr, ast.unparse(call.func.value)
-    words = ast.unparse(call)
+    source = ast.unparse(call)
     if owner in ("asyncio", "time"):
         return name in ASYNCIO
     if owner == "subprocess":
         return name in PROCESSES
     if name in RECEIVING:
-        return "NOBLOCK" not in words
-    if name == "join":  # of a thread or queue, which has at most a timeout; text joins what it is given
+        return "NOBLOCK" not in source
+    if name == "join":  # of a thread or queue: the only argument is a timeout; str.join takes an iterable
         text = isinstance(call.func.value, ast.Constant | ast.JoinedStr)
         return not text and len(call.args) + len(call.keywords) <= 1 and owner not in ("os.path", "shlex")
     if name == "get":
-        return not call.args or any(word.arg in ("timeout", "block") for word in call.keywords)
+        return not call.args or any(keyword.arg in ("timeout", "block") for keyword in call.keywords)
     if name == "result":
         return bool(call.args or call.keywords) or "run_coroutine_threadsafe" in owner or ".submit(" in owner
     if name in ("flock", "lockf"):
-        return "LOCK_NB" not in words
+        return "LOCK_NB" not in source
     if name == "init_process_group" or name in CONNECTING:
-        return all(word.arg != "timeout" for word in call.keywords)
+        return all(keyword.arg != "timeout" for keyword in call.keywords)
     return name in BLOCKING
 
 
 def collectives(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Calls in which ranks wait for each other, and such functions handed to somebody else: line, and which."""
-    handed = {id(argument) for node in ast.walk(tree) if _is_of_ranks(node) for argument in node.args}
+    """Collective operations that are called or passed as a function: line and name."""
+    passed = {id(argument) for node in ast.walk(tree) if _is_rank_call(node) for argument in node.args}
     for node in ast.walk(tree):
-        if id(node) in handed:
+        if id(node) in passed:
             continue
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
-            of_group = owner in ("dist", "torch.distributed") and node.attr in MEETING
-            if of_group or node.attr in OF_SHARDS or (owner == "dcp" and node.attr in ("save", "load")):
+            of_group = owner in ("dist", "torch.distributed") and node.attr in COLLECTIVE_CALLS
+            if of_group or node.attr in SHARD_CALLS or (owner == "dcp" and node.attr in ("save", "load")):
                 yield node.lineno, f"{owner}.{node.attr}"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OF_SHARDS:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SHARD_CALLS:
             yield node.lineno, node.func.id
 
 
-def _is_of_ranks(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Together.call, which has a deadline and says who was missed."""
+def _is_rank_call(node: ast.AST) -> TypeGuard[ast.Call]:
+    """`call` of `flowrt.ranks.barrier`, which has a deadline and names the missing ranks."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("ranks.call", "self._ranks.call")
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_each_other_only_where_their_deadline_is_known() -> None:
+def test_collectives_are_called_only_where_a_deadline_is_known() -> None:
     found = {
         (str(path.relative_to(ROOT)), call): line
         for path in PRODUCT
         for line, call in collectives(ast.parse(path.read_text()))
     }
     new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in COLLECTIVES]
-    assert not new, f"ranks wait for each other here: use flowrt.ranks.barrier, or say which deadline ends it: {new}"
+    assert not new, (
+        f"ranks wait for each other here: use flowrt.ranks.barrier, or list the deadline that ends it: {new}"
+    )
     assert not COLLECTIVES.keys() - set(found), "exceptions that are not needed any more"
 
 
-def test_every_call_of_an_engine_in_which_ranks_meet_has_a_deadline() -> None:
-    """Methods of an engine are collective: a trainer makes none of them on a thread behind our back."""
+def test_trainer_roles_run_no_engine_method_by_plain_to_thread() -> None:
+    """Engine methods are collective, and `asyncio.to_thread` has no deadline."""
     for name in ("trainer", "checkpoints"):
         tree = ast.parse((ROOT / "flowrt" / "roles" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.to_thread":
-                words = " ".join(ast.unparse(argument) for argument in node.args)
-                assert "engine." not in words, f"flowrt/roles/{name}.py:{node.lineno} {words}"
+                arguments = " ".join(ast.unparse(argument) for argument in node.args)
+                assert "engine." not in arguments, f"flowrt/roles/{name}.py:{node.lineno} {arguments}"
 
 
 def awaited(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Awaits of a task or a future that was made elsewhere: line, and its name."""
+    """Awaits of a task or a future that was created elsewhere: line and name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Await) and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript):
             yield node.lineno, ast.unparse(node.value)
 
 
-def test_what_is_awaited_by_name_has_an_end() -> None:
+def test_every_awaited_task_has_a_known_end() -> None:
     found = {
         (str(path.relative_to(ROOT)), name): line
         for path in PRODUCT
         if path != PRIMITIVE
         for line, name in awaited(ast.parse(path.read_text()))
     }
-    new = [f"{path}:{line} {name}" for (path, name), line in found.items() if (path, name) not in TASKS]
-    assert not new, f"use flowrt.runtime.waits.wait_until, or say what ends these: {new}"
-    assert not TASKS.keys() - set(found), "exceptions that are not needed any more"
+    new = [f"{path}:{line} {name}" for (path, name), line in found.items() if (path, name) not in ALLOWED_AWAITS]
+    assert not new, f"use flowrt.runtime.waits.wait_until, or list what ends these: {new}"
+    assert not ALLOWED_AWAITS.keys() - set(found), "exceptions that are not needed any more"
 
 
 @pytest.mark.parametrize(
-    ("code", "seen"),
+    ("code", "detected"),
     [
         ("dist.barrier()", True),
         ("asyncio.to_thread(dist.barrier)", True),
@@ -222,8 +226,8 @@ def test_what_is_awaited_by_name_has_an_end() -> None:
         ("socket.send(x)", False),
     ],
 )
-def test_the_lint_sees_collectives(code: str, seen: bool) -> None:
-    assert bool(list(collectives(ast.parse(code)))) is seen
+def test_the_check_detects_collectives(code: str, detected: bool) -> None:
+    assert bool(list(collectives(ast.parse(code)))) is detected
 
 
 @pytest.mark.slow
@@ -234,9 +238,9 @@ def test_every_wait_goes_through_the_primitive() -> None:
         if path != PRIMITIVE
         for line, call in waits(ast.parse(path.read_text()))
     }
-    new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in ELSEWHERE]
-    assert not new, f"these wait behind our back, use flowrt.runtime.waits: {new}"
-    assert not ELSEWHERE - set(found), "exceptions that are not needed any more"
+    new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in ALLOWED_WAITS]
+    assert not new, f"these waits bypass flowrt.runtime.waits: {new}"
+    assert not ALLOWED_WAITS - set(found), "exceptions that are not needed any more"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +285,7 @@ def test_every_wait_goes_through_the_primitive() -> None:
         "x = [one async for one in stream]",
     ],
 )
-def test_the_lint_sees_each_kind_of_wait(code: str) -> None:
+def test_the_check_detects_each_kind_of_wait(code: str) -> None:
     if "await" in code or "async " in code:
         code = f"async def one():\n    {code}"
     assert len(list(waits(ast.parse(code)))) >= 1
@@ -296,8 +300,8 @@ def test_the_lint_sees_each_kind_of_wait(code: str) -> None:
         "table.get('key')",
         "task.result()",
         "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "roster.join(worker, role, now)",
+        "membership.join(worker, role, now)",
     ],
 )
-def test_the_lint_leaves_alone_what_does_not_wait(code: str) -> None:
+def test_the_check_ignores_calls_that_do_not_wait(code: str) -> None:
     assert not list(waits(ast.parse(code)))

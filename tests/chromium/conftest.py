@@ -1,4 +1,4 @@
-"""A real Chromium, one for each test; skipped where none is installed."""
+"""A real Chromium for each test; skipped where none is installed."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, on a drawn run: what it shows and requests, hostile texts, and how long it takes."""
+"""The page in a real Chromium on a generated run: content, requests, hostile texts, and latency."""
 
 import asyncio
 import base64
@@ -32,21 +32,25 @@ RED_LINES = """(() => {
 """Pixels of the colour of faults in the middle row of the first curve."""
 
 
-async def shown(tab: Tab, server: DrawnServer) -> None:
-    """Open the page; returns when all of its panels are there."""
+async def open_page(tab: Tab, server: DrawnServer) -> None:
+    """Open the page and wait until all of its panels are drawn."""
     await tab.open(server.url)
     await tab.until(COMPLETE)
 
 
 async def test_page_has_all_panels_no_error_and_no_foreign_request(tab: Tab) -> None:
     async with serving(DrawnRun()) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         assert tab.problems == []
         assert {urlsplit(url).netloc for url in tab.requests} == {f"127.0.0.1:{server.port}"}
         assert await tab.evaluate("document.title") == "arithmetic-0042 · flowrt"
         text = await tab.evaluate("document.querySelector('main').innerText")
-        for said in ("because of trainer (66 % of that)", "rollout-1 (rollout on host 'n2') is gone", "reward timeout"):
-            assert said in text
+        for sentence in (
+            "because of trainer (66 % of that)",
+            "rollout-1 (rollout on host 'n2') is gone",
+            "reward timeout",
+        ):
+            assert sentence in text
         assert await tab.evaluate("document.querySelectorAll('#curves > .grid > .card').length") == 15
         assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
@@ -56,16 +60,16 @@ async def test_page_has_all_panels_no_error_and_no_foreign_request(tab: Tab) -> 
 async def test_page_fits_the_window_in_both_schemes(tab: Tab, width: int, height: int, scheme: str) -> None:
     async with serving(DrawnRun(state="live")) as server:
         await tab.emulate(width=width, height=height, scheme=scheme)
-        await shown(tab, server)
+        await open_page(tab, server)
         assert await tab.evaluate("document.documentElement.scrollWidth") <= width
         dark = await tab.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (dark == "rgb(18, 21, 26)") == (scheme == "dark")
         assert tab.problems == []
 
 
-async def test_axis_shows_negative_rewards_and_says_when_it_does_not_start_at_zero(tab: Tab) -> None:
+async def test_axis_shows_negative_rewards_and_labels_a_nonzero_origin(tab: Tab) -> None:
     async with serving(DrawnRun(low=-10, high=5)) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         card = "[...charts.values()].find((chart) => chart.spec.title === 'Reward')"
         low, high = await tab.evaluate(f"(({{min, max}}) => [min, max])({card}.u.scales.y)")
         assert low < -9
@@ -81,20 +85,20 @@ async def test_axis_shows_negative_rewards_and_says_when_it_does_not_start_at_ze
 
 async def test_zoom_of_a_long_run_fetches_the_steps_of_its_window(tab: Tab) -> None:
     async with serving(DrawnRun(steps=10_000)) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         points = await tab.evaluate("[run.steps.length, run.pairs]")
         assert points[0] <= 1_600
         assert points[1] == points[0] - 1
         reward = "[...charts.values()].find((chart) => chart.spec.title === 'Reward')"
-        said = f"{reward}.card.querySelector('.readout').innerText"
-        assert "last, step 9999" in await tab.evaluate(said)
+        readout = f"{reward}.card.querySelector('.readout').innerText"
+        assert "last, step 9999" in await tab.evaluate(readout)
         await tab.evaluate(f"{reward}.u.setCursor({{ left: 100, top: 20 }})")
-        assert " to " in await tab.evaluate(said)
+        assert " to " in await tab.evaluate(readout)
         await tab.evaluate(f"{reward}.u.setCursor({{ left: -10, top: -10 }})")
         await tab.evaluate("zoom([4000, 4200])")
         await tab.until("view.fine && view.fine.steps.filter((step) => step >= 3950 && step <= 4250).length === 301")
         assert await tab.evaluate(f"{reward}.u.data[0].length") <= points[0] + 301
-        assert "last, step 9999" in await tab.evaluate(said)
+        assert "last, step 9999" in await tab.evaluate(readout)
         ascending = "view.fine.steps.every((step, i) => !i || step > view.fine.steps[i - 1])"
         assert await tab.evaluate(ascending)
         lengths = "Object.values(view.fine.columns).every((one) => one.length === view.fine.steps.length)"
@@ -102,7 +106,7 @@ async def test_zoom_of_a_long_run_fetches_the_steps_of_its_window(tab: Tab) -> N
         evaluated = "view.fine.columns['eval/held_out/avg@4'].filter(known).length"
         assert await tab.evaluate(evaluated) == await tab.evaluate(evaluated.replace("view.fine", "run"))
         await tab.evaluate(f"{reward}.u.setCursor({{ left: {reward}.u.valToPos(4100, 'x'), top: 20 }})")
-        assert (await tab.evaluate(said)).startswith("step 4100")
+        assert (await tab.evaluate(readout)).startswith("step 4100")
         await choose_view(tab, "x", "wall_s")
         assert await tab.evaluate("view.fine") is None
         await tab.evaluate("zoom([1000, 1100])")
@@ -125,7 +129,7 @@ async def test_curves_of_other_runs_are_drawn_in_their_colours_with_a_legend(tab
     hostile = "<b id=planted>other</b>"
     others = {"arithmetic-0041": DrawnRun(steps=400, seed=5), hostile: DrawnRun(steps=4_000, high=3.0)}
     async with serving(DrawnRun(steps=400, others=others)) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         legend = await tab.evaluate("document.querySelector('#runs').innerText")
         assert legend.split() == ["arithmetic-0042", "arithmetic-0041", "(finished)", *hostile.split(), "(finished)"]
         assert not await tab.evaluate("Boolean(document.getElementById('planted'))")
@@ -139,8 +143,8 @@ async def test_curves_of_other_runs_are_drawn_in_their_colours_with_a_legend(tab
         await tab.until(f"view.fine && {inside}.join() === '0,151'")
         await choose_view(tab, "x", "wall_s")
         assert await tab.evaluate(f"{reward}.u.scales.x.max") >= others[hostile].end_s - 1
-        said = f"{reward}.card.querySelector('.readout')"
-        assert await tab.evaluate(f"{said}.querySelectorAll('b').length") == 4
+        readout = f"{reward}.card.querySelector('.readout')"
+        assert await tab.evaluate(f"{readout}.querySelectorAll('b').length") == 4
         assert tab.problems == []
 
 
@@ -161,7 +165,7 @@ PIXELS = """(() => {
 async def test_slider_shows_the_controller_at_an_instant(tab: Tab) -> None:
     run = DrawnRun()
     async with serving(run) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         assert not any("replay" in path for path in server.asked)
         slider = "document.querySelector('#timeline .slider input')"
         assert await tab.evaluate(f"Number({slider}.max)") == pytest.approx(run.end_s, abs=5)
@@ -170,9 +174,9 @@ async def test_slider_shows_the_controller_at_an_instant(tab: Tab) -> None:
         text = "document.querySelector('#timeline .opened').innerText"
         await tab.until(f"{text}.includes('Controller at 1:40 of the run')")
         assert [path for path in server.asked if "replay" in path] == ["/api/replay?at=100.500"]
-        said = await tab.evaluate(text)
-        for words in ("Samples by stage", "generate", "Versions of the weights", "Who waited for whom", "blocked on"):
-            assert words in said
+        panel = await tab.evaluate(text)
+        for label in ("Samples by stage", "generate", "Versions of the weights", "Who waited for whom", "blocked on"):
+            assert label in panel
         run.instead = {"api/replay": {"reached_s": 70.0}}
         await tab.evaluate(f"{slider}.value = 90; {slider}.dispatchEvent(new Event('input'))")
         await tab.until(f"{text}.includes('The recording is replayed: 1:10 of 1:30.')")
@@ -184,7 +188,7 @@ async def test_slider_shows_the_controller_at_an_instant(tab: Tab) -> None:
         assert tab.problems == []
 
 
-async def test_panels_without_data_say_why(tab: Tab) -> None:
+async def test_panels_without_data_show_the_reason(tab: Tab) -> None:
     run = DrawnRun(steps=20)
     run.series = {name: column for name, column in run.series.items() if not name.startswith(("eval/", "kl"))}
     about = run.answer("api/run", {})
@@ -197,20 +201,20 @@ async def test_panels_without_data_say_why(tab: Tab) -> None:
         "api/timeline": run.answer("api/timeline", {}) | {"lanes": [], "spans": [], "waits": []},
     }
     async with serving(run) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         text = await tab.evaluate("document.body.innerText")
-        for said in (
+        for sentence in (
             "No evaluations: eval.interval is 0.",
             "No samples: samples.per_step is 0.",
             "No timeline: timeline is missing in the run directory.",
             "No attribution: attribution.jsonl: its line 3 is damaged.",
         ):
-            assert said in text
+            assert sentence in text
 
 
-async def test_filters_of_samples_ask_for_what_they_say(tab: Tab) -> None:
+async def test_sample_filters_select_the_matching_samples(tab: Tab) -> None:
     async with serving(DrawnRun()) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         rewards = (
             "[...document.querySelectorAll('#samples tbody tr td:nth-child(3)')].map((cell) => Number(cell.innerText))"
         )
@@ -233,12 +237,12 @@ async def test_filters_of_samples_ask_for_what_they_say(tab: Tab) -> None:
         assert tab.problems == []
 
 
-async def test_a_count_of_prompts_opens_their_list_and_each_its_samples(tab: Tab) -> None:
+async def test_prompt_counts_open_a_list_and_each_prompt_opens_its_samples(tab: Tab) -> None:
     hostile = "<b id=planted>reward</b>"
     run = DrawnRun()
     run.instead = {"api/ledger": {"states": {"trained": 480, "dropped": 7}, "dropped": {hostile: 7}}}
     async with serving(run) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         listed = "[...document.querySelectorAll('#prompts .opened tr.open')]"
         await tab.evaluate("document.querySelectorAll('#prompts .counts table')[1].querySelector('button').click()")
         await tab.until(f"{listed}.length === 7")
@@ -269,7 +273,7 @@ async def choose(tab: Tab, name: str, value: str) -> None:
 
 async def test_opened_sample_shows_tokens_group_and_life(tab: Tab) -> None:
     async with serving(DrawnRun()) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         await tab.evaluate("document.querySelector('#samples tr.open').focus()")
         for kind in ("keyDown", "keyUp"):
             await tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
@@ -279,15 +283,15 @@ async def test_opened_sample_shows_tokens_group_and_life(tab: Tab) -> None:
         assert await tab.evaluate(f"{tokens}.length") > 10
         assert await tab.evaluate(f"new Set([...{tokens}].map((one) => one.className)).size") >= 4
         await tab.evaluate(f"{tokens}[3].dispatchEvent(new Event('pointerover', {{ bubbles: true }}))")
-        said = await tab.evaluate("document.querySelector('#samples .opened p.readout').innerText")
-        assert "of the trainer · version" in said
+        readout = await tab.evaluate("document.querySelector('#samples .opened p.readout').innerText")
+        assert "of the trainer · version" in readout
 
 
-async def test_kill_is_a_red_line_and_the_page_goes_on_after_a_restart(tab: Tab) -> None:
+async def test_kill_draws_a_red_line_and_the_page_reconnects_after_a_restart(tab: Tab) -> None:
     run = DrawnRun(state="live", steps=40)
     run.events = run.events[:2]
     async with serving(run) as server:
-        await shown(tab, server)
+        await open_page(tab, server)
         await tab.until("live.opened")
         assert await tab.evaluate(RED_LINES) == 0
         line = run.add_event("gone", "rollout-0 (rollout on host 'n1') is gone: killed", 20, 50.0)
@@ -340,7 +344,7 @@ async def test_first_paint_and_redraw_at_4096_workers_and_10000_steps(browser: B
     assert statistics.median(await redraws_ms(browser, run)) <= MAX_REDRAW_MS
 
 
-def test_document_of_one_file_is_data_alone() -> None:
+def test_page_in_one_file_embeds_its_data_as_packed_json() -> None:
     text = page(document(DrawnRun(steps=20, texts=HOSTILE[:20])))
     packed = text.split('id="data" type="application/octet-stream">')[1].split("</script>")[0]
     assert json.loads(gzip.decompress(base64.b64decode(packed)))["api/run"]["steps"] == 20

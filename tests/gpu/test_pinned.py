@@ -1,4 +1,4 @@
-"""Weights to a device and back: through pinned memory, whole, and not before it has done what it was told."""
+"""Weights copied to a device and back through pinned memory: complete, and ordered after its pending work."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ def weights(device: torch.device) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, device=device).bfloat16() for name, shape in shapes.items()}
 
 
-def test_a_snapshot_is_pinned_and_has_what_was_computed_before_it(accelerator: Device) -> None:
+def test_a_snapshot_is_pinned_and_includes_pending_computations(accelerator: Device) -> None:
     tensors = weights(accelerator.torch)
-    for _ in range(50):  # the device is still at work on this when the snapshot is asked for
+    for _ in range(50):  # still pending on the device when the snapshot is taken
         tensors["a"].mul_(1.01).add_(0.01)
     snapshot = Snapshot.take(1, tensors)
     expected = Snapshot.take(1, {name: tensor.cpu() for name, tensor in tensors.items()})
@@ -26,7 +26,7 @@ def test_a_snapshot_is_pinned_and_has_what_was_computed_before_it(accelerator: D
 
 
 @pytest.mark.parametrize("kind", ["taken pinned", "pinned while it is staged", "not pinned"])
-def test_a_version_is_whole_on_the_device_when_it_is_used(kind: str, accelerator: Device) -> None:
+def test_a_restored_version_is_complete_on_the_device_when_it_is_used(kind: str, accelerator: Device) -> None:
     new = weights(accelerator.torch)
     on_host = {name: tensor.cpu() for name, tensor in new.items()}
     snapshot = Snapshot.take(1, new if kind == "taken pinned" else on_host)
@@ -35,5 +35,5 @@ def test_a_version_is_whole_on_the_device_when_it_is_used(kind: str, accelerator
         assert all(bucket.is_pinned() for bucket in snapshot.buckets)
     target = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
     snapshot.restore(target)
-    found = {name: tensor * 1 for name, tensor in target.items()}  # what is told next sees all of it
+    found = {name: tensor * 1 for name, tensor in target.items()}  # work that is queued next reads the complete copy
     assert all(torch.equal(found[name].cpu(), on_host[name]) for name in on_host)

@@ -1,4 +1,4 @@
-"""The torch engines on an accelerator, against the same on the CPU."""
+"""The torch engines on an accelerator, against the same engines on the CPU."""
 
 import copy
 import threading
@@ -27,23 +27,23 @@ def engine(one: Any, **options: Any) -> TorchRollout:
     return TorchRollout(one, stop=StopConditions((1,)), rows=ROWS, max_new_tokens=NEW, temperature=0.9, **options)
 
 
-def finish(rollout: TorchRollout, left: list[Prompt]) -> dict[int, Response]:
+def finish(rollout: TorchRollout, pending: list[Prompt]) -> dict[int, Response]:
     done: dict[int, Response] = {}
-    while left or rollout.running:
-        while left and rollout.room:
-            rollout.add([left.pop(0)])
+    while pending or rollout.running:
+        while pending and rollout.room:
+            rollout.add([pending.pop(0)])
         done |= {one.key: one for one in rollout.run(threading.Event())}
     return done
 
 
 def rescored(device: Device, kind: str, responses: dict[int, Response]) -> float:
     """The largest difference of recorded log-probabilities from those of the model, in nats."""
-    asked = {one.key: one.tokens for one in prompts()}
+    tokens_of = {one.key: one.tokens for one in prompts()}
     keys = sorted(responses)
     scored = score_on(
         device,
         model(kind).to(device.torch),
-        [asked[key] for key in keys],
+        [tokens_of[key] for key in keys],
         [responses[key].tokens for key in keys],
         0.9,
         256,
@@ -52,14 +52,14 @@ def rescored(device: Device, kind: str, responses: dict[int, Response]) -> float
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_generated_has_the_log_probabilities_of_the_cpu(kind: str, accelerator: Device) -> None:
+def test_generated_log_probabilities_are_those_of_the_cpu(kind: str, accelerator: Device) -> None:
     found = finish(engine(model(kind).to(accelerator.torch)), prompts())
     assert rescored(Device("cpu"), kind, found) < 1e-2
     assert rescored(accelerator, kind, found) < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_graphs_repeat_the_plain_step(kind: str, accelerator: Device) -> None:
+def test_cuda_graphs_give_the_results_of_the_plain_step(kind: str, accelerator: Device) -> None:
     if accelerator.kind != "cuda":
         pytest.skip("graphs are for CUDA")
     rollout = engine(model(kind).to(accelerator.torch), compiled=True)
@@ -68,7 +68,7 @@ def test_graphs_repeat_the_plain_step(kind: str, accelerator: Device) -> None:
     done = {one.key: one for one in rollout.run(After(5))}
     snapshot = Snapshot.take(7, named_parameters(model(kind, 1)))
     while (work := rollout.prepare(snapshot)) is not None:
-        thread = threading.Thread(target=work)  # as the role does: while this one decodes
+        thread = threading.Thread(target=work)  # in parallel with decoding, as in the role
         thread.start()
         done |= {one.key: one for one in rollout.run(After(3))}
         thread.join(60.0)
@@ -85,7 +85,7 @@ def test_graphs_repeat_the_plain_step(kind: str, accelerator: Device) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("narrow", [None, torch.bfloat16])
-def test_training_finds_the_gradient_of_the_cpu(kind: str, narrow: torch.dtype | None, accelerator: Device) -> None:
+def test_the_training_gradient_is_that_of_the_cpu(kind: str, narrow: torch.dtype | None, accelerator: Device) -> None:
     gradients: list[torch.Tensor] = []
     for place in (torch.device("cpu"), accelerator.torch):
         trainer = TorchTrainer(
@@ -99,5 +99,5 @@ def test_training_finds_the_gradient_of_the_cpu(kind: str, narrow: torch.dtype |
         trainer.accumulate(samples(0))
         trainer.step()
         assert all(one.device == place for one in trainer.parameters().values())
-    here, there = gradients
-    assert float((here - there).norm() / here.norm()) < (1e-3 if narrow is None else 0.1)
+    on_cpu, on_device = gradients
+    assert float((on_cpu - on_device).norm() / on_cpu.norm()) < (1e-3 if narrow is None else 0.1)

@@ -18,16 +18,16 @@ from flowrt.recipes.config_io import defaults, to_toml
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 LONGEST_SENTENCE = 450
-TOKEN = "TOKEN_OF_TEST"  # no FLOWRT_…: those are not handed on to servers
-LOOK_EVERY_S = 0.05
+TOKEN = "TOKEN_OF_TEST"  # not FLOWRT_…: those variables are not passed on to servers
+POLL_INTERVAL_S = 0.05
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float, what: Callable[[], str]) -> None:
-    """Return as soon as ``condition`` holds; fail the test, saying ``what``, when it does not by the deadline."""
+    """Return as soon as ``condition`` holds; fail the test with ``what()`` if it does not by the deadline."""
     end_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end_s, f"after {deadline_s:.0f} s: {what()}"
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 class Launch:
@@ -58,12 +58,12 @@ class Launch:
 
     @property
     def output(self) -> str:
-        """What the command has said so far."""
+        """stdout and stderr of the command so far."""
         return self._output.read_text(errors="replace")
 
     @property
     def words(self) -> str:
-        """The output with every stretch of white space made one space: lines may be folded anywhere."""
+        """The output with each run of white space replaced by one space: lines may be folded anywhere."""
         return " ".join(self.output.split())
 
     def log(self, worker: str) -> str:
@@ -71,7 +71,7 @@ class Launch:
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process that descends from this command."""
+        """Every running process that descends from this command."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -82,11 +82,11 @@ class Launch:
         return found
 
     def find(self, *words: str) -> list[psutil.Process]:
-        """The living processes whose command line has all these words."""
+        """The running processes whose command line has all these words."""
         found = []
         for process in self.processes():
             try:
-                line = " ".join(process.cmdline()).split()  # one word, of those that were forked
+                line = " ".join(process.cmdline()).split()  # a forked process has it as one string
             except psutil.NoSuchProcess:
                 continue
             if all(word in line for word in words):
@@ -120,13 +120,13 @@ class Launch:
         return code
 
     def assert_gone(self, within_s: float) -> None:
-        """Every process of the run is gone within so many seconds of the signal, and no shared memory is left."""
+        """Every process of the run ends within ``within_s`` of the signal, and no shared memory is left."""
         left_s = self._signalled_s + within_s - time.monotonic()
         wait_until(lambda: not self.processes(), left_s, lambda: f"still there: {_names(self.processes())}")
         wait_until(lambda: not self._leaked(), 5.0, lambda: f"shared memory left: {self._leaked()}")
 
     def kill_all(self, found: Sequence[psutil.Process] | None = None) -> None:
-        """SIGKILL for every process of the run at once, or for those that were found before: no time for a search."""
+        """Send SIGKILL to every process of the run, or to those in ``found``, which saves the time of a search."""
         for process in self.processes() if found is None else found:
             try:
                 process.kill()
@@ -136,7 +136,7 @@ class Launch:
         wait_until(lambda: not self.processes(), 10.0, lambda: f"still there: {_names(self.processes())}")
 
     def close(self) -> None:
-        """Kill what is left, however the test went."""
+        """Kill the remaining processes, whatever the result of the test."""
         for process in self.processes():
             try:
                 process.kill()
@@ -145,7 +145,7 @@ class Launch:
         self._popen.wait(10.0)
 
     def _leaked(self) -> set[str]:
-        """New shared-memory segments that no living process uses (other runs share this machine)."""
+        """New shared-memory segments that no running process uses (other runs share this machine)."""
         new = _segments() - self._segments_before
         return {name for name in new if not _used(f"/dev/shm/{name}")}
 
@@ -178,7 +178,7 @@ def _names(processes: list[psutil.Process]) -> list[str]:
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launch]]:
     """Start ``flowrt run --run-dir FRESH ARGUMENTS``, or ``flowrt resume RUN ARGUMENTS``.
 
-    What is still there after the module's tests is killed.
+    Processes that remain after the module's tests are killed.
     """
     launched: list[Launch] = []
 
@@ -195,7 +195,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
 
 
 def prepare(run_dir: Path, **sft: int) -> Path:
-    """A tiny model with its tokenizer, as `prepare` writes it."""
+    """A tiny model with its tokenizer, as the launcher builds it."""
     base = defaults("arithmetic")
     config = dataclasses.replace(
         base,
@@ -205,30 +205,30 @@ def prepare(run_dir: Path, **sft: int) -> Path:
     )
     path = run_dir / "config.toml"
     path.write_text(to_toml(config))
-    words = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(path)]
-    subprocess.run(words, check=True, timeout=120, capture_output=True)
+    command = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(path)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
     return run_dir / "model"
 
 
 @pytest.fixture(scope="session")
 def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without any warm start."""
+    """A tiny model without supervised fine-tuning."""
     return prepare(tmp_path_factory.mktemp("prepared"), steps=0)
 
 
 @pytest.fixture(scope="session")
-def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that is right now and then: without any reward there is nothing to learn, and nothing to compare."""
-    return prepare(tmp_path_factory.mktemp("taught"), steps=60, eval_prompts=8)
+def sft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model after a short SFT: some of its answers are right, so that rewards differ."""
+    return prepare(tmp_path_factory.mktemp("fine_tuned"), steps=60, eval_prompts=8)
 
 
 class Refusal:
-    """The end of a command that was given bad input."""
+    """The result of a command with bad input."""
 
-    def __init__(self, ended: subprocess.CompletedProcess[str]) -> None:
-        self.code = ended.returncode
-        self.stdout = ended.stdout
-        self.stderr = ended.stderr
+    def __init__(self, completed: subprocess.CompletedProcess[str]) -> None:
+        self.code = completed.returncode
+        self.stdout = completed.stdout
+        self.stderr = completed.stderr
 
     def sentence(self) -> str:
         """The one line on stderr."""
@@ -240,7 +240,7 @@ class Refusal:
         return lines[0]
 
     def box(self) -> str:
-        """What the command-line parser says, without its frame."""
+        """The error of the command-line parser, without its frame."""
         assert self.code == 2, self.stderr
         assert "Traceback" not in self.stderr
         return " ".join("".join(" " if c in "╭╮╰╯│─" else c for c in self.stderr).split())
@@ -248,11 +248,11 @@ class Refusal:
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., Refusal]:
-    """Run ``flowrt run ARGUMENTS --run-dir FRESH``; whatever it says, it must leave no file behind."""
+    """Run ``flowrt run ARGUMENTS --run-dir FRESH``; it must leave no file behind."""
 
     def run(*arguments: str, run_dir: Path | None = None) -> Refusal:
         before = tree(tmp_path)
-        ended = subprocess.run(
+        completed = subprocess.run(
             [str(FLOWRT), "run", *arguments, "--run-dir", str(run_dir or tmp_path / "run")],
             cwd=tmp_path,
             timeout=60,
@@ -260,9 +260,9 @@ def refused(tmp_path: Path) -> Callable[..., Refusal]:
             text=True,
             stdin=subprocess.DEVNULL,
         )
-        assert "Traceback" not in ended.stderr, ended.stderr
+        assert "Traceback" not in completed.stderr, completed.stderr
         assert tree(tmp_path) == before
-        return Refusal(ended)
+        return Refusal(completed)
 
     return run
 
@@ -273,7 +273,7 @@ def tree(path: Path) -> list[str]:
 
 @pytest.fixture
 def model_shell(tmp_path: Path) -> str:
-    """What looks like a checkpoint from outside; for runs that end before anybody loads it."""
+    """A directory with the file names of a model, for runs that end before the model is loaded."""
     path = tmp_path / "shell"
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -285,6 +285,6 @@ def model_shell(tmp_path: Path) -> str:
 
 @pytest.fixture
 def held_port() -> Iterator[int]:
-    """A port of this machine on which somebody listens, and says nothing."""
+    """A local port with a listener that sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         yield holder.getsockname()[1]

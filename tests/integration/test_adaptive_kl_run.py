@@ -1,4 +1,4 @@
-"""A run whose coefficient of the divergence follows a target: on two ranks, and across a resume."""
+"""A run with an adaptive KL coefficient: on two ranks, and across a resume."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ COEF, TARGET, HORIZON, PROMPTS, SIZE = 0.01, 0.001, 64, 4, 4
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_the_coefficient_follows_the_divergence_on_two_ranks_and_across_a_resume(
+def test_kl_coefficient_follows_the_kl_on_two_ranks_and_across_a_resume(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
     run = launch(
@@ -26,8 +26,8 @@ def test_the_coefficient_follows_the_divergence_on_two_ranks_and_across_a_resume
         *("--algorithm.kl.horizon", str(HORIZON)),
     )
     assert run.wait(180.0) == 0, run.output
-    again = launch("--steps", "8", resume=run.run_dir)
-    assert again.wait(180.0) == 0, again.output
+    resumed = launch("--steps", "8", resume=run.run_dir)
+    assert resumed.wait(180.0) == 0, resumed.output
     found = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in found] == list(range(8))
     adaptive, coef = AdaptiveKl(TARGET, HORIZON), COEF

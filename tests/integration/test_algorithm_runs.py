@@ -1,4 +1,4 @@
-"""Whole runs with other objectives: a class of the user's, and several updates a step."""
+"""Complete runs with other objectives: a user-defined class, and several updates per step."""
 
 import json
 import shutil
@@ -37,33 +37,33 @@ def metrics(run: Any) -> list[dict[str, float]]:
     return [line for line in lines if "loss" in line]
 
 
-def test_the_example_is_one_short_file() -> None:
+def test_example_algorithm_is_one_short_file() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 40
 
 
 @pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_an_objective_of_the_users_trains_on_two_ranks_and_resumes(
+def test_user_defined_objective_trains_on_two_ranks_and_resumes(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str
 ) -> None:
     file = tmp_path / "mine.py"
     shutil.copy(EXAMPLE, file)
-    begin = ["--model", str(untrained_model), "--algorithm", f"{file}:ShortReinforce", "--trainer.engine", engine]
-    run = launch(*SMALL, *begin, "--trainer.ranks", "2")
+    flags = ["--model", str(untrained_model), "--algorithm", f"{file}:ShortReinforce", "--trainer.engine", engine]
+    run = launch(*SMALL, *flags, "--trainer.ranks", "2")
     assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")
     assert f"algorithm {file}:ShortReinforce" in run.output
-    assert all(line["weights"] > 0 for line in metrics(run)), "its own metric"
+    assert all(line["weights"] > 0 for line in metrics(run)), "metric of the user-defined class"
     assert "reference" not in [path.stem for path in (run.run_dir / "logs").iterdir()]
-    more = launch("--steps", "3", resume=run.run_dir)
-    assert more.wait(WITHIN_S) == 0, more.output + more.log("trainer")
+    resumed = launch("--steps", "3", resume=run.run_dir)
+    assert resumed.wait(WITHIN_S) == 0, resumed.output + resumed.log("trainer")
     assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 3
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_reference_is_started_if_the_users_objective_needs_one(
+def test_reference_model_starts_if_a_user_defined_objective_needs_it(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
@@ -80,32 +80,30 @@ def test_a_reference_is_started_if_the_users_objective_needs_one(
 @pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_several_updates_a_step_publish_one_version(
-    launch: Callable[..., Any], taught_model: Path, engine: str
-) -> None:
-    begin = ["--model", str(taught_model), "--algorithm", "decoupled", "--trainer.engine", engine]
-    run = launch(*SMALL, *begin, "--algorithm.plan.epochs", "2")
+def test_several_updates_per_step_publish_one_version(launch: Callable[..., Any], sft_model: Path, engine: str) -> None:
+    flags = ["--model", str(sft_model), "--algorithm", "decoupled", "--trainer.engine", engine]
+    run = launch(*SMALL, *flags, "--algorithm.plan.epochs", "2")
     assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")
     assert "plan.updates 4, plan.epochs 2" in run.output
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["samples"]) == (2, 2 * 4 * 4)
-    # In later updates of a step the policy has left the one before it.
+    # After the first update of a step the policy differs from that before the step.
     assert all(abs(line["ratio"] - 1) > 1e-6 for line in metrics(run))
     after = load_file(run.run_dir / "final" / "model.safetensors")
-    before = load_file(taught_model / "model.safetensors")
+    before = load_file(sft_model / "model.safetensors")
     assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
 @pytest.mark.parametrize(
     "name", [name if at < 2 else pytest.param(name, marks=pytest.mark.long) for at, name in enumerate(BROKEN)]
 )
-def test_a_file_that_defines_no_objective_is_refused_before_the_run(
+def test_file_without_a_valid_objective_is_refused_before_the_run(
     refused: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
-    text, words = BROKEN[name]
+    text, expected = BROKEN[name]
     file = tmp_path / "mine.py"
     file.write_text(text)
-    assert words in refused("--algorithm", f"{file}:Mine").sentence()
+    assert expected in refused("--algorithm", f"{file}:Mine").sentence()
 
 
 @pytest.mark.slow
@@ -118,13 +116,13 @@ def test_a_file_that_defines_no_objective_is_refused_before_the_run(
         pytest.param("fsdp", "dpo_online", marks=pytest.mark.long),
     ],
 )
-def test_a_step_in_which_no_sample_is_trained_leaves_the_weights(
+def test_step_without_trainable_samples_leaves_the_weights_unchanged(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str, algorithm: str
 ) -> None:
     """All rewards are equal, so no group has a better and a worse sample; `decoupled` has advantages of 0."""
     (tmp_path / "reward.py").write_text("def reward(response, answer):\n    return 0.5\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 16)
-    words = [
+    flags = [
         "--recipe",
         "custom",
         "--data",
@@ -133,7 +131,7 @@ def test_a_step_in_which_no_sample_is_trained_leaves_the_weights(
         f"{tmp_path}/reward.py:reward",
     ]
     run = launch(
-        *SMALL, *words, "--model", str(untrained_model), "--algorithm", algorithm, "--trainer.engine", engine,
+        *SMALL, *flags, "--model", str(untrained_model), "--algorithm", algorithm, "--trainer.engine", engine,
         "--rollout.max-new-tokens", "4",
     )  # fmt: skip
     assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")

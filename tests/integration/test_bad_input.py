@@ -1,4 +1,4 @@
-"""Bad input is refused with exit code 2 and one sentence that names the thing and the fix; nothing is written."""
+"""Bad input is refused with exit code 2 and one sentence that names the cause and the fix; nothing is written."""
 
 import json
 import shutil
@@ -27,33 +27,33 @@ def row(question: str = "One and one?", answer: str = "1+1=2\n#### 2") -> dict[s
 # ---- data
 
 
-def test_a_recipe_that_needs_data_says_how_to_give_it(refused: Callable[..., Any]) -> None:
-    said = refused("gsm8k").sentence()
-    assert "gsm8k" in said
-    assert "--data" in said
+def test_recipe_without_its_data_names_the_flag(refused: Callable[..., Any]) -> None:
+    error = refused("gsm8k").sentence()
+    assert "gsm8k" in error
+    assert "--data" in error
 
 
 def test_missing_data_file(refused: Callable[..., Any], tmp_path: Path) -> None:
-    said = refused("gsm8k", "--data", "nowhere.jsonl").sentence()
-    assert str(tmp_path / "nowhere.jsonl") in said
-    assert "does not exist" in said
-    assert "--data" in said
+    error = refused("gsm8k", "--data", "nowhere.jsonl").sentence()
+    assert str(tmp_path / "nowhere.jsonl") in error
+    assert "does not exist" in error
+    assert "--data" in error
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"], ids=["no byte", "only blank lines"])
 def test_empty_data_file(refused: Callable[..., Any], tmp_path: Path, content: str) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text(content)
-    said = refused("gsm8k", "--data", str(path)).sentence()
-    assert f"{path} is empty" in said
-    assert "at least one row" in said
+    error = refused("gsm8k", "--data", str(path)).sentence()
+    assert f"{path} is empty" in error
+    assert "at least one row" in error
 
 
-def test_malformed_line_is_named_by_its_number(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_malformed_line_is_reported_with_its_number(refused: Callable[..., Any], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", row(), "", '{"question": "Half', row())
-    said = refused("gsm8k", "--data", data).sentence()
-    assert f"{data}, line 3 " in said
-    assert "JSON" in said
+    error = refused("gsm8k", "--data", data).sentence()
+    assert f"{data}, line 3 " in error
+    assert "JSON" in error
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,13 @@ def test_malformed_line_is_named_by_its_number(refused: Callable[..., Any], tmp_
     ],
     ids=["field missing", "field has another name", "field is a number", "row is a list"],
 )
-def test_row_without_the_field(refused: Callable[..., Any], tmp_path: Path, bad: object, expected: list[str]) -> None:
+def test_row_without_a_required_field(
+    refused: Callable[..., Any], tmp_path: Path, bad: object, expected: list[str]
+) -> None:
     data = write_rows(tmp_path / "rows.jsonl", row(), bad, row())
-    said = refused("gsm8k", "--data", data, "--data.eval-prompts", "1").sentence()
+    error = refused("gsm8k", "--data", data, "--data.eval-prompts", "1").sentence()
     for part in [data, *expected]:
-        assert part in said
+        assert part in error
 
 
 @pytest.mark.parametrize(
@@ -83,28 +85,30 @@ def test_row_without_the_field(refused: Callable[..., Any], tmp_path: Path, bad:
     ],
     ids=["deep nesting", "a huge number", "an empty prompt", "a lone surrogate"],
 )
-def test_row_that_no_worker_can_take(refused: Callable[..., Any], tmp_path: Path, bad: object, expected: str) -> None:
+def test_row_that_workers_cannot_process(
+    refused: Callable[..., Any], tmp_path: Path, bad: object, expected: str
+) -> None:
     data = write_rows(tmp_path / "rows.jsonl", row(), bad, row())
-    said = refused("gsm8k", "--data", data, "--data.eval-prompts", "1").sentence()
-    assert f"{data}, {expected}" in said
+    error = refused("gsm8k", "--data", data, "--data.eval-prompts", "1").sentence()
+    assert f"{data}, {expected}" in error
 
 
-def test_data_that_is_a_directory(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_data_file_is_a_directory(refused: Callable[..., Any], tmp_path: Path) -> None:
     assert f"data file {tmp_path} is a directory" in refused("gsm8k", "--data", str(tmp_path)).sentence()
 
 
 def test_solution_without_a_final_number(refused: Callable[..., Any], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", row(), row(answer="it is two"), row())
-    said = refused("gsm8k", "--data", data, "--data.eval-prompts", "1").sentence()
-    assert f"{data}, line 2" in said
-    assert "#### number" in said
+    error = refused("gsm8k", "--data", data, "--data.eval-prompts", "1").sentence()
+    assert f"{data}, line 2" in error
+    assert "#### number" in error
 
 
 def test_fewer_rows_than_are_held_out(refused: Callable[..., Any], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", row(), row())
-    said = refused("gsm8k", "--data", data, "--data.eval-prompts", "2").sentence()
-    assert "2 rows" in said
-    assert "data.eval_prompts=2" in said
+    error = refused("gsm8k", "--data", data, "--data.eval-prompts", "2").sentence()
+    assert "2 rows" in error
+    assert "data.eval_prompts=2" in error
 
 
 # ---- model
@@ -112,56 +116,56 @@ def test_fewer_rows_than_are_held_out(refused: Callable[..., Any], tmp_path: Pat
 
 def test_model_directory_does_not_exist(refused: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "no-model"
-    said = refused("--model", str(path)).sentence()
-    assert str(path) in said
-    assert "is not a directory" in said
-    assert "config.json" in said
+    error = refused("--model", str(path)).sentence()
+    assert str(path) in error
+    assert "is not a directory" in error
+    assert "config.json" in error
 
 
-def test_directory_is_no_model(refused: Callable[..., Any], tmp_path: Path) -> None:
-    said = refused("--model", str(tmp_path)).sentence()
-    assert str(tmp_path) in said
-    assert "no config.json" in said
+def test_directory_without_a_model(refused: Callable[..., Any], tmp_path: Path) -> None:
+    error = refused("--model", str(tmp_path)).sentence()
+    assert str(tmp_path) in error
+    assert "no config.json" in error
 
 
 def test_model_without_weights(refused: Callable[..., Any], model_shell: str) -> None:
     Path(model_shell, "model.safetensors").unlink()
-    said = refused("--model", model_shell).sentence()
-    assert model_shell in said
-    assert "no weights" in said
-    assert "download" in said
+    error = refused("--model", model_shell).sentence()
+    assert model_shell in error
+    assert "no weights" in error
+    assert "download" in error
 
 
 def test_model_without_tokenizer(refused: Callable[..., Any], model_shell: str) -> None:
     Path(model_shell, "tokenizer.json").unlink()
-    said = refused("--model", model_shell).sentence()
-    assert model_shell in said
-    assert "no tokenizer" in said
+    error = refused("--model", model_shell).sentence()
+    assert model_shell in error
+    assert "no tokenizer" in error
 
 
 def test_model_whose_weights_do_not_fit_its_configuration(
     refused: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
-    """transformers says so, in a process of its own, before any other starts; nothing of it is left."""
+    """transformers reports it, in a separate process before any other starts; no file is left."""
     model = Path(shutil.copytree(untrained_model, tmp_path / "model"))
     table = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(table | {"vocab_size": 999}))
-    said = refused("--model", str(model)).sentence()
-    assert f"model {model}: model.embed_tokens.weight has shape [17, 64]" in said
+    error = refused("--model", str(model)).sentence()
+    assert f"model {model}: model.embed_tokens.weight has shape [17, 64]" in error
 
 
 def test_prompts_too_long_for_the_embedded_model(refused: Callable[..., Any], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", row(), row(question="a b " * 40), row())
-    said = refused("gsm8k", "--data", data, "--data.eval-prompts", "1", "--build.max-length", "150").sentence()
-    assert f"{data}, line 2: the prompt has " in said
-    assert "with rollout.max_new_tokens 128 more than the 150 positions" in said
+    error = refused("gsm8k", "--data", data, "--data.eval-prompts", "1", "--build.max-length", "150").sentence()
+    assert f"{data}, line 2: the prompt has " in error
+    assert "with rollout.max_new_tokens 128 more than the 150 positions" in error
 
 
 # ---- values and flags
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "expected"),
     [
         ("--eval.interval 5 --data.eval-prompts 0", "eval.interval is 5, and there is nothing to evaluate"),
         (
@@ -183,56 +187,58 @@ def test_prompts_too_long_for_the_embedded_model(refused: Callable[..., Any], tm
         ("--eval.only True --eval.interval 5", "eval.only is on, so nothing is trained"),
     ],
 )
-def test_evaluations_that_cannot_be_made(refused: Callable[..., Any], flags: str, words: str) -> None:
-    assert words in refused(*flags.split()).sentence()
+def test_inconsistent_evaluation_options(refused: Callable[..., Any], flags: str, expected: str) -> None:
+    assert expected in refused(*flags.split()).sentence()
 
 
-def test_eval_data_with_a_mistake_names_its_line(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_malformed_eval_data_is_reported_with_its_line(refused: Callable[..., Any], tmp_path: Path) -> None:
     data, bad = write_rows(tmp_path / "data.jsonl", row(), row("Two?")), write_rows(tmp_path / "bad.jsonl", row(), "{")
     flags = ("--data", data, "--data.eval-prompts", "0", "--eval.data", f"hard={bad}")
     assert f"{bad}, line 2" in refused("gsm8k", *flags).sentence()
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("flags", "expected"),
     [(("--step", "3"), "has no checkpoint after 3 steps; there is: none"), (("--best",), "has no best weights")],
 )
-def test_flowrt_eval_without_what_it_needs(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+def test_flowrt_eval_without_checkpoint_or_best_weights(tmp_path: Path, flags: tuple[str, ...], expected: str) -> None:
     config = subprocess.run([str(FLOWRT), "config", "arithmetic"], capture_output=True, text=True, check=True)
     (tmp_path / "config.toml").write_text(config.stdout)
-    done = subprocess.run([str(FLOWRT), "eval", str(tmp_path), *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert expected in " ".join(done.stderr.split())
+    completed = subprocess.run(
+        [str(FLOWRT), "eval", str(tmp_path), *flags], capture_output=True, text=True, check=False
+    )
+    assert completed.returncode == 2
+    assert expected in " ".join(completed.stderr.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.toml"]
 
 
-def test_flowrt_eval_of_no_run(tmp_path: Path) -> None:
-    done = subprocess.run([str(FLOWRT), "eval", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "is not a run directory" in " ".join(done.stderr.split())
+def test_flowrt_eval_of_a_directory_without_a_run(tmp_path: Path) -> None:
+    completed = subprocess.run([str(FLOWRT), "eval", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert completed.returncode == 2
+    assert "is not a run directory" in " ".join(completed.stderr.split())
 
 
 def test_negative_staleness(refused: Callable[..., Any]) -> None:
-    said = refused("--max-staleness", "-1").sentence()
-    assert "max_staleness is -1" in said
-    assert "0 or more" in said
+    error = refused("--max-staleness", "-1").sentence()
+    assert "max_staleness is -1" in error
+    assert "0 or more" in error
 
 
 def test_group_of_one_with_a_group_baseline(refused: Callable[..., Any]) -> None:
-    said = refused("--group-size", "1").sentence()
-    assert "group_size is 1" in said
-    assert "nothing would be learned" in said
-    assert "2 or more" in said
+    error = refused("--group-size", "1").sentence()
+    assert "group_size is 1" in error
+    assert "nothing would be learned" in error
+    assert "2 or more" in error
 
 
 def test_zero_steps(refused: Callable[..., Any]) -> None:
-    said = refused("--steps", "0").sentence()
-    assert "steps is 0" in said
-    assert "above 0" in said
+    error = refused("--steps", "0").sentence()
+    assert "steps is 0" in error
+    assert "above 0" in error
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "words"),
+    ("flag", "value", "expected"),
     [
         ("--threads", "1000000", "threads is 1000000; use a value above 0, and at most 1,024"),
         ("--threads", "1000", "this machine has"),
@@ -250,37 +256,37 @@ def test_zero_steps(refused: Callable[..., Any]) -> None:
         ("--rollout.stop", "", "rollout.stop has ''"),
     ],
 )
-def test_number_out_of_range(refused: Callable[..., Any], flag: str, value: str, words: str) -> None:
-    assert words in refused(flag, value).sentence()
+def test_number_out_of_range(refused: Callable[..., Any], flag: str, value: str, expected: str) -> None:
+    assert expected in refused(flag, value).sentence()
 
 
 def test_unknown_flag_suggests_the_right_one(refused: Callable[..., Any]) -> None:
-    said = refused("--group-sise", "4").box()
-    assert "--group-sise" in said
-    assert "--group-size" in said
+    error = refused("--group-sise", "4").box()
+    assert "--group-sise" in error
+    assert "--group-size" in error
 
 
 def test_unknown_recipe_suggests_the_right_one(refused: Callable[..., Any]) -> None:
-    said = refused("arithmetik").sentence()
-    assert "'arithmetik'" in said
-    assert "did you mean 'arithmetic'?" in said
+    error = refused("arithmetik").sentence()
+    assert "'arithmetik'" in error
+    assert "did you mean 'arithmetic'?" in error
 
 
 @pytest.mark.parametrize(
     ("flag", "value"), [("--steps", "many"), ("--trainer.lr", "fast"), ("--deterministic", "perhaps")]
 )
 def test_wrong_type_on_a_flag(refused: Callable[..., Any], flag: str, value: str) -> None:
-    said = refused(flag, value).box()
-    assert flag in said
-    assert value in said
+    error = refused(flag, value).box()
+    assert flag in error
+    assert value in error
 
 
 def test_unknown_command_names_the_right_one() -> None:
-    ended = subprocess.run([str(FLOWRT), "ran"], timeout=30, capture_output=True, text=True)
-    assert ended.returncode == 2
-    [said] = ended.stderr.splitlines()
-    assert "'ran'" in said
-    assert said.endswith(
+    completed = subprocess.run([str(FLOWRT), "ran"], timeout=30, capture_output=True, text=True)
+    assert completed.returncode == 2
+    [error] = completed.stderr.splitlines()
+    assert "'ran'" in error
+    assert error.endswith(
         "there is: config, data, doctor, drain, eval, export, keys, ledger, replay, resume, reward, run, samples, "
         "slurm, status, time, watch, worker"
     )
@@ -290,8 +296,8 @@ def test_unknown_command_names_the_right_one() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices here")
-def test_a_device_that_is_not_there_is_refused_before_anything_starts(refused: Callable[..., Any]) -> None:
-    said = refused("--device", "cuda").sentence()
-    assert "device cuda of trainer and rollout and reference: " in said
-    assert "0 are visible here" in said
-    assert "use device cpu" in said
+def test_missing_device_is_refused_before_the_run_starts(refused: Callable[..., Any]) -> None:
+    error = refused("--device", "cuda").sentence()
+    assert "device cuda of trainer and rollout and reference: " in error
+    assert "0 are visible here" in error
+    assert "use device cpu" in error

@@ -15,7 +15,7 @@ from tests.integration.sglang.conftest import NOT_HERE, PYTHON
 BENCH = Path(__file__).parents[2] / "bench"
 TRL_PYTHON = os.environ.get("TRL_PYTHON", "")
 TIMEOUT_S = 900
-ALONE = (
+SELF_CONTAINED = (
     "ablation",
     "core_events",
     "curve",
@@ -31,39 +31,39 @@ ALONE = (
     "tensors",
     "weights",
 )
-"""Scripts that need nothing but this machine; TransferQueue is left out where a script compares with it."""
-WITH_MORE = ("compare_trl", "gpu", "gsm8k", "sglang_updates")
+"""Scripts without further requirements; comparisons with TransferQueue are skipped."""
+WITH_REQUIREMENTS = ("compare_trl", "gpu", "gsm8k", "sglang_updates")
 
 
 def metrics_of(name: str, folder: Path, *arguments: str) -> dict[str, float]:
     """The metrics that ``bench/NAME.py --quick`` wrote."""
     path = folder / "metrics.json"
     command = [sys.executable, str(BENCH / f"{name}.py"), "--quick", "--json", str(path), *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder)
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
     written: dict[str, dict[str, float]] = json.loads(path.read_text())
     assert written["machine"]["cores"] == os.cpu_count()
     return written["metrics"]
 
 
 def test_every_script_is_listed_here() -> None:
-    assert sorted(path.stem for path in BENCH.glob("*.py")) == sorted((*ALONE, *WITH_MORE))
+    assert sorted(path.stem for path in BENCH.glob("*.py")) == sorted((*SELF_CONTAINED, *WITH_REQUIREMENTS))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices here")
-def test_without_a_gpu_the_script_for_one_says_so(tmp_path: Path) -> None:
+def test_gpu_script_without_a_gpu_exits_with_a_message(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH / "gpu.py"), "--json", str(tmp_path / "metrics.json")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=tmp_path)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stdout.startswith("there is no GPU to measure: ")
-    assert len(ended.stdout.splitlines()) == 1
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=tmp_path)
+    assert completed.returncode == 2, completed.stderr
+    assert completed.stdout.startswith("there is no GPU to measure: ")
+    assert len(completed.stdout.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("part", ["weights", "training", "overlap", "job"])
-def test_a_part_of_the_script_for_a_gpu_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
+def test_part_of_the_gpu_script_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
     found = metrics_of("gpu", tmp_path, "--device", "cpu", "--logs", str(tmp_path), "--parts", part)
     assert found[f"{part}_exit_code"] == 0
     assert part == "weights" or len(found) > 2
@@ -71,8 +71,8 @@ def test_a_part_of_the_script_for_a_gpu_runs_on_a_cpu(part: str, tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 60)
-@pytest.mark.parametrize("name", ALONE)
-def test_a_script_measures(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SELF_CONTAINED)
+def test_script_writes_finite_metrics(name: str, tmp_path: Path) -> None:
     found = metrics_of(name, tmp_path)
     assert found
     assert [key for key, value in found.items() if not math.isfinite(value)] == []
@@ -80,7 +80,7 @@ def test_a_script_measures(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 60)
-def test_gsm8k_measures(tmp_path: Path) -> None:
+def test_gsm8k_script_trains_prompts(tmp_path: Path) -> None:
     pairs = [(one, other) for one in range(10) for other in range(10)]
     rows = [{"question": f"What is {a} plus {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in pairs]
     data = tmp_path / "data.jsonl"
@@ -90,13 +90,13 @@ def test_gsm8k_measures(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 60)
-@pytest.mark.skipif(not TRL_PYTHON, reason="TRL_PYTHON names no Python that has TRL")
-def test_the_comparison_with_trl_measures(tmp_path: Path) -> None:
+@pytest.mark.skipif(not TRL_PYTHON, reason="TRL_PYTHON names no Python with TRL")
+def test_trl_comparison_reports_a_ratio(tmp_path: Path) -> None:
     assert metrics_of("compare_trl", tmp_path, "--baseline-python", TRL_PYTHON)["ratio"] > 0
 
 
 @pytest.mark.sglang
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE)
-def test_updates_of_sglang_measure(tmp_path: Path) -> None:
+def test_sglang_update_script_reports_the_weight_size(tmp_path: Path) -> None:
     assert metrics_of("sglang_updates", tmp_path, "--sglang-python", str(PYTHON))["weight_mb"] > 0

@@ -1,4 +1,4 @@
-"""The best weights when their writer is killed at any moment: what best.json lists is whole and of its version."""
+"""Best weights whose writer is killed at a random time: those in best.json are complete and of their version."""
 
 import random
 import subprocess
@@ -20,7 +20,7 @@ KILLS = 3
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_what_is_listed_is_whole_and_of_its_version(tmp_path: Path) -> None:
+def test_listed_weights_are_complete_after_their_writer_is_killed(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     prepared = tmp_path / "prepared"
     prepared.mkdir()
@@ -29,12 +29,12 @@ def test_what_is_listed_is_whole_and_of_its_version(tmp_path: Path) -> None:
     run_dir.mkdir()
     layout = named_parameters(load_model(model))
     for _ in range(KILLS):
-        words = [sys.executable, "-m", "tests.integration.helpers.best_writer", str(run_dir), str(model), str(newest)]
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        command = [sys.executable, "-m", "tests.integration.helpers.best_writer", str(run_dir), str(model), str(newest)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
         assert child.stdout is not None
         for _ in range(rng.randint(1, 3)):
             assert child.stdout.readline(), "the writer has failed"
-        # Inside the next write, somewhere: as long as the kernel lets it run.
+        # Killed at a random time during the next write.
         try:
             child.wait(rng.random() * 0.05)
         except subprocess.TimeoutExpired:
@@ -49,7 +49,7 @@ def test_what_is_listed_is_whole_and_of_its_version(tmp_path: Path) -> None:
         assert found.checksum() == listed.checksum == Snapshot.take(version, weights_of(layout, version)).checksum()
 
 
-def test_the_best_up_to_the_newest_checkpoint_are_kept_for_a_resume() -> None:
+def test_best_weights_up_to_the_newest_checkpoint_are_kept_for_a_resume() -> None:
     listed = [Listed(4, 0.5, 0), Listed(2, 0.6, 0), Listed(8, 0.9, 0), Listed(6, 0.4, 0)]
     assert [one.version for one in to_keep(listed, 1, saved_step=6)] == [8, 2]
     assert [one.version for one in to_keep(listed, 1, saved_step=8)] == [8]

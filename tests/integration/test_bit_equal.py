@@ -1,4 +1,4 @@
-"""At staleness 0 a deterministic run equals the synchronous loop bit for bit, however many workers generate."""
+"""At staleness 0 a deterministic run equals the synchronous loop bit for bit, with any number of rollout workers."""
 
 import hashlib
 import os
@@ -47,13 +47,13 @@ def start_run(run_dir: Path, model: Path, workers: int, algorithm: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["reinforce", "decoupled"])  # one update a step, and four
+@pytest.mark.parametrize("algorithm", ["reinforce", "decoupled"])  # one update per step, and four
 def test_one_and_two_rollout_workers_equal_the_synchronous_loop(
-    tmp_path: Path, taught_model: Path, algorithm: str
+    tmp_path: Path, sft_model: Path, algorithm: str
 ) -> None:
     runs = {workers: tmp_path / f"run{workers}" for workers in (1, 2)}
     for workers, run_dir in runs.items():
-        start_run(run_dir, taught_model, workers, algorithm)
+        start_run(run_dir, sft_model, workers, algorithm)
     weights = tmp_path / "weights.pt"
     subprocess.run(
         [sys.executable, sync_loop.__file__, str(runs[1]), str(weights)],
@@ -61,9 +61,9 @@ def test_one_and_two_rollout_workers_equal_the_synchronous_loop(
         timeout=150,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
-    plain = torch.load(weights, weights_only=True)
-    before = AutoModelForCausalLM.from_pretrained(taught_model, dtype=torch.float32)
+    expected = torch.load(weights, weights_only=True)
+    before = AutoModelForCausalLM.from_pretrained(sft_model, dtype=torch.float32)
     untrained = weights_hash({name: parameter.detach() for name, parameter in before.named_parameters()})
     hashes = {workers: run_hash(run_dir) for workers, run_dir in runs.items()}
-    assert hashes == dict.fromkeys(runs, weights_hash(plain))
-    assert weights_hash(plain) != untrained
+    assert hashes == dict.fromkeys(runs, weights_hash(expected))
+    assert weights_hash(expected) != untrained

@@ -1,4 +1,4 @@
-"""A user's own task with a chat model: `flowrt data check`, columns for the reward by name, and a whole run."""
+"""A user-defined task with a chat model: `flowrt data check`, reward columns by name, and complete runs."""
 
 import dataclasses
 import json
@@ -35,12 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat model whose generation_config.json does not name the end of turn."""
     torch.set_num_threads(1)
     tokenizer = chat_tokenizer(FAMILIES["qwen"])
-    made = build_model(
+    built = build_model(
         vocab_size=len(tokenizer), hidden_size=32, layers=1, heads=2, intermediate_size=32, max_length=512, seed=0
     )
-    made.config.eos_token_id = made.generation_config.eos_token_id = tokenizer.eos_token_id
+    built.config.eos_token_id = built.generation_config.eos_token_id = tokenizer.eos_token_id
     path = tmp_path_factory.mktemp("chat") / "model"
-    save_model(made, tokenizer, path)
+    save_model(built, tokenizer, path)
     return path
 
 
@@ -55,29 +55,29 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def checked(capsys: pytest.CaptureFixture[str], model: Path, data: Path, *flags: str) -> tuple[int, str]:
+def data_check(capsys: pytest.CaptureFixture[str], model: Path, data: Path, *flags: str) -> tuple[int, str]:
     code = main(["data", "check", "--model", str(model), "--data", str(data), "--data.eval-prompts", "8", *flags])
-    ended = capsys.readouterr()
-    return code, ended.out + ended.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
-def test_data_check_prints_what_a_run_would_make_of_it(
+def test_data_check_prints_counts_template_text_and_token_ids(
     capsys: pytest.CaptureFixture[str], model: Path, data: Path
 ) -> None:
-    code, said = checked(capsys, model, data, "--show", "1")
-    assert code == 0, said
-    assert "rows          40: 32 to train on, 8 held out" in said
-    assert "template      of the checkpoint" in said
-    assert "longest" in said
-    assert "'<|im_end|>'" in said
-    assert "template's end of turn alone" in said
-    assert r"text '<|im_start|>user\n0 + 1?<|im_end|>\n<|im_start|>assistant\n'" in said
-    ids = next(line for line in said.splitlines() if line.startswith("ids  "))
+    code, output = data_check(capsys, model, data, "--show", "1")
+    assert code == 0, output
+    assert "rows          40: 32 to train on, 8 held out" in output
+    assert "template      of the checkpoint" in output
+    assert "longest" in output
+    assert "'<|im_end|>'" in output
+    assert "template's end of turn alone" in output
+    assert r"text '<|im_start|>user\n0 + 1?<|im_end|>\n<|im_start|>assistant\n'" in output
+    ids = next(line for line in output.splitlines() if line.startswith("ids  "))
     assert all(word.isdecimal() for word in ids.split()[1:])
 
 
 @pytest.mark.parametrize(
-    ("rows", "flags", "said"),
+    ("rows", "flags", "expected"),
     [
         (
             [{"prompt": "text", "answer": "1"}] * 9,
@@ -96,39 +96,46 @@ def test_data_check_prints_what_a_run_would_make_of_it(
     ],
 )
 def test_data_check_refuses_what_a_run_would_refuse(
-    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, rows: list[Any], flags: tuple[str, ...], said: str
+    capsys: pytest.CaptureFixture[str],
+    model: Path,
+    tmp_path: Path,
+    rows: list[Any],
+    flags: tuple[str, ...],
+    expected: str,
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, output = checked(capsys, model, path, "--rollout.max-new-tokens", "16", *flags)
+    code, output = data_check(capsys, model, path, "--rollout.max-new-tokens", "16", *flags)
     assert code == 2, output
-    assert said in " ".join(output.split())
+    assert expected in " ".join(output.split())
 
 
-def test_data_check_of_several_sets(
+def test_data_check_of_several_data_sets(
     capsys: pytest.CaptureFixture[str], model: Path, data: Path, tmp_path: Path
 ) -> None:
-    more = tmp_path / "more.jsonl"
-    more.write_text("".join(json.dumps(conversation(n)) + "\n" for n in [39, *range(100, 120)]))
-    sets = ["--data", f"plus={data}:0.75", "--data", f"more={more}:0.25"]
+    other = tmp_path / "more.jsonl"
+    other.write_text("".join(json.dumps(conversation(n)) + "\n" for n in [39, *range(100, 120)]))
+    sets = ["--data", f"plus={data}:0.75", "--data", f"more={other}:0.25"]
     command = ["data", "check", "--model", str(model), *sets, "--data.eval-prompts", "8"]
     code = main(command)
-    said = capsys.readouterr().out
-    assert code == 2, said
-    assert "rows plus     40: 34 to train on, 6 held out, 0.75 of the prompts" in said
-    assert "rows more     21: 19 to train on, 2 held out, 0.25 of the prompts" in said
-    assert f"1 training rows have a held-out prompt, refused by a run; first: data file {more}, line 1" in said
+    output = capsys.readouterr().out
+    assert code == 2, output
+    assert "rows plus     40: 34 to train on, 6 held out, 0.75 of the prompts" in output
+    assert "rows more     21: 19 to train on, 2 held out, 0.25 of the prompts" in output
+    assert f"1 training rows have a held-out prompt, refused by a run; first: data file {other}, line 1" in output
     assert main([*command, "--data.allow-overlap", "True", "--show", "35"]) == 0
-    assert f"data file {more}, line 1\nids" in capsys.readouterr().out  # the 35th prompt to train on
+    assert f"data file {other}, line 1\nids" in capsys.readouterr().out  # the 35th prompt to train on
 
 
-def test_data_check_counts_rows_that_are_left_out(capsys: pytest.CaptureFixture[str], model: Path, data: Path) -> None:
-    code, said = checked(capsys, model, data, "--data.difficulty-key", "level", "--data.max-difficulty", "19")
+def test_data_check_counts_rows_dropped_by_difficulty(
+    capsys: pytest.CaptureFixture[str], model: Path, data: Path
+) -> None:
+    code, output = data_check(capsys, model, data, "--data.difficulty-key", "level", "--data.max-difficulty", "19")
     assert code == 0
-    assert "rows          20: 12 to train on, 8 held out; 20 by their difficulty left out" in said
+    assert "rows          20: 12 to train on, 8 held out; 20 by their difficulty left out" in output
 
 
-def test_data_check_takes_the_command_line_of_a_run(
+def test_data_check_accepts_the_command_line_of_a_run(
     capsys: pytest.CaptureFixture[str], model: Path, data: Path, tmp_path: Path
 ) -> None:
     flags = ["custom", "--steps", "3", "--reward", "mine.py", "--rollout.max-new-tokens=8", "--guard", "loss off"]
@@ -141,20 +148,20 @@ def test_data_check_takes_the_command_line_of_a_run(
     assert "rows          40: 36 to train on, 4 held out" in capsys.readouterr().out
 
 
-def test_help_of_data_check_lists_every_key_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_data_check_help_lists_every_data_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
         main(["data", "check", "--help"])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
+    assert raised.value.code == 0
+    output = capsys.readouterr().out
     for field in dataclasses.fields(DataConfig):
-        assert ("reward" in field.name) != (f"--data.{field.name.replace('_', '-')}" in said), field.name
-    assert "--rollout.max-new-tokens" in said
-    assert "--show N" in said
-    assert "--steps" not in said
+        assert ("reward" in field.name) != (f"--data.{field.name.replace('_', '-')}" in output), field.name
+    assert "--rollout.max-new-tokens" in output
+    assert "--show N" in output
+    assert "--steps" not in output
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("command", "expected"),
     [
         (["data"], "flowrt data takes check, not ''"),
         (["data", "chekc"], "flowrt data takes check, not 'chekc'"),
@@ -168,54 +175,56 @@ def test_help_of_data_check_lists_every_key_of_the_data(capsys: pytest.CaptureFi
     ],
 )
 def test_data_check_refuses_flags_as_a_run_does(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    capsys: pytest.CaptureFixture[str], command: list[str], expected: str
 ) -> None:
     try:
-        code = main(words)
-    except SystemExit as ended:  # of tyro
-        code = int(ended.code or 0)
+        code = main(command)
+    except SystemExit as error:  # of tyro
+        code = int(error.code or 0)
     captured = capsys.readouterr()
     assert code == 2
-    assert said in " ".join((captured.out + captured.err).replace("│", " ").split())
+    assert expected in " ".join((captured.out + captured.err).replace("│", " ").split())
 
 
-def test_duplicates_are_counted(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+def test_data_check_counts_duplicate_prompts(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(conversation(n)) + "\n" for n in [1, 1, 1, *range(2, 11)]))
-    code, said = checked(capsys, model, path)
+    code, output = data_check(capsys, model, path)
     assert code == 0
-    assert f"2 training rows repeat a prompt; first: data file {path}, line 2" in said
+    assert f"2 training rows repeat a prompt; first: data file {path}, line 2" in output
 
 
-def test_hostile_text_leaves_a_terminal_as_it_was(model: Path, tmp_path: Path) -> None:
+def test_control_characters_in_data_do_not_reach_the_terminal(model: Path, tmp_path: Path) -> None:
     hostile = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m[red]bold[/red] \u202e\u200b\x00:smile:"
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": hostile}], "answer": hostile}) + "\n")
     flowrt = Path(sys.executable).with_name("flowrt")
-    words = [str(flowrt), "data", "check", "--model", str(model), "--data", str(path)]
-    ours, theirs = pty.openpty()
-    with subprocess.Popen([*words, "--data.eval-prompts", "0", "--show", "1"], stdout=theirs, stderr=theirs) as ended:
-        os.close(theirs)
-        said = b""
+    command = [str(flowrt), "data", "check", "--model", str(model), "--data", str(path)]
+    master_fd, slave_fd = pty.openpty()
+    with subprocess.Popen(
+        [*command, "--data.eval-prompts", "0", "--show", "1"], stdout=slave_fd, stderr=slave_fd
+    ) as process:
+        os.close(slave_fd)
+        output = b""
         try:
-            while part := os.read(ours, 1 << 16):
-                said += part
-        except OSError:  # the other end is closed
+            while part := os.read(master_fd, 1 << 16):
+                output += part
+        except OSError:  # end of file: the process has ended
             pass
-        assert ended.wait(120) == 0, said
-    os.close(ours)
-    assert b"[red]bold[/red]" in said
-    assert not {byte for byte in said if byte < 0x20} - set(b"\r\n")
-    text = said.decode()
+        assert process.wait(120) == 0, output
+    os.close(master_fd)
+    assert b"[red]bold[/red]" in output
+    assert not {byte for byte in output if byte < 0x20} - set(b"\r\n")
+    text = output.decode()
     assert not any(character in text for character in "\x7f\x9b\u202e\u200b")
 
 
-def test_a_reward_function_gets_columns_by_name(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(
+def test_reward_function_receives_columns_by_name(tmp_path: Path) -> None:
+    reward_file = tmp_path / "mine.py"
+    reward_file.write_text(
         "def reward(text, gold, *, level, hint=None, **more):\n    assert more == {'x': [1]}\n    return level\n"
     )
-    options = RewardOptions(functions=(str(mine),))
+    options = RewardOptions(functions=(str(reward_file),))
     check_rewards(options, [json.dumps({"answer": {"a": 1}, "level": 2, "x": [1]}).encode()], print)
     with pytest.raises(ConfigError, match=r":1\): it takes 'level', and the row has no such column; it has x"):
         check_rewards(options, [b'{"answer": "7", "x": [1]}'], print)
@@ -223,11 +232,13 @@ def test_a_reward_function_gets_columns_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_run_on_messages_and_columns(launch: Callable[..., Any], model: Path, data: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(REWARD)
+def test_run_with_chat_messages_and_reward_columns(
+    launch: Callable[..., Any], model: Path, data: Path, tmp_path: Path
+) -> None:
+    reward_file = tmp_path / "mine.py"
+    reward_file.write_text(REWARD)
     launched = launch(
-        *("--recipe", "custom", "--data", str(data), "--reward", str(mine), "--reward.on-failure", "stop"),
+        *("--recipe", "custom", "--data", str(data), "--reward", str(reward_file), "--reward.on-failure", "stop"),
         *("--model", str(model)),
         *("--data.eval-prompts", "4", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
         *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "0", "--steps", "3"),
@@ -239,15 +250,15 @@ def test_a_run_on_messages_and_columns(launch: Callable[..., Any], model: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_run_leaves_overlong_prompts_out(launch: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    mine, path = tmp_path / "mine.py", tmp_path / "rows.jsonl"
-    mine.write_text(
+def test_run_drops_overlong_prompts(launch: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    reward_file, path = tmp_path / "mine.py", tmp_path / "rows.jsonl"
+    reward_file.write_text(
         "def reward(response, answer):\n    assert answer == 'short', answer\n    return len(response) / 8\n"
     )
     rows = [{"prompt": "1" * (60 if n % 2 else 4) + str(n), "answer": "long" if n % 2 else "short"} for n in range(24)]
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "0", "answer": "short"}, *rows]))
     launched = launch(
-        *("--recipe", "custom", "--data", str(path), "--reward", str(mine), "--reward.on-failure", "stop"),
+        *("--recipe", "custom", "--data", str(path), "--reward", str(reward_file), "--reward.on-failure", "stop"),
         *("--model", str(model)),
         *("--data.chat-template", "chat", "--data.max-prompt-tokens", "40", "--data.overlong", "drop"),
         *("--data.eval-prompts", "4", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
@@ -258,11 +269,11 @@ def test_a_run_leaves_overlong_prompts_out(launch: Callable[..., Any], model: Pa
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_text_for_a_chat_model_ends_a_run_before_it_starts(
+def test_plain_text_prompts_for_a_chat_model_are_refused(
     launch: Callable[..., Any], model: Path, tmp_path: Path
 ) -> None:
-    mine, path = tmp_path / "mine.py", tmp_path / "rows.jsonl"
-    mine.write_text("def reward(response, answer):\n    return 0.0\n")
+    reward_file, path = tmp_path / "mine.py", tmp_path / "rows.jsonl"
+    reward_file.write_text("def reward(response, answer):\n    return 0.0\n")
     path.write_text("".join(json.dumps({"prompt": f"{n}", "answer": "1"}) + "\n" for n in range(9)))
     launched = launch(
         "--recipe",
@@ -270,7 +281,7 @@ def test_text_for_a_chat_model_ends_a_run_before_it_starts(
         "--data",
         str(path),
         "--reward",
-        str(mine),
+        str(reward_file),
         "--model",
         str(model),
         "--data.eval-prompts",
@@ -286,5 +297,5 @@ def test_data_check_needs_no_weights(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(conversation(1)) + "\n")
-    words = ["data", "check", "--model", str(tmp_path / "bare"), "--data", str(path), "--data.eval-prompts", "0"]
-    assert main(words) == 0
+    command = ["data", "check", "--model", str(tmp_path / "bare"), "--data", str(path), "--data.eval-prompts", "0"]
+    assert main(command) == 0

@@ -1,4 +1,4 @@
-"""A worker whose monotonic clock is another one, as on another host: its spans are on the controller's clock."""
+"""A worker with another monotonic clock, as on another host: its spans are converted to the controller's clock."""
 
 import asyncio
 import subprocess
@@ -14,7 +14,7 @@ from flowrt.controller.storage.timeline_file import read_timeline
 pytestmark = pytest.mark.slow
 OFFSET_S = 37
 MAX_ERROR_S = 0.1
-"""Half of a round trip between processes of a loaded machine."""
+"""Half of a round trip between processes on a loaded machine."""
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
 WORKER = """
@@ -24,7 +24,7 @@ from flowrt.client.session import connect
 
 async def main():
     session = await connect(sys.argv[1], "far", "bench", 60.0)
-    await asyncio.sleep(2.5)  # some heartbeats
+    await asyncio.sleep(2.5)  # several heartbeats
     with session.timeline.busy("work"):
         print(monotonic(), flush=True)
         await asyncio.sleep(0.2)
@@ -34,7 +34,7 @@ asyncio.run(main())
 """
 
 
-def in_another_clock() -> list[str]:
+def shifted_clock_prefix() -> list[str]:
     """The command prefix for a process whose monotonic clock is ahead; skips where the kernel does not allow it."""
     prefix = ["unshare", "--time", "--monotonic", str(OFFSET_S), "--fork"]
     try:
@@ -44,8 +44,8 @@ def in_another_clock() -> list[str]:
     return prefix
 
 
-async def test_spans_of_another_clock_are_on_that_of_the_controller(tmp_path: Path) -> None:
-    prefix = in_another_clock()
+async def test_spans_are_converted_to_the_clock_of_the_controller(tmp_path: Path) -> None:
+    prefix = shifted_clock_prefix()
     (tmp_path / "run").mkdir()
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path / "run") as (server, address):
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""A run that is complete, and whose controller dies before it has said so."""
+"""A complete run whose controller dies before it has sent the end to the workers."""
 
 import contextlib
 import json
@@ -19,10 +19,10 @@ def steps_of(run: Any) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def one_that_waits_for_its_source(launch: Callable[..., Any], untrained_model: Path) -> Any:
-    """A run whose controller was killed while it waited; None where the source had left, or was given up, before."""
-    small = ["--steps", "3", "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"]
-    run = launch("--model", str(untrained_model), *small, "--rollout.workers", "1", "--algorithm.kl.coef", "0")
+def run_killed_while_it_waits_for_the_source(launch: Callable[..., Any], untrained_model: Path) -> Any:
+    """A run whose controller was killed while it waited for the source; None if the controller had ended before."""
+    flags = ["--steps", "3", "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"]
+    run = launch("--model", str(untrained_model), *flags, "--rollout.workers", "1", "--algorithm.kl.coef", "0")
     run.wait_for(lambda: steps_of(run) >= 1, "a step")
     sources, controllers = run.find("flowrt.roles.source"), run.find("flowrt.launcher.controller_main")
     run.wait_for(lambda: steps_of(run) >= 2, "two steps, and the prompts of the third")
@@ -36,11 +36,9 @@ def one_that_waits_for_its_source(launch: Callable[..., Any], untrained_model: P
     return run
 
 
-def test_complete_run_whose_controller_dies_before_sending_the_end(
-    launch: Callable[..., Any], untrained_model: Path
-) -> None:
-    """The controller waits for the goodbye of a source that is stopped, and is killed meanwhile: nothing is lost."""
-    run = next(filter(None, (one_that_waits_for_its_source(launch, untrained_model) for _ in range(4))))
+def test_complete_run_survives_the_death_of_its_controller(launch: Callable[..., Any], untrained_model: Path) -> None:
+    """The controller is killed while it waits for a stopped source to leave: nothing is lost."""
+    run = next(filter(None, (run_killed_while_it_waits_for_the_source(launch, untrained_model) for _ in range(4))))
     assert run.wait(90.0) == 0, run.output
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (3, 0, 0)
@@ -48,21 +46,21 @@ def test_complete_run_whose_controller_dies_before_sending_the_end(
     run.assert_gone(10.0)
 
 
-def test_complete_run_whose_summary_cannot_be_written_names_the_cause(
+def test_complete_run_whose_summary_cannot_be_written_reports_the_cause(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
-    """As on a disk that gets full at the very end; here a directory is in the place of the file."""
-    small = ["--steps", "3", "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"]
-    run = launch("--model", str(untrained_model), *small, "--rollout.workers", "1", "--algorithm.kl.coef", "0")
+    """As on a disk that becomes full at the end; here a directory is in the place of the temporary file."""
+    flags = ["--steps", "3", "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"]
+    run = launch("--model", str(untrained_model), *flags, "--rollout.workers", "1", "--algorithm.kl.coef", "0")
     run.wait_for(lambda: (run.run_dir / "logs" / "controller.log").is_file(), "a run directory")
-    in_the_way = run.run_dir / ".summary.json.part"
-    in_the_way.mkdir()
+    blocker = run.run_dir / ".summary.json.part"
+    blocker.mkdir()
     assert run.wait(90.0) == 1, run.output
     assert "the run is complete, but without a summary: controller exited with exit code 1" in run.words, run.output
     assert "the summary cannot be written: [Errno" in run.words, run.output
     assert f"fix this, then flowrt resume {run.run_dir}" in run.words, run.output
     assert "Traceback" not in run.output
-    in_the_way.rmdir()
+    blocker.rmdir()
     resumed = launch(resume=run.run_dir)
     assert resumed.wait(90.0) == 0, resumed.output
     summary = json.loads((run.run_dir / "summary.json").read_text())

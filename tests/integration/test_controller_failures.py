@@ -1,4 +1,4 @@
-"""A controller that fails itself says so and ends the run: nobody waits for deadlines that would never pass."""
+"""A controller with an internal error reports it and ends the run: no worker waits for a deadline."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from flowrt.errors import EXIT_FAILED, Stopped
 
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
-ENDS_S = 5.0
+TIMEOUT_S = 5.0
 
 
 @pytest.mark.parametrize("kind", [Tick, MessageReceived])
@@ -32,8 +32,8 @@ async def test_exception_in_the_core_ends_the_run_with_its_text(
 
     monkeypatch.setattr(Core, "handle", failing)
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
-        session = await api.connect(address, "reader", "reader", ENDS_S)
-        async with asyncio.timeout(ENDS_S):
+        session = await api.connect(address, "reader", "reader", TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(Stopped, match=r"the controller failed at .*KeyError\('slot 7'\)"):
                 await session.pull("read", slots=1)
         assert server.ended is not None
@@ -47,8 +47,8 @@ async def test_exception_outside_the_core_ends_the_run(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(WalCheckpointer, "check", failing)
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
-        session = await api.connect(address, "reader", "reader", ENDS_S)
-        async with asyncio.timeout(ENDS_S):
+        session = await api.connect(address, "reader", "reader", TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(Stopped, match="the controller failed at a tick"):
                 await session.pull("read", slots=1)
         monkeypatch.undo()
@@ -56,10 +56,8 @@ async def test_exception_outside_the_core_ends_the_run(tmp_path: Path, monkeypat
         await session.close()
 
 
-def test_thread_exhaustion_leaves_the_replay_log_for_the_next_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The log stays where it is, and the next look may be luckier."""
+def test_thread_exhaustion_only_delays_the_wal_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write-ahead log is kept, and the next check tries again."""
 
     def failing(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -1,4 +1,4 @@
-"""A controller dies, and before it is back another process listens at its address."""
+"""A controller dies, and before it restarts another process listens at its address."""
 
 import json
 import signal
@@ -22,8 +22,8 @@ SMALL = [
 
 
 @contextmanager
-def thief(address: str) -> Iterator[None]:
-    """Listens there, and answers everybody in another language."""
+def foreign_listener(address: str) -> Iterator[None]:
+    """A listener at the address of the controller that answers every connection with HTTP."""
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as listener:
 
         def answer() -> None:
@@ -44,14 +44,14 @@ def thief(address: str) -> Iterator[None]:
             thread.join(5.0)
 
 
-def bereaved(launch: Callable[..., Any], model: Path, *more: str) -> tuple[Any, str]:
-    """A run with a checkpoint whose controller has just been killed, and where that listened."""
-    run = launch("--model", str(model), *SMALL, *more)
+def run_with_killed_controller(launch: Callable[..., Any], model: Path, *flags: str) -> tuple[Any, str]:
+    """A run with a checkpoint whose controller has just been killed, and the address of the controller."""
+    run = launch("--model", str(model), *SMALL, *flags)
     run.wait_for(lambda: checkpoint_steps(run.run_dir), "a checkpoint", 90.0)
     address = (run.run_dir / "address").read_text().strip()
     [controller] = run.find("flowrt.launcher.controller_main")
     run.signal(signal.SIGKILL, controller)
-    controller.wait(5.0)  # until then its port is its own
+    controller.wait(5.0)  # until then it holds its port
     return run, address
 
 
@@ -63,25 +63,25 @@ def assert_exact(run: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_temporary_process_at_the_controllers_port_costs_only_time(
+def test_run_continues_once_the_port_of_the_controller_is_free(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
-    run, address = bereaved(launch, untrained_model)
-    with thief(address):
-        run.wait_for(lambda: f"{address} is in use" in run.log("controller"), "word of the thief")
-        run.wait_for(lambda: "the controller" in run.log("trainer"), "a trainer that looks for its controller")
+    run, address = run_with_killed_controller(launch, untrained_model)
+    with foreign_listener(address):
+        run.wait_for(lambda: f"{address} is in use" in run.log("controller"), "report of the port in use")
+        run.wait_for(lambda: "the controller" in run.log("trainer"), "a trainer that reconnects")
     assert run.wait(90.0) == 0, run.output
     run.assert_gone(10.0)
-    assert assert_exact(run)["resumed_from"] == 0, "nobody had to go back to a checkpoint"
+    assert assert_exact(run)["resumed_from"] == 0, "the run was rolled back to a checkpoint"
     assert run.log("trainer").count(" has joined the run ") == 1
 
 
 @pytest.mark.long
-def test_permanent_process_at_the_controllers_port_ends_the_run_which_can_be_resumed(
+def test_run_ends_and_can_be_resumed_if_the_controller_port_stays_taken(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
-    run, address = bereaved(launch, untrained_model, "--controller.reconnect-timeout-s", "3")
-    with thief(address):
+    run, address = run_with_killed_controller(launch, untrained_model, "--controller.reconnect-timeout-s", "3")
+    with foreign_listener(address):
         assert run.wait(60.0) == 1, run.output
     run.assert_gone(10.0)
     assert f"{address} is in use" in run.words

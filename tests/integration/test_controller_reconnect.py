@@ -1,4 +1,4 @@
-"""A controller that is killed and comes back, over real sockets: what sessions tell it, and what it refuses."""
+"""A controller that is killed and restarted, over real sockets: what sessions report to it, what it refuses."""
 
 import asyncio
 import subprocess
@@ -18,21 +18,21 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import ColumnLengths, Part, unpack
 from tests.integration.helpers import small_controller
-from tests.integration.helpers.small_controller import REGROUP_S
+from tests.integration.helpers.small_controller import REJOIN_TIMEOUT_S
 from tests.integration.test_sessions import Stranger
 
 
-class Reign:
-    """Controllers of one run, one after another at one address, each killed without warning."""
+class Controllers:
+    """Successive controller processes of one run at one address, each ended by SIGKILL."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._popen: subprocess.Popen[str] | None = None
         self.address = "tcp://127.0.0.1:0"
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         self.address = await asyncio.to_thread(self._start)
-        assert self.address, "the controller did not begin"
+        assert self.address, "the controller did not start"
 
     def _start(self) -> str:
         arguments = [sys.executable, small_controller.__file__, str(self._run_dir), self.address]
@@ -48,85 +48,87 @@ class Reign:
             self._popen.stdout.close()
             self._popen = None
 
-    async def come_back(self) -> None:
+    async def restart(self) -> None:
         self.kill()
-        await self.begin()
+        await self.start()
 
     def events(self, state: str) -> Counter[int]:
-        """How often each prompt was in this state."""
+        """Number of times that each prompt entered this state."""
         with LedgerReader(self._run_dir / "ledger.sqlite") as ledger:
             found = ledger.query(f"SELECT prompt FROM events WHERE state = '{state}'")
         return Counter(prompt for (prompt,) in found)
 
 
 @pytest.fixture
-def reign(tmp_path: Path) -> Iterator[Reign]:
-    one = Reign(tmp_path)
-    yield one
-    one.kill()
+def controllers(tmp_path: Path) -> Iterator[Controllers]:
+    controllers = Controllers(tmp_path)
+    yield controllers
+    controllers.kill()
 
 
-async def settled(session: Session) -> None:
-    """Everything that this worker has said so far is heard: a later request is answered."""
+async def wait_until_processed(session: Session) -> None:
+    """Wait until the controller has processed all messages of this worker: it answers a later request."""
     with pytest.raises(api.FlowError, match="no stage 'nothing'"):
         await session.pull("nothing", slots=1)
 
 
-async def test_work_continues_and_nothing_is_generated_twice(reign: Reign) -> None:
-    await reign.begin()
-    source, rollout, reward, trainer = [await api.connect(reign.address, n, n, 20) for n in ("s", "o", "w", "trainer")]
+async def test_work_continues_after_restarts_and_nothing_is_generated_twice(controllers: Controllers) -> None:
+    await controllers.start()
+    source, rollout, reward, trainer = [
+        await api.connect(controllers.address, n, n, 20) for n in ("s", "o", "w", "trainer")
+    ]
     rollout.params.applied("policy", 0)
     assert await source.offer("train", 7, 0, 2, {"prompt": torch.arange(5, dtype=torch.int32)}) == 0
     batch = await rollout.pull("rollout", slots=2)
-    made = [torch.rand(3), torch.rand(4)]
+    responses = [torch.rand(3), torch.rand(4)]
     first, second = batch.slots
-    assert not await rollout.commit("rollout", [first], batch.leases[:1], {"response": made[:1]}, spans=[(0, 3)])
-    await reign.come_back()
-    # The other sample was in the making, and the pull for rewards had been answered by nobody.
-    assert not await rollout.commit("rollout", [second], batch.leases[:1], {"response": made[1:]}, spans=[(0, 4)])
-    judged = await reward.pull("reward", slots=8)
-    assert list(judged.grant.attempts) == [0, 0]
-    await reward.commit("reward", judged.slots, judged.leases, inline={"reward": [1.0, 1.0]})
-    learned = await trainer.pull("train", slots=0, step=0)
-    assert all(torch.equal(a, b) for a, b in zip(learned.tensors["response"], made, strict=True))
+    assert not await rollout.commit("rollout", [first], batch.leases[:1], {"response": responses[:1]}, spans=[(0, 3)])
+    await controllers.restart()
+    # The second sample was still being generated, and no reward pull had been answered.
+    assert not await rollout.commit("rollout", [second], batch.leases[:1], {"response": responses[1:]}, spans=[(0, 4)])
+    to_score = await reward.pull("reward", slots=8)
+    assert list(to_score.grant.attempts) == [0, 0]
+    await reward.commit("reward", to_score.slots, to_score.leases, inline={"reward": [1.0, 1.0]})
+    to_train = await trainer.pull("train", slots=0, step=0)
+    assert all(torch.equal(a, b) for a, b in zip(to_train.tensors["response"], responses, strict=True))
     assert (await trainer.pull("train", slots=0, step=0)).closed
-    reign.kill()
-    trainer.step_done(0, {"loss": 1.0})  # into the void: it has to be said again
+    controllers.kill()
+    trainer.step_done(0, {"loss": 1.0})  # no controller is running: it has to be sent again
     waiting = asyncio.create_task(trainer.pull("train", slots=0, step=1))
-    await reign.begin()
+    await controllers.start()
     assert await source.offer("train", 8, 0, 1, {"prompt": torch.arange(2, dtype=torch.int32)}) is not None
-    again = await rollout.pull("rollout", slots=1)
-    await rollout.commit("rollout", again.slots, again.leases, {"response": made[:1]}, spans=[(0, 3)])
-    judged = await reward.pull("reward", slots=8)
-    await reward.commit("reward", judged.slots, judged.leases, inline={"reward": [0.5]})
+    third = await rollout.pull("rollout", slots=1)
+    await rollout.commit("rollout", third.slots, third.leases, {"response": responses[:1]}, spans=[(0, 3)])
+    to_score = await reward.pull("reward", slots=8)
+    await reward.commit("reward", to_score.slots, to_score.leases, inline={"reward": [0.5]})
     assert list((await waiting).grant.prompts) == [8]
     for session in (source, rollout, reward, trainer):
         await session.close()
-    assert reign.events("trained") == {7: 1}
-    assert reign.events("dropped") == {}
+    assert controllers.events("trained") == {7: 1}
+    assert controllers.events("dropped") == {}
 
 
-async def test_stale_commit_is_refused_with_a_reason(reign: Reign) -> None:
-    await reign.begin()
-    source = await api.connect(reign.address, "s", "s", 20)
+async def test_stale_commit_is_refused_with_a_reason(controllers: Controllers) -> None:
+    await controllers.start()
+    source = await api.connect(controllers.address, "s", "s", 20)
     await source.offer("train", 7, 0, 1, {"prompt": torch.arange(5, dtype=torch.int32)})
-    stale = Stranger(reign.address)
+    stale = Stranger(controllers.address)
     stale.send(encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",))))
-    assert isinstance(await stale.hear(), m.Welcome)
+    assert isinstance(await stale.receive(), m.Welcome)
     stale.send(encode(m.WeightsActivated("policy", 0)))
     stale.send(encode(m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1)))
-    grant = await stale.hear()
+    grant = await stale.receive()
     assert isinstance(grant, m.Grant)
     stale.close()
-    await reign.come_back()
-    stale = Stranger(reign.address)
+    await controllers.restart()
+    stale = Stranger(controllers.address)
     stale.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",), term=1))
     )
-    welcome = await stale.hear()
+    welcome = await stale.receive()
     assert isinstance(welcome, m.Welcome)
     assert welcome.term == 2
-    stale.send(encode(m.Inventory((), ())))  # and not a word of what it works on
+    stale.send(encode(m.Inventory((), ())))  # without the lease that it holds
     part = Part("response", grant.slots, (3,))
     stale.send(
         encode(
@@ -141,7 +143,7 @@ async def test_stale_commit_is_refused_with_a_reason(reign: Reign) -> None:
             )
         )
     )
-    answer = await stale.hear()
+    answer = await stale.receive()
     assert isinstance(answer, m.Committed)
     assert answer.refused == grant.slots
     assert "was given by a controller that is gone, and was not renewed" in answer.reason
@@ -149,23 +151,23 @@ async def test_stale_commit_is_refused_with_a_reason(reign: Reign) -> None:
     await source.close()
 
 
-async def test_worker_that_reconnects_too_late_receives_the_reason(reign: Reign) -> None:
-    await reign.begin()
-    source = await api.connect(reign.address, "s", "s", 20)
-    late = Stranger(reign.address)
+async def test_worker_that_reconnects_too_late_receives_the_reason(controllers: Controllers) -> None:
+    await controllers.start()
+    source = await api.connect(controllers.address, "s", "s", 20)
+    late = Stranger(controllers.address)
     late.send(encode(m.Hello(protocol=m.PROTOCOL, worker="late", role="rollout", host="host", pid=1, lanes=("gloo",))))
-    await late.hear()
+    await late.receive()
     late.close()
-    await reign.come_back()
-    # Answered once the late one is not waited for any more.
-    waited = asyncio.get_running_loop().time()
+    await controllers.restart()
+    # Answered once the controller no longer waits for the late worker.
+    begin_s = asyncio.get_running_loop().time()
     assert await source.offer("train", 7, 0, 1, {"prompt": torch.arange(5, dtype=torch.int32)}) is not None
-    assert asyncio.get_running_loop().time() - waited < REGROUP_S + 10
-    late = Stranger(reign.address)
+    assert asyncio.get_running_loop().time() - begin_s < REJOIN_TIMEOUT_S + 10
+    late = Stranger(controllers.address)
     late.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="late", role="rollout", host="host", pid=1, lanes=("gloo",), term=1))
     )
-    refusal = await late.hear()
+    refusal = await late.receive()
     assert isinstance(refusal, m.Rejected)
     assert refusal.request == m.PERMANENT
     assert "late counts as gone" in refusal.reason
@@ -173,11 +175,11 @@ async def test_worker_that_reconnects_too_late_receives_the_reason(reign: Reign)
     await source.close()
 
 
-async def test_source_replaced_while_the_controller_was_down_continues_at_the_same_position(
-    reign: Reign,
+async def test_source_replaced_during_controller_downtime_continues_at_its_position(
+    controllers: Controllers,
 ) -> None:
-    """What only the dead one could send is unread again, but not before all that were in have had time to come back."""
-    await reign.begin()
+    """Prompts that only the dead source held are unread again, once all workers have had time to reconnect."""
+    await controllers.start()
     hello = m.Hello(protocol=m.PROTOCOL, worker="source", role="source", host="host", pid=1, lanes=("gloo",))
     offer = m.Offer(
         request=1,
@@ -189,39 +191,39 @@ async def test_source_replaced_while_the_controller_was_down_continues_at_the_sa
         lengths=(ColumnLengths("prompt", (5,)),),
         tags=(),
     )
-    source, rollout = Stranger(reign.address), Stranger(reign.address)
+    source, rollout = Stranger(controllers.address), Stranger(controllers.address)
     source.send(encode(hello))
     rollout.send(encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",))))
-    assert isinstance(await source.hear(), m.Welcome)
-    assert isinstance(await rollout.hear(), m.Welcome)
+    assert isinstance(await source.receive(), m.Welcome)
+    assert isinstance(await rollout.receive(), m.Welcome)
     source.send(encode(offer))
-    assert isinstance(await source.hear(), m.OfferAccepted)
+    assert isinstance(await source.receive(), m.OfferAccepted)
     source.close()
     rollout.close()
-    await reign.come_back()
-    source, rollout = Stranger(reign.address), Stranger(reign.address)
+    await controllers.restart()
+    source, rollout = Stranger(controllers.address), Stranger(controllers.address)
     source.send(encode(hello))
     rollout.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",), term=1))
     )
-    assert isinstance(await rollout.hear(), m.Welcome)
+    assert isinstance(await rollout.receive(), m.Welcome)
     rollout.send(encode(m.Inventory((), ())))
-    welcome = await source.hear()
+    welcome = await source.receive()
     assert isinstance(welcome, m.Welcome)
     assert unpack(welcome.position.passed).get(0, frozenset()) == frozenset()
     source.send(encode(offer))
-    assert isinstance(await source.hear(), m.OfferAccepted)
+    assert isinstance(await source.receive(), m.OfferAccepted)
     source.close()
     rollout.close()
 
 
-async def test_worker_gives_up_on_a_controller_that_stays_away(reign: Reign) -> None:
-    await reign.begin()
-    rollout = await api.connect(reign.address, "o", "o", 20)
+async def test_worker_times_out_if_the_controller_does_not_return(controllers: Controllers) -> None:
+    await controllers.start()
+    rollout = await api.connect(controllers.address, "o", "o", 20)
     rollout.welcome.reconnect_timeout_s = 0.5
     waiting = asyncio.create_task(rollout.pull("rollout", slots=1))
-    await settled(rollout)
-    reign.kill()
+    await wait_until_processed(rollout)
+    controllers.kill()
     with pytest.raises(WaitExpired, match=r"went away and did not come back within 0 s: no answer"):
         await waiting
     await rollout.close()

@@ -31,21 +31,21 @@ def flags(tmp_path: Path, untrained_model: Path) -> list[str]:
     ]
 
 
-def test_the_reward_is_the_function_that_was_named(launch: Callable[..., Any], flags: list[str]) -> None:
+def test_training_uses_the_given_reward_function(launch: Callable[..., Any], flags: list[str]) -> None:
     launched = launch(*flags, "--steps", "30")
     assert launched.wait(120.0) == 0, launched.output
     rewards = [line["reward"] for line in lines(launched)]
-    assert max(rewards[-5:]) > rewards[0] + 0.2  # responses that are cut off count as they are
+    assert max(rewards[-5:]) > rewards[0] + 0.2  # truncated responses are scored, too
     summary = json.loads((launched.run_dir / "summary.json").read_text())
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("threshold", "often"), [(0.0, True), (1e9, False)])
-def test_weights_are_taken_when_the_policy_has_moved(
-    launch: Callable[..., Any], flags: list[str], threshold: float, often: bool
+@pytest.mark.parametrize(("threshold", "frequent"), [(0.0, True), (1e9, False)])
+def test_weights_are_fetched_when_the_policy_has_diverged(
+    launch: Callable[..., Any], flags: list[str], threshold: float, frequent: bool
 ) -> None:
-    """At a bound of 4, a worker that the policy does not update can generate for five steps with its weights.
+    """At staleness bound 4, a worker can generate for five steps without an update of its weights.
 
     Generation must be slower than training: otherwise admission makes the worker fetch, whatever the policy.
     """
@@ -64,7 +64,7 @@ def test_weights_are_taken_when_the_policy_has_moved(
     swaps = sum(span.get("kind") == "swap" for span in read_timeline(launched.run_dir))
     assert len(lines(launched)) == STEPS
     assert any(f"divergence_{age}" in line for line in lines(launched) for age in range(1, 5))
-    assert swaps >= STEPS // 2 if often else swaps <= STEPS // 4 + 1, swaps
+    assert swaps >= STEPS // 2 if frequent else swaps <= STEPS // 4 + 1, swaps
 
 
 def lines(launched: Any) -> list[dict[str, Any]]:

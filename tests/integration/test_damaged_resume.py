@@ -1,4 +1,4 @@
-"""A killed run with damaged files goes on, or is refused by name with nothing changed; of two resumes one goes on."""
+"""Resuming a killed run with damaged files: it continues, or is refused with nothing changed; concurrent resumes."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def killed(launch: Callable[..., Any], untrained_model: Path) -> Path:
-    """The directory of a run that was killed, all of it, after its second checkpoint and its first timeline segment."""
+    """The directory of a run whose processes were killed after two checkpoints and the first timeline segment."""
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000")
     run.wait_for(lambda: len(checkpoint_steps(run.run_dir)) >= 2 and segments(run.run_dir), "checkpoints and a segment")
     run.kill_all(run.processes())
@@ -50,7 +50,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
-def test_metrics_are_written_anew_and_the_steps_counted_right(
+def test_damaged_metrics_and_summary_are_rebuilt_on_resume(
     launch: Callable[..., Any], killed: Path, tmp_path: Path
 ) -> None:
     run_dir = copied(killed, tmp_path)
@@ -80,38 +80,38 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
     for place in range(len(data) // 2, len(data) // 2 + 50):
         data[place] ^= 255
     weights.write_bytes(data)
-    was = contents(run_dir)
+    original = contents(run_dir)
     run = launch("--steps", str(newest + 1), resume=run_dir)
     assert run.wait(60.0) == 2, run.output
     assert f"step-{newest:06} is damaged: {weights.name} has other bytes than were written" in run.words
     assert f"step-{before:06} before it is intact: remove step-{newest:06} to resume from that" in run.words
-    assert contents(run_dir) == was
+    assert contents(run_dir) == original
     shutil.rmtree(checkpoint_dir(run_dir, newest))
     run = launch("--steps", str(newest + 1), resume=run_dir)
     assert run.wait(120.0) == 0, run.output
     assert [line["step"] for line in lines(run_dir)] == list(range(newest + 1))
 
 
-@pytest.mark.parametrize("by", ["flowrt resume", "controller"])
+@pytest.mark.parametrize("refused_by", ["flowrt resume", "controller"])
 def test_a_directory_in_place_of_the_summary_is_refused_and_nothing_changes(
-    launch: Callable[..., Any], killed: Path, tmp_path: Path, by: str
+    launch: Callable[..., Any], killed: Path, tmp_path: Path, refused_by: str
 ) -> None:
     run_dir = copied(killed, tmp_path)
     (run_dir / "summary.json").mkdir()
     config = run_dir / "config.toml"
     config.write_text(config.read_text().replace(str(killed), str(run_dir)))
-    was = contents(run_dir)
-    if by == "controller":
-        words = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(config), "--from-checkpoint"]
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=False)
-        code, said = ended.returncode, ended.stdout + ended.stderr
+    original = contents(run_dir)
+    if refused_by == "controller":
+        argv = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(config), "--from-checkpoint"]
+        completed = subprocess.run(argv, capture_output=True, text=True, timeout=60.0, check=False)
+        code, output = completed.returncode, completed.stdout + completed.stderr
     else:
         run = launch("--steps", "100000", resume=run_dir)
-        code, said = run.wait(60.0), run.words
-    assert code == 2, said
-    assert "summary.json is a directory, where the run writes its summary; move it away" in said
-    assert "Traceback" not in said
-    assert contents(run_dir) == was
+        code, output = run.wait(60.0), run.words
+    assert code == 2, output
+    assert "summary.json is a directory, where the run writes its summary; move it away" in output
+    assert "Traceback" not in output
+    assert contents(run_dir) == original
 
 
 def test_one_of_two_concurrent_resumes_succeeds(killed: Path, tmp_path: Path) -> None:
@@ -133,10 +133,10 @@ def test_one_of_two_concurrent_resumes_succeeds(killed: Path, tmp_path: Path) ->
     assert not list(run_dir.glob(".config*"))
 
 
-def test_a_resume_that_the_ledger_refuses_changes_nothing(
+def test_a_resume_refused_because_of_the_ledger_changes_nothing(
     launch: Callable[..., Any], killed: Path, tmp_path: Path
 ) -> None:
-    """Refused by the controller, when all the launcher's own checks have passed."""
+    """Refused by the controller, after the checks of the launcher have passed."""
     run_dir = copied(killed, tmp_path)
     path = run_dir / "ledger.sqlite"
     with closing(sqlite3.connect(path)) as database:
@@ -146,30 +146,30 @@ def test_a_resume_that_the_ledger_refuses_changes_nothing(
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     (run_dir / "summary.json").write_text('{"exit_code": 1, "reason": "trainer0: killed", "steps": 7}')
     (run_dir / ".config.toml.4194305").write_text("of a launcher that was killed; no process has this id")
-    was = {name: data for name, data in contents(run_dir).items() if "/" not in name and "ledger" not in name}
+    original = {name: data for name, data in contents(run_dir).items() if "/" not in name and "ledger" not in name}
     run = launch("--steps", str(max(checkpoint_steps(run_dir)) + 1), resume=run_dir)
     assert run.wait(60.0) == 2, run.output
     assert "has no metrics of step 1: it is damaged" in run.words
-    assert {name: data for name, data in contents(run_dir).items() if name in was} == was
+    assert {name: data for name, data in contents(run_dir).items() if name in original} == original
     with closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT COUNT(*) FROM prompts WHERE reason LIKE 'rolled back%'").fetchone() == (0,)
 
 
-def test_complete_run_without_checkpoints_and_with_damaged_summary_is_not_restarted(
+def test_complete_run_with_a_damaged_summary_is_not_restarted(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "2", "--checkpoint.every", "0")
     assert run.wait(120.0) == 0, run.output
     (run.run_dir / "summary.json").write_text("{half")
-    was = contents(run.run_dir)
-    again = launch(resume=run.run_dir)
-    assert again.wait(60.0) == 2, again.output
-    assert "would discard all 2 steps" in again.words
-    assert "remove summary.json to start again at step 0" in again.words
-    assert contents(run.run_dir) == was
+    original = contents(run.run_dir)
+    resumed = launch(resume=run.run_dir)
+    assert resumed.wait(60.0) == 2, resumed.output
+    assert "would discard all 2 steps" in resumed.words
+    assert "remove summary.json to start again at step 0" in resumed.words
+    assert contents(run.run_dir) == original
 
 
-def test_a_ledger_that_is_removed_ends_the_run_and_is_named(launch: Callable[..., Any], untrained_model: Path) -> None:
+def test_removing_the_ledger_ends_the_run_with_an_error(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--max-run-restarts", "0")
     run.wait_for(lambda: checkpoint_steps(run.run_dir), "a checkpoint")
     for path in run.run_dir.glob("ledger.sqlite*"):

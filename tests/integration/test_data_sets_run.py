@@ -1,4 +1,4 @@
-"""Two weighted data sets in a run that is killed and resumed: each prompt is trained when the seeded order says."""
+"""Two weighted data sets in a killed and resumed run: each prompt is trained at its place in the seeded order."""
 
 import json
 from collections import Counter
@@ -16,8 +16,8 @@ from flowrt.recipes.data.mixture import SetSize, mixture
 
 STEPS, PROMPTS, EVERY, HELD_OUT, SEED = 16, 4, 3, 4, 3
 ROWS = {"sevens": (17, 0.7), "nines": (5, 0.3)}
-KEPT = {"sevens": 14, "nines": 4}
-"""Rows to train on: without 3 and 1 held-out ones."""
+TRAINING_ROWS = {"sevens": 14, "nines": 4}
+"""Training rows: without 3 and 1 held-out ones."""
 REWARD = """
 def reward(response, answer, source):
     assert answer == {"sevens": "7", "nines": "9"}[source], (answer, source)
@@ -53,7 +53,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_run_of_two_sets_that_is_killed_and_resumed_trains_the_seeded_order(
+def test_killed_and_resumed_run_of_two_data_sets_trains_in_the_seeded_order(
     launch: Callable[..., Any], flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = launch(*flags)
@@ -63,7 +63,7 @@ def test_a_run_of_two_sets_that_is_killed_and_resumed_trains_the_seeded_order(
     resumed = launch(resume=run_dir)
     assert resumed.wait(180.0) == 0, resumed.output
 
-    sizes = [SetSize(name, weight, KEPT[name]) for name, (_, weight) in ROWS.items()]
+    sizes = [SetSize(name, weight, TRAINING_ROWS[name]) for name, (_, weight) in ROWS.items()]
     order = list(islice(mixture(sizes, SEED, 0, lambda place: place), STEPS * PROMPTS))
     expected = [
         sorted((one.epoch, prompt_number(one.data_set, one.row)) for one in order[step * PROMPTS :][:PROMPTS])
@@ -71,7 +71,7 @@ def test_a_run_of_two_sets_that_is_killed_and_resumed_trains_the_seeded_order(
     ]
     with LedgerReader(run_dir / "ledger.sqlite") as ledger:
         trained = ledger.query("SELECT step, epoch, prompt FROM prompts WHERE state = 'trained'")
-    found = [sorted((epoch, prompt) for of, epoch, prompt in trained if of == step) for step in range(STEPS)]
+    found = [sorted((epoch, prompt) for at, epoch, prompt in trained if at == step) for step in range(STEPS)]
     assert found == expected
     assert max(one.epoch for one in order if one.data_set == 1) >= 3  # the small set was repeated
     assert max(one.epoch for one in order if one.data_set == 0) >= 2
@@ -92,9 +92,9 @@ def test_a_run_of_two_sets_that_is_killed_and_resumed_trains_the_seeded_order(
         assert not counts[1] or means[1] >= 1
 
     assert main(["ledger", str(run_dir)]) == 0
-    said = capsys.readouterr().out
-    assert "sevens" in said
-    assert "nines" in said
+    output = capsys.readouterr().out
+    assert "sevens" in output
+    assert "nines" in output
     first = order[0]
     name = list(ROWS)[first.data_set]
     assert main(["ledger", str(run_dir), "--prompt", f"{name}:{first.row}"]) == 0
@@ -103,14 +103,14 @@ def test_a_run_of_two_sets_that_is_killed_and_resumed_trains_the_seeded_order(
     assert "the run has no data set 'eights'; it has sevens, nines" in capsys.readouterr().err
 
 
-def test_rows_as_they_are_and_other_sets_are_refused_when_a_run_is_resumed(
+def test_as_is_order_is_kept_and_changed_data_sets_are_refused_on_resume(
     launch: Callable[..., Any], flags: list[str], tmp_path: Path
 ) -> None:
     run = launch(*flags, "--steps", "2", "--data.order", "as_is")
     assert run.wait(120.0) == 0, run.output
     with LedgerReader(run.run_dir / "ledger.sqlite") as ledger:
         trained = ledger.query("SELECT epoch, prompt FROM prompts WHERE state = 'trained' ORDER BY epoch, prompt")
-    sizes = [SetSize(name, weight, KEPT[name]) for name, (_, weight) in ROWS.items()]
+    sizes = [SetSize(name, weight, TRAINING_ROWS[name]) for name, (_, weight) in ROWS.items()]
     order = list(islice(mixture(sizes, None, 0, lambda place: place), 2 * PROMPTS))
     assert trained == sorted((one.epoch, prompt_number(one.data_set, one.row)) for one in order)
     assert {one.row for one in order if one.data_set == 0} == set(range(sum(one.data_set == 0 for one in order)))

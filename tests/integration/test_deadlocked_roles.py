@@ -1,4 +1,4 @@
-"""Roles of one's own that wait for each other for ever: the run ends within seconds, and says why in one sentence."""
+"""User-defined roles in a deadlock: the run ends within seconds, and its reason is one sentence."""
 
 import asyncio
 import time
@@ -18,60 +18,60 @@ ROLES: dict[str, api.Role] = {
     "judge": loop.judge,
     "learner": loop.learner,
 }
-SOON_S = 25.0
+MAX_WAIT_S = 25.0
 
 
-async def forgetful_learner(session: api.Session) -> None:
-    """Trains, and does not say that it has finished."""
+async def learner_without_finished(session: api.Session) -> None:
+    """Trains, but does not report that it has finished."""
     session.finished = lambda: None  # type: ignore[method-assign]
     await loop.learner(session)
 
 
-async def unversioned_player(session: api.Session) -> None:
-    """Never says which weights it has."""
+async def player_without_applied(session: api.Session) -> None:
+    """Never reports its weight version."""
     session.params.applied = lambda *_: None  # type: ignore[method-assign]
     await loop.player(session)
 
 
-def stopped(roles: dict[str, api.Role], settings: api.Settings = loop.SETTINGS) -> str:
-    """Why a run with these roles was stopped."""
+def stop_reason(roles: dict[str, api.Role], settings: api.Settings = loop.SETTINGS) -> str:
+    """The reason for which a run with these roles was stopped."""
     start_s = time.monotonic()
     with pytest.raises(Stopped) as raised:
         asyncio.run(asyncio.wait_for(api.run_roles(loop.FLOW, settings, loop.POLICIES, roles), 120.0))
     assert raised.value.code == EXIT_STALLED
-    assert time.monotonic() - start_s < SOON_S
+    assert time.monotonic() - start_s < MAX_WAIT_S
     return raised.value.reason
 
 
 @pytest.mark.parametrize("missing", ["player", "judge"])
 def test_role_without_a_worker_is_reported_missing(missing: str) -> None:
-    said = stopped({name: role for name, role in ROLES.items() if name != missing})
+    reason = stop_reason({name: role for name, role in ROLES.items() if name != missing})
     stage = {"player": "play", "judge": "judge"}[missing]
-    assert f"samples are ready for {stage}, and no worker pulls them" in said
+    assert f"samples are ready for {stage}, and no worker pulls them" in reason
 
 
 def test_missing_trainer_is_reported() -> None:
     roles = {name: role for name, role in ROLES.items() if name != "learner"}
-    said = stopped(roles, replace(loop.SETTINGS, completing_roles=("judge",)))
-    assert "samples are ready for learn, and no worker pulls them" in said
+    reason = stop_reason(roles, replace(loop.SETTINGS, completing_roles=("judge",)))
+    assert "samples are ready for learn, and no worker pulls them" in reason
 
 
 def test_missing_source_is_reported() -> None:
-    assert "learner waits" in stopped({name: role for name, role in ROLES.items() if name != "source"})
+    assert "learner waits" in stop_reason({name: role for name, role in ROLES.items() if name != "source"})
 
 
 def test_role_that_does_not_report_completion_is_named() -> None:
     settings = replace(loop.SETTINGS, steps=loop.STEPS)
-    said = stopped({**ROLES, "learner": forgetful_learner}, settings)
-    assert "the run is complete when learner has called session.finished(), and did not" in said
+    reason = stop_reason({**ROLES, "learner": learner_without_finished}, settings)
+    assert "the run is complete when learner has called session.finished(), and did not" in reason
 
 
 def test_pull_without_an_applied_version_is_refused_with_the_fix() -> None:
-    run = api.run_roles(loop.FLOW, loop.SETTINGS, loop.POLICIES, {**ROLES, "player": unversioned_player})
+    run = api.run_roles(loop.FLOW, loop.SETTINGS, loop.POLICIES, {**ROLES, "player": player_without_applied})
     with pytest.raises(
         RemoteProtocolError, match=r"call session\.params\.applied\(MODEL, VERSION\) before the first pull"
     ):
-        asyncio.run(asyncio.wait_for(run, SOON_S))
+        asyncio.run(asyncio.wait_for(run, MAX_WAIT_S))
 
 
 async def raising_judge(session: api.Session) -> None:
@@ -90,7 +90,7 @@ async def judge_with_a_tensor(session: api.Session) -> None:
 
 
 @pytest.mark.parametrize(
-    ("judge", "kind", "said"),
+    ("judge", "kind", "expected"),
     [
         (raising_judge, ValueError, "a mistake in a role"),
         (judge_of_another_column, Stopped, "it brings tensors .* and numbers .'rewards'."),
@@ -98,11 +98,11 @@ async def judge_with_a_tensor(session: api.Session) -> None:
     ],
 )
 def test_exception_of_a_role_is_raised_without_an_exception_group(
-    judge: api.Role, kind: type[Exception], said: str
+    judge: api.Role, kind: type[Exception], expected: str
 ) -> None:
     run = api.run_roles(loop.FLOW, loop.SETTINGS, loop.POLICIES, {**ROLES, "judge": judge})
-    with pytest.raises(kind, match=said) as raised:
+    with pytest.raises(kind, match=expected) as raised:
         asyncio.run(asyncio.wait_for(run, 60.0))
-    told = "".join(traceback.format_exception(raised.value))
-    assert "ExceptionGroup" not in told
-    assert said in told.splitlines()[-1] or kind is Stopped
+    formatted = "".join(traceback.format_exception(raised.value))
+    assert "ExceptionGroup" not in formatted
+    assert expected in formatted.splitlines()[-1] or kind is Stopped

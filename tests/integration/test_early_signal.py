@@ -25,11 +25,11 @@ WITHIN_S = 60.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_launcher_ends_in_order(tmp_path: Path, number: signal.Signals) -> None:
-    words = [sys.executable, "-c", PROGRAM, str(int(number)), str(tmp_path / "run")]
-    ended = subprocess.run(
-        words, capture_output=True, text=True, timeout=WITHIN_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
+def test_launcher_exits_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(int(number)), str(tmp_path / "run")]
+    completed = subprocess.run(
+        command, capture_output=True, text=True, timeout=WITHIN_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    assert ended.returncode == 130, ended.stderr
-    assert "interrupted: ending the run" in ended.stdout
-    assert "Traceback" not in ended.stderr
+    assert completed.returncode == 130, completed.stderr
+    assert "interrupted: ending the run" in completed.stdout
+    assert "Traceback" not in completed.stderr

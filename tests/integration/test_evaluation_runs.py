@@ -34,9 +34,9 @@ def without_time(results: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate(run_dir: Path, *arguments: str) -> dict[str, Any]:
     out = run_dir.parent / "results.json"
-    words = [str(FLOWRT), "eval", str(run_dir), "--json", str(out), *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [str(FLOWRT), "eval", str(run_dir), "--json", str(out), *arguments]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -45,9 +45,9 @@ def evaluate(run_dir: Path, *arguments: str) -> dict[str, Any]:
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with evaluations of the versions 0, 2, 4 and 6."""
     directory = tmp_path_factory.mktemp("evaluated")
-    words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory / "run"), *SMALL, *EVERY_TWO]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory / "run"), *SMALL, *EVERY_TWO]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return directory / "run"
 
 
@@ -63,7 +63,7 @@ def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) ->
     assert (summary["eval_first"], summary["eval_last"]) == (found[0]["avg@4"], found[3]["avg@4"])
     for line in found:
         assert 0 <= line["avg@4"] == line["pass@1"] <= line["pass@2"] <= line["pass@4"] <= 1
-    # The line of the step that was closed next has the results, too; after the last step there is none.
+    # The line of the next closed step has the results, too; after the last step there is no line.
     steps = lines(evaluated / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(6))
     in_steps = {step["eval/held_out/version"]: step for step in steps if "eval/held_out/version" in step}
@@ -75,7 +75,7 @@ def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_checkpoint_gives_the_results_that_its_version_had_in_the_run(evaluated: Path) -> None:
+def test_evaluating_a_checkpoint_reproduces_the_results_of_the_run(evaluated: Path) -> None:
     in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
     before = sorted(path.name for path in evaluated.iterdir())
     for arguments, version in ((("--step", "4"), 4), ((), 6)):
@@ -87,7 +87,7 @@ def test_a_checkpoint_gives_the_results_that_its_version_had_in_the_run(evaluate
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_the_best_weights_are_those_that_were_evaluated(evaluated: Path) -> None:
+def test_best_weights_are_those_with_the_best_evaluation(evaluated: Path) -> None:
     in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
     [listed] = json.loads((evaluated / "best" / "best.json").read_text())
     best = max(in_run.values(), key=lambda line: (line["avg@4"], -line["version"]))
@@ -103,7 +103,7 @@ def test_the_best_weights_are_those_that_were_evaluated(evaluated: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_resumed_run_evaluates_only_what_is_missing(
+def test_a_resumed_run_evaluates_only_missing_versions(
     evaluated: Path, tmp_path: Path, launch: Callable[..., Launch]
 ) -> None:
     directory = tmp_path / "run"
@@ -126,7 +126,7 @@ def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., La
     assert 2 <= summary["steps"] < 40
     found = lines(stopped.run_dir / "evaluations.jsonl")
     assert found[0]["avg@8"] >= 0.001
-    # The last version is evaluated, too, whatever it is.
+    # The last version is always evaluated.
     assert found[-1]["version"] == summary["steps"]
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
 
@@ -134,17 +134,17 @@ def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., La
 @pytest.mark.slow
 @pytest.mark.parallel
 def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launch]) -> None:
-    alone = launch(*SMALL, "--eval.only", "True")
-    assert alone.wait(200) == 0, alone.output
-    assert "evaluation held_out of version 0: avg@1" in alone.words
-    assert not (alone.run_dir / "logs" / "trainer.log").exists()
-    assert [line["version"] for line in lines(alone.run_dir / "evaluations.jsonl")] == [0]
+    run = launch(*SMALL, "--eval.only", "True")
+    assert run.wait(200) == 0, run.output
+    assert "evaluation held_out of version 0: avg@1" in run.words
+    assert not (run.run_dir / "logs" / "trainer.log").exists()
+    assert [line["version"] for line in lines(run.run_dir / "evaluations.jsonl")] == [0]
 
 
 @pytest.mark.slow
 @pytest.mark.parallel
 def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Callable[..., Launch]) -> None:
-    """They take longer than training, so that those that waited are of versions that workers have to go back to."""
+    """Evaluations take longer than training, so that workers must load old versions for pending evaluations."""
     flags = ("--steps", "30", "--eval.interval", "8", "--eval.overlap", "wait", "--eval.at-start", "False")
     run = launch(*SMALL, *flags, "--data.eval-prompts", "64", "--eval.samples", "48", "--eval.temperature", "1.0")
     metrics = run.run_dir / "metrics.jsonl"
@@ -160,12 +160,12 @@ def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Call
 @pytest.mark.slow
 @pytest.mark.parallel
 def test_a_complete_run_without_a_summary_is_resumed(evaluated: Path, tmp_path: Path) -> None:
-    """Its source has the results of the last version before the trainer has published it again."""
+    """The source has the results of the last version before the trainer publishes it again."""
     directory = tmp_path / "run"
     shutil.copytree(evaluated, directory)
     (directory / "summary.json").unlink()
-    words = [str(FLOWRT), "resume", str(directory)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "protocol violation" not in done.stdout + done.stderr
+    command = [str(FLOWRT), "resume", str(directory)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "protocol violation" not in completed.stdout + completed.stderr
     assert json.loads((directory / "summary.json").read_text())["evaluations"]["held_out"]["version"] == 6

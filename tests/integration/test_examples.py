@@ -1,4 +1,4 @@
-"""The examples and the commands of the README do what they say."""
+"""The examples and the commands of the README work as documented."""
 
 import importlib.util
 import json
@@ -26,20 +26,20 @@ QUICK = ["--data.eval-prompts", "0", "--sft.steps", "60", "--sft.answer-only-ste
 def output(name: str, *arguments: str) -> str:
     """What an example prints."""
     path = ROOT / "examples" / name
-    ended = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    completed = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @pytest.mark.parametrize("name", ["custom_loop.py", "asyncflow_service.py"])
-def test_a_loop_is_short_and_learns(name: str) -> None:
+def test_example_loop_is_short_and_learns(name: str) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) <= 60
     found = re.search(r"paying arm: ([\d.]+)", output(name))
     assert found is not None
     assert float(found[1]) > 0.9
 
 
-def test_service_calls_are_all_that_their_example_uses() -> None:
+def test_asyncflow_example_imports_only_the_service_calls() -> None:
     text = (ROOT / "examples" / "asyncflow_service.py").read_text()
     assert re.findall(r"^from flowrt.*$", text, re.MULTILINE) == ["from flowrt import asyncflow"]
     for call in ("put_prompts_data", "get_experience_data", "put_experience_data", "weight_sync_notify"):
@@ -48,32 +48,32 @@ def test_service_calls_are_all_that_their_example_uses() -> None:
 
 
 @pytest.fixture(scope="module")
-def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def custom_trainer_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run whose trainer is the example's."""
     run_dir = tmp_path_factory.mktemp("own") / "run"
-    said = output("custom_trainer.py", "--steps", "4", "--prompts-per-step", "8", "--run-dir", str(run_dir), *QUICK)
-    assert re.search(r"4 steps, mean reward ([\d.]+) -> ([\d.]+)", said) is not None, said
+    printed = output("custom_trainer.py", "--steps", "4", "--prompts-per-step", "8", "--run-dir", str(run_dir), *QUICK)
+    assert re.search(r"4 steps, mean reward ([\d.]+) -> ([\d.]+)", printed) is not None, printed
     return run_dir
 
 
-def test_a_trainer_of_your_own_trains_a_run(own_run: Path) -> None:
-    """Its metrics are its own, and what it made of the weights is what is written."""
-    steps = [json.loads(line) for line in (own_run / "metrics.jsonl").read_text().splitlines()]
+def test_custom_trainer_trains_a_run(custom_trainer_run: Path) -> None:
+    """The metrics are those of the custom trainer, and the weights that it trained are written."""
+    steps = [json.loads(line) for line in (custom_trainer_run / "metrics.jsonl").read_text().splitlines()]
     assert max(step["grad_norm"] for step in steps) > 0
     assert not any("lr" in step for step in steps)
-    before, after = (load_file(own_run / name / "model.safetensors") for name in ("model", "final"))
+    before, after = (load_file(custom_trainer_run / name / "model.safetensors") for name in ("model", "final"))
     assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_a_rollout_engine_of_your_own_generates_for_a_run(own_run: Path) -> None:
-    said = output("custom_rollout.py", "--model", str(own_run / "model"), "--steps", "3", *QUICK)
-    found = re.search(r"3 steps, mean reward ([\d.]+)", said)
-    assert found is not None, said
+def test_custom_rollout_engine_generates_for_a_run(custom_trainer_run: Path) -> None:
+    printed = output("custom_rollout.py", "--model", str(custom_trainer_run / "model"), "--steps", "3", *QUICK)
+    found = re.search(r"3 steps, mean reward ([\d.]+)", printed)
+    assert found is not None, printed
     assert 0 < float(found[1]) <= 1
 
 
 @pytest.mark.parametrize("name", ["custom_trainer.py", "custom_rollout.py"])
-def test_an_engine_of_your_own_is_short(name: str) -> None:
+def test_custom_engine_example_is_short(name: str) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) <= 60
 
 
@@ -84,37 +84,37 @@ def commands() -> list[str]:
 
 
 def scripts() -> list[str]:
-    """What the documents have Python run, in blocks and within sentences; names of variables before it left out."""
+    """The Python commands of the documents, in blocks and within sentences, without variables set before them."""
     found = (
         re.findall(r"python ((?:-m|bench|scripts|launch|workers)\b[^`#\n]*)", one.read_text()) for one in DOCUMENTS
     )
     return sorted({words.strip() for some in found for words in some})
 
 
-def refusal(words: list[str]) -> str:
-    """What a script has against these words: nothing of it runs, as one more flag is there that it cannot know.
+def argument_error(arguments: list[str]) -> str:
+    """The error of a script with these arguments; empty if it accepts them. An unknown flag keeps it from running.
 
-    With ``--help`` in that place argparse would leave before it looks at the others.
+    With ``--help`` instead, argparse would exit before it checks the other flags.
     """
-    command = [sys.executable, *words, UNKNOWN]
-    ended = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == 2, (ended.returncode, ended.stderr)
-    said = ended.stderr.strip().splitlines()[-1].split("error: ", 1)[1]
-    return "" if said == f"unrecognized arguments: {UNKNOWN}" else said
+    command = [sys.executable, *arguments, UNKNOWN]
+    completed = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True, cwd=ROOT)
+    assert completed.returncode == 2, (completed.returncode, completed.stderr)
+    error = completed.stderr.strip().splitlines()[-1].split("error: ", 1)[1]
+    return "" if error == f"unrecognized arguments: {UNKNOWN}" else error
 
 
-def test_there_are_commands() -> None:
+def test_the_documents_contain_commands() -> None:
     assert len(commands()) >= 4
     assert len(scripts()) >= 12
 
 
 @pytest.mark.parametrize("command", scripts())
-def test_every_script_of_the_documents_takes_its_flags(command: str) -> None:
-    assert refusal(shlex.split(command)) == ""
+def test_documented_scripts_accept_their_documented_flags(command: str) -> None:
+    assert argument_error(shlex.split(command)) == ""
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "expected"),
     [
         ("bench/passes.py --quick --made-up 3", "--made-up 3"),
         ("bench/compare_trl.py --baseline-python PYTHON --no-compiling", "--no-compiling"),
@@ -122,8 +122,8 @@ def test_every_script_of_the_documents_takes_its_flags(command: str) -> None:
         ("bench/compare_trl.py --no-compile", "required: --baseline-python"),
     ],
 )
-def test_a_flag_that_a_script_does_not_have_is_found(command: str, said: str) -> None:
-    assert said in refusal(shlex.split(command))
+def test_wrong_script_arguments_are_detected(command: str, expected: str) -> None:
+    assert expected in argument_error(shlex.split(command))
 
 
 @pytest.mark.parametrize("command", commands())
@@ -133,18 +133,18 @@ def test_every_command_of_the_readme_exists(command: str) -> None:
         targets = {line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
         assert words[1] in targets
     elif words[:2] == ["flowrt", "run"]:
-        flags = " ".join(shlex.quote(word) for word in words[2:]).replace("--model DIR", "")  # it has to be there
+        flags = " ".join(shlex.quote(word) for word in words[2:]).replace("--model DIR", "")  # DIR would have to exist
         assert parse([flag for flag in shlex.split(flags) if flag != WATCH_FLAG]).steps > 0
     elif words[0] == "flowrt":
         subprocess.run([sys.executable, "-m", "flowrt.cli", words[1], "--help"], check=True, timeout=60)
     elif words[0] == "python":
         assert command.removeprefix("python ") in scripts()
     else:
-        assert words[0] in ("git", "cd"), f"what is {words[0]}?"
+        assert words[0] in ("git", "cd"), f"unknown command {words[0]}"
 
 
-def test_every_block_of_the_readme_is_one_of_commands_or_a_drawing() -> None:
-    """Nothing in it stays unchecked."""
+def test_every_block_of_the_readme_has_commands_or_a_diagram() -> None:
+    """Other blocks would not be tested."""
     assert set(re.findall(r"^```(.*)\n(?:[^`].*\n|\n)*```", README, re.MULTILINE)) == {"sh", "mermaid"}
     assert README.count("```") == 2 * len(re.findall(r"^```(?:sh|mermaid)$", README, re.MULTILINE))
 
@@ -153,13 +153,13 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 110
 
 
-def test_the_figures_of_the_documents_are_those_of_the_results() -> None:
+def test_the_figures_of_the_documents_match_the_results() -> None:
     spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts" / "figures.py")
     assert spec is not None
     assert spec.loader is not None
     figures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(figures)
     assert sorted(figures.PAGES) == ["README.md", "docs/benchmarks.md", "docs/objectives.md"]
-    for name, make in figures.PAGES.items():
+    for name, render in figures.PAGES.items():
         text = (ROOT / name).read_text()
-        assert figures.rendered(text, make()) == text, f"{name} is out of date; run scripts/figures.py"
+        assert figures.rendered(text, render()) == text, f"{name} is out of date; run scripts/figures.py"

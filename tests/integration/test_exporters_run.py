@@ -1,4 +1,4 @@
-"""Exporters of real runs: they follow it live, and one that dies or hangs costs the run nothing."""
+"""Exporters of real runs: they follow the run live, and one that dies or hangs does not affect the run."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ SMALL = [
     *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "4", "--rollout.workers", "1"),
     *("--algorithm.kl.coef", "0", "--max-run-restarts", "0", "--trainer.save", "False"),
 ]
-OWN = """
+EXPORTERS = """
 import json, os, time
 
 class Dies:
@@ -53,28 +53,28 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def assert_on_the_board(run_dir: Path, directory: Path) -> None:
+def assert_in_tensorboard(run_dir: Path, directory: Path) -> None:
     """TensorBoard has all numbers of metrics.jsonl, in single precision."""
-    board = tensorboard_numbers(directory)
+    exported = tensorboard_numbers(directory)
     for step, line in metrics_numbers(run_dir).items():
         for name, value in line.items():
             if name != "step":
-                assert board[step][tag(name)] == pytest.approx(value, rel=2**-23), (step, name)
+                assert exported[step][tag(name)] == pytest.approx(value, rel=2**-23), (step, name)
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_exporters_follow_a_run_and_none_of_them_ends_it(
+def test_exporters_follow_a_run_and_failing_ones_do_not_end_it(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
     for name in ("dies", "writes", "hangs"):
-        (tmp_path / f"{name}.py").write_text(OWN)
-    own = [f"{tmp_path}/{name}.py:{name.capitalize()}" for name in ("dies", "writes", "hangs")]
-    run = launch(*("--model", str(untrained_model), *SMALL, "--steps", "60"), "--exporters", "tensorboard", *own)
+        (tmp_path / f"{name}.py").write_text(EXPORTERS)
+    exporters = [f"{tmp_path}/{name}.py:{name.capitalize()}" for name in ("dies", "writes", "hangs")]
+    run = launch(*("--model", str(untrained_model), *SMALL, "--steps", "60"), "--exporters", "tensorboard", *exporters)
     assert run.wait(180.0) == 0, run.output
     assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 60
-    assert_on_the_board(run.run_dir, run.run_dir / "tensorboard")
+    assert_in_tensorboard(run.run_dir, run.run_dir / "tensorboard")
     written = (run.run_dir.parent / "written.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in written[:-1]] == list(range(60))
     assert written[-1] == '"closed"'
@@ -88,7 +88,7 @@ def test_exporters_follow_a_run_and_none_of_them_ends_it(
     assert {"source", "trainer", "rollout", "reward"} <= {name.partition("-")[0] for name in joined}
     assert len([one for one in found if one["kind"] == "published"]) >= 59
     assert not [one for one in found if one["kind"] == "warning"]
-    # The model has not learned to answer: no reward differs, and nothing ends.
+    # The model is untrained: all rewards are equal, and no response ends.
     assert {one["text"].split()[1] for one in found if one["kind"] == "guard"} <= {
         "zero_variance_fraction",
         "truncated",
@@ -103,16 +103,16 @@ def test_an_export_follows_a_live_run_to_its_end(
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "40")
     metrics = run.run_dir / "metrics.jsonl"
     wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1, 120.0, lambda: run.output)
-    words = [sys.executable, "-m", "flowrt.cli", "export", str(run.run_dir), "--tensorboard", str(tmp_path), "--follow"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as export:
+    argv = [sys.executable, "-m", "flowrt.cli", "export", str(run.run_dir), "--tensorboard", str(tmp_path), "--follow"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as export:
         assert run.wait(180.0) == 0, run.output
         output, _ = export.communicate(timeout=60.0)
     assert export.returncode == 0, output
-    assert_on_the_board(run.run_dir, tmp_path)
+    assert_in_tensorboard(run.run_dir, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "expected"),
     [
         (["--exporters", "tensorbord"], "neither tensorboard nor wandb nor FILE.py:CLASS"),
         (["--exporters", "nothing.py:Mine"], "there is no file"),
@@ -121,5 +121,5 @@ def test_an_export_follows_a_live_run_to_its_end(
         (["--guards.command", "'a"], "is no command line"),
     ],
 )
-def test_bad_options_are_one_sentence(refused: Callable[..., Any], arguments: list[str], sentence: str) -> None:
-    assert sentence in refused("arithmetic", *arguments).sentence()
+def test_bad_exporter_options_are_refused(refused: Callable[..., Any], arguments: list[str], expected: str) -> None:
+    assert expected in refused("arithmetic", *arguments).sentence()

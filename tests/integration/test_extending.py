@@ -1,4 +1,4 @@
-"""docs/extending.md does what it says: its edits are made in a copy of the product, and its commands are run there."""
+"""docs/extending.md works as written: its edits are applied to a copy of the product, where its commands are run."""
 
 import os
 import re
@@ -24,7 +24,7 @@ QUICK = [
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code: its language, the file that it is for (empty: it is run), its text."""
+    """A block of code: its language, the file that it changes (empty: it is run), its text."""
 
     language: str
     path: str
@@ -32,7 +32,7 @@ class Block:
 
 
 LONG = ("role", "engine", "message")
-"""Those whose tests `make test-long` runs."""
+"""Extensions whose tests run with `make test-long` only."""
 
 
 def blocks(section: str) -> list[Block]:
@@ -41,11 +41,11 @@ def blocks(section: str) -> list[Block]:
 
 
 def applied(source: str, diff: str) -> str:
-    """The source after a change. Raises ValueError unless its old lines are there exactly once."""
+    """The source after a change. Raises ValueError unless the old lines occur exactly once."""
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
     if source.count(old) != 1:
-        raise ValueError(f"these lines are there {source.count(old)} times, not once:\n{old}")
+        raise ValueError(f"the old lines occur {source.count(old)} times, not once:\n{old}")
     return source.replace(old, new)
 
 
@@ -60,8 +60,10 @@ def copy(tmp_path: Path) -> Path:
 def run(copy: Path, *arguments: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, *arguments]
-    ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    completed = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
 
 
 def test_the_page_has_a_section_for_each_extension() -> None:
@@ -73,18 +75,18 @@ def test_the_page_has_a_section_for_each_extension() -> None:
     [pytest.param(*one, id=one[0], marks=[pytest.mark.long] * (one[0] in LONG)) for one in SECTIONS],
 )
 def test_an_extension_works_as_shown_and_touches_few_files(kind: str, section: str, copy: Path) -> None:
-    every = blocks(section)
-    files = {block.path for block in every if block.path}
+    section_blocks = blocks(section)
+    files = {block.path for block in section_blocks if block.path}
     assert 1 <= len(files) <= MAX_FILES, f"{kind}: {files}"
-    for block in every:
+    for block in section_blocks:
         path = copy / block.path
         if block.path and block.language == "diff":
             path.write_text(applied(path.read_text(), block.text))
         elif block.path:
             assert not path.exists()
             path.write_text(block.text)
-    runs = [block for block in every if not block.path]
-    assert runs, f"the section of {kind} runs nothing"
+    runs = [block for block in section_blocks if not block.path]
+    assert runs, f"the section of {kind} has no commands"
     for number, block in enumerate(runs):
         if block.language == "python":
             run(copy, "-c", block.text)

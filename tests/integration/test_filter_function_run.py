@@ -1,4 +1,4 @@
-"""A run with a filter function of the user's that keeps a band of mean rewards, and hangs once."""
+"""A run with a user-defined filter function that keeps a band of mean rewards and hangs once."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ BAND = '''
 import pathlib, time
 
 def in_band(rewards, lengths, version):
-    """Groups that are solved now and then. The third call in the run does not return."""
+    """Keep groups with some right answers. The third call in the run does not return."""
     calls = pathlib.Path(__file__).with_suffix(".calls")
     if lengths != [1] * len(rewards):
         with calls.open("a") as file:
@@ -36,25 +36,25 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_function_that_hangs_costs_its_group_and_a_resumed_run_goes_on(
-    launch: Callable[..., Any], taught_model: Path, tmp_path: Path
+def test_hanging_filter_function_drops_its_group_and_the_run_can_be_resumed(
+    launch: Callable[..., Any], sft_model: Path, tmp_path: Path
 ) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(BAND)
+    filter_file = tmp_path / "mine.py"
+    filter_file.write_text(BAND)
     run = launch(
-        *("--model", str(taught_model), "--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP)),
+        *("--model", str(sft_model), "--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP)),
         *("--steps", str(STEPS), "--data.eval-prompts", "0", "--rollout.workers", "1", "--checkpoint.every", "2"),
         *("--supervisor.backoff-s", "0.1", "--algorithm.filter.tries", str(TRIES)),
-        *("--algorithm.filter.function", f"{mine}:in_band", "--algorithm.filter.function-timeout-s", "2"),
+        *("--algorithm.filter.function", f"{filter_file}:in_band", "--algorithm.filter.function-timeout-s", "2"),
     )
     run.wait_for(lambda: len(lines(run.run_dir)) >= 2, "steps")
     [reward] = run.find("flowrt.roles.reward")
     run.signal(signal.SIGKILL, reward)
     run.wait_for(lambda: len(lines(run.run_dir)) >= 5, "steps after the reward worker was killed")
     run.kill_all(run.processes())
-    again = launch(resume=run.run_dir)
-    assert again.wait(180.0) == 0, again.output
-    assert "it did not return in 2 s" in run.log("reward") + again.log("reward")
+    resumed = launch(resume=run.run_dir)
+    assert resumed.wait(180.0) == 0, resumed.output
+    assert "it did not return in 2 s" in run.log("reward") + resumed.log("reward")
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
     found = lines(run.run_dir)
@@ -73,17 +73,17 @@ def test_a_function_that_hangs_costs_its_group_and_a_resumed_run_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_mistake_in_the_file_ends_the_command_before_anything_starts(
+def test_error_in_the_filter_function_is_refused_before_the_run_starts(
     refused: Callable[..., Any], tmp_path: Path, untrained_model: Path
 ) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def keep(rewards):\n    return sum(rewards) / 0\n")
-    said = refused("--model", str(untrained_model), "--algorithm.filter.function", str(mine)).sentence()
-    assert f"flowrt: filter function keep ({mine}:2): ZeroDivisionError: " in said
+    filter_file = tmp_path / "mine.py"
+    filter_file.write_text("def keep(rewards):\n    return sum(rewards) / 0\n")
+    error = refused("--model", str(untrained_model), "--algorithm.filter.function", str(filter_file)).sentence()
+    assert f"flowrt: filter function keep ({filter_file}:2): ZeroDivisionError: " in error
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "expected"),
     [
         (["--algorithm.filter.function-timeout-s", "3"], "algorithm.filter.function is empty"),
         (
@@ -92,6 +92,6 @@ def test_a_mistake_in_the_file_ends_the_command_before_anything_starts(
         ),
     ],
 )
-def test_options_that_cannot_act_are_refused(flags: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_filter_options_without_effect_are_refused(flags: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         parse(flags)

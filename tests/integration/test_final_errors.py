@@ -1,4 +1,4 @@
-"""A worker that says why it fails and is gone at once: its words are heard, also where its end is noticed first."""
+"""A worker that reports an error and exits at once: it is processed even if the disconnect is detected first."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
 from tests.integration.test_sessions import FLOW, POLICIES
 
-WHY = "EngineError: rank 1 cannot reach the store of the ranks"
+REASON = "EngineError: rank 1 cannot reach the store of the ranks"
 DEADLINE_S = 10.0
 
 
@@ -27,20 +27,20 @@ async def controller(tmp_path: Path) -> AsyncIterator[tuple[api.Server, str]]:
 
 
 def join_and_fail(address: str) -> None:
-    """Let in, it fails at once; all that it said has been sent when this returns, and its connection is closed."""
+    """Join, then fail at once. On return all messages have been sent and the connection is closed."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 5000)
-        socket.setsockopt(zmq.RCVHWM, 0)  # as a worker: with answers unread its kernel would not close, but reset
+        socket.setsockopt(zmq.RCVHWM, 0)  # as a worker: with unread answers the kernel would reset the connection
         socket.connect(address)
         socket.send(
             encode(m.Hello(protocol=m.PROTOCOL, worker="trainer", role="trainer", host="host", pid=1, lanes=("gloo",)))
         )
         assert socket.poll(5000)
         assert isinstance(decode(socket.recv()), m.Welcome)
-        for number in range(300):  # more than are read in one turn
+        for number in range(300):  # more than are read in one event loop turn
             socket.send(encode(m.Pull(request=number, stage="reward", slots=1, tokens=0, step=-1)))
         socket.send(encode(m.Report((), (("eval_last", 0.5),), ())))
-        socket.send(encode(m.Leave(WHY)))
+        socket.send(encode(m.Leave(REASON)))
 
 
 async def test_final_error_of_a_worker_is_processed_before_its_disconnect(controller: tuple[api.Server, str]) -> None:
@@ -50,7 +50,7 @@ async def test_final_error_of_a_worker_is_processed_before_its_disconnect(contro
     failing.start()
     while WorkerId("trainer") not in connections:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    # From here on the controller reads nothing: it is busy, and meanwhile all of this comes, and the connection ends.
+    # The event loop of the controller is blocked here, while all messages arrive and the connection ends.
     failing.join(DEADLINE_S)
     assert not failing.is_alive()
     end_s = time.monotonic() + DEADLINE_S
@@ -61,7 +61,7 @@ async def test_final_error_of_a_worker_is_processed_before_its_disconnect(contro
     async with asyncio.timeout(DEADLINE_S):
         while server.ended is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    assert WHY in server.ended.reason
+    assert REASON in server.ended.reason
     assert server.refused_messages == 0
     assert server.metrics.numbers == {"eval_last": 0.5}
     assert "trainer" not in connections

@@ -19,7 +19,7 @@ from flowrt.launcher.fork_server.parent import ForkedProcess, ForkServer
 from tests.integration.conftest import Launch, wait_until
 
 MODULE = "tests.integration.helpers.forked_worker"
-WORDS = [sys.executable, "-m", MODULE]
+COMMAND = [sys.executable, "-m", MODULE]
 SERVE = (
     "import socket, sys; from flowrt.launcher.fork_server.child import serve; "
     "serve(socket.socket(fileno=int(sys.argv[1])))"
@@ -34,7 +34,7 @@ SHARED = "1"
 
 @contextlib.asynccontextmanager
 async def started(folder: Path, program: str = SERVE) -> AsyncIterator[ForkServer]:
-    """A real fork server with no imports but its own."""
+    """A real fork server without further imports."""
     command = [sys.executable, "-c", program]
     server = ForkServer(folder / "fork_server.log", {**os.environ, "SHARED": SHARED}, command, ("tests.",))
     await server.start()
@@ -47,10 +47,10 @@ async def started(folder: Path, program: str = SERVE) -> AsyncIterator[ForkServe
 async def forked(
     server: ForkServer, folder: Path, *arguments: str, fds: list[int] | None = None
 ) -> ForkedProcess | None:
-    words = [*WORDS, *arguments]
-    assert server.can_fork(words)
+    command = [*COMMAND, *arguments]
+    assert server.can_fork(command)
     with (folder / "log").open("ab") as output:
-        return await server.fork(words, {**os.environ, "SHARED": SHARED, "OWN": "2"}, output.fileno(), fds or [])
+        return await server.fork(command, {**os.environ, "SHARED": SHARED, "OWN": "2"}, output.fileno(), fds or [])
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
@@ -64,65 +64,65 @@ async def ended(process: ForkedProcess | None) -> int:
         return await process.wait()
 
 
-async def test_a_fork_is_what_python_would_have_started(tmp_path: Path) -> None:
+async def test_forked_process_equals_one_started_by_python(tmp_path: Path) -> None:
     async with started(tmp_path) as server:
         for code in (0, 3):
-            assert await ended(await forked(server, tmp_path, "leave", str(code))) == code
+            assert await ended(await forked(server, tmp_path, "exit", str(code))) == code
     first, second = reports(tmp_path)
     assert first["name"] == "__main__"
-    assert first["arguments"] == ["leave", "0"]
-    assert second["arguments"] == ["leave", "3"]
+    assert first["arguments"] == ["exit", "0"]
+    assert second["arguments"] == ["exit", "3"]
     assert (first["own"], first["shared"], first["started_with"]) == ("2", SHARED, SHARED)
-    assert first["line"] == f"{sys.executable} -m {MODULE} leave 0"
-    assert first["open"] == [0, 1, 2]
-    assert first["leads"]
-    for mine, other in zip(first["chances"], second["chances"], strict=True):
+    assert first["command_line"] == f"{sys.executable} -m {MODULE} exit 0"
+    assert first["open_fds"] == [0, 1, 2]
+    assert first["is_session_leader"]
+    for mine, other in zip(first["random"], second["random"], strict=True):
         assert mine != other
 
 
-async def test_a_fork_ends_as_python_would(tmp_path: Path) -> None:
+async def test_forked_process_ends_like_one_started_by_python(tmp_path: Path) -> None:
     async with started(tmp_path) as server:
-        assert await ended(await forked(server, tmp_path, "fail", "of itself")) == 1
-        assert "ValueError: of itself" in (tmp_path / "log").read_text()
-        staying = await forked(server, tmp_path, "stay")
-        assert staying is not None
-        assert staying.returncode is None
-        staying.kill()
-        assert await ended(staying) == -signal.SIGKILL == staying.returncode
+        assert await ended(await forked(server, tmp_path, "fail", "own error")) == 1
+        assert "ValueError: own error" in (tmp_path / "log").read_text()
+        waiting = await forked(server, tmp_path, "wait")
+        assert waiting is not None
+        assert waiting.returncode is None
+        waiting.kill()
+        assert await ended(waiting) == -signal.SIGKILL == waiting.returncode
 
 
 async def test_passed_descriptors_are_open(tmp_path: Path) -> None:
     read_fd, write_fd = os.pipe()
     async with started(tmp_path) as server:
-        assert await ended(await forked(server, tmp_path, "say", str(write_fd), fds=[write_fd])) == 0
+        assert await ended(await forked(server, tmp_path, "write", str(write_fd), fds=[write_fd])) == 0
     os.close(write_fd)
     with os.fdopen(read_fd) as reader:
-        assert reader.read() == "said\n"
+        assert reader.read() == "written\n"
 
 
 async def test_signals_to_the_whole_job_do_not_end_the_fork_server(tmp_path: Path) -> None:
-    """A job that is preempted: each process is terminated, and the workers have something to save."""
+    """As when a job is preempted: each process gets the signal, and the workers have state to save."""
     async with started(tmp_path) as server:
-        staying = await forked(server, tmp_path, "stay")
-        assert staying is not None
+        waiting = await forked(server, tmp_path, "wait")
+        assert waiting is not None
         assert server.process is not None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             server.process.send_signal(number)
-        assert await ended(await forked(server, tmp_path, "leave", "0")) == 0
-        assert staying.returncode is None
+        assert await ended(await forked(server, tmp_path, "exit", "0")) == 0
+        assert waiting.returncode is None
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            process = await forked(server, tmp_path, "stay")
+            process = await forked(server, tmp_path, "wait")
             assert process is not None
             process.send_signal(number)
             assert await ended(process) == -number
-        interrupted = await forked(server, tmp_path, "stay")
+        interrupted = await forked(server, tmp_path, "wait")
         assert interrupted is not None
         interrupted.send_signal(signal.SIGINT)
         assert await ended(interrupted) == 1
     assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
 
 
-GONE = """
+EXITED_FIRST = """
 import json, socket, subprocess, sys
 orders = socket.socket(fileno=int(sys.argv[1]))
 orders.send(json.dumps({"unsafe": ""}).encode())
@@ -135,82 +135,83 @@ orders.recv(1)
 """
 
 
-async def test_a_process_that_ended_before_its_fork_was_reported_has_its_exit_code(tmp_path: Path) -> None:
-    async with started(tmp_path, GONE) as server:
-        assert await ended(await forked(server, tmp_path, "leave", "7")) == 7
+async def test_exit_before_the_report_of_the_fork_keeps_the_exit_code(tmp_path: Path) -> None:
+    async with started(tmp_path, EXITED_FIRST) as server:
+        assert await ended(await forked(server, tmp_path, "exit", "7")) == 7
 
 
-async def test_many_at_once(tmp_path: Path) -> None:
+async def test_concurrent_forks(tmp_path: Path) -> None:
     async with started(tmp_path) as server:
-        born = await asyncio.gather(*(forked(server, tmp_path, "leave", str(code)) for code in range(20)))
-        assert [await ended(one) for one in born] == list(range(20))
+        processes = await asyncio.gather(*(forked(server, tmp_path, "exit", str(code)) for code in range(20)))
+        assert [await ended(one) for one in processes] == list(range(20))
 
 
-async def test_forked_processes_die_with_their_fork_server_and_the_next_fork_starts_another(tmp_path: Path) -> None:
+async def test_forked_processes_die_with_their_fork_server_which_is_replaced(tmp_path: Path) -> None:
     async with started(tmp_path) as server:
-        staying = await forked(server, tmp_path, "stay")
+        waiting = await forked(server, tmp_path, "wait")
         first = server.process
         assert first is not None
-        assert staying is not None
+        assert waiting is not None
         first.kill()
-        assert await ended(staying) == -signal.SIGKILL
-        wait_until(lambda: not psutil.pid_exists(staying.pid), 5.0, lambda: f"{staying.pid} is alive")
-        codes = await asyncio.gather(*(forked(server, tmp_path, "leave", str(code)) for code in (5, 6)))
+        assert await ended(waiting) == -signal.SIGKILL
+        wait_until(lambda: not psutil.pid_exists(waiting.pid), 5.0, lambda: f"{waiting.pid} is alive")
+        codes = await asyncio.gather(*(forked(server, tmp_path, "exit", str(code)) for code in (5, 6)))
         assert [await ended(process) for process in codes] == [5, 6]
         assert server.process is not None
         assert server.process.pid != first.pid
 
 
-async def test_a_stopped_fork_server_hides_no_death_and_is_replaced(
+async def test_stopped_fork_server_is_replaced_and_deaths_are_still_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parent, "FORK_S", 1.0)
     async with started(tmp_path) as server:
-        one, two = [await forked(server, tmp_path, "stay") for _ in range(2)]
+        one, two = [await forked(server, tmp_path, "wait") for _ in range(2)]
         assert server.process is not None
         assert one is not None
         server.process.send_signal(signal.SIGSTOP)
         one.kill()
         assert await ended(one) == await ended(two) == -signal.SIGKILL
-        assert await ended(await forked(server, tmp_path, "leave", "4")) == 4
+        assert await ended(await forked(server, tmp_path, "exit", "4")) == 4
     async with started(tmp_path) as server:
-        assert await ended(await forked(server, tmp_path, "leave", "0")) == 0
+        assert await ended(await forked(server, tmp_path, "exit", "0")) == 0
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
-        assert await forked(server, tmp_path, "leave", "0") is None, "it answers too late: started with python"
-        assert await ended(await forked(server, tmp_path, "leave", "0")) == 0
+        assert await forked(server, tmp_path, "exit", "0") is None, "it answers too late: started with python"
+        assert await ended(await forked(server, tmp_path, "exit", "0")) == 0
 
 
 async def test_a_fork_that_fails_affects_no_other_process(tmp_path: Path) -> None:
     async with started(tmp_path) as server:
-        staying = await forked(server, tmp_path, "stay")
-        assert staying is not None
+        waiting = await forked(server, tmp_path, "wait")
+        assert waiting is not None
         assert server.process is not None
         process = psutil.Process(server.process.pid)
-        for spare in (0, 1):  # what it is handed does not come; then it comes, and no end could be watched
+        for spare in (0, 1):  # too few for the passed descriptors; then enough, but none to watch the exit
             taken = {int(fd) for fd in os.listdir(f"/proc/{process.pid}/fd")}
             limit = next(limit for limit in itertools.count() if len({*range(limit)} - taken) > spare) - 1
             process.rlimit(psutil.RLIMIT_NOFILE, (limit, 4096))
-            assert await forked(server, tmp_path, "leave", "0") is None
+            assert await forked(server, tmp_path, "exit", "0") is None
         process.rlimit(psutil.RLIMIT_NOFILE, (4096, 4096))
-        assert await ended(await forked(server, tmp_path, "leave", "0")) == 0
-        assert staying.returncode is None
+        assert await ended(await forked(server, tmp_path, "exit", "0")) == 0
+        assert waiting.returncode is None
 
 
 async def test_a_process_with_threads_does_not_fork(tmp_path: Path) -> None:
     program = f"import threading; threading.Thread(target=threading.Event().wait, daemon=True).start(); {SERVE}"
     async with started(tmp_path, program) as server:
-        assert await forked(server, tmp_path, "leave", "0") is None
-        assert not server.can_fork(WORDS)
+        assert await forked(server, tmp_path, "exit", "0") is None
+        assert not server.can_fork(COMMAND)
 
 
-async def test_a_fork_server_that_dies_during_its_imports_is_given_up(tmp_path: Path) -> None:
+async def test_a_fork_server_that_dies_during_its_imports_is_not_used_again(tmp_path: Path) -> None:
     async with started(tmp_path, "raise SystemExit('no torch')") as server:
-        assert await forked(server, tmp_path, "leave", "0") is None
-        assert not server.can_fork(WORDS)
+        assert await forked(server, tmp_path, "exit", "0") is None
+        assert not server.can_fork(COMMAND)
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_workers_are_forked_unless_disabled(launch: Callable[..., Launch], forks: bool) -> None:
     run = launch("--steps", "10", *TINY, "--launch.use-fork-server", str(forks))
@@ -223,6 +224,7 @@ def test_workers_are_forked_unless_disabled(launch: Callable[..., Launch], forks
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["before the first fork", "while it trains"])
 def test_a_run_survives_the_death_of_its_fork_server(launch: Callable[..., Launch], moment: str) -> None:
@@ -232,7 +234,7 @@ def test_a_run_survives_the_death_of_its_fork_server(launch: Callable[..., Launc
         run.wait_for_training()
     [server] = run.find("flowrt.launcher.fork_server.child")
     run.signal(signal.SIGKILL, server)
-    if moment == "while it trains":  # its workers died with it: they are forked again, not started one by one
+    if moment == "while it trains":  # its workers died with it, and are forked again instead of started
         run.wait_for(lambda: run.find("flowrt.launcher.fork_server.child"), "another fork server")
         run.wait_for(lambda: run.find("flowrt.roles.trainer"), "trainer")
         [other] = run.find("flowrt.launcher.fork_server.child")

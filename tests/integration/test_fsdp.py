@@ -26,16 +26,16 @@ STEPS = 10
 EXACT = {"dtype": "float64"}
 LORA = {"rank": 4}
 COMPILER = bool(shutil.which("g++"))
-OTHERS = ["gemma2", "gpt2", "llama"]
-"""Tied weights and capped logits; another naming of everything, and dropout; neither."""
-NARROW = "llama"
-"""It is stored in bfloat16, and has several end tokens."""
+OTHER_DECODERS = ["gemma2", "gpt2", "llama"]
+"""Tied weights and capped logits; other parameter names and dropout; neither."""
+BFLOAT16 = "llama"
+"""Stored in bfloat16, with several end-of-sequence tokens."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel, pytest.mark.timeout(500)]
 
 
 class Ranks:
-    """What trainers of 1, 2 and 4 ranks left behind."""
+    """The results of trainers with 1, 2 and 4 ranks."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,28 +46,28 @@ class Ranks:
         ).save_pretrained(self.model)
 
     def decoder(self, name: str) -> str:
-        """Where a model of another kind is."""
+        """The path of a model with another architecture."""
         path = self.directory / f"model-{name}"
         if not path.exists():
             kind, config = DECODERS[name]
             torch.manual_seed(5)
-            made = kind(config)
-            if name == NARROW:
-                made.to(torch.bfloat16).generation_config.eos_token_id = [1, 2]
-            made.save_pretrained(path)
+            model = kind(config)
+            if name == BFLOAT16:
+                model.to(torch.bfloat16).generation_config.eos_token_id = [1, 2]
+            model.save_pretrained(path)
         return str(path)
 
     def written(self, name: str) -> str:
-        """Where it is once it has been trained."""
+        """The path of that model after training."""
         return str(self.directory / f"written-{name}")
 
     def plan(self, ranks: int, **orders: dict[str, Any]) -> None:
-        """Have a trainer of so many ranks carry out the orders, one after the other; each is known by its name."""
+        """Add a trainer with ``ranks`` ranks that executes the named orders in turn."""
         lines = [{"steps": [0, STEPS], **order, "out": str(self.directory / name)} for name, order in orders.items()]
         self._phases.append(json.dumps({"ranks": ranks, "orders": lines}))
 
     def run(self, processes: int = 4) -> None:
-        """One torchrun for all of it: what costs most is that each process loads its packages."""
+        """One torchrun for all phases: importing packages takes most of the time."""
         plan = self.directory / "plan"
         plan.write_text("\n".join(self._phases))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -89,7 +89,7 @@ class Ranks:
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         return dict(load_file(self.directory / f"{name}.safetensors"))
 
-    def said(self, name: str) -> dict[str, Any]:
+    def report(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.directory / f"{name}.json").read_text())
         return found
 
@@ -100,10 +100,10 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """2 ranks, then 1, then 2 again for what was interrupted; 4; and everything else beside them."""
-    made = Ranks(tmp_path_factory.mktemp("fsdp"))
-    exported = str(made.directory / "exported")
-    made.plan(
+    """2 ranks, then 1 and 2 again for the interrupted training, then 4; all other variants in the same phases."""
+    result = Ranks(tmp_path_factory.mktemp("fsdp"))
+    exported = str(result.directory / "exported")
+    result.plan(
         2,
         two={"fsdp": EXACT},
         lock_step={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass", "recompute": True}},
@@ -111,35 +111,41 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         fused_lock_step={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "fused": True},
         stopped={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "stops": True},
         compiled={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "options": {"compile": COMPILER}},
-        # A fraction of the model's size: several files.
+        # Smaller than the model: several files.
         until_4={
             "steps": [0, 4],
             "fsdp": {**EXACT, "file_gb": 2e-4},
-            "save": made.path("at_4"),
+            "save": result.path("at_4"),
             "export": exported,
             "options": {"final_dtype": "float64"},
         },
-        adapters={"steps": [0, 2], "fsdp": EXACT, "lora": LORA, "export": str(made.directory / "adapted")},
+        adapters={"steps": [0, 2], "fsdp": EXACT, "lora": LORA, "export": str(result.directory / "adapted")},
         added={"steps": [0, 2], "fsdp": EXACT, "lora": {**LORA, "publish": "merged"}},
         narrow={"steps": [0, 2], "fsdp": {"dtype": "bfloat16"}},
         **{
-            name: {"steps": [0, 3], "fsdp": EXACT, "model": made.decoder(name), "export": made.written(name)}
-            for name in OTHERS
+            name: {"steps": [0, 3], "fsdp": EXACT, "model": result.decoder(name), "export": result.written(name)}
+            for name in OTHER_DECODERS
         },
     )
-    made.plan(
+    result.plan(
         1,
         one={"fsdp": EXACT},
-        until_7={"steps": [4, 7], "fsdp": EXACT, "load": made.path("at_4"), "save": made.path("at_7"), "discard": True},
-        unharmed={"steps": [0, 0], "fsdp": EXACT, "damaged": made.path("nothing")},
+        until_7={
+            "steps": [4, 7],
+            "fsdp": EXACT,
+            "load": result.path("at_4"),
+            "save": result.path("at_7"),
+            "discard": True,
+        },
+        unharmed={"steps": [0, 0], "fsdp": EXACT, "damaged": result.path("nothing")},
     )
-    made.plan(2, resumed={"steps": [7, STEPS], "fsdp": EXACT, "load": made.path("at_7")})
-    made.plan(4, four={"fsdp": EXACT}, single={})
-    made.run()
-    return made
+    result.plan(2, resumed={"steps": [7, STEPS], "fsdp": EXACT, "load": result.path("at_7")})
+    result.plan(4, four={"fsdp": EXACT}, single={})
+    result.run()
+    return result
 
 
-def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """The largest difference of any weight."""
     assert one.keys() == other.keys()
     return max(float((tensor.double() - other[name].double()).abs().max()) for name, tensor in one.items())
@@ -147,7 +153,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 
 @pytest.fixture(scope="module")
 def torch_engine(ranks: Ranks) -> Callable[..., dict[str, torch.Tensor]]:
-    """The weights after so many steps of the engine on plain PyTorch."""
+    """The weights after ``steps`` steps of the engine on plain PyTorch."""
 
     @functools.cache
     def train(steps: int, dtype: torch.dtype, model: Path = ranks.model) -> dict[str, torch.Tensor]:
@@ -162,52 +168,52 @@ def torch_engine(ranks: Ranks) -> Callable[..., dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", ["one", "two", "four"])
 def test_weights_do_not_depend_on_the_number_of_ranks(ranks: Ranks, torch_engine: Any, name: str) -> None:
-    """The engine on plain PyTorch is what all are compared with; how ranks share and cut the steps is in `share`."""
+    """Compared with the engine on plain PyTorch; `share` distributes the samples of a step to the ranks."""
     expected = torch_engine(STEPS, torch.float64)
-    assert apart(ranks.weights(name), expected) < 1e-6
-    assert apart(ranks.weights(name), load_model_weights(ranks)) > 1e-3
-    metrics = ranks.said(name)["metrics"]
-    for mine, theirs in zip(metrics, ranks.said("two")["metrics"], strict=True):
+    assert max_difference(ranks.weights(name), expected) < 1e-6
+    assert max_difference(ranks.weights(name), load_model_weights(ranks)) > 1e-3
+    metrics = ranks.report(name)["metrics"]
+    for mine, theirs in zip(metrics, ranks.report("two")["metrics"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-9)
 
 
 def test_some_steps_are_clipped_and_some_are_not(ranks: Ranks) -> None:
-    """Else equal weights would say nothing of clipping."""
-    norms = [line["grad_norm"] for line in ranks.said("two")["metrics"]]
+    """Otherwise equal weights would not test clipping."""
+    norms = [line["grad_norm"] for line in ranks.report("two")["metrics"]]
     assert min(norms) < fsdp_rank.MAX_GRAD_NORM < max(norms)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", OTHER_DECODERS)
 def test_other_decoders_are_trained_as_on_plain_pytorch(ranks: Ranks, torch_engine: Any, name: str) -> None:
-    """Dropout, where a model has it, is off: what was sampled had none."""
+    """Dropout, if a model has it, is off, as it was during sampling."""
     path = Path(ranks.decoder(name))
-    assert apart(ranks.weights(name), torch_engine(3, torch.float64, path)) < 1e-6
-    begun = {key: tensor.detach() for key, tensor in load_model(path).named_parameters()}
-    assert apart(ranks.weights(name), begun) > 1e-4
+    assert max_difference(ranks.weights(name), torch_engine(3, torch.float64, path)) < 1e-6
+    start = {key: tensor.detach() for key, tensor in load_model(path).named_parameters()}
+    assert max_difference(ranks.weights(name), start) > 1e-4
 
 
-def test_ranks_in_lock_step_find_the_same_weights(ranks: Ranks) -> None:
-    assert apart(ranks.weights("lock_step"), ranks.weights("until_4")) < 1e-6
+def test_ranks_in_lock_step_reach_the_same_weights(ranks: Ranks) -> None:
+    assert max_difference(ranks.weights("lock_step"), ranks.weights("until_4")) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["fused", "fused_lock_step"])
-def test_a_fused_head_finds_the_same_weights(ranks: Ranks, name: str) -> None:
-    assert apart(ranks.weights(name), ranks.weights("until_4")) < 1e-6
+def test_a_fused_head_reaches_the_same_weights(ranks: Ranks, name: str) -> None:
+    assert max_difference(ranks.weights(name), ranks.weights("until_4")) < 1e-6
 
 
-def test_a_model_that_stops_half_way_through_its_trial_is_left_in_shards_and_gets_padded_samples(ranks: Ranks) -> None:
-    told = [ranks.said(name) for name in ("lock_step", "stopped")]
-    assert [(one["folded"], one["whole"]) for one in told] == [(True, 0), (False, 0)]
-    assert apart(ranks.weights("stopped"), ranks.weights("until_4")) < 1e-6
+def test_model_that_fails_on_packed_samples_stays_sharded_and_gets_padded_ones(ranks: Ranks) -> None:
+    reports = [ranks.report(name) for name in ("lock_step", "stopped")]
+    assert [(one["packed"], one["unsharded"]) for one in reports] == [(True, 0), (False, 0)]
+    assert max_difference(ranks.weights("stopped"), ranks.weights("until_4")) < 1e-6
 
 
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_layers_find_the_same_weights(ranks: Ranks) -> None:
+def test_compiled_layers_reach_the_same_weights(ranks: Ranks) -> None:
     """Parts of the model are in float32 whatever its type, and are rounded elsewhere once they are compiled.
 
     How far that moves the few weights whose gradient is all rounding depends on the processor.
     """
-    assert [ranks.said(name)["compiled"] for name in ("compiled", "until_4")] == [2, 0]
+    assert [ranks.report(name)["compiled"] for name in ("compiled", "until_4")] == [2, 0]
     for name, tensor in ranks.weights("compiled").items():
         other = ranks.weights("until_4")[name]
         assert float(((tensor - other).abs() > 2e-6).double().mean()) < 1e-3, name
@@ -223,16 +229,16 @@ def test_single_precision_stays_as_close_as_rounding_allows(ranks: Ranks, torch_
 
     A few weights have such gradients: by these alone, plain PyTorch in float32 is up to 6e-5 away from float64 (seed 5
     of `build_model`). How many they are depends on the processor, so that plain PyTorch in float32 is the measure. All
-    others are where they are in float64, and without the rounding all are: see "one", above.
+    others equal those in float64, and without rounding all do: see "one", above.
     """
     exact, rounded = torch_engine(STEPS, torch.float64), torch_engine(STEPS, torch.float32)
 
-    def moved(weights: torch.Tensor, name: str) -> float:
+    def differing(weights: torch.Tensor, name: str) -> float:
         return float(((weights - exact[name]).abs() > 1e-6).double().mean())
 
     for name, tensor in ranks.weights("single").items():
-        assert moved(tensor, name) < 1e-3 + 2 * moved(rounded[name], name), name
-        assert moved(tensor, name) < 1e-2, name
+        assert differing(tensor, name) < 1e-3 + 2 * differing(rounded[name], name), name
+        assert differing(tensor, name) < 1e-2, name
         assert float((tensor - exact[name]).norm() / exact[name].norm()) < 1e-4, name
 
 
@@ -245,38 +251,38 @@ def test_rank_without_samples_takes_part_in_the_step(ranks: Ranks) -> None:
 
 def test_recomputing_runs_layers_twice(ranks: Ranks) -> None:
     """The lock-step ranks make the same number of passes each, so both are counted on rank 0."""
-    assert ranks.said("lock_step")["calls"] % 2 == 0
+    assert ranks.report("lock_step")["calls"] % 2 == 0
     passes = sum(max(len(fsdp_rank.share(step, rank, 2)) for rank in range(2)) for step in range(4))
-    assert ranks.said("lock_step")["calls"] == 2 * passes
+    assert ranks.report("lock_step")["calls"] == 2 * passes
 
 
 def test_checkpoint_resumes_with_another_number_of_ranks(ranks: Ranks) -> None:
     """2 ranks for four steps, 1 for three after a step that was begun and discarded, 2 for the last three."""
-    assert apart(ranks.weights("resumed"), ranks.weights("two")) < 1e-6
-    assert [line["lr"] for line in ranks.said("resumed")["metrics"]] == [
-        line["lr"] for line in ranks.said("two")["metrics"][7:]
+    assert max_difference(ranks.weights("resumed"), ranks.weights("two")) < 1e-6
+    assert [line["lr"] for line in ranks.report("resumed")["metrics"]] == [
+        line["lr"] for line in ranks.report("two")["metrics"][7:]
     ]
 
 
 def test_nothing_in_a_checkpoint_is_pickled(ranks: Ranks) -> None:
     files = [path.suffix for path in Path(ranks.path("at_4")).iterdir()]
-    assert files.count(".safetensors") == len(files) > 4  # several of each rank
+    assert files.count(".safetensors") == len(files) > 4  # several files per rank
 
 
 def test_a_directory_without_a_checkpoint_is_refused_and_nothing_changes(ranks: Ranks) -> None:
-    refusal = (ranks.directory / "unharmed.0.refused").read_text()
-    assert "holds no state of a training engine" in refusal
-    assert apart(ranks.weights("unharmed"), load_model_weights(ranks)) == 0.0
+    error = (ranks.directory / "unharmed.0.error").read_text()
+    assert "holds no state of a training engine" in error
+    assert max_difference(ranks.weights("unharmed"), load_model_weights(ranks)) == 0.0
 
 
 def test_the_model_is_written_in_files_that_transformers_loads(ranks: Ranks) -> None:
     assert len(list((ranks.directory / "exported").glob("model-*.safetensors"))) > 1
-    assert apart(ranks.exported("exported"), ranks.weights("until_4")) == 0.0
+    assert max_difference(ranks.exported("exported"), ranks.weights("until_4")) == 0.0
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_model_is_written_as_it_was_read(ranks: Ranks, name: str) -> None:
-    """In the type that it had, with what it says of generating; tied weights once."""
+@pytest.mark.parametrize("name", OTHER_DECODERS)
+def test_exported_model_keeps_its_dtype_and_generation_settings(ranks: Ranks, name: str) -> None:
+    """With its dtype and generation settings; tied weights are stored once."""
     kept = {}
     for place in (Path(ranks.decoder(name)), Path(ranks.written(name))):
         config, generation = (
@@ -286,26 +292,26 @@ def test_the_model_is_written_as_it_was_read(ranks: Ranks, name: str) -> None:
         kept[place] = config["dtype"], generation["eos_token_id"], {key: t.dtype for key, t in tensors.items()}
     before, after = kept.values()
     assert before == after
-    assert before[:2] == (("bfloat16", [1, 2]) if name == NARROW else ("float32", 1))
+    assert before[:2] == (("bfloat16", [1, 2]) if name == BFLOAT16 else ("float32", 1))
 
 
-def test_adapters_alone_are_published_and_added_to_the_model_at_the_end(ranks: Ranks) -> None:
+def test_only_adapters_are_published_and_merged_into_the_final_model(ranks: Ranks) -> None:
     adapters = ranks.weights("adapters")
     assert all(".lora_" in name for name in adapters)
     assert sum(t.numel() for t in adapters.values()) < 0.25 * sum(t.numel() for t in ranks.weights("two").values())
     exported = ranks.exported("adapted")
-    assert apart(exported, ranks.weights("added")) < 1e-6
-    assert apart(exported, load_model_weights(ranks)) > 1e-4
+    assert max_difference(exported, ranks.weights("added")) < 1e-6
+    assert max_difference(exported, load_model_weights(ranks)) > 1e-4
     untouched = "model.embed_tokens.weight"
     assert torch.equal(exported[untouched].float(), load_model_weights(ranks)[untouched])
 
 
-def test_bfloat16_is_what_passes_and_receivers_see(ranks: Ranks, torch_engine: Any) -> None:
-    """Its passes round, so an update is off by some of itself, but not by more than a quarter."""
-    narrow, expected, begun = ranks.weights("narrow"), torch_engine(2, torch.float64), load_model_weights(ranks)
-    assert {tensor.dtype for tensor in narrow.values()} == {torch.bfloat16}
+def test_bfloat16_weights_are_published_and_close_to_float64(ranks: Ranks, torch_engine: Any) -> None:
+    """Passes in bfloat16 round, so an update has an error, of at most a quarter of its size."""
+    found, expected, start = ranks.weights("narrow"), torch_engine(2, torch.float64), load_model_weights(ranks)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     for name, tensor in expected.items():
-        rounding = begun[name].double().abs().mean() * 2**-9
-        off = (narrow[name].double() - tensor.double()).abs().mean()
-        moved = (tensor.double() - begun[name].double()).abs().mean()
-        assert off < 0.25 * moved + rounding, name
+        rounding = start[name].double().abs().mean() * 2**-9
+        error = (found[name].double() - tensor.double()).abs().mean()
+        update = (tensor.double() - start[name].double()).abs().mean()
+        assert error < 0.25 * update + rounding, name

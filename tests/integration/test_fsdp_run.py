@@ -1,4 +1,4 @@
-"""Whole runs whose trainer is the FSDP2 engine: two ranks with all weights, one with adapters alone."""
+"""Complete runs with the FSDP2 engine as trainer: two ranks with all weights, one with adapters only."""
 
 import json
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from flowrt.observability.samples import SampleReader
 
 STEPS, PROMPTS, MEMBERS = 2, 4, 4
 MORE_STEPS = 6
-"""Of the run with adapters: several versions."""
+"""Of the run with adapters, which needs several versions."""
 ROUNDING = 1e-9
-"""Of float32, in the KL between what generated and what trained."""
+"""Of float32, in the KL between rollout and trainer."""
 FSDP = [
     *("--trainer.engine", "fsdp", "--steps", str(STEPS), "--prompts-per-step", str(PROMPTS)),
     *("--group-size", str(MEMBERS), "--data.eval-prompts", "0", "--rollout.workers", "1"),
@@ -40,7 +40,7 @@ def parameters(path: Path) -> dict[str, torch.Tensor]:
 
 
 def changed(before: Path, after: Path) -> set[str]:
-    """The names of the weights that training moved."""
+    """The names of the weights that training changed."""
     old, new = parameters(before), parameters(after)
     assert old.keys() == new.keys()
     assert all(tensor.isfinite().all() for tensor in new.values())
@@ -70,11 +70,11 @@ def test_each_rank_writes_its_shards_into_the_checkpoint(two_ranks: Any) -> None
     assert len(list((two_ranks.run_dir / "checkpoints" / f"step-{STEPS:06}").glob("shard-*.safetensors"))) == 2
 
 
-def test_adapters_go_to_the_rollout_worker_and_into_the_final_model(two_ranks: Any, launch: Callable[..., Any]) -> None:
-    """Each version is put into use before the next step's samples are made, though only adapters travel.
+def test_adapters_reach_the_rollout_worker_and_the_final_model(two_ranks: Any, launch: Callable[..., Any]) -> None:
+    """Each version is applied before the samples of the next step are generated, though only adapters are sent.
 
-    At bound 0 it has to be. Had the worker gone on with what it began with, from which ``kl`` says how far the policy
-    has moved, the trainer would not find the samples as likely as the worker did.
+    Staleness bound 0 requires it. ``kl`` is the distance of the policy from the start model: with the weights of the
+    start model, the log-probabilities of the worker would differ from those of the trainer.
     """
     start = str(two_ranks.run_dir / "final")
     lora = ["--trainer.lora.rank", "4", "--trainer.lora.targets", "q_proj,v_proj"]
@@ -92,7 +92,7 @@ def test_adapters_go_to_the_rollout_worker_and_into_the_final_model(two_ranks: A
     assert all("q_proj" in name or "v_proj" in name for name in moved)
 
 
-def test_each_rank_sends_its_samples_and_no_sample_comes_twice(two_ranks: Any) -> None:
+def test_each_rank_sends_its_samples_and_no_sample_is_stored_twice(two_ranks: Any) -> None:
     """All groups are stored: a step has fewer samples than ``samples.per_step``."""
     reader = SampleReader(two_ranks.run_dir)
     rows = [row for row in reader.query(limit=10_000).samples if row.advantage is not None]

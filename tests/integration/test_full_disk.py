@@ -1,4 +1,4 @@
-"""A disk that is full when something is to be saved: a clear error, and with room the run goes on, nothing lost."""
+"""A disk that is full during a save: a clear error, and with free space the run resumes without loss."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 
 STEPS = 12
 LEDGER_BYTES = 1_500_000
-ROOM_BYTES = 1 << 16
+SMALL_DISK_BYTES = 1 << 16
 
 pytestmark = [
     *(pytest.mark.slow, pytest.mark.long),
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture
 def disk(tmp_path: Path, untrained_model: Path) -> Iterator[Path]:
-    """Room for the run and the start model, and for a part of a checkpoint (a model and two moments)."""
+    """Space for the run and the start model, and for a part of a checkpoint (a model and two moments)."""
     size = 2 * sum(path.stat().st_size for path in untrained_model.iterdir()) + LEDGER_BYTES
     with small_disk(tmp_path / "disk", size) as place:
         yield place
@@ -33,8 +33,8 @@ def disk(tmp_path: Path, untrained_model: Path) -> Iterator[Path]:
 @contextmanager
 def small_disk(place: Path, size_bytes: int) -> Iterator[Path]:
     place.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "flowrt-test", str(place)]
-    mounted = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "flowrt-test", str(place)]
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=20)
     if mounted.returncode:
         pytest.skip(f"nothing can be mounted here: {mounted.stderr.strip()}")
     try:
@@ -53,7 +53,7 @@ def test_checkpoint_on_a_full_disk_ends_the_run_and_resume_succeeds(
         *("--checkpoint.every", "4", "--trainer.save", "False"),
     )
     assert launched.wait(120.0) == 1, launched.output
-    # Whoever writes first finds it full: the first checkpoint or the second, or the ledger, or the metrics meanwhile.
+    # The first failing write is that of the first or second checkpoint, the ledger, or the metrics.
     assert re.search(
         r"(step-00000[48]|ledger\.sqlite|\w+\.jsonl) cannot be written: .*(No space left on device|disk is full)",
         launched.output,
@@ -86,8 +86,8 @@ def test_trained_model_that_did_not_fit_on_disk_is_written_on_resume(
     )
     launched.wait_for_training()
     final = launched.run_dir / "final"
-    # Where the model is written before it gets its name.
-    with small_disk(final.with_name(".final.part"), ROOM_BYTES):
+    # The temporary directory to which the model is written before it is renamed.
+    with small_disk(final.with_name(".final.part"), SMALL_DISK_BYTES):
         assert launched.wait(120.0) == 1, launched.output
         assert re.search(
             r"trained model \S+/final cannot be written: .*No space left on device.*; free disk space, then flowrt ",
@@ -98,6 +98,6 @@ def test_trained_model_that_did_not_fit_on_disk_is_written_on_resume(
     resumed = launch(resume=launched.run_dir)
     assert resumed.wait(120.0) == 0, resumed.output
     assert (final / "config.json").is_file()
-    assert (final / "model.safetensors").stat().st_size > ROOM_BYTES
+    assert (final / "model.safetensors").stat().st_size > SMALL_DISK_BYTES
     summary = json.loads((launched.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)

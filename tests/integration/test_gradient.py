@@ -1,4 +1,4 @@
-"""The gradient of a step does not depend on how it was cut: micro-batches or ranks."""
+"""The gradient of a step does not depend on its division into micro-batches or ranks."""
 
 import os
 import subprocess
@@ -12,27 +12,27 @@ from tests.integration.helpers import gradient_rank
 from tests.integration.helpers.gradient_rank import SAMPLES
 
 
-def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).norm() / other.norm())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("size", [1, 5, 11])
-def test_one_or_many_micro_batches(size: int, double: bool) -> None:
-    whole = gradient_rank.step_gradient([list(range(SAMPLES))], double)
-    cuts = [list(range(SAMPLES))[i : i + size] for i in range(0, SAMPLES, size)]
-    assert relative(gradient_rank.step_gradient(cuts, double), whole) < 1e-6
-    assert whole.norm() > 1e-3
+def test_gradient_does_not_depend_on_the_micro_batch_size(size: int, double: bool) -> None:
+    expected_gradient = gradient_rank.step_gradient([list(range(SAMPLES))], double)
+    micro_batches = [list(range(SAMPLES))[i : i + size] for i in range(0, SAMPLES, size)]
+    assert relative_error(gradient_rank.step_gradient(micro_batches, double), expected_gradient) < 1e-6
+    assert expected_gradient.norm() > 1e-3
 
 
-def test_a_mean_of_micro_batch_means_would_be_caught() -> None:
-    whole = gradient_rank.step_gradient([list(range(SAMPLES))], double=True)
-    halves = [gradient_rank.step_gradient([cut], double=True) for cut in (list(range(5)), list(range(5, SAMPLES)))]
-    assert relative((halves[0] + halves[1]) / 2, whole) > 1e-3
+def test_mean_of_micro_batch_means_differs_from_the_gradient() -> None:
+    expected_gradient = gradient_rank.step_gradient([list(range(SAMPLES))], double=True)
+    halves = [gradient_rank.step_gradient([half], double=True) for half in (list(range(5)), list(range(5, SAMPLES)))]
+    assert relative_error((halves[0] + halves[1]) / 2, expected_gradient) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["double", "single"])
-def test_one_or_two_ranks(tmp_path: Path, dtype: str) -> None:
+def test_two_ranks_compute_the_gradient_of_one_rank(tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "gradient.pt"
     command = [
         sys.executable,
@@ -51,5 +51,5 @@ def test_one_or_two_ranks(tmp_path: Path, dtype: str) -> None:
         env=environment,
         capture_output=True,
     )
-    whole = gradient_rank.step_gradient([list(range(SAMPLES))], dtype == "double")
-    assert relative(torch.load(out, weights_only=True), whole) < 1e-6
+    expected_gradient = gradient_rank.step_gradient([list(range(SAMPLES))], dtype == "double")
+    assert relative_error(torch.load(out, weights_only=True), expected_gradient) < 1e-6

@@ -1,4 +1,4 @@
-"""The default recipe with a group filter and a curriculum: a killed controller, a resume, and what is refused."""
+"""The default recipe with a group filter and a curriculum: controller crash, resume and rejected options."""
 
 import json
 import signal
@@ -29,54 +29,52 @@ def wait_for_steps(run: Any, steps: int) -> None:
 
 
 def assert_filtered(run_dir: Path) -> None:
-    """Each step trained its groups, none of equal rewards while it had tries left, and the ledger says the same."""
+    """Each step trained all groups, none with equal rewards while tries were left; ledger and metrics agree."""
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
-    found = lines(run_dir)
-    assert [line["step"] for line in found] == list(range(STEPS))
-    assert {line["groups"] for line in found} == {PROMPTS}
-    assert all(line["filtered_groups"] <= TRIES for line in found)
-    assert all(line["zero_variance_groups"] == line["refused_groups_trained"] for line in found)
-    assert all(not line["zero_variance_groups"] or line["filtered_groups"] == TRIES for line in found)
-    assert sum(line["filtered_groups"] for line in found) > 0
+    metrics = lines(run_dir)
+    assert [line["step"] for line in metrics] == list(range(STEPS))
+    assert {line["groups"] for line in metrics} == {PROMPTS}
+    assert all(line["filtered_groups"] <= TRIES for line in metrics)
+    assert all(line["zero_variance_groups"] == line["refused_groups_trained"] for line in metrics)
+    assert all(not line["zero_variance_groups"] or line["filtered_groups"] == TRIES for line in metrics)
+    assert sum(line["filtered_groups"] for line in metrics) > 0
     with LedgerReader(run_dir / "ledger.sqlite") as ledger:
         query = "SELECT step, reason, reward FROM prompts WHERE state = 'dropped'"
         dropped = [row for row in ledger.query(query) if row[1].startswith("filtered: ")]
         assert {row[1] for row in dropped} == {"filtered: equal rewards"}
         assert {row[2] for row in dropped} <= {0.0, 1.0}
         counts = [sum(row[0] == step for row in dropped) for step in range(STEPS)]
-        assert counts == [line["filtered_groups"] for line in found]
+        assert counts == [line["filtered_groups"] for line in metrics]
         [(trained, rewarded)] = ledger.query("SELECT COUNT(*), COUNT(reward) FROM prompts WHERE state = 'trained'")
         assert trained == rewarded == STEPS * PROMPTS
 
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_filtered_run_survives_a_killed_controller_and_a_resume(
-    launch: Callable[..., Any], taught_model: Path
-) -> None:
-    run = launch("--model", str(taught_model), *SMALL)
+def test_a_filtered_run_survives_a_killed_controller_and_a_resume(launch: Callable[..., Any], sft_model: Path) -> None:
+    run = launch("--model", str(sft_model), *SMALL)
     wait_for_steps(run, 2)
     [controller] = run.find("flowrt.launcher.controller_main")
     run.signal(signal.SIGKILL, controller)
     wait_for_steps(run, 5)
     run.kill_all(run.processes())
-    again = launch(resume=run.run_dir)
-    assert again.wait(120.0) == 0, again.output
+    resumed = launch(resume=run.run_dir)
+    assert resumed.wait(120.0) == 0, resumed.output
     assert_filtered(run.run_dir)
 
 
 @pytest.mark.slow
 @pytest.mark.parallel
 def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
-    launch: Callable[..., Any], taught_model: Path, tmp_path: Path
+    launch: Callable[..., Any], sft_model: Path, tmp_path: Path
 ) -> None:
-    """Eight prompts that are always solved: after the first epoch nearly all are skipped, and none is lost."""
+    """Eight always-solved prompts: nearly all are skipped after the first epoch, and none is lost."""
     data, reward = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "1"}) + "\n" for n in range(8)))
     reward.write_text("def reward(response, answer):\n    return 1.0\n")
     run = launch(
-        *("--recipe", "custom", "--data", str(data), "--reward", str(reward), "--model", str(taught_model)),
+        *("--recipe", "custom", "--data", str(data), "--reward", str(reward), "--model", str(sft_model)),
         *("--prompts-per-step", "4", "--group-size", "2", "--steps", str(STEPS), "--data.eval-prompts", "0"),
         *("--rollout.workers", "1", "--checkpoint.every", "3", "--rollout.max-new-tokens", "8"),
         *(
@@ -95,8 +93,8 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
     run.signal(signal.SIGKILL, controller)
     wait_for_steps(run, 6)
     run.kill_all(run.processes())
-    again = launch(resume=run.run_dir)
-    assert again.wait(120.0) == 0, again.output
+    resumed = launch(resume=run.run_dir)
+    assert resumed.wait(120.0) == 0, resumed.output
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
     assert [line["groups"] for line in lines(run.run_dir)] == [4] * STEPS
@@ -104,14 +102,14 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
         skipped = ledger.query("SELECT epoch, step FROM prompts WHERE reason = 'skipped by the curriculum'")
         rewards = ledger.query("SELECT DISTINCT reward FROM prompts WHERE state = 'trained'")
     assert rewards == [(1.0,)]
-    assert len(skipped) > STEPS * 4, "of the prompts of later epochs four in five are skipped"
+    assert len(skipped) > STEPS * 4, "about four in five prompts of later epochs are skipped"
     assert min(epoch for epoch, _ in skipped) >= 1
     counts = [line["skipped_prompts"] for line in lines(run.run_dir)]
     assert [sum(at == step for _, at in skipped) for step in range(STEPS)] == counts
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (
             ["--algorithm.filter.zero-variance", "True", "--group-size", "1", "--algorithm.advantage.baseline", "none"],
@@ -134,7 +132,7 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
         (["--curriculum.policy", "solve_rate", "--data.epochs", "1"], "every prompt is new in the first epoch"),
     ],
 )
-def test_what_cannot_act_is_refused_in_one_sentence(flags: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as refused:
+def test_invalid_and_ineffective_options_are_rejected_in_one_sentence(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         parse(flags)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)

@@ -1,6 +1,6 @@
 """Guards in real runs: one that warns, one that holds the run on policy, one that stops it, and the resume after it.
 
-The rules are on the learning rate, which rises to a known value in each step of the warm-up.
+The guards watch the learning rate, whose value in each warm-up step is known.
 """
 
 import json
@@ -28,11 +28,11 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_guard_warns_and_one_holds_the_run_on_policy(
+def test_one_guard_warns_and_another_holds_the_run_on_policy(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
     notify = tmp_path / "notify.sh"
-    notify.write_text("#!/bin/sh\ncat >> told.jsonl\nexit 3\n")
+    notify.write_text("#!/bin/sh\ncat >> notified.jsonl\nexit 3\n")
     notify.chmod(0o700)
     run = launch(
         *("--guards.command", str(notify)),
@@ -49,25 +49,25 @@ def test_a_guard_warns_and_one_holds_the_run_on_policy(
     }
     assert [line["staleness_max"] for line in found[5:9]] == [0, 0, 0, 0]
     assert max(line["staleness_max"] for line in found[9:]) > 0
-    warned = [line for line in run.log("controller").splitlines() if "guard lr" in line]
-    assert len(warned) == 2, warned
-    assert "step 4: guard lr below 0.00055 for 5 steps (hold): lr is 0.0005" in warned[0]
-    assert "the staleness bound is 0 for 4 steps" in warned[0]
-    assert "step 10: guard lr above 0.00095 for 2 steps (warn): lr is 0.001" in warned[1]
+    guard_log = [line for line in run.log("controller").splitlines() if "guard lr" in line]
+    assert len(guard_log) == 2, guard_log
+    assert "step 4: guard lr below 0.00055 for 5 steps (hold): lr is 0.0005" in guard_log[0]
+    assert "the staleness bound is 0 for 4 steps" in guard_log[0]
+    assert "step 10: guard lr above 0.00095 for 2 steps (warn): lr is 0.001" in guard_log[1]
     assert "step 10: guard lr above 0.00095 for 2 steps (warn): lr is 0.001" in run.words
-    told = [json.loads(line) for line in (run.run_dir / "told.jsonl").read_text().splitlines()]
-    happened = events(run.run_dir)
-    fired = [line for line in happened if line["kind"] == "guard"]
-    assert told == [{**line, "run_dir": str(run.run_dir)} for line in fired]
-    assert [line["step"] for line in fired if "guard lr" in line["text"]] == [4, 10]
-    failed = [line["text"] for line in happened if line["kind"] == "warning"]
-    assert failed == [f"guards.command {notify} ended with exit code 3"] * len(told)
+    notified = [json.loads(line) for line in (run.run_dir / "notified.jsonl").read_text().splitlines()]
+    recorded = events(run.run_dir)
+    guard_events = [line for line in recorded if line["kind"] == "guard"]
+    assert notified == [{**line, "run_dir": str(run.run_dir)} for line in guard_events]
+    assert [line["step"] for line in guard_events if "guard lr" in line["text"]] == [4, 10]
+    warnings = [line["text"] for line in recorded if line["kind"] == "warning"]
+    assert warnings == [f"guards.command {notify} ended with exit code 3"] * len(notified)
     assert json.loads((run.run_dir / "summary.json").read_text())["prompts_lost"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_guard_stops_the_run_and_resume_goes_on(launch: Callable[..., Any], untrained_model: Path) -> None:
+def test_a_guard_stops_the_run_and_a_resume_continues_it(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch(
         *("--model", str(untrained_model), *SMALL, "--steps", "8", "--trainer.warmup-steps", "3"),
         *("--guard", "lr above 0.0009 steps=2 action=stop"),
@@ -81,8 +81,8 @@ def test_a_guard_stops_the_run_and_resume_goes_on(launch: Callable[..., Any], un
     assert (summary["exit_code"], summary["reason"], summary["steps"]) == (5, reason, 4)
     assert reason in run.words
     assert checkpoint_steps(run.run_dir) == [4]
-    again = launch(resume=run.run_dir)  # its counts begin again: it stops two steps later
-    assert again.wait(120.0) == 5, again.output
+    resumed = launch(resume=run.run_dir)  # its step count restarts: it stops two steps later
+    assert resumed.wait(120.0) == 5, resumed.output
     assert checkpoint_steps(run.run_dir)[-1] == 6
     last = launch("--guard", "lr off", resume=run.run_dir)
     assert last.wait(120.0) == 0, last.output
@@ -93,7 +93,8 @@ def test_a_guard_stops_the_run_and_resume_goes_on(launch: Callable[..., Any], un
     assert [kind for kind in kinds if kind in ("started", "resumed", "ended", "rolled_back")] == [
         *("started", "ended", "resumed", "ended", "resumed", "ended")
     ]
-    assert {"joined", "published", "checkpoint", "guard"} <= {*kinds}  # who leaves after the end is no event
+    # Workers that leave after the end of the run are not recorded.
+    assert {"joined", "published", "checkpoint", "guard"} <= {*kinds}
 
 
 @pytest.mark.slow
@@ -109,9 +110,9 @@ def test_a_guard_stops_the_run_and_resume_goes_on(launch: Callable[..., Any], un
         pytest.param(("--steps", "12", "--algorithm", "dapo"), id="dapo"),
     ],
 )
-def test_a_run_that_learns_has_no_false_alarm(launch: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+def test_a_learning_run_raises_no_false_alarm(launch: Callable[..., Any], arguments: tuple[str, ...]) -> None:
     run = launch("--exporters", "tensorboard", *arguments)
     assert run.wait(240.0) == 0, run.output
     found = events(run.run_dir)
-    assert len([one for one in found if one["kind"] == "published"]) >= 11
-    assert [one["text"] for one in found if one["kind"] in ("guard", "warning", "exporter")] == []
+    assert len([event for event in found if event["kind"] == "published"]) >= 11
+    assert [event["text"] for event in found if event["kind"] in ("guard", "warning", "exporter")] == []

@@ -1,6 +1,6 @@
-"""Machines that misbehave: a full disk, no descriptors left, a locked or broken ledger, a clock that steps back.
+"""Host faults: a full disk, no free file descriptors, a locked or corrupt ledger, a clock that steps back.
 
-One clear error, an exit code, and nothing lost that was committed.
+Each gives one clear error and an exit code, and loses nothing that was committed.
 """
 
 import asyncio
@@ -35,27 +35,27 @@ from flowrt.errors import ConfigError, FlowError, Stopped, WaitExpired
 from flowrt.protocol.messages import unpack
 from flowrt.recipes.config_io import defaults, to_toml
 
-ENDS_S = 30.0
+DEADLINE_S = 30.0
 
 
 class Controller:
-    """The controller's process. What it logs comes over a pipe: a full disk must not hide it."""
+    """A controller process. Its log is read from a pipe, which a full disk does not affect."""
 
     def __init__(self, directory: Path, bind: str = "tcp://127.0.0.1:0") -> None:
         self.run_dir = directory / "run"
         base = defaults("arithmetic")
-        times = dataclasses.replace(base.controller, bind=bind)
+        controller_options = dataclasses.replace(base.controller, bind=bind)
         config = directory / "config.toml"
-        config.write_text(to_toml(dataclasses.replace(base, run_dir=str(self.run_dir), controller=times)))
+        config.write_text(to_toml(dataclasses.replace(base, run_dir=str(self.run_dir), controller=controller_options)))
         command = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(config)]
         self._popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.said: list[str] = []
+        self.log_lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
         assert self._popen.stderr is not None
-        self.said += iter(self._popen.stderr.readline, "")
+        self.log_lines += iter(self._popen.stderr.readline, "")
 
     @property
     def pid(self) -> int:
@@ -63,41 +63,41 @@ class Controller:
 
     @property
     def log(self) -> str:
-        return "".join(self.said)
+        return "".join(self.log_lines)
 
     async def address(self) -> str:
         path = self.run_dir / "address"
-        await self.until(lambda: path.is_file() and path.read_text().endswith("\n"))
+        await self.wait_until(lambda: path.is_file() and path.read_text().endswith("\n"))
         return path.read_text().strip()
 
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(ENDS_S):
+    async def wait_until(self, condition: Any) -> None:
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 assert self._popen.poll() is None, self.log
                 await asyncio.sleep(0.02)
 
-    def ended(self) -> int:
-        code = self._popen.wait(ENDS_S)
-        self._reader.join(ENDS_S)
+    def exit_code(self) -> int:
+        code = self._popen.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
         assert "Traceback" not in self.log, self.log
         return code
 
     def errors(self) -> list[str]:
-        return [line for line in self.said if " ERROR " in line]
+        return [line for line in self.log_lines if " ERROR " in line]
 
     def close(self) -> None:
         self._popen.kill()
-        self._popen.wait(ENDS_S)
-        self._reader.join(ENDS_S)
+        self._popen.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
         assert self._popen.stderr is not None
         self._popen.stderr.close()
 
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[Controller]:
-    one = Controller(tmp_path)
-    yield one
-    one.close()
+    process = Controller(tmp_path)
+    yield process
+    process.close()
 
 
 async def offer(session: api.Session, prompt: int) -> None:
@@ -106,7 +106,7 @@ async def offer(session: api.Session, prompt: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def joined(address: str, name: str) -> AsyncIterator[api.Session]:
+async def connected(address: str, name: str) -> AsyncIterator[api.Session]:
     session = await api.connect(address, name, name, 20.0)
     try:
         yield session
@@ -115,7 +115,7 @@ async def joined(address: str, name: str) -> AsyncIterator[api.Session]:
 
 
 def prompts_of(path: Path) -> dict[int, str]:
-    """What the ledger says, read by somebody else."""
+    """The prompt states in the ledger, read over another connection."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     with LedgerReader(path) as ledger:
@@ -123,16 +123,17 @@ def prompts_of(path: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
-async def test_a_full_disk_ends_the_run_in_order_with_one_error(controller: Controller) -> None:
+@pytest.mark.parallel
+async def test_a_full_disk_stops_the_run_with_one_error(controller: Controller) -> None:
     ledger = controller.run_dir / "ledger.sqlite"
-    async with joined(await controller.address(), "source") as source:
+    async with connected(await controller.address(), "source") as source:
         await offer(source, 1)
-        await controller.until(lambda: prompts_of(ledger) == {1: "in_flight"})
-        resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, (0, 0))  # no file can grow any more
+        await controller.wait_until(lambda: prompts_of(ledger) == {1: "in_flight"})
+        resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, (0, 0))  # no file can grow
         await offer(source, 2)
         with pytest.raises(Stopped, match=r"ledger\.sqlite cannot be written: .* is the disk full\?"):
-            await asyncio.wait_for(source.wait_stopped(), ENDS_S)
-    assert controller.ended() == 1
+            await asyncio.wait_for(source.wait_stopped(), DEADLINE_S)
+    assert controller.exit_code() == 1
     [error] = controller.errors()
     assert "ledger.sqlite cannot be written" in error
     assert prompts_of(ledger) == {1: "in_flight"}
@@ -140,52 +141,55 @@ async def test_a_full_disk_ends_the_run_in_order_with_one_error(controller: Cont
 
 
 @pytest.mark.slow
-async def test_descriptor_exhaustion_refuses_new_connections_and_keeps_existing_ones(controller: Controller) -> None:
+@pytest.mark.parallel
+async def test_descriptor_exhaustion_refuses_new_connections_and_keeps_open_ones(controller: Controller) -> None:
     address = await controller.address()
-    async with joined(address, "source") as source:
+    async with connected(address, "source") as source:
         extra = await api.connect(address, "extra", "extra", 20.0)
         used = set(os.listdir(f"/proc/{controller.pid}/fd"))
         free = next(number for number in itertools.count() if str(number) not in used)
         resource.prlimit(controller.pid, resource.RLIMIT_NOFILE, (free, free))  # a new descriptor gets this number
         with pytest.raises(WaitExpired, match="no answer"):
             await api.connect(address, "reward", "reward", 1.0)
-        await controller.until(lambda: "cannot accept more connections" in controller.log)
+        await controller.wait_until(lambda: "cannot accept more connections" in controller.log)
         assert "Too many open files" in controller.log
         assert "ulimit -n" in controller.log
         await offer(source, 1)
-        # When somebody leaves, somebody else can come.
+        # A closed connection frees its descriptor for a new one.
         await extra.close()
-        async with joined(address, "reward"):
+        async with connected(address, "reward"):
             os.kill(controller.pid, signal.SIGINT)
             with pytest.raises(Stopped):
-                await asyncio.wait_for(source.wait_stopped(), ENDS_S)
-    assert controller.ended() == 130
+                await asyncio.wait_for(source.wait_stopped(), DEADLINE_S)
+    assert controller.exit_code() == 130
 
 
-def fails_to_start(controller: Controller) -> str:
-    """It ends with code 2 and one sentence."""
-    assert controller.ended() == 2, controller.log
+def startup_error(controller: Controller) -> str:
+    """The one error line of a controller that exits with code 2."""
+    assert controller.exit_code() == 2, controller.log
     [line] = controller.errors()
     controller.close()
     return line
 
 
 @pytest.mark.slow
-def test_a_broken_ledger_is_refused_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parallel
+def test_a_corrupt_ledger_is_rejected_and_not_modified(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     ledger = tmp_path / "run" / "ledger.sqlite"
-    ledger.write_bytes(b"this is no database at all, but somebody may want it back" * 100)
+    ledger.write_bytes(b"this is not a database, and it must not be overwritten" * 100)
     before = ledger.read_bytes()
-    said = fails_to_start(Controller(tmp_path))
-    assert f"ledger {ledger} cannot be read: file is not a database; it was not changed" in said
+    error = startup_error(Controller(tmp_path))
+    assert f"ledger {ledger} cannot be read: file is not a database; it was not changed" in error
     assert ledger.read_bytes() == before
 
 
 @pytest.mark.slow
-def test_a_stolen_port_is_named(tmp_path: Path, held_port: int) -> None:
-    """It was free when the launcher looked, and somebody else has it by the time the controller comes."""
-    said = fails_to_start(Controller(tmp_path, bind=f"tcp://127.0.0.1:{held_port}"))
-    assert f"tcp://127.0.0.1:{held_port} is in use; choose another port" in said
+@pytest.mark.parallel
+def test_a_port_taken_before_startup_is_named_in_the_error(tmp_path: Path, held_port: int) -> None:
+    """Another process binds the port between the launcher's check and the start of the controller."""
+    error = startup_error(Controller(tmp_path, bind=f"tcp://127.0.0.1:{held_port}"))
+    assert f"tcp://127.0.0.1:{held_port} is in use; choose another port" in error
 
 
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
@@ -193,67 +197,68 @@ POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.Del
 ROW = {"data": [torch.zeros(2, dtype=torch.int32)]}
 
 
-async def test_a_controller_that_cannot_listen_closes_what_it_has_opened(tmp_path: Path, held_port: int) -> None:
-    async def fails(run_dir: Path) -> set[str]:
-        """The files and sockets that are open after the failure."""
+async def test_a_controller_that_cannot_listen_closes_its_files_and_threads(tmp_path: Path, held_port: int) -> None:
+    async def fail_to_listen(run_dir: Path) -> set[str]:
+        """The file descriptors that are open after the failure."""
         await asyncio.to_thread(run_dir.mkdir)
-        kept = api.Observability(samples=api.SampleStore(run_dir / SAMPLES, per_step=32, max_bytes=1 << 30))
-        taken = f"tcp://127.0.0.1:{held_port}"
-        with pytest.raises(ConfigError, match=f"{taken} is in use"):
-            async with api.controller(FLOW, api.Settings(), POLICIES, run_dir, taken, observability=kept):
+        options = api.Observability(samples=api.SampleStore(run_dir / SAMPLES, per_step=32, max_bytes=1 << 30))
+        bind_address = f"tcp://127.0.0.1:{held_port}"
+        with pytest.raises(ConfigError, match=f"{bind_address} is in use"):
+            async with api.controller(FLOW, api.Settings(), POLICIES, run_dir, bind_address, observability=options):
                 pass
         return set(os.listdir("/proc/self/fd"))
 
-    before = await fails(tmp_path / "first")  # the first one opens what this process keeps
-    assert await fails(tmp_path / "second") == before
+    before = await fail_to_listen(tmp_path / "first")  # the first failure opens descriptors that this process keeps
+    assert await fail_to_listen(tmp_path / "second") == before
     assert not [thread for thread in threading.enumerate() if thread.name == "samples"]
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Another process at the ledger: as far as SQLite is concerned, another connection is one."""
+    """Lock the ledger over a second connection, which SQLite treats like another process."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("BEGIN EXCLUSIVE")
         yield
         db.execute("ROLLBACK")
 
 
-async def test_a_locked_ledger_stops_neither_the_loop_nor_the_run_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_locked_ledger_blocks_neither_event_loop_nor_run_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    opened = api.controller(FLOW, api.Settings(), POLICIES, tmp_path)
-    async with opened as (server, address), joined(address, "source") as source:
+    context = api.controller(FLOW, api.Settings(), POLICIES, tmp_path)
+    async with context as (server, address), connected(address, "source") as source:
         with locked(path):
             server.ledger.add(AppendLedger(7, 0, "in_flight", 0), 1.0)
             offering = asyncio.create_task(source.offer_many("rows", [1], tensors=ROW))
-            turns, begin_s = 0, time.monotonic()
+            iterations, begin_s = 0, time.monotonic()
             while time.monotonic() - begin_s < 1.5:  # over several commits, none of which may block
                 await asyncio.sleep(0.05)
-                turns += 1
-            assert turns >= 5
+                iterations += 1
+            assert iterations >= 5
             assert server.ended is None
             assert prompts_of(path) == {}
-        # What was answered only when it is on disk is answered now.
-        async with asyncio.timeout(ENDS_S):
+        # The offer is answered once it is on disk.
+        async with asyncio.timeout(DEADLINE_S):
             assert await offering is not None
         assert prompts_of(path) == {7: "in_flight"}
         assert server.ended is None
 
 
 async def test_source_that_joins_while_the_ledger_is_locked_is_admitted_afterwards(tmp_path: Path) -> None:
-    opened = api.controller(FLOW, api.Settings(), POLICIES, tmp_path)
-    async with opened as (server, address):
+    context = api.controller(FLOW, api.Settings(), POLICIES, tmp_path)
+    async with context as (server, address):
         with locked(tmp_path / "ledger.sqlite"):
             server.ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
-            coming = asyncio.create_task(api.connect(address, "source", "source", ENDS_S))
-            done, _ = await asyncio.wait([coming], timeout=1.0)  # over two attempts
+            joining = asyncio.create_task(api.connect(address, "source", "source", DEADLINE_S))
+            done, _ = await asyncio.wait([joining], timeout=1.0)  # over two attempts
             assert not done
-        source = await coming
+        source = await joining
         assert unpack(source.welcome.position.passed) == {0: {7}}
         assert server.ended is None
         await source.close()
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_controller_reports_a_locked_ledger_and_leaves_it_unchanged(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     path = tmp_path / "run" / "ledger.sqlite"
@@ -263,9 +268,9 @@ def test_controller_reports_a_locked_ledger_and_leaves_it_unchanged(tmp_path: Pa
     ledger.flush()
     ledger.close()
     with locked(path):
-        said = fails_to_start(Controller(tmp_path))
+        error = startup_error(Controller(tmp_path))
     assert (
-        f"ledger {path} cannot be opened: database is locked; another process has it locked: stop that process" in said
+        f"ledger {path} cannot be opened: database is locked; another process has it locked: stop that process" in error
     )
     assert prompts_of(path) == {7: "trained"}
 
@@ -273,22 +278,22 @@ def test_controller_reports_a_locked_ledger_and_leaves_it_unchanged(tmp_path: Pa
 def test_ledger_that_stays_locked_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
-    journal = RunMetrics(tmp_path, 0.0)
-    books = RunRecorder(ledger, journal)
+    metrics = RunMetrics(tmp_path, 0.0)
+    recorder = RunRecorder(ledger, metrics)
     ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
     with locked(path):
-        assert not books.write(100.0, 30.0)
-        assert not books.write(129.0, 30.0)
+        assert not recorder.write(100.0, 30.0)
+        assert not recorder.write(129.0, 30.0)
         with pytest.raises(FlowError, match=r"is locked by another process, for 30 s; stop that process"):
-            books.write(130.0, 30.0)
-    assert books.write(131.0, 30.0)
+            recorder.write(130.0, 30.0)
+    assert recorder.write(131.0, 30.0)
     assert prompts_of(path) == {7: "trained"}
-    journal.close()
+    metrics.close()
     ledger.close()
 
 
 class SteppingClock:
-    """Goes back by hours when it is told to."""
+    """A monotonic clock that can be set back."""
 
     def __init__(self) -> None:
         self.back_s = 0.0
@@ -304,16 +309,16 @@ async def test_a_clock_that_steps_back_delays_no_deadline(tmp_path: Path) -> Non
     address = server.bind("tcp://127.0.0.1:0")
     async with (
         server.running(),
-        joined(address, "source") as source,
-        joined(address, "a") as a,
-        joined(address, "b") as b,
+        connected(address, "source") as source,
+        connected(address, "a") as a,
+        connected(address, "b") as b,
     ):
         await source.offer_many("rows", [1], tensors=ROW)
-        held = await a.pull("read", 1)
+        first = await a.pull("read", 1)
         waiting = asyncio.create_task(b.pull("read", 1))
         clock.back_s = 7200.0
-        again = await asyncio.wait_for(waiting, 10.0)  # the lease of the other has ended in its time
-        assert again.slots == held.slots
+        second = await asyncio.wait_for(waiting, 10.0)  # the lease of the other worker has expired on time
+        assert second.slots == first.slots
         clock.back_s = 14400.0
         with pytest.raises(Stopped, match="no progress for"):
             await asyncio.wait_for(source.wait_stopped(), 15.0)

@@ -1,4 +1,4 @@
-"""A trainer of two ranks, one of which hangs: the run says which, and goes back to its last checkpoint."""
+"""A trainer with two ranks, one of which hangs: the run names it and restarts from its last checkpoint."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ from tests.integration.helpers import hanging_rank
 
 pytestmark = pytest.mark.slow
 STEPS, PROMPTS = 6, 4
-NOTICED_S = 5.0
+DETECTED_WITHIN_S = 5.0
 DEADLINE_S = 2.0
 SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"),
@@ -31,14 +31,17 @@ def rank_of(run: Any, rank: int) -> psutil.Process:
 
 
 @pytest.mark.long
-def test_a_stopped_rank_sends_the_run_back_to_its_checkpoint(launch: Callable[..., Any], untrained_model: Path) -> None:
+def test_a_stopped_rank_restarts_the_run_from_its_checkpoint(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL)
     run.wait_for(lambda: checkpoint_steps(run.run_dir), "a checkpoint")
     stopped = rank_of(run, 1)
     run.signal(signal.SIGSTOP, stopped)
     began_s = time.monotonic()
-    run.wait_for(lambda: "the run ends: trainer-1: its connection is closed" in run.log("controller"), "notice")
-    assert time.monotonic() - began_s < NOTICED_S + 0.5
+    run.wait_for(
+        lambda: "the run ends: trainer-1: its connection is closed" in run.log("controller"),
+        "detection of the stopped rank",
+    )
+    assert time.monotonic() - began_s < DETECTED_WITHIN_S + 0.5
     assert run.wait(90.0) == 0, run.output
     run.assert_gone(10.0)
     assert "restart 1 of 3" in run.words
@@ -49,10 +52,10 @@ def test_a_stopped_rank_sends_the_run_back_to_its_checkpoint(launch: Callable[..
 
 
 def test_live_rank_missing_at_the_barrier_is_named() -> None:
-    """Its heartbeats go on: the other one knows by the deadline of the ranks, and says who was missed, and where."""
+    """Its heartbeats continue; at the barrier deadline the other rank names the missing rank and the step."""
     script = [hanging_rank.__file__, str(DEADLINE_S)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1, ended.stderr
-    [said] = ended.stdout.splitlines()
-    assert said == "rank 0 waited 2 s for step 4 with the other ranks: rank 1 did not arrive"
+    [message] = ended.stdout.splitlines()
+    assert message == "rank 0 waited 2 s for step 4 with the other ranks: rank 1 did not arrive"

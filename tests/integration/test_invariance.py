@@ -1,4 +1,4 @@
-"""The gradient of a whole model does not depend on passes, packing, ranks or the engine; `bench/objectives_rows`."""
+"""The gradient of a whole model does not depend on passes, packing, ranks or engine (`bench/objectives_rows`)."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ TRAINED = list(presets(LIMIT))
 @pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.parametrize("name", TRAINED)
-def test_one_rank_finds_the_gradient_of_a_plain_loop(name: str) -> None:
+def test_one_rank_computes_the_gradient_of_a_plain_loop(name: str) -> None:
     torch.set_num_threads(1)
     algorithm = presets(LIMIT)[name]
     found = distances(algorithm, {way: torch_engine(algorithm, way) for way in WAYS})
@@ -23,12 +23,12 @@ def test_one_rank_finds_the_gradient_of_a_plain_loop(name: str) -> None:
     assert plain_gradient(algorithm)[0].norm() > 1e-4
 
 
-def test_the_model_is_packed_where_it_should_be() -> None:
+def test_the_model_supports_packing() -> None:
     assert enable_packing(make_model())
 
 
-def test_another_method_has_another_gradient() -> None:
-    """Else the comparison would say nothing of the method."""
+def test_another_algorithm_has_another_gradient() -> None:
+    """Otherwise the comparison would not distinguish algorithms."""
     algorithms = presets(LIMIT)
     found = distances(algorithms["grpo"], {"padded": torch_engine(algorithms["dr_grpo"], "padded")})
     assert found["padded"] > 1e-3
@@ -38,7 +38,7 @@ def test_another_method_has_another_gradient() -> None:
 @pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.timeout(520)
-def test_two_ranks_of_both_engines_find_the_gradient_of_a_plain_loop() -> None:
+def test_two_ranks_of_both_engines_compute_the_gradient_of_a_plain_loop() -> None:
     torch.set_num_threads(1)
     found = measure_all(QUICK[:3])
     assert all(len(ways) == len(WAYS) + 4 for ways in found.values())

@@ -1,4 +1,4 @@
-"""Keys with real processes: a run with them completes, and whoever has the wrong ones gets a clear error and code 2."""
+"""Keys with real processes: a run with keys trains, and a process with wrong keys gets a clear error and code 2."""
 
 import dataclasses
 import os
@@ -32,19 +32,19 @@ def flowrt(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two controllers' keys, and one that mixes them: our controller's public key, the other's worker."""
+    """Keys of two controllers, and a mix: the public key of the first and the worker key of the second."""
     folder = tmp_path_factory.mktemp("keys")
-    for name in ("ours", "theirs"):
-        made = flowrt("keys", folder / name)
-        assert made.returncode == 0, made.stderr
-    shutil.copytree(folder / "theirs", folder / "mixed")
-    shutil.copy(folder / "ours" / "controller.pub", folder / "mixed" / "controller.pub")
+    for name in ("first", "second"):
+        result = flowrt("keys", folder / name)
+        assert result.returncode == 0, result.stderr
+    shutil.copytree(folder / "second", folder / "mixed")
+    shutil.copy(folder / "first" / "controller.pub", folder / "mixed" / "controller.pub")
     return folder
 
 
 @pytest.fixture(scope="module")
 def listening(folder: Path) -> Iterator[tuple[str, Path]]:
-    """A controller process with our keys; its address and its log."""
+    """A controller process with the keys `first`; its address and its log."""
     config = defaults("arithmetic")
     config = dataclasses.replace(config, run_dir=str(folder / "run"))
     (folder / "config.toml").write_text(to_toml(config))
@@ -60,7 +60,7 @@ def listening(folder: Path) -> Iterator[tuple[str, Path]]:
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *command, "--keys", str(folder / "ours")], stderr=output, pass_fds=[write_fd]
+            [sys.executable, *command, "--keys", str(folder / "first")], stderr=output, pass_fds=[write_fd]
         )
     os.close(write_fd)
     with os.fdopen(read_fd) as ready:
@@ -69,47 +69,47 @@ def listening(folder: Path) -> Iterator[tuple[str, Path]]:
     assert process.wait(20) == 130
 
 
-# ---- making keys
+# ---- key generation
 
 
-def test_keys_are_for_their_owner_only(folder: Path) -> None:
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder / "ours").iterdir()}
+def test_only_their_owner_can_read_the_keys(folder: Path) -> None:
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder / "first").iterdir()}
     assert modes == dict.fromkeys(("controller.key", "controller.pub", "worker.key", "workers.toml"), 0o600)
-    assert stat.S_IMODE((folder / "ours").stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "first").stat().st_mode) == 0o700
 
 
 def test_keys_are_never_overwritten(folder: Path) -> None:
-    before = (folder / "ours" / "controller.key").read_text()
-    again = flowrt("keys", folder / "ours")
+    before = (folder / "first" / "controller.key").read_text()
+    again = flowrt("keys", folder / "first")
     assert again.returncode == 2
     assert "never overwritten" in again.stderr
-    assert (folder / "ours" / "controller.key").read_text() == before
+    assert (folder / "first" / "controller.key").read_text() == before
 
 
 @pytest.mark.parametrize("names", [["../x"], ["controller"], ["a", "a"], ["--force"], ["a/b"]])
-def test_names_that_cannot_be(tmp_path: Path, names: list[str]) -> None:
+def test_invalid_worker_names_are_rejected(tmp_path: Path, names: list[str]) -> None:
     assert flowrt("keys", tmp_path / "keys", *names).returncode == 2
     assert not (tmp_path / "keys").exists()
 
 
-def test_each_name_gets_a_key_and_finds_it(tmp_path: Path) -> None:
+def test_each_worker_name_has_its_own_key(tmp_path: Path) -> None:
     assert flowrt("keys", tmp_path / "keys", "rollout-0", "trainer").returncode == 0
     assert sorted(controller_keys(tmp_path / "keys").admitted.values()) == ["rollout-0", "trainer"]
     assert worker_keys(tmp_path / "keys", "trainer").path.name == "trainer.key"
-    for stranger in ("reward", "controller", "../keys/trainer"):
+    for unknown in ("reward", "controller", "../keys/trainer"):
         with pytest.raises(ConfigError, match="has no key for"):
-            worker_keys(tmp_path / "keys", stranger)
+            worker_keys(tmp_path / "keys", unknown)
 
 
-def test_a_secret_that_others_can_read_is_refused(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "ours", tmp_path / "keys")
+def test_a_secret_key_that_others_can_read_is_rejected(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "first", tmp_path / "keys")
     (tmp_path / "keys" / "worker.key").chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by others"):
         worker_keys(tmp_path / "keys", "worker")
 
 
 @pytest.mark.parametrize("text", ["", "x" * 39, "~" * 40, "#" * 40])
-def test_malformed_keys_are_refused(text: str) -> None:
+def test_malformed_keys_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="no CURVE key"):
         raw_key(text, Path("somewhere"))
 
@@ -118,46 +118,48 @@ def test_malformed_keys_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "10.1.2.3", "[::]", "eth0", "example.org", "127.0.0.1.example.org"])
-def test_without_keys_only_loopback(host: str) -> None:
+def test_addresses_other_than_loopback_require_keys(host: str) -> None:
     with pytest.raises(ConfigError, match=r"flowrt keys DIR and set controller.keys, or listen on 127.0.0.1"):
         check_address(f"tcp://{host}:0", keyed=False)
     check_address(f"tcp://{host}:0", keyed=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])
-def test_loopback(host: str) -> None:
+def test_loopback_addresses_need_no_keys(host: str) -> None:
     assert is_loopback(host)
     check_address(f"tcp://{host}:0", keyed=False)
 
 
-def test_a_run_on_all_interfaces_without_keys_is_refused(refused: Callable[..., Any]) -> None:
+def test_a_run_on_all_interfaces_without_keys_is_rejected(refused: Callable[..., Any]) -> None:
     assert "flowrt keys DIR" in refused("--controller.bind", "tcp://*:0").sentence()
 
 
-def test_missing_keys_are_named(refused: Callable[..., Any]) -> None:
+def test_the_error_names_the_missing_key_file(refused: Callable[..., Any]) -> None:
     assert "workers.toml" in refused("--controller.keys", "nowhere").sentence()
 
 
-# ---- who is let in
+# ---- authentication
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ("", "requires keys"),
         ("mixed", "does not know the key"),
-        ("theirs", "controller.pub the key of this controller?"),
+        ("second", "controller.pub the key of this controller?"),
         ("nowhere", "cannot be read"),
     ],
 )
-def test_the_wrong_keys_end_a_worker(folder: Path, listening: tuple[str, Path], keys: str, said: str) -> None:
+def test_a_worker_with_wrong_keys_exits_with_an_error(
+    folder: Path, listening: tuple[str, Path], keys: str, message: str
+) -> None:
     address, log = listening
     command = [sys.executable, "-m", "flowrt.roles.reward", "--controller", address]
     command += ["--keys", str(folder / keys)] if keys else []
     ended = subprocess.run(command, timeout=WORKER_S, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert said in " ".join(ended.stderr.split())
-    if keys != "nowhere":  # the worker may have ended before the controller writes it down, or asks for its address
+    assert message in " ".join(ended.stderr.split())
+    if keys != "nowhere":  # the worker may exit before the controller logs the refusal
         wait_until(lambda: "refused a connection from " in log.read_text(), WORKER_S, log.read_text)
     assert "for the keys of" in log.read_text()
 
@@ -167,19 +169,20 @@ def test_the_wrong_keys_end_a_worker(folder: Path, listening: tuple[str, Path], 
 def test_run_with_keys_trains_and_refuses_observers_without_keys(
     folder: Path, launch: Callable[..., Any], untrained_model: Path
 ) -> None:
-    run = launch("--model", str(untrained_model), "--controller.keys", str(folder / "ours"), *SMALL.split())
+    run = launch("--model", str(untrained_model), "--controller.keys", str(folder / "first"), *SMALL.split())
     run.wait_for_training()
-    seen = flowrt("status", run.run_dir)
-    assert (seen.returncode, "rollout-0" in seen.stdout) == (0, True), seen.stderr
+    status = flowrt("status", run.run_dir)
+    assert (status.returncode, "rollout-0" in status.stdout) == (0, True), status.stderr
     address = (run.run_dir / "address").read_text().strip()
-    strange = flowrt("status", "--controller", address, "--deadline-s", "30")
-    assert strange.returncode == 2
-    assert "requires keys" in " ".join(strange.stderr.split())
-    asked = flowrt("drain", "nobody", "--run", run.run_dir)
-    assert (asked.returncode, "nobody" in asked.stderr) == (2, True)  # let in, and told that there is no such worker
+    unkeyed = flowrt("status", "--controller", address, "--deadline-s", "30")
+    assert unkeyed.returncode == 2
+    assert "requires keys" in " ".join(unkeyed.stderr.split())
+    drained = flowrt("drain", "no-such-worker", "--run", run.run_dir)
+    # Authenticated: the error names the unknown worker.
+    assert (drained.returncode, "no-such-worker" in drained.stderr) == (2, True)
     run.signal(signal.SIGINT)
     assert run.wait(20) == 130, run.output
     assert "for the keys of" in run.log("controller")
-    assert "refused a connection from " in run.log("controller")  # the one without keys
+    assert "refused a connection from " in run.log("controller")  # the observer without keys
     assert stat.S_IMODE(run.run_dir.stat().st_mode) == 0o700
     run.assert_gone(10)

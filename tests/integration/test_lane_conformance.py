@@ -23,11 +23,11 @@ from tests.integration.helpers.lane_pair import failed, moved, take
 SMALL = [("int32", [3, 0, 5])]
 LARGE = [("uint8", [40_000_000, 10, 40_000_000])]
 FAST_S, SLOW_S = 1.5, 30.0
-OF_DEVICES = ("socket", "nccl", "hccl")
+DEVICE_TRANSPORTS = ("socket", "nccl", "hccl")
 Start = Callable[..., Awaitable[pairs.Pair]]
 
 
-@pytest.fixture(params=["gloo", "shm", *OF_DEVICES])
+@pytest.fixture(params=["gloo", "shm", *DEVICE_TRANSPORTS])
 def transport(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name in pairs.NOT_HERE:
@@ -46,8 +46,8 @@ async def start(ends: dict[str, Any]) -> AsyncIterator[Start]:
     files, segments = pairs.open_files(), set(os.listdir("/dev/shm"))
     started: list[pairs.Pair] = []
 
-    async def start_pair(transport: str, deadline_s: float, rest_s: float = 10.0) -> pairs.Pair:
-        started.append(pairs.Pair(transport, deadline_s, ends, rest_s))
+    async def start_pair(transport: str, deadline_s: float, idle_s: float = 10.0) -> pairs.Pair:
+        started.append(pairs.Pair(transport, deadline_s, ends, idle_s))
         await started[-1].start()
         return started[-1]
 
@@ -79,12 +79,12 @@ async def test_hundred_turns_arrive_in_order(start: Start, transport: str) -> No
     many = [moved(pair, sending, [("int32", [number, 5])], number, sequence=number) for sending, number in both]
     async with asyncio.timeout(60):
         received = [flats for flats in await asyncio.gather(*many) if flats]
-    # Each was exact on arrival; those that are kept are unchanged.
+    # `moved` has checked each on arrival; the kept ones are unchanged.
     assert [flat.numel() for (flat,) in received] == [4 * (sequence + 5) for sequence in range(100)]
     assert received[3][0].numpy().tobytes() == pairs.flat_bytes(peer.message_of(3, [("int32", [3, 5])]))[0]
 
 
-async def test_sixty_four_lanes_at_once(start: Start, transport: str) -> None:
+async def test_sixty_four_lanes_transfer_concurrently(start: Start, transport: str) -> None:
     pair = await start(transport, SLOW_S)
     columns = [("float32", [20_000, 3])]
     both = [(kind, sending) for kind in range(32) for sending in (True, False)]
@@ -123,7 +123,7 @@ async def test_peer_killed_during_a_transfer_fails_it_immediately(start: Start, 
         works.append(take(pair, sending, SMALL, sequence=2))
     done, _ = await asyncio.wait(works, timeout=0.3)  # until they block
     assert not done
-    end(pair)
+    kill_peer(pair)
     for work in works:
         assert await failed(work, 5.0) < 0.2 * SLOW_S
 
@@ -132,7 +132,7 @@ async def test_received_tensors_outlive_their_sender(start: Start, transport: st
     pair = await start(transport, SLOW_S)
     (kept,) = await moved(pair, False, LARGE, seed=4)
     next_one = take(pair, False, SMALL, sequence=1)
-    end(pair)
+    kill_peer(pair)
     await failed(next_one, 5.0)
     assert kept.numpy().tobytes() == pairs.flat_bytes(peer.message_of(4, LARGE))[0]
     kept.fill_(1)  # received tensors may be changed
@@ -143,15 +143,15 @@ async def test_hung_peer_fails_at_the_deadline_and_a_new_incarnation_works(start
     for sending in both:
         await moved(pair, sending, SMALL)
     pair.kill(signal.SIGSTOP)
-    theirs = [pair.order(pair.turn(sending, sequence=1), LARGE) for sending in both]
-    ours = [take(pair, sending, LARGE, sequence=1) for sending in both]
-    assert await failed(ours[0], 3 * FAST_S) > FAST_S * 0.5
-    await failed(ours[1], 3 * FAST_S)
+    remote = [pair.order(pair.turn(sending, sequence=1), LARGE) for sending in both]
+    local = [take(pair, sending, LARGE, sequence=1) for sending in both]
+    assert await failed(local[0], 3 * FAST_S) > FAST_S * 0.5
+    await failed(local[1], 3 * FAST_S)
     for sending in both:
         assert await failed(take(pair, sending, SMALL, sequence=2), 1.0, "failed") < 0.5
     pair.kill(signal.SIGCONT)
     async with asyncio.timeout(3 * FAST_S):
-        assert all(answer["error"] is not None for answer in await asyncio.gather(*theirs))
+        assert all(answer["error"] is not None for answer in await asyncio.gather(*remote))
     for sending in both:
         await moved(pair, sending, SMALL, seed=9, incarnation=1)
 
@@ -169,7 +169,7 @@ async def test_slow_transfer_with_progress_does_not_fail(start: Start, transport
     work = pair.lanes.receive(turn, peer.sizes_of(columns))
     await asyncio.wait([work], timeout=0.02)
     while not work.done() and time.monotonic() - begin_s < 2 * deadline_s:
-        # The peer is stopped most of the time; in between it makes some progress, however busy this machine is.
+        # The peer is stopped most of the time, and makes some progress in between, also on a busy machine.
         pair.kill(signal.SIGSTOP)
         await asyncio.wait([work], timeout=0.35)
         worked_s, woken_s = pair.worked_s(), time.monotonic()
@@ -184,13 +184,13 @@ async def test_slow_transfer_with_progress_does_not_fail(start: Start, transport
 
 @pytest.mark.parametrize("sending", [True, False])
 async def test_transfer_below_the_minimum_rate_fails_with_its_rate(start: Start, transport: str, sending: bool) -> None:
-    """Some bytes move all the time, but the transfer would take 40 s."""
+    """Bytes arrive all the time, but the transfer would take 40 s."""
     pair, rows = await start(transport, FAST_S), 400
     columns = [["uint8", [1000] * rows]]
     turn = pair.turn(sending)
-    theirs = pair.order(turn, columns, pause_s=0.1)
-    mine = [torch.zeros(1000, dtype=torch.uint8) for _ in range(rows)]
-    work = pair.lanes.send_each(turn, mine) if sending else pair.lanes.receive_each(turn, mine)
+    remote = pair.order(turn, columns, pause_s=0.1)
+    tensors = [torch.zeros(1000, dtype=torch.uint8) for _ in range(rows)]
+    work = pair.lanes.send_each(turn, tensors) if sending else pair.lanes.receive_each(turn, tensors)
     slow = (
         r"is too slow: 0\.\d MB moved in \d s, and after 2 s at least 1 MB/s are required; .* "
         r"lower controller.min_transfer_mb_per_s"
@@ -200,11 +200,11 @@ async def test_transfer_below_the_minimum_rate_fails_with_its_rate(start: Start,
     finally:
         error = str(work.exception())
     async with asyncio.timeout(4 * FAST_S):
-        said = error + str((await theirs)["error"])
-    assert re.search(slow, said), said  # one end detects it, and closes the connection to the other
+        errors = error + str((await remote)["error"])
+    assert re.search(slow, errors), errors  # one end detects it, and closes the connection to the other
 
 
-async def test_stale_incarnation_fails_alone(start: Start, transport: str) -> None:
+async def test_only_the_turn_of_a_stale_incarnation_fails(start: Start, transport: str) -> None:
     pair = await start(transport, SLOW_S)
     await moved(pair, False, SMALL, incarnation=5)
     await failed(take(pair, False, SMALL, sequence=1, incarnation=4), 1.0, "is stale")
@@ -234,7 +234,7 @@ async def test_memory_is_reused_only_without_views(start: Start) -> None:
 
 
 async def test_idle_lane_frees_its_memory_and_still_works(start: Start) -> None:
-    pair = await start("shm", SLOW_S, rest_s=0.05)
+    pair = await start("shm", SLOW_S, idle_s=0.05)
     for sequence in range(2):
         for sending in (True, False):
             await moved(pair, sending, LARGE, sequence=sequence)
@@ -245,14 +245,14 @@ async def test_idle_lane_frees_its_memory_and_still_works(start: Start) -> None:
                 await asyncio.to_thread(threading.Event().wait, 0.05)
 
 
-def end(pair: pairs.Pair) -> None:
+def kill_peer(pair: pairs.Pair) -> None:
     """Kill the peer. Some transports do not detect it, but the controller reports it."""
     pair.kill(signal.SIGKILL)
-    if pair.transport in OF_DEVICES:
+    if pair.transport in DEVICE_TRANSPORTS:
         pair.lanes.deliver(pairs.THERE, "", GONE, b"")
 
 
-@pytest.mark.skipif(npu_is_here(), reason="there is an NPU here, and these tests work on it")
+@pytest.mark.skipif(npu_is_here(), reason="an NPU is present, and these tests use it")
 def test_detection_of_devices_does_not_import_torch_npu() -> None:
     assert not has_npu()
     assert "torch_npu" not in sys.modules

@@ -19,7 +19,7 @@ SMALL, LARGE = [["int32", [3, 0, 5]]], [["uint8", [40_000_000]]]
 )
 async def test_hanging_peer_does_not_delay_other_lanes(transport: str) -> None:
     hanging = Pair(transport, DEADLINE_S, peer.transports(), 10.0, "hanging")
-    other = Pair(transport, DEADLINE_S, {}, 10.0, "other", beside=hanging)
+    other = Pair(transport, DEADLINE_S, {}, 10.0, "other", hanging)
     started = []
     try:
         for pair in (hanging, other):

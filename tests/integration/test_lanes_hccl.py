@@ -19,19 +19,19 @@ DEVICE = Path(__file__).parents[2] / "flowrt" / "transport" / "lanes" / "device.
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel: a file named by FLOWRT_TORCH_NPU_WHEEL, else fetched."""
-    given = os.environ.get("FLOWRT_TORCH_NPU_WHEEL")
-    if given:
-        return zipfile.ZipFile(given)
+    """The wheel: the file named by FLOWRT_TORCH_NPU_WHEEL, else downloaded."""
+    local_path = os.environ.get("FLOWRT_TORCH_NPU_WHEEL")
+    if local_path:
+        return zipfile.ZipFile(local_path)
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "--quiet", "--dest", str(folder)]
     try:
-        fetched = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        download = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        pytest.skip(f"{WHEEL} could not be fetched within 60 s")
+        pytest.skip(f"{WHEEL} could not be downloaded within 60 s")
     found = list(folder.glob("*.whl"))
-    if fetched.returncode or not found:
-        pytest.skip(f"{WHEEL} cannot be had: {fetched.stderr.strip().splitlines()[-1:]}")
+    if download.returncode or not found:
+        pytest.skip(f"{WHEEL} cannot be downloaded: {download.stderr.strip().splitlines()[-1:]}")
     return zipfile.ZipFile(found[0])
 
 
@@ -39,7 +39,7 @@ def source(wheel: zipfile.ZipFile, name: str) -> str:
     return wheel.read(f"torch_npu/{name}").decode()
 
 
-def ours() -> ast.ClassDef:
+def hccl_transport_class() -> ast.ClassDef:
     tree = ast.parse(DEVICE.read_text())
     return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "HcclTransport")
 
@@ -57,17 +57,19 @@ def attributes_set_on(name: str, tree: ast.AST) -> set[str]:
 def test_groups_are_constructed_as_in_torch_npu(wheel: zipfile.ZipFile) -> None:
     tree = ast.parse(source(wheel, "_init/registry/distributed.py"))
     creator = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and "hccl" in n.name)
-    made = [ast.unparse(node.func) for node in ast.walk(creator) if isinstance(node, ast.Call)]
-    assert "torch_npu._C._distributed_c10d.ProcessGroupHCCL" in made
-    assert "torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options" in made
-    assert "torch_npu._C._distributed_c10d.ProcessGroupHCCL" in ast.unparse(ours()).replace("torch_npu()", "torch_npu")
-    theirs = attributes_set_on("pg_options", creator)
-    mine = attributes_set_on("options", ours())
-    assert {"_timeout", "global_ranks_in_group", "is_high_priority_stream"} <= mine & theirs
+    called_names = [ast.unparse(node.func) for node in ast.walk(creator) if isinstance(node, ast.Call)]
+    assert "torch_npu._C._distributed_c10d.ProcessGroupHCCL" in called_names
+    assert "torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options" in called_names
+    assert "torch_npu._C._distributed_c10d.ProcessGroupHCCL" in ast.unparse(hccl_transport_class()).replace(
+        "torch_npu()", "torch_npu"
+    )
+    their_options = attributes_set_on("pg_options", creator)
+    our_options = attributes_set_on("options", hccl_transport_class())
+    assert {"_timeout", "global_ranks_in_group", "is_high_priority_stream"} <= our_options & their_options
     header = source(wheel, "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp")
     options = header[header.index("struct Options") :]
     options = options[: options.index("};")]
-    assert all(re.search(rf"\b{name};", options) for name in mine - theirs), mine - theirs
+    assert all(re.search(rf"\b{name};", options) for name in our_options - their_options), our_options - their_options
 
 
 def test_group_constructor_takes_store_rank_size_options(wheel: zipfile.ZipFile) -> None:
@@ -76,7 +78,9 @@ def test_group_constructor_takes_store_rank_size_options(wheel: zipfile.ZipFile)
         "ProcessGroupHCCL( const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, "
         "c10::intrusive_ptr<Options> options"
     ) in header
-    call = next(n for n in ast.walk(ours()) if isinstance(n, ast.Call) and ast.unparse(n.func) == "kind")
+    call = next(
+        n for n in ast.walk(hccl_transport_class()) if isinstance(n, ast.Call) and ast.unparse(n.func) == "kind"
+    )
     assert [ast.unparse(argument) for argument in call.args] == ["store", "rank", "2", "options"]
 
 
@@ -96,7 +100,7 @@ def test_called_methods_are_bound_by_the_group_itself(wheel: zipfile.ZipFile) ->
     overriding = set(re.findall(r"(\w+)\([^()]*(?:\([^()]*\)[^()]*)*\) override", group))
     called = set(re.findall(r"\.(\w+)\(", source(wheel, "distributed/distributed_c10d.py")))
     channel = next(n for n in ast.walk(ast.parse(DEVICE.read_text())) if isinstance(n, ast.ClassDef) and "Ch" in n.name)
-    used = set(re.findall(r"\bgroup\.(\w+)\(", ast.unparse(ours())))
+    used = set(re.findall(r"\bgroup\.(\w+)\(", ast.unparse(hccl_transport_class())))
     used |= set(re.findall(r"self\._group\.(\w+)\(", ast.unparse(channel)))
     assert used == {"send", "recv", "abort_hccl_comm"}
     assert {"send", "recv"} <= overriding
@@ -107,7 +111,11 @@ def test_called_methods_are_bound_by_the_group_itself(wheel: zipfile.ZipFile) ->
 
 
 def test_errors_of_a_group_do_not_end_the_process(wheel: zipfile.ZipFile) -> None:
-    (call,) = [n for n in ast.walk(ours()) if isinstance(n, ast.Call) and ast.unparse(n.func) == "_abort_on_error"]
+    (call,) = [
+        n
+        for n in ast.walk(hccl_transport_class())
+        if isinstance(n, ast.Call) and ast.unparse(n.func) == "_abort_on_error"
+    ]
     newer, older = (ast.literal_eval(argument) for argument in call.args)
     library = wheel.read("torch_npu/lib/libtorch_npu.so")
     assert f"{older} is deprecated, please use {newer} instead".encode() in library
@@ -136,5 +144,5 @@ def test_device_functions_exist_in_torch_npu(wheel: zipfile.ZipFile) -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
     assert names <= exported, names - exported
-    of_streams = set(re.findall(r"def (\w+)", source(wheel, "npu/streams.py")))
-    assert {"wait_stream", "record_event", "synchronize"} <= of_streams
+    stream_methods = set(re.findall(r"def (\w+)", source(wheel, "npu/streams.py")))
+    assert {"wait_stream", "record_event", "synchronize"} <= stream_methods

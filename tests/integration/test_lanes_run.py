@@ -28,15 +28,15 @@ STAGES = (
 FLOW = api.Dataflow(COLUMNS, STAGES)
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
 ROWS = 4
-LANE_S, SILENCE_S = 2.0, 3.0
+LANE_TIMEOUT_S, WORKER_TIMEOUT_S = 2.0, 3.0
 
 
 class Run:
     """A controller, a source in this process, and a process that has generated all responses and sends them."""
 
-    def __init__(self, address: str, maker: asyncio.subprocess.Process, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(self, address: str, producer: asyncio.subprocess.Process, stack: contextlib.AsyncExitStack) -> None:
         self.address = address
-        self.maker = maker
+        self.producer = producer
         self._stack = stack
 
     async def join(self, name: str) -> api.Session:
@@ -45,32 +45,34 @@ class Run:
         return session
 
     def kill(self, number: signal.Signals) -> None:
-        os.kill(self.maker.pid, number)
+        os.kill(self.producer.pid, number)
 
 
 @asynccontextmanager
-async def running(folder: Path, lanes: str, **numbers: Any) -> AsyncIterator[Run]:
-    settings = api.Settings(lanes=lanes, transfer_idle_timeout_s=LANE_S, worker_timeout_s=SILENCE_S, **numbers)
+async def running(folder: Path, lanes: str, **overrides: Any) -> AsyncIterator[Run]:
+    settings = api.Settings(
+        lanes=lanes, transfer_idle_timeout_s=LANE_TIMEOUT_S, worker_timeout_s=WORKER_TIMEOUT_S, **overrides
+    )
     async with contextlib.AsyncExitStack() as stack:
         _, address = await stack.enter_async_context(api.controller(FLOW, settings, POLICIES, folder))
         source = await api.connect(address, "source", "source", 10)
         stack.push_async_callback(source.close)
         await source.offer_many("data", range(ROWS), tensors={"prompt": [torch.zeros(2, dtype=torch.int32)] * ROWS})
-        maker = await asyncio.create_subprocess_exec(
+        producer = await asyncio.create_subprocess_exec(
             sys.executable, lane_maker.__file__, address, "a-maker", str(ROWS), stdout=asyncio.subprocess.PIPE
         )
         try:
-            assert maker.stdout is not None
+            assert producer.stdout is not None
             async with asyncio.timeout(30):
-                assert await maker.stdout.readline() == b"made\n"
-            yield Run(address, maker, stack)
+                assert await producer.stdout.readline() == b"made\n"
+            yield Run(address, producer, stack)
         finally:
-            if maker.returncode is None:
-                maker.kill()
-            await maker.wait()
+            if producer.returncode is None:
+                producer.kill()
+            await producer.wait()
 
 
-def in_segments(tensor: torch.Tensor) -> bool:
+def is_in_shared_memory(tensor: torch.Tensor) -> bool:
     """Whether this tensor is in memory shared with the sender of a lane."""
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:flowrt-lane" in line]
@@ -93,8 +95,8 @@ async def test_rows_use_the_chosen_transport(tmp_path: Path, lanes: str) -> None
         assert [one.turn.transport for one in batch.grant.incoming] == ["shm" if lanes == "auto" else lanes]
         packed = batch.tensors.packed("response")
         assert torch.equal(packed.values, torch.cat(batch.tensors["response"]))
-        assert in_segments(packed.values) == (lanes != "gloo")  # readers get views of the sender's segment
-        assert all(in_segments(row) == (lanes != "gloo") for row in batch.tensors["response"])
+        assert is_in_shared_memory(packed.values) == (lanes != "gloo")  # readers get views of the sender's segment
+        assert all(is_in_shared_memory(row) == (lanes != "gloo") for row in batch.tensors["response"])
 
 
 @pytest.mark.parametrize("lanes", ["gloo", "shm"])
@@ -108,13 +110,13 @@ async def test_rows_of_a_lost_owner_are_generated_again(tmp_path: Path, lanes: s
         async with asyncio.timeout(20):
             await lane_maker.make(spare, ROWS)
             check(await pulling)
-        assert time.monotonic() - begin_s < (SILENCE_S + 3.0 if number == signal.SIGSTOP else 3.0)
+        assert time.monotonic() - begin_s < (WORKER_TIMEOUT_S + 3.0 if number == signal.SIGSTOP else 3.0)
 
 
 async def test_owner_without_file_descriptors_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    """With shared memory: gloo ends a process that cannot accept a connection, and its rows are generated again."""
+    """Shared memory only: gloo ends a process that cannot accept a connection, and its rows are generated again."""
     async with running(tmp_path, "shm") as run:
-        reward, owner = await run.join("reward"), psutil.Process(run.maker.pid)
+        reward, owner = await run.join("reward"), psutil.Process(run.producer.pid)
         before = owner.rlimit(psutil.RLIMIT_NOFILE)
         owner.rlimit(psutil.RLIMIT_NOFILE, (owner.num_fds(), before[1]))
         async with asyncio.timeout(60):
@@ -125,13 +127,13 @@ async def test_owner_without_file_descriptors_is_named_and_nothing_is_lost(tmp_p
 
 
 @pytest.mark.parametrize("lanes", ["gloo", "shm"])
-async def test_rows_of_a_hung_owner_come_from_another(tmp_path: Path, lanes: str) -> None:
+async def test_rows_of_a_hung_owner_come_from_another_worker(tmp_path: Path, lanes: str) -> None:
     async with running(tmp_path, lanes) as run:
         reward, reader = await run.join("reward"), await run.join("reader")
         scored = await reward.pull("reward", ROWS, deadline_s=10)
         await reward.commit("reward", scored.slots, scored.leases, inline={"score": [1.0] * ROWS})
         run.kill(signal.SIGSTOP)  # which the controller has not detected yet
-        async with asyncio.timeout(SILENCE_S):
+        async with asyncio.timeout(WORKER_TIMEOUT_S):
             batch = await reader.pull("read", ROWS, deadline_s=10)
         check(batch)
         assert {one.turn.sender for one in batch.grant.incoming} == {"reward"}
@@ -148,8 +150,8 @@ async def test_pull_over_the_budget_fails_and_smaller_pulls_work(tmp_path: Path,
         for _ in range(ROWS):
             batch = await reward.pull("reward", 1, deadline_s=10)
             assert {one.turn.transport for one in batch.grant.incoming} == {lanes}
-            check_one = lane_maker.response_of(batch.slots[0])
-            assert torch.equal(batch.tensors["response"][0], check_one)
+            expected = lane_maker.response_of(batch.slots[0])
+            assert torch.equal(batch.tensors["response"][0], expected)
             reward.store.free(("response",), batch.slots, ())
         with pytest.raises(OverBudget, match=r"raise controller\.store_gb"):
             await reward.commit("reward", (1,), (1,), {"response": [torch.zeros(10**6)]})

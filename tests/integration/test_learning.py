@@ -1,4 +1,4 @@
-"""The default job learns, and it is RL that does it."""
+"""The default job learns, and training is what raises the reward."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def test_the_default_job_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_trainer_ranks_learn_the_same(tmp_path: Path) -> None:
+def test_the_default_job_learns_with_two_trainer_ranks(tmp_path: Path) -> None:
     summary = run(tmp_path / "run", "--steps", "70", "--trainer.ranks", "2")
     assert summary["reward_first"] <= 0.4
     assert summary["reward_last"] >= 0.7
@@ -52,7 +52,7 @@ def test_two_trainer_ranks_learn_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_learning_rate_the_reward_stays_where_it_was(tmp_path: Path) -> None:
+def test_the_reward_does_not_change_with_learning_rate_zero(tmp_path: Path) -> None:
     summary = run(tmp_path / "run", "--steps", "30", "--trainer.lr", "0")
     assert abs(summary["reward_last"] - summary["reward_first"]) < 0.1
     assert summary["eval_last"] == summary["eval_first"]

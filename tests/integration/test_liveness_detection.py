@@ -1,4 +1,4 @@
-"""A process that is stopped is noticed within 5 s, and one that is alive and has nothing to say is left alone."""
+"""A stopped process is detected within 5 s, and a live process that sends nothing is not disconnected."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ import time
 from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
 
-NOTICED_S = 5.0
+DETECTED_WITHIN_S = 5.0
 TICK_S = 0.1
 PEER = """
 import asyncio, sys
@@ -25,30 +25,30 @@ asyncio.run(main())
 
 
 async def test_stopped_process_is_distinguished_from_a_silent_one() -> None:
-    heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    connected: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     left = asyncio.Event()
-    link = ServerLink(lambda peer, message: heard.set_result(peer), lambda peer, reason: None, left.set)
+    link = ServerLink(lambda peer, message: connected.set_result(peer), lambda peer, reason: None, left.set)
     address = link.bind("tcp://127.0.0.1:0")
     peer = await asyncio.create_subprocess_exec(sys.executable, "-c", PEER, address)
     try:
         async with asyncio.timeout(60):
-            name = await heard
-        await watch(link, left, 7.0)  # it has said one word, and lives
+            name = await connected
+        await poll_liveness(link, left, 7.0)  # it has sent one message, and is alive
         assert not left.is_set()
         assert link.send(name, m.Heartbeat())
         peer.send_signal(signal.SIGSTOP)
         begun_s = time.monotonic()
-        await watch(link, left, 20.0)
+        await poll_liveness(link, left, 20.0)
         assert left.is_set()
-        assert time.monotonic() - begun_s < NOTICED_S
+        assert time.monotonic() - begun_s < DETECTED_WITHIN_S
     finally:
         peer.kill()
         await asyncio.wait_for(peer.wait(), 20)
         link.close()
 
 
-async def watch(link: ServerLink, left: asyncio.Event, at_most_s: float) -> None:
-    """Look as the controller does, until somebody has left or the time is over."""
+async def poll_liveness(link: ServerLink, left: asyncio.Event, at_most_s: float) -> None:
+    """Check for stopped peers as the controller does, until a peer has left or the time is over."""
     end_s = time.monotonic() + at_most_s
     while not left.is_set() and time.monotonic() < end_s:
         link.guard.close_stopped()

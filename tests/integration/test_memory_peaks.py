@@ -1,4 +1,4 @@
-"""What a run is said to need, beside what its processes really had at their fullest."""
+"""The estimated memory of a run, compared with the peak memory of its processes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +20,8 @@ RUN = [
     *("--rollout.workers", "1", "--rollout.max-running-requests", "16", "--trainer.micro-batch-tokens", "512"),
     *("--trainer.forward-tokens", "512", "--checkpoint.keep", "1", "--trainer.save", "False"),
 ]
-LEAST = 0.5
-"""Of the estimate. It has room for what torch takes with accelerators, and for the largest step there can be."""
+MIN_FRACTION = 0.5
+"""Smallest peak, as a fraction of the estimate, which also covers accelerators and the largest possible step."""
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -31,25 +31,25 @@ MODULES = ("flowrt.roles.", "flowrt.ranks.", "flowrt.runtime.parent_death")
 
 
 def peaks(run: Any) -> dict[str, int]:
-    """The most bytes that a process of each role was ever seen to have, by its module, when the run has ended."""
-    most: dict[str, int] = {}
+    """Peak memory in bytes of a process of each role, by its module, after the end of the run."""
+    highest: dict[str, int] = {}
 
-    def look() -> bool:
+    def poll() -> bool:
         for process in run.processes():
             try:
-                words = process.cmdline()
+                arguments = process.cmdline()
                 status = Path(f"/proc/{process.pid}/status").read_text()
             except (OSError, psutil.NoSuchProcess):
                 continue
-            role = next((word for word in " ".join(words).split() if word.startswith(MODULES)), "")
+            role = next((word for word in " ".join(arguments).split() if word.startswith(MODULES)), "")
             if "VmHWM:" in status:
                 bytes_now = 1024 * int(status.split("VmHWM:")[1].split()[0])
-                most[role] = max(most.get(role, 0), bytes_now)
+                highest[role] = max(highest.get(role, 0), bytes_now)
         return bool((run.run_dir / "summary.json").is_file())
 
-    run.wait_for(look, "end of the run", 240.0)
+    run.wait_for(poll, "end of the run", 240.0)
     assert run.wait(60.0) == 0, run.output
-    return most
+    return highest
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def peaks(run: Any) -> dict[str, int]:
     ids=["torch", "fsdp", "two_ranks"],
 )
 def test_no_process_exceeds_its_estimated_memory(flags: list[str], trainer: str, launch: Callable[..., Any]) -> None:
-    words = [*BUILD, *RUN, *flags]
-    config = parse(words)
+    arguments = [*BUILD, *RUN, *flags]
+    config = parse(arguments)
     needs: ResourceEstimate = estimate(config, built_shape(config))
-    found = peaks(launch(*words))
-    said = {
+    found = peaks(launch(*arguments))
+    estimated = {
         trainer: needs.trainer_rank + needs.trainer_first + needs.trainer_device,
         "flowrt.roles.rollout": needs.rollout,
         "flowrt.roles.reference": needs.reference + needs.reference_device,
     }
-    told = {role: f"{found[role] / 1e6:.0f} MB of {bytes_ / 1e6:.0f}" for role, bytes_ in said.items()}
-    assert all(LEAST * bytes_ < found[role] < bytes_ for role, bytes_ in said.items()), told
+    measured = {role: f"{found[role] / 1e6:.0f} MB of {bytes_ / 1e6:.0f}" for role, bytes_ in estimated.items()}
+    assert all(MIN_FRACTION * bytes_ < found[role] < bytes_ for role, bytes_ in estimated.items()), measured

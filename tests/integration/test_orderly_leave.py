@@ -1,4 +1,4 @@
-"""The only worker of a role is terminated and leaves in order: it is replaced at once, and the run goes on."""
+"""The only worker of a role is terminated and leaves in order: it is replaced at once, and the run continues."""
 
 import json
 import signal
@@ -52,18 +52,18 @@ def test_the_only_worker_of_each_role_is_replaced_within_five_seconds(
 
 @pytest.mark.long
 def test_status_names_the_vacant_role(launch: Callable[..., Any], untrained_model: Path) -> None:
-    """Without a supervisor that may start it again: the run says so at once, and ends after the absence limit."""
+    """Without worker restarts the status names the vacant role at once, and the run ends after the vacancy timeout."""
     limits = ("--supervisor.max-worker-restarts", "0", "--supervisor.role-vacancy-timeout-s", "20")
     run = launch("--model", str(untrained_model), *SMALL, *limits)
     run.wait_for_training()
     [reward] = run.find("flowrt.roles.reward")
     run.signal(signal.SIGTERM, reward)
 
-    def said() -> str:
+    def status() -> str:
         command = [str(FLOWRT), "status", str(run.run_dir)]
         return subprocess.run(command, capture_output=True, text=True, timeout=30.0).stdout
 
-    run.wait_for(lambda: "no reward worker for" in said(), "vacancy in the status")
+    run.wait_for(lambda: "no reward worker for" in status(), "vacancy in the status")
     assert run.wait(40.0) == 1, run.output
     run.assert_gone(10.0)
     assert "no reward worker for" in run.words.rsplit("flowrt:", 1)[1]

@@ -1,4 +1,4 @@
-"""docs/guides/own-task.md leads from rows to a trained model: its programs and commands, on a small chat model."""
+"""The programs and commands of docs/guides/own-task.md, from rows to a trained model, on a small chat model."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ SMALL = [
     *("--steps", "2", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
     *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--data.eval-prompts", "4"),
 ]
-"""Flags that make the run of the page a short one."""
+"""Flags that shorten the runs of the guide."""
 
 
 def blocks(language: str) -> list[str]:
@@ -35,7 +35,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_the_page_leads_from_rows_to_a_trained_model(tmp_path: Path) -> None:
+def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     tokenizer = chat_tokenizer(FAMILIES["qwen"])
     model = build_model(
@@ -47,8 +47,8 @@ def test_the_page_leads_from_rows_to_a_trained_model(tmp_path: Path) -> None:
         (tmp_path / name).write_text(program)
     subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True, timeout=60)
     commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
-    words = [command[1] for command in commands]
-    assert words == ["data", "run", "run", "run", "run", "reward", "run"]
+    subcommands = [command[1] for command in commands]
+    assert subcommands == ["data", "run", "run", "run", "run", "reward", "run"]
     with judge() as address:
         for number, command in enumerate(commands):
             small = [*SMALL, "--run-dir", f"run-{number}"] if command[1] == "run" else []
@@ -59,7 +59,7 @@ def test_the_page_leads_from_rows_to_a_trained_model(tmp_path: Path) -> None:
             environment = {**os.environ, "JUDGE_KEY": KEY}
             ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environment)
             assert ended.returncode == 0, ended.stdout + ended.stderr
-    runs = [number for number, words in enumerate(commands) if words[1] == "run" and "--help" not in words]
+    runs = [number for number, command in enumerate(commands) if command[1] == "run" and "--help" not in command]
     for number in runs:
         assert (tmp_path / f"run-{number}" / "final" / "model.safetensors").is_file()
     sets, judged = (metrics(tmp_path / f"run-{number}") for number in runs[2:])
@@ -72,7 +72,7 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 class Judge(BaseHTTPRequestHandler):
-    """A judge that finds every response half good, for those who have its key."""
+    """A judge that scores every response 0.5, and requires its key."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

@@ -1,4 +1,4 @@
-"""Real processes with a planted cause of waiting: the attribution names it, and finds the planted seconds again."""
+"""Real processes with an injected cause of waiting: the attribution names it and measures the injected delay."""
 
 import pytest
 from seeing_parts.attribution import BOUNDS, Cast, of_plant
@@ -6,7 +6,7 @@ from seeing_parts.attribution import BOUNDS, Cast, of_plant
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-def test_a_slow_trainer_is_named_and_its_seconds_are_found() -> None:
+def test_attribution_names_a_slow_trainer_and_measures_its_delay() -> None:
     with Cast() as cast:
         figures = of_plant(cast, "trainer")
     assert figures["causes_missed"] == 0

@@ -1,4 +1,4 @@
-"""Real clients that break the protocol in a real run: each is dismissed and told why, and the run completes."""
+"""Clients that break the protocol in a real run: each is dismissed with a reason, and the run completes."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from flowrt.errors import EXIT_DISMISSED
 from flowrt.protocol import messages as m
 from tests.simulation.scenario import whole
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 STEPS = 12
 SHORT = [
     *("--steps", str(STEPS), "--data.eval-prompts", "0", "--prompts-per-step", "4", "--group-size", "4"),
@@ -34,13 +34,13 @@ VIOLATIONS: dict[str, tuple[m.Message, str]] = {
 
 
 async def dismissed(address: str, name: str, message: m.Message) -> api.Stopped:
-    """Let a reward worker of this name say it; returns what it hears."""
+    """Send the message as a reward worker of this name; return its dismissal."""
     session = await api.connect(address, name, "reward", 10.0)
     session.send(message)
-    with pytest.raises(api.Stopped) as told:
+    with pytest.raises(api.Stopped) as stopped:
         await session.wait_stopped()
     await session.close()
-    return told.value
+    return stopped.value
 
 
 async def test_a_real_run_dismisses_clients_that_break_the_protocol_and_completes(
@@ -50,14 +50,14 @@ async def test_a_real_run_dismisses_clients_that_break_the_protocol_and_complete
     run = launch("--model", str(untrained_model), *SHORT)
     run.wait_for_training()
     address = (run.run_dir / "address").read_text().strip()
-    for name, (message, words) in VIOLATIONS.items():
-        told = await dismissed(address, name, message)
-        assert told.code == EXIT_DISMISSED
-        assert words in told.reason
-        assert told.reason.startswith("you were dismissed: protocol violation: ")
+    for name, (message, reason) in VIOLATIONS.items():
+        dismissal = await dismissed(address, name, message)
+        assert dismissal.code == EXIT_DISMISSED
+        assert reason in dismissal.reason
+        assert dismissal.reason.startswith("you were dismissed: protocol violation: ")
     assert run.wait(WITHIN_S) == 0, run.output
-    for name, (_, words) in VIOLATIONS.items():
-        (line,) = [one for one in run.log("controller").splitlines() if f"{name} is dismissed" in one]
-        assert words in line
+    for name, (_, reason) in VIOLATIONS.items():
+        (line,) = [line for line in run.log("controller").splitlines() if f"{name} is dismissed" in line]
+        assert reason in line
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)

@@ -1,4 +1,4 @@
-"""Peers that fill the controller's memory, or its table of connections, without ever saying what they should."""
+"""Peers that fill the controller's memory or its connection table without sending a valid message."""
 
 import asyncio
 import subprocess
@@ -15,12 +15,12 @@ from flowrt.protocol.codec import MAX_MESSAGE_BYTES
 
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
-ENDS_S = 30.0
-ENDLESS = """
+DEADLINE_S = 30.0
+ENDLESS_MESSAGE = """
 import socket, sys, time
 host, _, port = sys.argv[1].removeprefix("tcp://").rpartition(":")
 peer = socket.create_connection((host, int(port)))
-# ZMTP 3.0 (rfc.zeromq.org/spec/23): the greeting, READY, then parts that say that more will follow.
+# ZMTP 3.0 (rfc.zeromq.org/spec/23): the greeting, READY, then parts with the MORE flag.
 peer.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32))
 ready = b"\\x05READY" + b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
 peer.sendall(b"\\x04" + bytes([len(ready)]) + ready)
@@ -33,9 +33,9 @@ try:
 except OSError:
     print(sent << 20)
 else:
-    sys.exit("4 GB are there, and nobody minds")
+    sys.exit("4 GB were sent, and the connection is still open")
 """
-MANY = """
+MANY_PARTS = """
 import sys, zmq
 socket = zmq.Context().socket(zmq.DEALER)
 socket.setsockopt(zmq.LINGER, 0)
@@ -46,66 +46,66 @@ assert events.poll(20_000), "still connected after 20 s"
 print(0, flush=True)
 """
 LARGE_BYTES = MAX_MESSAGE_BYTES + (1 << 20)
-LARGE = MANY.replace('[b"x"] * 300_000', f"[bytes({LARGE_BYTES})]")
+LARGE_FRAME = MANY_PARTS.replace('[b"x"] * 300_000', f"[bytes({LARGE_BYTES})]")
 HANDSHAKE_S = 15.0
-"""Three times what is granted, for a busy machine; half of what ZeroMQ grants by itself."""
+"""Three times the handshake timeout, for a busy machine; half of the default of ZeroMQ."""
 GREETING = b"\xff" + bytes(8) + b"\x7f"
 
 
 async def peak_of(address: str, program: str) -> tuple[int, int]:
-    """What the program prints, and the most memory that this process, the controller's, has grown by meanwhile."""
-    before, most = psutil.Process().memory_info().rss, 0
+    """The number that the program prints, and the peak growth of this process, the controller's, meanwhile."""
+    before, peak = psutil.Process().memory_info().rss, 0
     command = [sys.executable, "-c", program, address]
-    work = asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=ENDS_S)
-    told = asyncio.create_task(work)
-    while not told.done():
-        await asyncio.wait([told], timeout=0.02)
-        most = max(most, psutil.Process().memory_info().rss - before)
-    ended = await told
+    work = asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=DEADLINE_S)
+    running = asyncio.create_task(work)
+    while not running.done():
+        await asyncio.wait([running], timeout=0.02)
+        peak = max(peak, psutil.Process().memory_info().rss - before)
+    ended = await running
     assert ended.returncode == 0, ended.stderr
-    return int(ended.stdout), most
+    return int(ended.stdout), peak
 
 
 async def test_endless_message_closes_the_connection_and_affects_no_other(tmp_path: Path) -> None:
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
-        sent, grown = await peak_of(address, ENDLESS)
+        sent, grown = await peak_of(address, ENDLESS_MESSAGE)
         assert grown < 5 * MAX_UNDELIVERED_BYTES, f"{grown >> 20} MB of {sent >> 20} were kept"
-        session = await api.connect(address, "reader", "reader", ENDS_S)
+        session = await api.connect(address, "reader", "reader", DEADLINE_S)
         await session.close()
         assert server.ended is None
         assert server.refused_connections == 1
 
 
-async def test_a_message_of_many_parts_costs_the_connection(tmp_path: Path) -> None:
+async def test_a_message_of_many_parts_closes_the_connection(tmp_path: Path) -> None:
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
-        _, grown = await peak_of(address, MANY)
+        _, grown = await peak_of(address, MANY_PARTS)
         assert grown < MAX_UNDELIVERED_BYTES
         assert server.refused_messages == 1
         assert server.ended is None
 
 
-async def test_a_frame_over_the_limit_costs_the_connection_before_it_is_read(tmp_path: Path) -> None:
+async def test_a_frame_over_the_limit_closes_the_connection_before_it_is_read(tmp_path: Path) -> None:
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
-        session = await api.connect(address, "reader", "reader", ENDS_S)
-        _, grown = await peak_of(address, LARGE)
+        session = await api.connect(address, "reader", "reader", DEADLINE_S)
+        _, grown = await peak_of(address, LARGE_FRAME)
         assert grown < LARGE_BYTES // 2, f"{grown >> 20} MB were kept"
-        assert server.refused_messages == 0, "it was received, and only then refused"
+        assert server.refused_messages == 0, "it was received before it was refused"
         with pytest.raises(RemoteProtocolError):  # an answer
             await session.pull("no such stage", slots=1)
         assert server.ended is None
         await session.close()
 
 
-@pytest.mark.parametrize("said", [b"", GREETING], ids=["nothing", "half a greeting"])
-async def test_connection_without_hello_is_closed(tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", GREETING], ids=["nothing", "half a greeting"])
+async def test_connection_without_hello_is_closed(tmp_path: Path, data: bytes) -> None:
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
-        session = await api.connect(address, "reader", "reader", ENDS_S)
+        session = await api.connect(address, "reader", "reader", DEADLINE_S)
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        heard, mouth = await asyncio.open_connection(host, int(port))
-        mouth.write(said)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data)
         async with asyncio.timeout(HANDSHAKE_S):
-            await heard.read()  # to its end: the controller's own half of a greeting comes before
-        mouth.close()
+            await reader.read()  # to its end: the controller's half of the greeting comes first
+        writer.close()
         assert server.refused_connections == 1
         with pytest.raises(RemoteProtocolError):
             await session.pull("no such stage", slots=1)
@@ -114,9 +114,9 @@ async def test_connection_without_hello_is_closed(tmp_path: Path, said: bytes) -
 
 
 async def test_large_delivered_volume_closes_no_connection(tmp_path: Path) -> None:
-    """More than a connection may owe, in messages that have an end: each is answered."""
+    """More bytes than a connection may have undelivered, in complete messages: all are processed."""
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
-        session = await api.connect(address, "reader", "reader", ENDS_S)
+        session = await api.connect(address, "reader", "reader", DEADLINE_S)
         backlog = server._link.guard.backlog
         (descriptor,) = backlog._descriptors
         note = "n" * (1 << 20)

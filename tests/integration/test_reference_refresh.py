@@ -1,4 +1,4 @@
-"""A reference that is refreshed: the same bits in every deterministic run, also when it is killed and resumed."""
+"""A refreshed reference is bit-equal in every deterministic run, also after a kill and a resume."""
 
 import json
 from collections.abc import Callable
@@ -18,31 +18,31 @@ SETTINGS = [
     *("--max-staleness", "0", "--deterministic", "True", "--trainer.lr", "0.002", "--checkpoint.every", "3"),
     *("--reference.refresh", "2", "--build.layers", "1", "--rollout.max-new-tokens", "8"),
 ]
-TIMES = {"wall_s", "samples_per_s"}
+TIMING_METRICS = {"wall_s", "samples_per_s"}
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+    return [{name: value for name, value in line.items() if name not in TIMING_METRICS} for line in found]
 
 
 @pytest.mark.long
 def test_an_averaged_reference_survives_a_kill_and_a_resume(launch: Callable[..., Any]) -> None:
     flags = [*SETTINGS, "--reference.average", "0.5"]
-    plain = launch(*flags)
-    assert plain.wait(120.0) == 0, plain.output
-    struck = launch(*flags)
-    struck.wait_for(lambda: len(lines(struck.run_dir)) >= 5, "fifth step")
-    struck.kill_all()
-    resumed = launch(resume=struck.run_dir)
+    uninterrupted = launch(*flags)
+    assert uninterrupted.wait(120.0) == 0, uninterrupted.output
+    killed = launch(*flags)
+    killed.wait_for(lambda: len(lines(killed.run_dir)) >= 5, "fifth step")
+    killed.kill_all()
+    resumed = launch(resume=killed.run_dir)
     assert resumed.wait(120.0) == 0, resumed.output
-    assert lines(struck.run_dir) == lines(plain.run_dir)
-    assert [line["reference_version"] for line in lines(plain.run_dir)] == [0, 0, 2, 2, 4, 4, 6]
-    assert all(line["kl"] > 0 for line in lines(plain.run_dir)[1:])
+    assert lines(killed.run_dir) == lines(uninterrupted.run_dir)
+    assert [line["reference_version"] for line in lines(uninterrupted.run_dir)] == [0, 0, 2, 2, 4, 4, 6]
+    assert all(line["kl"] > 0 for line in lines(uninterrupted.run_dir)[1:])
 
 
-def test_a_copy_has_no_divergence_in_the_step_after_the_refresh(launch: Callable[..., Any]) -> None:
+def test_kl_is_zero_in_the_step_after_a_refresh(launch: Callable[..., Any]) -> None:
     run = launch(*SETTINGS)
     assert run.wait(120.0) == 0, run.output
     found = [line["kl"] for line in lines(run.run_dir)]
@@ -51,26 +51,24 @@ def test_a_copy_has_no_divergence_in_the_step_after_the_refresh(launch: Callable
 
 
 @pytest.mark.long
-def test_another_checkpoint_as_reference(launch: Callable[..., Any]) -> None:
+def test_another_checkpoint_can_be_the_reference(launch: Callable[..., Any]) -> None:
     trained = launch(*SETTINGS, "--trainer.save", "True", "--steps", "3")
     assert trained.wait(120.0) == 0, trained.output
     model = trained.run_dir / "final"
-    plain = ["--reference.refresh", "0", "--steps", "2"]
-    run = launch(*SETTINGS, *plain, "--reference.model", str(model))
+    no_refresh = ["--reference.refresh", "0", "--steps", "2"]
+    run = launch(*SETTINGS, *no_refresh, "--reference.model", str(model))
     assert run.wait(120.0) == 0, run.output
     assert lines(run.run_dir)[0]["kl"] > 1e-9
 
 
-def test_a_checkpoint_with_another_vocabulary_is_refused_before_a_worker_starts(
-    launch: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_reference_with_another_vocabulary_is_rejected_at_startup(launch: Callable[..., Any], tmp_path: Path) -> None:
     tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
     sizes = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 48, "max_length": 64}
     build_model(vocab_size=len(tokenizer) + 3, seed=1, **sizes).save_pretrained(tmp_path / "other")
     tokenizer.save_pretrained(tmp_path / "other")
     run = launch(*SETTINGS, "--reference.refresh", "0", "--reference.model", str(tmp_path / "other"))
     assert run.wait(120.0) == 2, run.output
-    said = " ".join(run.output.split())
-    assert f"has a vocab_size of {len(tokenizer) + 3}, and the trained model" in said
-    assert "Traceback" not in said
+    output = " ".join(run.output.split())
+    assert f"has a vocab_size of {len(tokenizer) + 3}, and the trained model" in output
+    assert "Traceback" not in output
     assert not (run.run_dir / "logs" / "trainer.log").exists()

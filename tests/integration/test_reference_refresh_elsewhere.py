@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.long
-EVERY = 2
+REFRESH_EVERY = 2
 SMALL = [
     *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--rollout.workers", "1"),
     *("--trainer.save", "False", "--trainer.lr", "0.002", "--trainer.warmup-steps", "1"),
-    *("--reference.refresh", str(EVERY), "--rollout.max-new-tokens", "8"),
+    *("--reference.refresh", str(REFRESH_EVERY), "--rollout.max-new-tokens", "8"),
 ]
 ROUNDING = 1e-6
-"""Of float32, in the divergence of a policy from its copy."""
+"""Rounding error of float32 in the KL divergence of a policy from its copy."""
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -24,37 +24,37 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def newest_refresh(version: int) -> int:
-    return max(version, 0) // EVERY * EVERY
+    return max(version, 0) // REFRESH_EVERY * REFRESH_EVERY
 
 
-def test_two_fsdp_ranks_write_one_reference(launch: Callable[..., Any], taught_model: Path) -> None:
-    """At bound 0 all samples of a step are of its version: right after a refresh the reference is that policy."""
+def test_two_fsdp_ranks_write_one_reference(launch: Callable[..., Any], sft_model: Path) -> None:
+    """At staleness bound 0 the reference equals the sampling policy in the step after a refresh."""
     steps = 6
     run = launch(
-        *("--model", str(taught_model), *SMALL, "--steps", str(steps), "--max-staleness", "0"),
+        *("--model", str(sft_model), *SMALL, "--steps", str(steps), "--max-staleness", "0"),
         *("--trainer.engine", "fsdp", "--trainer.ranks", "2", "--trainer.micro-batch-tokens", "100"),
     )
     assert run.wait(180.0) == 0, run.output + run.log("trainer")
     found = lines(run.run_dir)
     assert [line["reference_version"] for line in found] == [newest_refresh(step) for step in range(steps)]
-    assert max(line["kl"] for line in found[::EVERY]) < ROUNDING
-    assert min(line["kl"] for line in found[1::EVERY]) > 10 * ROUNDING
+    assert max(line["kl"] for line in found[::REFRESH_EVERY]) < ROUNDING
+    assert min(line["kl"] for line in found[1::REFRESH_EVERY]) > 10 * ROUNDING
     run.assert_gone(10.0)
 
 
 def test_stale_samples_are_scored_by_the_refresh_of_their_own_version(
-    launch: Callable[..., Any], taught_model: Path
+    launch: Callable[..., Any], sft_model: Path
 ) -> None:
-    """At bound 2 a step has samples of up to three versions; the run is killed and resumed in between."""
+    """At staleness bound 2 a step has samples of up to three versions; the run is killed and resumed."""
     steps, bound = 12, 2
     run = launch(
-        *("--model", str(taught_model), *SMALL, "--steps", str(steps), "--max-staleness", str(bound)),
+        *("--model", str(sft_model), *SMALL, "--steps", str(steps), "--max-staleness", str(bound)),
         *("--checkpoint.every", "3"),
     )
     run.wait_for(lambda: len(lines(run.run_dir)) >= 7, "seventh step")
     run.kill_all()
-    again = launch(resume=run.run_dir)
-    assert again.wait(180.0) == 0, again.output
+    resumed = launch(resume=run.run_dir)
+    assert resumed.wait(180.0) == 0, resumed.output
     found = lines(run.run_dir)
     assert [line["step"] for line in found] == list(range(steps))
     assert max(line["staleness_max"] for line in found) > 0

@@ -1,4 +1,4 @@
-"""Ranks on several hosts find each other without a pickle, and whoever comes too late is told so."""
+"""Rendezvous of ranks on several hosts without pickles; an excess host is rejected."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ SMALL = [
     *("--sft.steps", "0", "--data.eval-prompts", "0", "--checkpoint.every", "1"),
     *("--build.hidden-size", "32", "--build.layers", "1", "--build.heads", "2", "--build.intermediate-size", "64"),
 ]
-TWICE = 'sh -c \'"$$@" & exec "$$@"\' sh'
+RUN_TWICE = 'sh -c \'"$$@" & exec "$$@"\' sh'
 
 
 @pytest.fixture
@@ -28,21 +28,21 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
-def test_hosts_are_counted_and_one_too_many_is_refused(store: TCPStore) -> None:
-    ways = [
+def test_hosts_are_ranked_and_an_excess_host_is_rejected(store: TCPStore) -> None:
+    handlers = [
         rendezvous.CountingRendezvous(host="127.0.0.1", port=store.port, hosts=HOSTS, run_id="trainer", deadline_s=20.0)
         for _ in range(HOSTS + 1)
     ]
-    found = [way.next_rendezvous() for way in ways[:HOSTS]]
+    found = [handler.next_rendezvous() for handler in handlers[:HOSTS]]
     assert [(one.rank, one.world_size) for one in found] == [(0, HOSTS), (1, HOSTS)]
     stores = [one.bootstrap_store_info for one in found]
     assert {one.master_port for one in stores if one is not None} == {store.port}
     assert None not in stores
     with pytest.raises(RendezvousClosedError, match="2 hosts have already joined"):
-        ways[HOSTS].next_rendezvous()
+        handlers[HOSTS].next_rendezvous()
 
 
-def test_torchruns_of_two_hosts_start_all_ranks_and_leave_no_pickle(store: TCPStore, tmp_path: Path) -> None:
+def test_torchruns_of_two_hosts_start_all_ranks_and_store_no_pickle(store: TCPStore, tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text(
         "import os, torch.distributed as dist\n"
@@ -50,27 +50,27 @@ def test_torchruns_of_two_hosts_start_all_ranks_and_leave_no_pickle(store: TCPSt
         "dist.barrier()\n"
         "open(os.path.join(os.environ['PLACE'], os.environ['RANK']), 'w').write(os.environ['WORLD_SIZE'])\n"
     )
-    words = ["--nnodes", str(HOSTS), "--nproc-per-node", "2", "--rdzv-backend", rendezvous.COUNTING]
-    words += ["--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "trainer", str(program)]
+    arguments = ["--nnodes", str(HOSTS), "--nproc-per-node", "2", "--rdzv-backend", rendezvous.COUNTING]
+    arguments += ["--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "trainer", str(program)]
     agent = "import sys; from flowrt.ranks import rendezvous; rendezvous.register(60.0); "
     agent += "from torch.distributed.run import main; main(sys.argv[1:])"
     environment = {**os.environ, "PLACE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, "-c", agent, *words], env=environment) for _ in range(HOSTS)]
+    started = [subprocess.Popen([sys.executable, "-c", agent, *arguments], env=environment) for _ in range(HOSTS)]
     assert [one.wait(120) for one in started] == [0, 0]
     assert {path.name: path.read_text() for path in tmp_path.glob("[0-9]")} == {str(rank): "4" for rank in range(4)}
     keys = store.list_keys()
     assert keys
     for key in keys:
-        held = store.get(key)
-        assert not held.startswith((b"\x80", b"gA")), f"{key} holds a pickle: {held!r}"  # plain, or in base64
+        value = store.get(key)
+        assert not value.startswith((b"\x80", b"gA")), f"{key} holds a pickle: {value!r}"  # plain, or in base64
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_run_whose_trainer_is_on_two_hosts(launch: Callable[..., Launch]) -> None:
-    run = launch(*SMALL, "--trainer.ranks", "2", "--trainer.nodes", "2", "--launch.trainer", TWICE)
+def test_a_run_completes_with_its_trainer_on_two_hosts(launch: Callable[..., Launch]) -> None:
+    run = launch(*SMALL, "--trainer.ranks", "2", "--trainer.nodes", "2", "--launch.trainer", RUN_TWICE)
     run.wait_for(lambda: run.find("flowrt.roles.trainer"), "trainer")
-    [meeting] = run.find("flowrt.ranks.rendezvous")
-    assert {one.laddr.ip for one in meeting.net_connections() if one.status == "LISTEN"} == {"127.0.0.1"}
+    [store_process] = run.find("flowrt.ranks.rendezvous")
+    assert {one.laddr.ip for one in store_process.net_connections() if one.status == "LISTEN"} == {"127.0.0.1"}
     assert run.wait(150.0) == 0, run.output + run.log("trainer")
     run.assert_gone(10.0)

@@ -1,4 +1,4 @@
-"""A real run whose rollout worker and whose controller are killed: what was seen of it is what its replay shows."""
+"""A run whose rollout worker and controller are killed: its replay shows every status that was observed."""
 
 import asyncio
 import json
@@ -24,34 +24,34 @@ from tests.integration.conftest import FLOWRT, Launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 STEPS = 100
-"""So many that the run goes on for seconds after each of the faults."""
-SEEN = ("step", "live_groups", "workers", "versions", "latest_version", "dropped", "drained", "ended")
-NAME = f"-{os.getpid()}"
-"""How the names of this process's observers end."""
+"""Enough for the run to continue for seconds after each fault."""
+COMPARED_KEYS = ("step", "live_groups", "workers", "versions", "latest_version", "dropped", "drained", "ended")
+OBSERVER_SUFFIX = f"-{os.getpid()}"
+"""Suffix of the names of this process's observers."""
 
 
 def timeless(status: dict[str, Any]) -> dict[str, Any]:
-    """What a status says, but for ages and for numbers that are not the core's."""
+    """A status without ages and without numbers that are not the core's."""
     graph = status["graph"]
     return {
-        **{key: status[key] for key in SEEN},
+        **{key: status[key] for key in COMPARED_KEYS},
         "waits": sorted((who, what) for who, what, _ in status["waits"]),
         "workers at": [(one[0], one[2], re.sub(r" \(a lease ends in .*\)", "", one[4])) for one in graph["workers"]],
         "blocked": sorted((one["who"], one["what"], one["blocked_on"]) for one in graph["waits"]),
     }
 
 
-def seen(run: Launch, statuses: list[dict[str, Any]]) -> dict[str, Any]:
-    """A status of the run, which becomes one of ``statuses``."""
+def observe(run: Launch, statuses: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fetch a status of the run and append it to ``statuses``."""
     statuses.append(asyncio.run(fetch_status(address_of(run.run_dir), None, 5.0, "the run")))
     return statuses[-1]
 
 
 def stopped_with_samples(run: Launch, worker: psutil.Process, statuses: list[dict[str, Any]]) -> bool:
-    """Stop rollout-0; True if it has samples to generate. If not, it goes on."""
+    """Stop rollout-0 and return True if it holds samples; else continue it."""
     run.signal(signal.SIGSTOP, worker)
-    for _ in range(2):  # the first may be older than what the worker sent before it was stopped
-        status = seen(run, statuses)
+    for _ in range(2):  # the first may be older than the last messages of the worker
+        status = observe(run, statuses)
     if any("rollout" in one[4] for one in status["graph"]["workers"] if one[0] == "rollout-0"):
         return True
     run.signal(signal.SIGCONT, worker)
@@ -59,10 +59,10 @@ def stopped_with_samples(run: Launch, worker: psutil.Process, statuses: list[dic
 
 
 @pytest.fixture(scope="module")
-def observed(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """The directory of the run, which has ended, and every status that was seen of it."""
+def observed(launch: Callable[..., Any], sft_model: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """The directory of the completed run, and every status that was observed."""
     run = launch(
-        *("--model", str(taught_model), "--steps", str(STEPS), "--prompts-per-step", "4", "--group-size", "4"),
+        *("--model", str(sft_model), "--steps", str(STEPS), "--prompts-per-step", "4", "--group-size", "4"),
         *("--data.eval-prompts", "0", "--rollout.max-running-requests", "8", "--supervisor.backoff-s", "0.1"),
         *("--controller.lanes", "gloo"),
     )
@@ -71,13 +71,13 @@ def observed(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, list
     [victim, *_] = run.find("flowrt.roles.rollout", "rollout-0")
     run.wait_for(lambda: stopped_with_samples(run, victim, statuses), "rollout-0 to hold samples when it is stopped")
     run.signal(signal.SIGKILL, victim)
-    run.wait_for(lambda: seen(run, statuses)["step"] >= STEPS // 8, f"step {STEPS // 8}")
-    # A controller that is killed has not written the events since the last tick: what is seen last is not compared.
-    run.wait_for(lambda: seen(run, [])["step"] >= STEPS // 4, f"step {STEPS // 4}")
+    run.wait_for(lambda: observe(run, statuses)["step"] >= STEPS // 8, f"step {STEPS // 8}")
+    # A killed controller has not written the events since its last tick: the last statuses are not compared.
+    run.wait_for(lambda: observe(run, [])["step"] >= STEPS // 4, f"step {STEPS // 4}")
     run.signal(signal.SIGKILL, run.find("flowrt.launcher.controller_main")[0])
     while run.processes():
-        with suppress(FlowError, OSError):  # there is no controller for a moment, or the run has ended
-            seen(run, statuses)
+        with suppress(FlowError, OSError):  # the controller restarts, or the run has ended
+            observe(run, statuses)
     assert run.wait(60.0) == 0, run.output
     return run.run_dir, statuses
 
@@ -88,31 +88,31 @@ def replayed(run_dir: Path) -> Iterator[dict[str, Any]]:
         replay, is_awaited = Replay(recording), False
         for done in replay.run():
             match done.event:
-                case WorkerConnected(worker, role) if role == OBSERVER and worker.endswith(NAME):
+                case WorkerConnected(worker, role) if role == OBSERVER and worker.endswith(OBSERVER_SUFFIX):
                     is_awaited = True
                 case Tick() if is_awaited:
                     is_awaited = False
                     yield replay.status()
-                case _ if is_awaited and replay.core.ended is not None:  # all observers are told at once
+                case _ if is_awaited and replay.core.ended is not None:  # all observers are notified at once
                     is_awaited = False
                     yield replay.status()
 
 
-def flowrt(*words: str) -> tuple[int, str]:
+def flowrt(*arguments: str) -> tuple[int, str]:
     """Exit code and output of the command, under another hash seed."""
     environment = {**os.environ, "PYTHONHASHSEED": "4", "COLUMNS": "200"}
     ended = subprocess.run(
-        [str(FLOWRT), *words], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [str(FLOWRT), *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
     )
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_the_replay_has_every_status_that_was_seen(observed: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_the_replay_contains_every_observed_status(observed: tuple[Path, list[dict[str, Any]]]) -> None:
     run_dir, statuses = observed
     assert len(statuses) > 5
     states = replayed(run_dir)
-    for seen in statuses:
-        expected = timeless(seen)
+    for status in statuses:
+        expected = timeless(status)
         closest = "none is left"
         for state in states:
             found = timeless(json.loads(json.dumps(state)))
@@ -120,10 +120,10 @@ def test_the_replay_has_every_status_that_was_seen(observed: tuple[Path, list[di
                 break
             closest = str([key for key in found if found[key] != expected[key]])
         else:
-            pytest.fail(f"no replayed state is the one seen in step {seen['step']}: {closest}")
+            pytest.fail(f"no replayed state is the one observed in step {status['step']}: {closest}")
 
 
-def test_every_invariant_holds_and_both_controllers_are_replayed(observed: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_every_invariant_holds_and_both_terms_are_replayed(observed: tuple[Path, list[dict[str, Any]]]) -> None:
     run_dir, _ = observed
     code, out = flowrt("replay", str(run_dir), "--check", "--json")
     assert code == 0, out
@@ -132,10 +132,10 @@ def test_every_invariant_holds_and_both_controllers_are_replayed(observed: tuple
     assert status["ended"] == ["the run is complete", 0]
     assert status["mismatch"] == ""
     ends = [(one["from_s"], one["to_s"]) for one in status["terms"]]
-    assert ends[0][0] < ends[0][1] < ends[1][1], "the run clock goes on over a restart of the controller"
+    assert ends[0][0] < ends[0][1] < ends[1][1], "the run clock continues across a restart of the controller"
 
 
-def test_why_names_the_worker_that_was_killed(observed: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_replay_why_names_the_killed_worker(observed: tuple[Path, list[dict[str, Any]]]) -> None:
     run_dir, _ = observed
     recording = Recordings.of(run_dir).of_term(1)
     replay = Replay(recording)

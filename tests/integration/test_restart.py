@@ -1,4 +1,4 @@
-"""A run goes back to its last checkpoint when it loses a trainer, and trains every prompt of its data exactly once."""
+"""A run that loses a trainer restarts from its last checkpoint, and trains every prompt exactly once."""
 
 import json
 import os
@@ -53,9 +53,9 @@ def one_epoch(tmp_path_factory: pytest.TempPathFactory, untrained_model: Path) -
     ]
 
 
-def query(run_dir: Path, words: str) -> list[tuple[Any, ...]]:
+def query(run_dir: Path, statement: str) -> list[tuple[Any, ...]]:
     with LedgerReader(run_dir / "ledger.sqlite") as ledger:
-        return ledger.query(words)
+        return ledger.query(statement)
 
 
 def seeded_order() -> list[int]:
@@ -72,32 +72,34 @@ def assert_each_prompt_once(run_dir: Path) -> None:
     assert sorted(prompt for prompt, _ in trained) == sorted(seeded_order())
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(STEPS))
-    # Trained in about the order of the source: no step was far from where its prompts belong.
-    place = {prompt: at // PER_STEP for at, prompt in enumerate(seeded_order())}
-    assert max(abs(step - place[prompt]) for prompt, step in trained) <= 2 * 2 + 1
+    # Prompts were trained approximately in the order of the source.
+    expected_step = {prompt: at // PER_STEP for at, prompt in enumerate(seeded_order())}
+    assert max(abs(step - expected_step[prompt]) for prompt, step in trained) <= 2 * 2 + 1
 
 
 def wait_for_checkpoint(run: Any) -> None:
     run.wait_for(lambda: checkpoint_steps(run.run_dir), "checkpoint", 150.0)
 
 
-def test_killed_and_resumed_at_staleness_two(launch: Callable[..., Any], one_epoch: list[str]) -> None:
+def test_a_run_resumed_at_staleness_two_trains_each_prompt_once(
+    launch: Callable[..., Any], one_epoch: list[str]
+) -> None:
     killed = launch(*one_epoch)
     wait_for_checkpoint(killed)
     killed.kill_all()
-    under_way = query(killed.run_dir, "SELECT COUNT(*) FROM prompts WHERE state NOT IN ('trained', 'dropped')")
+    unfinished = query(killed.run_dir, "SELECT COUNT(*) FROM prompts WHERE state NOT IN ('trained', 'dropped')")
     saved = max(checkpoint_steps(killed.run_dir))
     resumed = launch(resume=killed.run_dir)
     assert resumed.wait(120.0) == 0, resumed.output
     resumed.assert_gone(10.0)
     assert_each_prompt_once(resumed.run_dir)
-    assert under_way > [(0,)]
+    assert unfinished > [(0,)]
     rolled_back = query(resumed.run_dir, "SELECT DISTINCT step FROM events WHERE reason LIKE 'rolled back: %'")
     assert rolled_back == [(saved,)]
 
 
 @pytest.mark.long
-def test_a_killed_trainer_rank_sends_the_run_back_to_its_checkpoint(
+def test_a_killed_trainer_rank_restarts_the_run_from_its_checkpoint(
     launch: Callable[..., Any], one_epoch: list[str]
 ) -> None:
     run = launch(*one_epoch, "--trainer.ranks", "2")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROWS = 48
-MINE = """
+REWARD_FUNCTIONS = """
 import os, time
 
 def parts(response, answer, prompt, level):
@@ -19,7 +19,7 @@ def parts(response, answer, prompt, level):
 async def sometimes(completion, **row):
     assert row["answer"] == "7" and row["level"] in (0, 1) and row["prompt"].endswith("+1=")
     if completion == row["answer"]:
-        return 0.5  # the call before the run
+        return 0.5  # the check before the run
     match sum(map(ord, completion)) % 8:
         case 0: return None
         case 1: raise ValueError("no such thing")
@@ -33,16 +33,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 @pytest.fixture
 def flags(tmp_path: Path, untrained_model: Path) -> list[str]:
-    data, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    data, reward_file = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     rows = [{"prompt": f"{n}+1=", "answer": "7", "level": n % 2} for n in range(ROWS)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mine.write_text(MINE)
+    reward_file.write_text(REWARD_FUNCTIONS)
     return [
         *("--recipe", "custom", "--data", str(data), "--model", str(untrained_model)),
         *("--prompts-per-step", "4", "--group-size", "4", "--rollout.max-new-tokens", "8", "--algorithm.kl.coef", "0"),
         *("--rollout.workers", "1", "--trainer.lr", "1e-4", "--trainer.warmup-steps", "1", "--data.eval-prompts", "4"),
         *("--checkpoint.every", "0", "--steps", "6", "--reward.timeout-s", "1", "--reward.workers", "3"),
-        *("--reward.max-failures", "1", "--reward", f"{mine}:parts", "--reward", "sum=" + f"{mine}:sometimes:0.5"),
+        *(
+            "--reward.max-failures",
+            "1",
+            "--reward",
+            f"{reward_file}:parts",
+            "--reward",
+            "sum=" + f"{reward_file}:sometimes:0.5",
+        ),
         *("--reward", "digits=0.1*format:[0-9]*", "--reward", "regex:[0-9]", "--reward", "length:4:0.1"),
         *("--reward", "exact:2"),
     ]
@@ -52,7 +59,7 @@ def lines(launched: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_metrics_have_each_function_and_part_and_how_calls_failed(launch: Callable[..., Any], flags: list[str]) -> None:
+def test_metrics_have_each_function_part_and_failure_kind(launch: Callable[..., Any], flags: list[str]) -> None:
     launched = launch(*flags, "--guard", "reward_failures/timeout above 1")
     assert launched.wait(180.0) == 0, launched.output
     found = lines(launched)
@@ -64,7 +71,7 @@ def test_metrics_have_each_function_and_part_and_how_calls_failed(launch: Callab
         assert line["reward/parts"] == pytest.approx(line["reward/parts/sevens"] + line["reward/parts/short"], abs=1e-5)
         assert -1 <= line["reward/length"] <= 0
         assert line["applies/parts"] == 1
-        if line["applies/sum"] == 1:  # else weights are scaled up where it does not apply
+        if line["applies/sum"] == 1:  # else the other weights are scaled up where it does not apply
             assert line["reward"] == pytest.approx(weighted + 0.5 * line["reward/sum"], abs=1e-4)
     for kind in ("timeout", "error", "died"):
         assert sum(line[f"reward_failures/{kind}"] for line in found) > 0, kind
@@ -104,11 +111,11 @@ class Handler(BaseHTTPRequestHandler):
         text = body["messages"][0]["content"] if is_judge else body["completion"]
         value = len(text) / 100
         answer = {"choices": [{"message": {"content": f"It is {value}"}}]} if is_judge else {"reward": value}
-        made = json.dumps(answer).encode()
+        data = json.dumps(answer).encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(made)))
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(made)
+        self.wfile.write(data)
 
     def log_message(self, *_):
         pass
@@ -119,24 +126,24 @@ server.serve_forever()
 """
 
 
-def test_every_kind_of_function_in_one_run(
+def test_all_kinds_of_reward_functions_work_in_one_run(
     launch: Callable[..., Any], flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("math_verify")
     monkeypatch.setenv("TEST_OF_JUDGE_KEY", "a-secret-key")
-    data, asked = tmp_path / "rows.jsonl", tmp_path / "asked"
+    data, request_log = tmp_path / "rows.jsonl", tmp_path / "asked"
     rows = [{"prompt": f"{n}+1=", "answer": "7", "level": n % 2, "tests": "pass"} for n in range(ROWS)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [sys.executable, "-c", SERVER, str(asked)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, "-c", SERVER, str(request_log)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-            hangs = next(index for index, word in enumerate(flags) if word.startswith("sum="))
+            index_of_sum = next(index for index, word in enumerate(flags) if word.startswith("sum="))
             launched = launch(
                 *(
-                    *flags[: hangs - 1],
-                    *flags[hangs + 1 :],
+                    *flags[: index_of_sum - 1],
+                    *flags[index_of_sum + 1 :],
                     "--reward",
                     "math",
                     "--reward",
@@ -156,7 +163,7 @@ def test_every_kind_of_function_in_one_run(
         assert {f"reward/{name}" for name in ("math", "code", "judge", "http", "parts", "exact")} <= line.keys()
         assert line["reward/judge"] == pytest.approx(line["reward/http"], abs=1e-5)
         assert line["reward_failures/http"] == 0
-    paths = asked.read_text().split()
+    paths = request_log.read_text().split()
     assert {"/v1/chat/completions", "/score"} == set(paths)
     assert (launched.run_dir / "judge.sqlite").is_file()
     texts = [path.read_bytes() for path in launched.run_dir.rglob("*") if path.is_file()]

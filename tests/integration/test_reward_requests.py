@@ -1,4 +1,4 @@
-"""Rewards by request, programs in responses, and `flowrt reward check`: against real servers and processes."""
+"""Rewards by HTTP request, programs in responses, and `flowrt reward check`: against real servers and processes."""
 
 import asyncio
 import json
@@ -30,25 +30,25 @@ class Server:
     """A server whose answers are a function of the request's JSON and of the number of requests so far."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.requests: list[Any] = []
         self.headers: list[str] = []
-        self.most_at_a_time = 0
+        self.max_concurrency = 0
         self.port = 0
-        self._at_a_time = 0
+        self._concurrency = 0
         self.answer: Callable[[Any, int], Any] = lambda body, number: {"reward": 0.5}
 
     async def handle(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.seen.append(body)
-        number = len(self.seen)
+        self.requests.append(body)
+        number = len(self.requests)
         self.headers.append(request.headers.get("Authorization", ""))
-        self._at_a_time += 1
-        self.most_at_a_time = max(self.most_at_a_time, self._at_a_time)
+        self._concurrency += 1
+        self.max_concurrency = max(self.max_concurrency, self._concurrency)
         await asyncio.sleep(0.01)
         answer = self.answer(body, number)
         if answer is None:
             await asyncio.sleep(99)
-        self._at_a_time -= 1
+        self._concurrency -= 1
         if isinstance(answer, int):
             return web.Response(status=answer, text="not now")
         if isinstance(answer, str):
@@ -63,14 +63,14 @@ class Server:
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(remote, "LONGEST_PAUSE_S", 0.1)
-    made = Server()
+    instance = Server()
     application = web.Application()
-    application.router.add_post("/{path:.*}", made.handle)
+    application.router.add_post("/{path:.*}", instance.handle)
     runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.port = runner.addresses[0][1]
-    yield made
+    instance.port = runner.addresses[0][1]
+    yield instance
     await runner.cleanup()
 
 
@@ -84,33 +84,33 @@ async def outcomes(options: RewardOptions, responses: list[str], cache: Path | N
         await scorer.close()
 
 
-def by_http(server: Server, **options: Any) -> RewardOptions:
+def http_options(server: Server, **options: Any) -> RewardOptions:
     return RewardOptions(functions=(f"http:{server.url()}",), **options)
 
 
-def by_judge(server: Server, **options: Any) -> RewardOptions:
+def judge_options(server: Server, **options: Any) -> RewardOptions:
     judge = JudgeOptions(url=server.url(""), model="judge", prompt="{prompt}|{answer}|{response}")
     return RewardOptions(functions=("judge",), judge=judge, **options)
 
 
-def said(text: str) -> dict[str, Any]:
+def judge_reply(text: str) -> dict[str, Any]:
     return {"choices": [{"message": {"content": text}}]}
 
 
 async def test_a_request_has_the_row_and_its_answer_is_the_reward(server: Server) -> None:
     server.answer = lambda body, number: {"reward": {"a": 1, "b": len(body["completion"])}}
-    (found,) = await outcomes(by_http(server), ["xyz"])
+    (found,) = await outcomes(http_options(server), ["xyz"])
     assert (found.result, found.value, found.parts) == (Result.OK, 4.0, {"a": 1.0, "b": 3.0})
-    assert server.seen == [{"prompt": "6+1=", "completion": "xyz", "answer": "7", "row": {"level": 2}}]
+    assert server.requests == [{"prompt": "6+1=", "completion": "xyz", "answer": "7", "row": {"level": 2}}]
     server.answer = lambda body, number: {"reward": None}
-    assert (await outcomes(by_http(server), ["z"]))[0].result is Result.NOT_APPLICABLE
+    assert (await outcomes(http_options(server), ["z"]))[0].result is Result.NOT_APPLICABLE
 
 
-async def test_a_judge_is_asked_for_the_last_number(server: Server) -> None:
-    server.answer = lambda body, number: said("From 0 to 1 I say 0.75")
-    (found,) = await outcomes(by_judge(server), ["{answer} xyz"])
+async def test_the_last_number_of_a_judge_reply_is_the_reward(server: Server) -> None:
+    server.answer = lambda body, number: judge_reply("From 0 to 1 I say 0.75")
+    (found,) = await outcomes(judge_options(server), ["{answer} xyz"])
     assert found == RewardOutcome(Result.OK, 0.75)
-    assert server.seen == [
+    assert server.requests == [
         {
             "model": "judge",
             "messages": [{"role": "user", "content": "6+1=|7|{answer} xyz"}],
@@ -123,8 +123,12 @@ async def test_a_judge_is_asked_for_the_last_number(server: Server) -> None:
 @pytest.mark.parametrize(
     ("answer", "result", "detail"),
     [
-        (said("it is hard to say"), Result.INVALID, "gave no number by reward.judge.pattern: 'it is hard to say'"),
-        (said("1e999") | {}, Result.OK, ""),
+        (
+            judge_reply("it is hard to say"),
+            Result.INVALID,
+            "gave no number by reward.judge.pattern: 'it is hard to say'",
+        ),
+        (judge_reply("1e999") | {}, Result.OK, ""),
         ({"choices": []}, Result.INVALID, "gave no message"),
         ("<html>", Result.HTTP, "gave no JSON: '<html>'"),
         (404, Result.HTTP, "answered with status 404: not now"),
@@ -132,23 +136,23 @@ async def test_a_judge_is_asked_for_the_last_number(server: Server) -> None:
         (None, Result.TIMEOUT, "did not answer in 1 s"),
     ],
 )
-async def test_answers_of_any_kind_are_outcomes(server: Server, answer: Any, result: Result, detail: str) -> None:
+async def test_every_kind_of_answer_gives_an_outcome(server: Server, answer: Any, result: Result, detail: str) -> None:
     server.answer = lambda body, number: answer
-    (found,) = await outcomes(by_judge(server, timeout_s=1.0), ["x"])
+    (found,) = await outcomes(judge_options(server, timeout_s=1.0), ["x"])
     assert found.result is result
     assert detail in found.detail
-    # Only a failure that may pass is tried again.
-    assert len(server.seen) == (2 if answer == 503 else 1)
+    # Only a transient failure is retried.
+    assert len(server.requests) == (2 if answer == 503 else 1)
 
 
-async def test_failures_that_pass_lose_nothing(server: Server) -> None:
+async def test_transient_failures_lose_no_reward(server: Server) -> None:
     server.answer = lambda body, number: {1: 429, 2: 500}.get(number % 4, {"reward": len(body["completion"])})
-    found = await outcomes(by_http(server, retries=20, concurrency=8), ["x" * n for n in range(1, 101)])
+    found = await outcomes(http_options(server, retries=20, concurrency=8), ["x" * n for n in range(1, 101)])
     assert [one.value for one in found] == list(range(1, 101))
-    assert server.most_at_a_time <= 8
+    assert server.max_concurrency <= 8
 
 
-async def test_an_unreachable_server_is_an_outcome_and_before_a_run_a_refusal(server: Server) -> None:
+async def test_an_unreachable_server_is_an_outcome_and_fails_the_check_before_a_run(server: Server) -> None:
     options = RewardOptions(functions=("http:http://127.0.0.1:1/x",), retries=2)
     (found,) = await outcomes(options, ["x"])
     assert found.result is Result.HTTP
@@ -157,33 +161,35 @@ async def test_an_unreachable_server_is_an_outcome_and_before_a_run_a_refusal(se
         await asyncio.to_thread(check_rewards, options, [ROW], print)
 
 
-async def test_a_second_run_with_the_same_file_makes_no_request(server: Server, tmp_path: Path) -> None:
+async def test_a_second_run_with_the_same_cache_sends_no_request(server: Server, tmp_path: Path) -> None:
     cache = tmp_path / "judge.sqlite"
-    server.answer = lambda body, number: said(str(number / 100))
+    server.answer = lambda body, number: judge_reply(str(number / 100))
     responses = [f"response {n % 20}" for n in range(60)]
-    first = await outcomes(by_judge(server), responses, cache)
-    assert len(server.seen) == 20  # equal requests are made once
-    assert [one.value for one in await outcomes(by_judge(server), responses, cache)] == [one.value for one in first]
-    assert len(server.seen) == 20
-    other = by_judge(server)
+    first = await outcomes(judge_options(server), responses, cache)
+    assert len(server.requests) == 20  # equal requests are made once
+    assert [one.value for one in await outcomes(judge_options(server), responses, cache)] == [
+        one.value for one in first
+    ]
+    assert len(server.requests) == 20
+    other = judge_options(server)
     judge = JudgeOptions(**{**vars(other.judge), "model": "another"})
     await outcomes(RewardOptions(functions=("judge",), judge=judge), responses[:1], cache)
-    assert len(server.seen) == 21
+    assert len(server.requests) == 21
 
 
-async def test_a_damaged_file_of_answers_costs_a_warning(
+async def test_a_corrupt_answer_cache_only_logs_a_warning(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "judge.sqlite"
     cache.write_bytes(b"no database" * 1000)
-    assert (await outcomes(by_http(server), ["x"], cache))[0].value == 0.5
+    assert (await outcomes(http_options(server), ["x"], cache))[0].value == 0.5
     assert "answers of judges are not kept" in caplog.text
 
 
-async def test_the_key_is_sent_and_is_nowhere_else(
+async def test_the_key_is_sent_and_appears_nowhere_else(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = by_http(server, key_variable="TEST_OF_JUDGE_KEY")
+    options = http_options(server, key_variable="TEST_OF_JUDGE_KEY")
     with pytest.raises(ConfigError, match=r"'TEST_OF_JUDGE_KEY', which is not set"):
         await asyncio.to_thread(check_rewards, options, [ROW], print)
     monkeypatch.setenv("TEST_OF_JUDGE_KEY", KEY)
@@ -194,9 +200,9 @@ async def test_the_key_is_sent_and_is_nowhere_else(
         assert database.execute("SELECT count(*) FROM answers").fetchone() == (1,)
     assert not any(KEY.encode() in path.read_bytes() for path in tmp_path.iterdir())  # noqa: ASYNC240
     assert KEY not in caplog.text
-    mine = tmp_path / "mine.py"
-    mine.write_text("import os\ndef reward(response): return float('TEST_OF_JUDGE_KEY' in os.environ)\n")
-    both = RewardOptions(functions=(str(mine), *options.functions), key_variable="TEST_OF_JUDGE_KEY")
+    reward_file = tmp_path / "mine.py"
+    reward_file.write_text("import os\ndef reward(response): return float('TEST_OF_JUDGE_KEY' in os.environ)\n")
+    both = RewardOptions(functions=(str(reward_file), *options.functions), key_variable="TEST_OF_JUDGE_KEY")
     assert (await outcomes(both, ["x"]))[0].value == 0.0  # of the first function, in a child
 
 
@@ -237,13 +243,15 @@ def test_a_program_is_run_against_the_tests_of_its_row(response: str, tests: obj
     assert (found.result, found.value) == (Result.OK, value), found
 
 
-def test_a_row_without_tests_is_a_failure_with_a_sentence() -> None:
+def test_a_row_without_tests_fails_with_a_message() -> None:
     found = scored(PROGRAM, None)
     assert found.result is Result.ERROR
     assert "function code needs the column 'tests'" in found.detail
 
 
-def test_code_is_refused_where_bubblewrap_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_rewards_are_rejected_without_a_working_bubblewrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         ConfigError, match=r"there is no bwrap here; install bubblewrap .* reward\.code_sandbox to limits"
@@ -275,7 +283,7 @@ def has_bwrap() -> bool:
         "import os; assert os.environ.get('HOME')",
     ],
 )
-def test_a_program_in_bubblewrap_reaches_nothing(tmp_path: Path, program: str) -> None:
+def test_a_program_in_bubblewrap_cannot_access_the_host(tmp_path: Path, program: str) -> None:
     place = tmp_path / "file"
     place.write_text("x")
     assert scored(PROGRAM, TESTS, "bwrap").value == 1.0
@@ -285,10 +293,10 @@ def test_a_program_in_bubblewrap_reaches_nothing(tmp_path: Path, program: str) -
 # ---- flowrt reward check
 
 
-def test_reward_check_shows_what_functions_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+def test_reward_check_shows_the_outcomes_of_each_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, reward_file = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(30)))
-    mine.write_text(
+    reward_file.write_text(
         "import time\n"
         "def reward(response, answer):\n"
         "    if len(response) == 100_000: time.sleep(99)\n"
@@ -296,10 +304,10 @@ def test_reward_check_shows_what_functions_give(tmp_path: Path, capsys: pytest.C
         "def fussy(response):\n"
         "    return 1 / len(response.strip()) if response != '\\x1b' else None\n"
     )
-    words = ["reward", "check", "--data", str(data), "--limit", "3", "--reward", str(mine)]
-    more = ["--reward", f"{mine}:fussy", "--reward", "exact", "--reward.timeout-s", "1", "--reward.workers", "2"]
+    command = ["reward", "check", "--data", str(data), "--limit", "3", "--reward", str(reward_file)]
+    more = ["--reward", f"{reward_file}:fussy", "--reward", "exact", "--reward.timeout-s", "1", "--reward.workers", "2"]
     begin_s = monotonic()
-    assert main([*words, *more]) == 0
+    assert main([*command, *more]) == 0
     assert monotonic() - begin_s < 60.0
     text = capsys.readouterr().out
     lines = {tuple(line.split()[:2]): line for line in text.splitlines()}
@@ -308,12 +316,12 @@ def test_reward_check_shows_what_functions_give(tmp_path: Path, capsys: pytest.C
     assert lines["mine", "empty"].split()[2:5] == ["0", "0", "0"]
     assert lines["mine", "100"].endswith("timeout 3")
     assert lines["fussy", "empty"].endswith("error 3")
-    assert f"reward function reward ({mine}:3): it did not return in 1 s" in text
-    assert f"reward function fussy ({mine}:6): ZeroDivisionError: division by zero, on the response ''" in text
+    assert f"reward function reward ({reward_file}:3): it did not return in 1 s" in text
+    assert f"reward function fussy ({reward_file}:6): ZeroDivisionError: division by zero, on the response ''" in text
 
 
 @pytest.mark.parametrize(
-    ("text", "flags", "said"),
+    ("text", "flags", "message"),
     [
         ("def reward(response): return 1 / 0\n", [], "ZeroDivisionError"),
         ("def reward(response): return None\n", [], "it returned None for the first"),
@@ -324,64 +332,62 @@ def test_reward_check_shows_what_functions_give(tmp_path: Path, capsys: pytest.C
         ("def reward(response): return 1\n", ["--reward", "nothing.py"], "there is no file 'nothing.py'"),
     ],
 )
-def test_reward_check_refuses_what_a_run_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, flags: list[str], said: str
+def test_reward_check_rejects_invalid_functions_and_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, flags: list[str], message: str
 ) -> None:
-    data, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    data, reward_file = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(4)))
-    mine.write_text(text)
-    assert main(["reward", "check", "--data", str(data), "--reward", str(mine), *flags]) == 2
+    reward_file.write_text(text)
+    assert main(["reward", "check", "--data", str(data), "--reward", str(reward_file), *flags]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("flowrt: ")
-    assert said in error
+    assert message in error
     assert "\n" not in error
 
 
-def test_reward_check_shows_what_the_reward_of_a_task_file_gives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine = tmp_path / "mine.py"
+def test_reward_check_shows_the_outcomes_of_a_task_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward_file = tmp_path / "mine.py"
     text = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
-    mine.write_text(text)
-    assert main(["reward", "check", str(mine), "--limit", "3"]) == 0
+    reward_file.write_text(text)
+    assert main(["reward", "check", str(reward_file), "--limit", "3"]) == 0
     out = capsys.readouterr().out
     assert "outcomes (3 rows)" in out
     its, empty = [line.split() for line in out.splitlines() if " its answer " in line or " empty " in line]
     assert its[3:6] == ["1", "1", "1"]
     assert empty[2:5] == ["0", "0", "0"]
-    mine.write_text(text.replace("/ len(answer)", "/ len(response)"))
-    assert main(["reward", "check", str(mine), "--limit", "3"]) == 2
+    reward_file.write_text(text.replace("/ len(answer)", "/ len(response)"))
+    assert main(["reward", "check", str(reward_file), "--limit", "3"]) == 2
     found = capsys.readouterr()
     assert "error 3" in found.out
     assert "ZeroDivisionError" in found.err
-    assert f"{mine}:" in found.err
+    assert f"{reward_file}:" in found.err
     assert "Traceback" not in found.err
 
 
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "message"),
     [
         ("nothing.py", "there is no task file"),
         ("arithmetic", "has a reward of its own"),
         ("broken.py", "broken.py:1: SyntaxError"),
     ],
 )
-def test_reward_check_refuses_what_is_no_task_file(
+def test_reward_check_rejects_invalid_task_files(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     recipe: str,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text("def\n")
     assert main(["reward", "check", recipe]) == 2
     error = capsys.readouterr().err.strip()
-    assert said in error
+    assert message in error
     assert "\n" not in error
 
 
-def test_reward_check_without_its_words_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_check_rejects_missing_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reward", "chek"]) == 2
     assert "takes the word check" in capsys.readouterr().err
     assert main(["reward", "check"]) == 2

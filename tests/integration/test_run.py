@@ -1,4 +1,4 @@
-"""Whole runs that end well: what they leave behind, and what they can start from."""
+"""Complete runs: their outputs, and the models that they can start from."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ KEYS = {
     *("staleness_max", "staleness_mean", "prompts_lost", "prompts_trained_twice", "busy_fraction"),
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def parameters(path: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-# ---- what a run says and leaves behind
+# ---- outputs of a run
 
 
 def test_no_process_and_no_shared_memory_is_left(run: Any) -> None:
@@ -75,16 +75,16 @@ def test_run_prints_its_directory_and_result(run: Any) -> None:
     assert str(run.run_dir / "run.html") in run.output
 
 
-def test_configuration_loads_back(run: Any) -> None:
+def test_written_configuration_equals_the_given_one(run: Any) -> None:
     written = from_toml((run.run_dir / "config.toml").read_text())
     assert written == dataclasses.replace(parse(FIRST), run_dir=str(run.run_dir))
 
 
-def test_configuration_starts_the_same_run_again(run: Any) -> None:
+def test_run_accepts_the_written_configuration(run: Any) -> None:
     assert parse(["--config", str(run.run_dir / "config.toml")]).seed == 3
 
 
-def test_one_line_of_metrics_a_step(run: Any) -> None:
+def test_metrics_have_one_line_per_step(run: Any) -> None:
     metrics = lines(run.run_dir / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(STEPS))
     for line in metrics:
@@ -116,12 +116,12 @@ def test_summary_is_complete(summary: dict[str, Any]) -> None:
     assert summary["exit_code"] == 0
 
 
-def test_nothing_is_lost_or_trained_twice(summary: dict[str, Any]) -> None:
+def test_no_prompt_is_lost_or_trained_twice(summary: dict[str, Any]) -> None:
     assert summary["prompts_lost"] == 0
     assert summary["prompts_trained_twice"] == 0
 
 
-def test_staleness_stays_in_its_bound(run: Any, summary: dict[str, Any]) -> None:
+def test_staleness_stays_within_its_bound(run: Any, summary: dict[str, Any]) -> None:
     assert summary["staleness_bound"] == 1
     assert summary["staleness_max"] <= 1
     assert 0 <= summary["staleness_mean"] <= summary["staleness_max"]
@@ -139,7 +139,7 @@ def test_summary_agrees_with_the_metrics(run: Any, summary: dict[str, Any]) -> N
     assert summary["wall_s"] >= metrics[-1]["wall_s"]
 
 
-def test_busy_fractions_of_every_role(summary: dict[str, Any]) -> None:
+def test_summary_has_busy_fractions_of_every_role(summary: dict[str, Any]) -> None:
     busy = summary["busy_fraction"]
     assert busy.keys() >= {"rollout", "trainer", "reward", "reference"}
     assert all(0 <= share <= 1 for share in busy.values())
@@ -147,13 +147,13 @@ def test_busy_fractions_of_every_role(summary: dict[str, Any]) -> None:
     assert busy["trainer"] > 0
 
 
-def test_its_page_is_one_file_that_fetches_nothing(run: Any) -> None:
+def test_the_run_page_is_one_file_that_fetches_nothing(run: Any) -> None:
     page = (run.run_dir / "run.html").read_text()
     assert len(page) < 4 << 20
     assert not re.search(r"<(link|img|iframe)|<script src|url\(|@import", page)
-    carried = unpacked(page)
-    assert carried["api/run"]["summary"]["steps"] == STEPS
-    assert carried["api/series?from=0"]["steps"] == list(range(STEPS))
+    embedded = unpacked(page)
+    assert embedded["api/run"]["summary"]["steps"] == STEPS
+    assert embedded["api/series?from=0"]["steps"] == list(range(STEPS))
 
 
 def test_trained_model_loads_and_has_changed(run: Any) -> None:
@@ -172,7 +172,7 @@ def test_trained_model_has_its_tokenizer(run: Any) -> None:
     assert after("5+3-2=")["input_ids"] == before("5+3-2=")["input_ids"]
 
 
-def test_one_log_for_each_worker(run: Any) -> None:
+def test_each_worker_has_a_log_without_errors(run: Any) -> None:
     names = {path.stem for path in (run.run_dir / "logs").glob("*.log")}
     assert names == {"build_model", "controller", "fork_server", *WORKERS}
     for name in names:
@@ -185,19 +185,19 @@ def test_run_directory_is_private(run: Any) -> None:
     assert stat.S_IMODE(run.run_dir.stat().st_mode) == 0o700
 
 
-def test_nothing_half_written_is_left(run: Any) -> None:
+def test_no_partial_file_is_left(run: Any) -> None:
     assert not list(run.run_dir.rglob("*.part"))
     assert not list(run.run_dir.rglob("ledger.sqlite-*"))
 
 
-# ---- what a run can start from
+# ---- initial models
 
 
 @pytest.mark.long
-def test_any_model_directory_is_a_start(run: Any, launch: Callable[..., Any], tmp_path: Path) -> None:
-    """The tokenizer is the directory's own: here one with the ids of two digits exchanged.
+def test_a_run_starts_from_any_model_directory(run: Any, launch: Callable[..., Any], tmp_path: Path) -> None:
+    """The run uses the tokenizer of the directory, here with the ids of two digits exchanged.
 
-    Most problems have neither of the two, so that rewards still differ and there is something to learn from.
+    Most problems contain neither digit, so that rewards still differ.
     """
     model = tmp_path / "model"
     model.mkdir()
@@ -205,8 +205,8 @@ def test_any_model_directory_is_a_start(run: Any, launch: Callable[..., Any], tm
         (model / path.name).write_bytes(path.read_bytes())
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    turned = {"8": vocabulary["9"], "9": vocabulary["8"]}
-    vocabulary.update(turned)
+    exchanged = {"8": vocabulary["9"], "9": vocabulary["8"]}
+    vocabulary.update(exchanged)
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     second = launch("--model", str(model), "--steps", "4", *SMALL, "--rollout.workers", "1")
     assert second.wait(120.0) == 0, second.output
@@ -215,13 +215,13 @@ def test_any_model_directory_is_a_start(run: Any, launch: Callable[..., Any], tm
     assert not (second.run_dir / "model").exists()
     assert [line["step"] for line in lines(second.run_dir / "metrics.jsonl")] == [0, 1, 2, 3]
     after = AutoTokenizer.from_pretrained(second.run_dir / "final").get_vocab()
-    assert {digit: after[digit] for digit in turned} == turned
+    assert {digit: after[digit] for digit in exchanged} == exchanged
     start, end = parameters(model), parameters(second.run_dir / "final")
     assert any(not torch.equal(start[name], end[name]) for name in start)
 
 
 @pytest.mark.long
-def test_two_trainer_ranks(run: Any, launch: Callable[..., Any]) -> None:
+def test_a_run_completes_with_two_trainer_ranks(run: Any, launch: Callable[..., Any]) -> None:
     model = str(run.run_dir / "final")
     two = launch("--model", model, "--steps", "2", *SMALL, "--rollout.workers", "1", "--trainer.ranks", "2")
     assert two.wait(120.0) == 0, two.output

@@ -1,4 +1,4 @@
-"""The loop of a stage: it pulls before its commit is answered, ends with its stream, and raises what is refused."""
+"""The stage loop: it pulls before its commit is answered, ends with its stream, and raises rejections."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ WELCOME = m.Welcome(
 
 
 class ScriptedController:
-    """A controller that hears and says what a test tells it to."""
+    """A controller whose messages are received and sent by the test."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -40,8 +40,8 @@ class ScriptedController:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._peer = b""
 
-    async def hear(self) -> m.Message:
-        """The next message but for heartbeats and reports."""
+    async def receive(self) -> m.Message:
+        """The next message other than heartbeats and reports."""
         while True:
             readable = await asyncio.to_thread(self._socket.poll, int(1000 * DEADLINE_S))
             assert readable, f"no message within {DEADLINE_S:.0f} s"
@@ -63,7 +63,7 @@ async def scripted() -> AsyncIterator[tuple[ScriptedController, Session]]:
     controller = ScriptedController()
     with contextlib.closing(controller):
         joining = asyncio.create_task(api.connect(controller.address, "reward", "reward", DEADLINE_S))
-        assert isinstance(await controller.hear(), m.Hello)
+        assert isinstance(await controller.receive(), m.Hello)
         controller.send(WELCOME)
         session = await joining
         yield controller, session
@@ -71,7 +71,7 @@ async def scripted() -> AsyncIterator[tuple[ScriptedController, Session]]:
 
 
 def grant(pull: m.Message, *slots: int) -> m.Grant:
-    """The answer to a pull; without slots: there are no more."""
+    """The answer to a pull; without slots, the end of the stream."""
     assert isinstance(pull, m.Pull)
     zeros = (0,) * len(slots)
     return m.Grant(
@@ -92,38 +92,38 @@ def grant(pull: m.Message, *slots: int) -> m.Grant:
     )
 
 
-async def judge(batch: api.Batch) -> api.StageOutput:
+async def score(batch: api.Batch) -> api.StageOutput:
     return api.StageOutput(inline={"reward": [float(slot) for slot in batch.slots]})
 
 
-def heard_commit(message: m.Message, *slots: int) -> m.Commit:
+def checked_commit(message: m.Message, *slots: int) -> m.Commit:
     assert isinstance(message, m.Commit)
     assert message.slots == slots
     assert message.inline == (m.Values("reward", tuple(map(float, slots))),)
     return message
 
 
-async def test_the_next_pull_does_not_wait_for_the_answer(scripted: tuple[ScriptedController, Session]) -> None:
+async def test_the_next_pull_does_not_wait_for_the_commit_answer(scripted: tuple[ScriptedController, Session]) -> None:
     controller, session = scripted
-    working = asyncio.create_task(api.run_stage(session, "reward", 8, judge))
-    controller.send(grant(await controller.hear(), 3, 4))
-    first = heard_commit(await controller.hear(), 3, 4)
-    following = await controller.hear()  # and the commit has no answer yet
+    working = asyncio.create_task(api.run_stage(session, "reward", 8, score))
+    controller.send(grant(await controller.receive(), 3, 4))
+    first = checked_commit(await controller.receive(), 3, 4)
+    following = await controller.receive()  # the commit has no answer yet
     controller.send(m.Committed(first.request, (), ""))
     controller.send(grant(following, 5))
-    second = heard_commit(await controller.hear(), 5)
-    controller.send(grant(await controller.hear()))  # no more slots: the last commit is answered after that
+    second = checked_commit(await controller.receive(), 5)
+    controller.send(grant(await controller.receive()))  # no more slots: the last commit is answered after that
     assert not working.done()
     controller.send(m.Committed(second.request, (), ""))
     await asyncio.wait_for(working, DEADLINE_S)
 
 
-async def test_a_refused_commit_ends_the_loop(scripted: tuple[ScriptedController, Session]) -> None:
+async def test_a_rejected_commit_ends_the_loop(scripted: tuple[ScriptedController, Session]) -> None:
     controller, session = scripted
-    working = asyncio.create_task(api.run_stage(session, "reward", 8, judge))
-    controller.send(grant(await controller.hear(), 3))
-    commit = heard_commit(await controller.hear(), 3)
-    following = await controller.hear()
+    working = asyncio.create_task(api.run_stage(session, "reward", 8, score))
+    controller.send(grant(await controller.receive(), 3))
+    commit = checked_commit(await controller.receive(), 3)
+    following = await controller.receive()
     controller.send(m.Rejected(commit.request, "column 'reward' is none of this stage"))
     controller.send(grant(following, 4))
     with pytest.raises(RemoteProtocolError, match="none of this stage"):
@@ -134,17 +134,17 @@ async def test_the_end_of_the_run_ends_a_loop_with_an_open_commit(
     scripted: tuple[ScriptedController, Session], caplog: pytest.LogCaptureFixture
 ) -> None:
     controller, session = scripted
-    working = asyncio.create_task(api.run_stage(session, "reward", 8, judge))
-    controller.send(grant(await controller.hear(), 3))
-    heard_commit(await controller.hear(), 3)
-    await controller.hear()
+    working = asyncio.create_task(api.run_stage(session, "reward", 8, score))
+    controller.send(grant(await controller.receive(), 3))
+    checked_commit(await controller.receive(), 3)
+    await controller.receive()
     controller.send(m.Stop("the run is complete", 0))
     with pytest.raises(Stopped, match="complete"):
         await asyncio.wait_for(working, DEADLINE_S)
     assert "never retrieved" not in caplog.text
 
 
-async def test_a_request_that_is_given_up_before_it_ran_is_not_open() -> None:
+async def test_a_request_cancelled_before_it_runs_is_not_pending() -> None:
     sent: list[m.Message] = []
     table = RequestTable("reward", sent.append, lambda _: None, lambda _: None)
     commit = m.Commit(table.number(), "reward", (1,), (1,), (), (), ())

@@ -1,4 +1,4 @@
-"""Stored samples of real runs: rewards that fail, evaluations, tokens, runs that are killed and resumed."""
+"""Stored samples of real runs: failed rewards, evaluations, tokens, killed and resumed runs."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from flowrt.runtime.waits import pause
 from tests.integration.conftest import FLOWRT, Launch
 
 ROWS = 48
-MINE = """
+REWARD_SOURCE = """
 import time
 
 def mine(response, answer, prompt):
@@ -33,18 +33,18 @@ def mine(response, answer, prompt):
         raise ValueError("no such \\x1b[31m thing")
     return len(response) / 10
 """
-STEPS, PROMPTS, MEMBERS, EVAL = 4, 4, 4, 6
+STEPS, PROMPTS, GROUP, EVAL_PROMPTS = 4, 4, 4, 6
 CHECKPOINT_EVERY = 100
-ALL = [
-    *("--prompts-per-step", str(PROMPTS), "--group-size", str(MEMBERS), "--samples.per-step", str(PROMPTS * MEMBERS)),
+STORE_ALL = [
+    *("--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP), "--samples.per-step", str(PROMPTS * GROUP)),
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
-def samples(run_dir: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+def run_samples(run_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [str(FLOWRT), "samples", str(run_dir), *words],
+        [str(FLOWRT), "samples", str(run_dir), *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -53,8 +53,8 @@ def samples(run_dir: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def shown(run_dir: Path, *words: str) -> str:
-    done = samples(run_dir, *words)
+def samples_output(run_dir: Path, *arguments: str) -> str:
+    done = run_samples(run_dir, *arguments)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     return done.stdout
@@ -64,57 +64,42 @@ def all_rows(run_dir: Path, eval_name: str = "") -> tuple[SampleRow, ...]:
     return SampleReader(run_dir).query(SampleFilter(eval_name=eval_name), "oldest", 1_000_000).samples
 
 
-def whole(run_dir: Path) -> list[Sample]:
+def full_samples(run_dir: Path) -> list[Sample]:
     reader = SampleReader(run_dir)
     return [sample for row in all_rows(run_dir) if (sample := reader.get(row.id)) is not None]
 
 
-def lines(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
-def hostile(tmp_path: Path, untrained_model: Path) -> list[str]:
+def faulty_reward_flags(tmp_path: Path, untrained_model: Path) -> list[str]:
     """A run whose reward hangs or raises for some responses, with evaluations."""
-    data, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    data, reward_file = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "7"}) + "\n" for n in range(ROWS)))
-    mine.write_text(MINE)
+    reward_file.write_text(REWARD_SOURCE)
     return [
-        *("--recipe", "custom", "--data", str(data), "--model", str(untrained_model), "--steps", str(STEPS), *ALL),
-        *(
-            "--rollout.max-new-tokens",
-            "8",
-            "--algorithm.kl.coef",
-            "0",
-            "--rollout.workers",
-            "1",
-            "--max-staleness",
-            "0",
-        ),
-        *(
-            "--trainer.lr",
-            "1e-4",
-            "--trainer.warmup-steps",
-            "1",
-            "--data.eval-prompts",
-            str(EVAL),
-            "--eval.interval",
-            "2",
-        ),
-        *("--checkpoint.every", "0", "--reward", f"{mine}:mine", "--reward.timeout-s", "1", "--reward.workers", "4"),
+        *("--recipe", "custom", "--data", str(data), "--model", str(untrained_model), "--steps", str(STEPS)),
+        *(*STORE_ALL, "--rollout.max-new-tokens", "8", "--algorithm.kl.coef", "0", "--rollout.workers", "1"),
+        *("--max-staleness", "0", "--trainer.lr", "1e-4", "--trainer.warmup-steps", "1"),
+        *("--data.eval-prompts", str(EVAL_PROMPTS), "--eval.interval", "2", "--checkpoint.every", "0"),
+        *("--reward", f"{reward_file}:mine", "--reward.timeout-s", "1", "--reward.workers", "4"),
         *("--reward.max-failures", "1"),
     ]
 
 
-def test_texts_rewards_tokens_and_evaluations_of_a_run(launch: Callable[..., Any], hostile: list[str]) -> None:
-    run = launch(*hostile)
+def test_stored_samples_match_the_metrics_and_evaluations_of_a_run(
+    launch: Callable[..., Any], faulty_reward_flags: list[str]
+) -> None:
+    run = launch(*faulty_reward_flags)
     assert run.wait(240.0) == 0, run.output
     rows = all_rows(run.run_dir)
     by_step = defaultdict(list)
     for row in rows:
         by_step[row.step].append(row)
-    metrics = lines(run.run_dir)
-    assert {step: len(found) for step, found in by_step.items()} == dict.fromkeys(range(STEPS), PROMPTS * MEMBERS)
+    metrics = read_metrics(run.run_dir)
+    assert {step: len(found) for step, found in by_step.items()} == dict.fromkeys(range(STEPS), PROMPTS * GROUP)
     for step, found in by_step.items():
         assert fmean(row.reward or 0.0 for row in found) == pytest.approx(metrics[step]["reward"], abs=1e-5)
         failed = sum(row.reason.startswith("timeout") for row in found) / len(found)
@@ -122,53 +107,53 @@ def test_texts_rewards_tokens_and_evaluations_of_a_run(launch: Callable[..., Any
     assert all(row.prompt_text.rstrip().endswith("+1=") for row in rows)
     assert all(row.advantage is not None and row.staleness == 0 for row in rows)
     assert all(row.generate_s and row.reward_s is not None for row in rows)
-    tokens_match_the_trainers(run.run_dir, metrics)
+    assert_tokens_match_trainer_metrics(run.run_dir, metrics)
 
-    worst = shown(run.run_dir, "--worst", "2", "--tokens")
+    worst = samples_output(run.run_dir, "--worst", "2", "--tokens")
     assert worst.count("completion:") == 2
     assert "log-prob, trainer" in worst
-    assert "timeout" in shown(run.run_dir, "--reason", "timeout")
-    raised = shown(run.run_dir, "--reason", "error", "--newest", "1")
+    assert "timeout" in samples_output(run.run_dir, "--reason", "timeout")
+    raised = samples_output(run.run_dir, "--reason", "error", "--newest", "1")
     assert "ValueError: no such \\x1b[31m thing" in " ".join(raised.split())
     evaluated = all_rows(run.run_dir, ANY_EVALUATION)
     versions = [
         line["version"] for line in map(json.loads, (run.run_dir / "evaluations.jsonl").read_text().splitlines())
     ]
     assert sorted({row.step for row in evaluated}) == sorted(versions)
-    assert len(evaluated) == EVAL * len(versions)
+    assert len(evaluated) == EVAL_PROMPTS * len(versions)
     assert all(row.version_min == row.version_max == row.step and row.eval_name == "held_out" for row in evaluated)
-    assert f"held_out:{EVAL - 1}" in shown(run.run_dir, "--eval", "held_out", "--newest", "100")
+    assert f"held_out:{EVAL_PROMPTS - 1}" in samples_output(run.run_dir, "--eval", "held_out", "--newest", "100")
 
-    one = shown(run.run_dir, "--eval", "held_out", "--prompt", "held_out:2", "--step", str(max(versions)))
+    one = samples_output(run.run_dir, "--eval", "held_out", "--prompt", "held_out:2", "--step", str(max(versions)))
     assert "1 of 1 samples" in one
-    assert shown(run.run_dir, "--eval", "held_out", "--prompt", "2", "--step", str(max(versions))) == one
+    assert samples_output(run.run_dir, "--eval", "held_out", "--prompt", "2", "--step", str(max(versions))) == one
     table = run.run_dir / "table.jsonl"
-    shown(run.run_dir, "--jsonl", str(table))
+    samples_output(run.run_dir, "--jsonl", str(table))
     written = [json.loads(line) for line in table.read_text().splitlines()]
     assert [list(one) for one in written] == [["step", "prompt", "completion", "mine", "advantage"]] * len(rows)
     assert [(one["step"], one["completion"], one["advantage"]) for one in written] == [
         (row.step, row.completion, row.advantage) for row in rows
     ]
     assert stat.S_IMODE(table.stat().st_mode) == stat.S_IMODE((run.run_dir / SAMPLES).stat().st_mode) == 0o600
-    bad_input(run.run_dir)
+    assert_bad_input_is_refused(run.run_dir)
     run.assert_gone(10.0)
 
 
-def read_while_written(run_dir: Path) -> bool:
-    done = samples(run_dir, "--worst", "3")
+def is_readable(run_dir: Path) -> bool:
+    done = run_samples(run_dir, "--worst", "3")
     assert done.returncode == 0, done.stderr
     return True
 
 
-def stored_until(run_dir: Path) -> int:
-    """The last step of which a sample is stored, or -1."""
+def last_stored_step(run_dir: Path) -> int:
+    """The last step with a stored sample, or -1."""
     return max((row.step for row in all_rows(run_dir)), default=-1)
 
 
-def tokens_match_the_trainers(run_dir: Path, metrics: list[dict[str, Any]]) -> None:
-    """Means over the stored log-probabilities are the trainer's own metrics of the step, to the rounding of float16."""
+def assert_tokens_match_trainer_metrics(run_dir: Path, metrics: list[dict[str, Any]]) -> None:
+    """Means over the stored log-probabilities equal the trainer's metrics of the step, up to float16 rounding."""
     of_step: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for sample in whole(run_dir):
+    for sample in full_samples(run_dir):
         assert len(sample.ids) == len(sample.logprobs) == len(sample.trainer_logprobs) == sample.row.tokens
         of_step[sample.row.step] += zip(sample.logprobs, sample.trainer_logprobs, strict=True)
     for step, pairs in of_step.items():
@@ -177,8 +162,8 @@ def tokens_match_the_trainers(run_dir: Path, metrics: list[dict[str, Any]]) -> N
         assert k1 == pytest.approx(metrics[step]["mismatch_kl_k1"], abs=2e-3)
 
 
-def bad_input(run_dir: Path) -> None:
-    for words, sentence in (
+def assert_bad_input_is_refused(run_dir: Path) -> None:
+    for arguments, sentence in (
         (("--step", "99"), f"no sample of step 99 is stored; stored are some of steps 0 to {STEPS - 1}"),
         (("--grep", "("), "is not a regular expression"),
         (("--reason", "memory"), "no stored sample has the reason 'memory'; there is"),
@@ -189,43 +174,53 @@ def bad_input(run_dir: Path) -> None:
         (("--tokens", "--jsonl", "x"), "takes --tokens without --jsonl"),
         (("--jsonl", "/proc/none/x"), "cannot be written"),
     ):
-        done = samples(run_dir, *words)
-        assert done.returncode == 2, (words, done.stdout)
+        done = run_samples(run_dir, *arguments)
+        assert done.returncode == 2, (arguments, done.stdout)
         assert sentence in done.stderr
         assert "Traceback" not in done.stderr
 
 
 @pytest.mark.long
-def test_nothing_is_stored_or_sent_if_none_is_asked_for(launch: Callable[..., Any], hostile: list[str]) -> None:
+def test_no_samples_are_stored_with_samples_per_step_zero(
+    launch: Callable[..., Any], faulty_reward_flags: list[str]
+) -> None:
     run = launch(
-        *hostile, "--samples.per-step", "0", "--steps", "2", "--data.eval-prompts", "0", "--eval.interval", "0"
+        *faulty_reward_flags,
+        "--samples.per-step",
+        "0",
+        "--steps",
+        "2",
+        "--data.eval-prompts",
+        "0",
+        "--eval.interval",
+        "0",
     )
     assert run.wait(180.0) == 0, run.output
     assert not list(run.run_dir.glob(f"{SAMPLES}*"))
-    done = samples(run.run_dir)
+    done = run_samples(run.run_dir)
     assert done.returncode == 2
     assert "stores no samples (samples.per_step 0)" in done.stderr
 
 
-def test_a_run_that_is_read_killed_and_resumed(
+def test_samples_are_readable_during_a_run_after_sigkill_and_after_resume(
     launch: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Read while it is written, after SIGKILL, as a copy that cannot be written, and after it was resumed."""
+    """The store is read during writes, after SIGKILL, as a copy, as a truncated copy, and after a resume."""
     run = launch(
-        *("--sft.steps", "30", "--sft.answer-only-steps", "0", "--rollout.max-new-tokens", "8", *ALL),
+        *("--sft.steps", "30", "--sft.answer-only-steps", "0", "--rollout.max-new-tokens", "8", *STORE_ALL),
         *("--steps", "5000", "--checkpoint.every", str(CHECKPOINT_EVERY), "--data.eval-prompts", "8"),
     )
     run.wait_for((run.run_dir / SAMPLES).is_file, "a sample store", 120.0)
     checkpoint = run.run_dir / "checkpoints" / f"step-{CHECKPOINT_EVERY:06}"
-    run.wait_for(lambda: read_while_written(run.run_dir), "samples that can be read")
+    run.wait_for(lambda: is_readable(run.run_dir), "samples that can be read")
     run.wait_for(checkpoint.is_dir, "a checkpoint", 120.0)
-    # Some samples are stored that the checkpoint does not have, and the next checkpoint is many steps ahead.
-    run.wait_for(lambda: stored_until(run.run_dir) > CHECKPOINT_EVERY, "a sample beyond the checkpoint")
+    # The store is ahead of the checkpoint, and the next checkpoint is many steps away.
+    run.wait_for(lambda: last_stored_step(run.run_dir) > CHECKPOINT_EVERY, "a sample beyond the checkpoint")
     run.kill_all()
     before = all_rows(run.run_dir)
     assert len({row.step for row in before}) >= 4
     assert max(row.step for row in before) > CHECKPOINT_EVERY
-    assert "completion:" in shown(run.run_dir)
+    assert "completion:" in samples_output(run.run_dir)
 
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -236,33 +231,36 @@ def test_a_run_that_is_read_killed_and_resumed(
     cut.mkdir()
     data = (run.run_dir / SAMPLES).read_bytes()
     (cut / SAMPLES).write_bytes(data[: len(data) // 2])
-    done = samples(cut)
+    done = run_samples(cut)
     assert done.returncode in (0, 2)
     assert "Traceback" not in done.stderr
 
-    steps = lines(run.run_dir)[-1]["step"] + 4
+    steps = read_metrics(run.run_dir)[-1]["step"] + 4
     again = Launch(["--steps", str(steps)], tmp_path / "again", resume=run.run_dir)
     request.addfinalizer(again.close)
     assert again.wait(180.0) == 0, again.output
     rows = all_rows(run.run_dir)
     attempts = SampleReader(run.run_dir).attempts()
-    assert [life for life, _ in attempts] == [1, 2]
-    resumed = attempts[1][1]
-    assert resumed == CHECKPOINT_EVERY
+    assert [attempt for attempt, _ in attempts] == [1, 2]
+    resume_step = attempts[1][1]
+    assert resume_step == CHECKPOINT_EVERY
     assert {row.id for row in before} <= {row.id for row in rows}
-    assert all(row.rolled_back == (row.life == 1 and row.step >= resumed) for row in rows)
+    assert all(row.rolled_back == (row.life == 1 and row.step >= resume_step) for row in rows)
     valid = [row for row in rows if not row.rolled_back]
-    for step in range(resumed, steps):
-        assert len([row for row in valid if row.step == step and row.advantage is not None]) == PROMPTS * MEMBERS
-    assert "rolled back" in shown(run.run_dir, "--step", str(resumed), "--newest", "100")
+    for step in range(resume_step, steps):
+        assert len([row for row in valid if row.step == step and row.advantage is not None]) == PROMPTS * GROUP
+    assert "rolled back" in samples_output(run.run_dir, "--step", str(resume_step), "--newest", "100")
 
 
-def test_garbage_of_a_worker_is_counted_and_the_worker_stays(tmp_path: Path) -> None:
+def test_malformed_samples_are_counted_and_the_worker_stays(tmp_path: Path) -> None:
     async def scenario() -> None:
         flow = api.Dataflow((), (api.Stage("work", needs=(), makes=()),), "", "", token_columns=())
         policies = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(64), api.DelayedUpdate())
-        kept = api.Observability(samples=SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30))
-        async with api.controller(flow, api.Settings(), policies, tmp_path, observability=kept) as (server, address):
+        observability = api.Observability(samples=SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30))
+        async with api.controller(flow, api.Settings(), policies, tmp_path, observability=observability) as (
+            server,
+            address,
+        ):
             session = await api.connect(address, "reward", "reward", 10.0)
             for records in ((b"garbage",), (b"", b"s", b"t\xc1"), (bytes(200_000), bytes(200_000)), ()):
                 session.send(SampleRecords(records))

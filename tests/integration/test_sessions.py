@@ -1,4 +1,4 @@
-"""The conversation over real sockets: who is let in, what is refused, what moves beside the controller."""
+"""Sessions over real sockets: admission, refusals, and tensors that move directly between workers."""
 
 import asyncio
 import os
@@ -35,31 +35,31 @@ async def controller(tmp_path: Path) -> AsyncIterator[tuple[api.Server, str]]:
 
 
 class Stranger:
-    """A bare DEALER socket: says whatever bytes it likes."""
+    """A bare DEALER socket that sends arbitrary bytes."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
 
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
-    async def hung_up(self) -> None:
-        """Wait until the other side has ended the connection."""
-        assert await asyncio.to_thread(self._ends.poll, 5000), "still connected after 5 s"
-        self._ends.recv_multipart()
+    async def wait_disconnected(self) -> None:
+        """Wait until the server has closed the connection."""
+        assert await asyncio.to_thread(self._monitor.poll, 5000), "still connected after 5 s"
+        self._monitor.recv_multipart()
 
-    async def hear(self) -> m.Message:
+    async def receive(self) -> m.Message:
         readable = await asyncio.to_thread(self._socket.poll, 5000)
         assert readable, "no answer within 5 s"
         return decode(self._socket.recv())
 
     def close(self) -> None:
         self._socket.disable_monitor()
-        self._ends.close()
+        self._monitor.close()
         self._socket.close()
         self._context.term()
 
@@ -69,30 +69,32 @@ async def until(condition: "asyncio.Event", deadline_s: float = 5.0) -> None:
         await condition.wait()
 
 
-async def test_another_protocol_version_is_refused_with_both_numbers(controller: tuple[api.Server, str]) -> None:
-    stranger = Stranger(controller[1])
-    stranger.send(
+async def test_another_protocol_version_is_refused_with_both_version_numbers(
+    controller: tuple[api.Server, str],
+) -> None:
+    client = Stranger(controller[1])
+    client.send(
         encode(m.Hello(protocol=m.PROTOCOL + 1, worker="new", role="reward", host="host", pid=1, lanes=("gloo",)))
     )
-    answer = await stranger.hear()
-    stranger.close()
+    answer = await client.receive()
+    client.close()
     assert isinstance(answer, m.Rejected)
     assert f"speaks protocol {m.PROTOCOL + 1}, the controller {m.PROTOCOL}" in answer.reason
 
 
 async def test_only_a_source_receives_the_previous_position(controller: tuple[api.Server, str]) -> None:
-    """All of it, for a large run, is large: whoever offers nothing has no use for it."""
+    """The position of a large run is large, and only a source uses it."""
     server, address = controller
     server.ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
-    told = {}
+    positions = {}
     for role in ("source", "reward"):
         session = await api.connect(address, role, role, 5)
-        told[role] = unpack(session.welcome.position.passed)
+        positions[role] = unpack(session.welcome.position.passed)
         await session.close()
-    assert told == {"source": {0: {7}}, "reward": {}}
+    assert positions == {"source": {0: {7}}, "reward": {}}
 
 
-async def test_a_name_is_taken_once(controller: tuple[api.Server, str]) -> None:
+async def test_a_second_worker_of_the_same_name_is_refused(controller: tuple[api.Server, str]) -> None:
     first = await api.connect(controller[1], "reward", "reward", 5)
     with pytest.raises(LocalProtocolError, match="a worker named reward is here already"):
         await api.connect(controller[1], "reward", "reward", 5)
@@ -105,8 +107,8 @@ async def test_missing_controller_is_reported_after_the_deadline() -> None:
 
 
 async def test_worker_may_start_before_its_controller(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        address = f"tcp://127.0.0.1:{held.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     early = asyncio.create_task(api.connect(address, "reward", "reward", 20))
     done, _ = await asyncio.wait([early], timeout=0.5)  # long enough to have been refused a few times
     assert not done
@@ -117,15 +119,15 @@ async def test_worker_may_start_before_its_controller(tmp_path: Path) -> None:
         await session.close()
 
 
-async def test_a_signal_that_is_too_long_costs_its_sender_and_not_the_run(controller: tuple[api.Server, str]) -> None:
+async def test_an_oversized_rendezvous_key_disconnects_only_its_sender(controller: tuple[api.Server, str]) -> None:
     server, address = controller
     other, sender = await api.connect(address, "other", "reward", 5), Stranger(address)
     sender.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="sender", role="reward", host="host", pid=1, lanes=("gloo",)))
     )
-    assert isinstance(await sender.hear(), m.Welcome)
+    assert isinstance(await sender.receive(), m.Welcome)
     sender.send(encode(m.RendezvousKey("other", "lane", "key", bytes(MAX_SIGNAL_BYTES + 1))))
-    await sender.hung_up()
+    await sender.wait_disconnected()
     sender.close()
     assert server.refused_messages == 1
     assert server.ended is None
@@ -133,25 +135,25 @@ async def test_a_signal_that_is_too_long_costs_its_sender_and_not_the_run(contro
     await other.close()
 
 
-async def test_garbage_closes_the_connection_and_affects_no_other(controller: tuple[api.Server, str]) -> None:
+async def test_malformed_messages_close_only_their_own_connection(controller: tuple[api.Server, str]) -> None:
     server, address = controller
-    rubbish = [(b"",), (b"\xc1",), (b"\xc1" + os.urandom(300),), (b"two", b"frames")]
-    for frames in rubbish:
-        stranger = Stranger(address)
-        stranger.send(*frames)
-        await stranger.hung_up()
-        stranger.close()
-    stranger = Stranger(address)
+    malformed = [(b"",), (b"\xc1",), (b"\xc1" + os.urandom(300),), (b"two", b"frames")]
+    for frames in malformed:
+        client = Stranger(address)
+        client.send(*frames)
+        await client.wait_disconnected()
+        client.close()
+    client = Stranger(address)
     for message in (
         m.Heartbeat(),
         m.StepCompleted(0, ()),
         m.Hello(protocol=m.PROTOCOL, worker="late", role="reward", host="host", pid=1, lanes=("gloo",)),
     ):
-        stranger.send(encode(message))
-    answers = [await stranger.hear() for _ in range(3)]
-    assert [type(answer) for answer in answers] == [m.Stop, m.Stop, m.Welcome]  # what could be read is answered
-    stranger.close()
-    assert server.refused_messages == len(rubbish) + 2
+        client.send(encode(message))
+    answers = [await client.receive() for _ in range(3)]
+    assert [type(answer) for answer in answers] == [m.Stop, m.Stop, m.Welcome]  # readable messages are answered
+    client.close()
+    assert server.refused_messages == len(malformed) + 2
     assert server.ended is None
     worker = await api.connect(address, "reward", "reward", 5)
     assert worker.welcome.config == "seed = 1"
@@ -162,12 +164,12 @@ async def test_a_worker_that_breaks_the_protocol_is_dismissed_by_name(controller
     server, address = controller
     worker = await api.connect(address, "liar", "trainer", 5)
     worker.step_done(0, {})
-    with pytest.raises(api.Stopped, match="liar says StepCompleted, but has never pulled") as told:
+    with pytest.raises(api.Stopped, match="liar says StepCompleted, but has never pulled") as stopped:
         await worker.wait_stopped()
-    assert told.value.code == EXIT_DISMISSED
+    assert stopped.value.code == EXIT_DISMISSED
     assert server.ended is None
     await worker.close()
-    again = await api.connect(address, "liar", "trainer", 5)  # its place is free for another one
+    again = await api.connect(address, "liar", "trainer", 5)  # the name is free again
     assert server.ended is None
     await again.close()
 
@@ -179,7 +181,7 @@ async def test_pull_of_an_unknown_stage_is_refused(controller: tuple[api.Server,
     await worker.close()
 
 
-async def test_tensors_go_from_store_to_store_and_are_freed(controller: tuple[api.Server, str]) -> None:
+async def test_tensors_move_between_worker_stores_and_are_freed(controller: tuple[api.Server, str]) -> None:
     address = controller[1]
     source, rollout, reward, trainer = [await api.connect(address, n, n, 5) for n in ("s", "o", "w", "trainer")]
     prompt = torch.arange(5, dtype=torch.int32)
@@ -190,15 +192,15 @@ async def test_tensors_go_from_store_to_store_and_are_freed(controller: tuple[ap
     assert all(torch.equal(tensor, prompt) for tensor in batch.tensors["prompt"])
     spans = [(0, 3), (0, 0)]
     await rollout.commit("rollout", batch.slots, batch.leases, {"response": responses}, spans=spans)
-    judged = await reward.pull("reward", slots=8)
-    assert all(torch.equal(a, b) for a, b in zip(judged.tensors["response"], responses, strict=True))
-    await reward.commit("reward", judged.slots, judged.leases, inline={"reward": [0.5, 1.0]})
-    learned = await trainer.pull("train", slots=0, step=0)
-    assert learned.inline["reward"] == [0.5, 1.0]
-    assert all(torch.equal(a, b) for a, b in zip(learned.tensors["response"], responses, strict=True))
+    to_score = await reward.pull("reward", slots=8)
+    assert all(torch.equal(a, b) for a, b in zip(to_score.tensors["response"], responses, strict=True))
+    await reward.commit("reward", to_score.slots, to_score.leases, inline={"reward": [0.5, 1.0]})
+    to_train = await trainer.pull("train", slots=0, step=0)
+    assert to_train.inline["reward"] == [0.5, 1.0]
+    assert all(torch.equal(a, b) for a, b in zip(to_train.tensors["response"], responses, strict=True))
     assert (await trainer.pull("train", slots=0, step=0)).closed
     trainer.step_done(0, {})
-    # The answer to a later request comes after the orders to free; of the trainer's, after its word of the step.
+    # The answer to a later request follows the commands to free tensors, the trainer's also its report of the step.
     for session in (trainer, source, rollout, reward):
         with pytest.raises(RemoteProtocolError):
             await session.pull("nothing", slots=1)
@@ -210,7 +212,7 @@ async def test_tensors_go_from_store_to_store_and_are_freed(controller: tuple[ap
 async def test_weights_are_staged_whole_and_old_versions_dropped(controller: tuple[api.Server, str]) -> None:
     trainer, rollout = [await api.connect(controller[1], name, name, 5) for name in ("t", "o")]
     rollout.params.applied("policy", 0)
-    with pytest.raises(RemoteProtocolError):  # an answer: the controller has heard of version 0 here
+    with pytest.raises(RemoteProtocolError):  # an answer: the controller has received the report of version 0
         await rollout.pull("nothing", slots=1)
     for version in (1, 2):
         await trainer.params.publish("policy", api.Snapshot.take(version, {"w": torch.full((1000,), float(version))}))

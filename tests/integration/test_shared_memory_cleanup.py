@@ -1,4 +1,4 @@
-"""Shared memory of a program that was killed is removed; what another one has mapped stays."""
+"""Shared memory of a killed program is removed, unless another program has mapped it."""
 
 import os
 import signal
@@ -16,37 +16,37 @@ PROGRAM = """
 import multiprocessing, sys
 from multiprocessing.shared_memory import SharedMemory
 lock = multiprocessing.get_context("spawn").Semaphore()
-memory = SharedMemory(sys.argv[1], create=sys.argv[2] == "make", size=4096)
+memory = SharedMemory(sys.argv[1], create=sys.argv[2] == "create", size=4096)
 print("ready", flush=True)
 sys.stdin.read()
 """
 
-pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system names no shared memory in files")
+pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 
 
 @contextmanager
-def program(name: str, how: str) -> Iterator[subprocess.Popen[str]]:
-    words = [sys.executable, "-c", PROGRAM, name, how]
+def program(name: str, mode: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROGRAM, name, mode]
     with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as one:
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
-            assert one.stdout is not None
-            assert one.stdout.readline() == "ready\n"
-            yield one
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
         finally:
-            os.killpg(one.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_shared_memory_names_of_a_killed_program_are_removed_unless_mapped_elsewhere() -> None:
+def test_shared_memory_of_a_killed_program_is_removed_unless_mapped_elsewhere() -> None:
     name = f"flowrt-test-{os.getpid()}"
-    with program(name, "make") as owner:
+    with program(name, "create") as owner:
         owned = server_process.mapped_names(owner.pid)
     paths = {path for path, _ in owned}
-    assert len(paths) == 2, "the memory, and the semaphore under the name that it has in the end"
+    assert len(paths) == 2, "the memory, and the semaphore under its final name"
     assert Path("/dev/shm", name) in paths
     assert all(path.exists() for path in paths)
-    with program(name, "take") as other:
+    with program(name, "attach") as other:
         others = server_process.mapped_names(other.pid)
         server_process.remove_unused(owned)
         assert [path for path in paths if path.exists()] == [Path("/dev/shm", name)]

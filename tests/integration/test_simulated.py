@@ -1,4 +1,4 @@
-"""The ablation's simulated run, small: real processes over the real wire lose nothing, and overlapping pays."""
+"""A small simulated run of bench/ablation.py with real processes: no prompt is lost, and overlapping is faster."""
 
 import json
 import subprocess
@@ -10,27 +10,27 @@ import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
 STEPS, SAMPLES = 4, 256
-LEAST_STEPS = 3  # of modes in which nothing overlaps from step to step
+LEAST_STEPS = 3  # in modes without overlap between steps
 BOUNDS = {"sync": 0, "streaming": 0, "tail": 1}
 
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """What the bench writes after one round of three modes."""
+    """The metrics of one round of three modes."""
     path = tmp_path_factory.mktemp("ablation") / "out.json"
     command = [sys.executable, str(BENCH / "ablation.py"), "--workloads", "paper", "--modes", *BOUNDS]
     command += ["--rounds", "1", "--steps", str(STEPS), "--real-s", "0.006", "--json", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stderr, ended.stderr
-    assert "never retrieved" not in ended.stderr, ended.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "Traceback" not in completed.stderr, completed.stderr
+    assert "never retrieved" not in completed.stderr, completed.stderr
     found: dict[str, float] = json.loads(path.read_text())["metrics"]
     return found
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", BOUNDS)
-def test_a_simulated_run_loses_nothing_and_keeps_the_bound(metrics: dict[str, float], mode: str) -> None:
+def test_a_simulated_run_loses_no_prompt_and_keeps_the_staleness_bound(metrics: dict[str, float], mode: str) -> None:
     steps = LEAST_STEPS if BOUNDS[mode] == 0 else STEPS
     assert metrics[f"samples_{mode}_paper"] == steps * SAMPLES
     assert metrics[f"prompts_lost_{mode}_paper"] == metrics[f"prompts_trained_twice_{mode}_paper"] == 0
@@ -46,13 +46,13 @@ def test_overlapping_tasks_is_faster_than_barriers_and_asynchrony_faster_still(m
 
 
 @pytest.mark.long
-def test_no_mode_beats_its_theory(metrics: dict[str, float]) -> None:
+def test_no_mode_is_faster_than_its_theoretical_step_time(metrics: dict[str, float]) -> None:
     for mode in BOUNDS:
         assert metrics[f"step_s_{mode}_paper"] > 0.97 * metrics[f"theory_step_s_{mode}_paper"]
 
 
 @pytest.mark.long
-def test_every_second_is_accounted_for(metrics: dict[str, float]) -> None:
+def test_busy_and_lost_fractions_add_up_to_one(metrics: dict[str, float]) -> None:
     for mode in BOUNDS:
         for role in ("rollout", "reference", "reward", "trainer"):
             lost = [metrics[f"lost_{loss}_{role}_{mode}_paper"] for loss in ("samples", "weights", "gate", "update")]
@@ -67,7 +67,7 @@ def test_idle_time_is_attributed_to_its_causes(monkeypatch: pytest.MonkeyPatch) 
     assert _gaps([(1.0, 2.0), (1.5, 3.0)], 0.0, 4.0) == [(0.0, 1.0), (3.0, 4.0)]
     assert _both([(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0)]) == [(1.0, 2.0), (3.0, 4.0)]
     spans: list[tuple[str, float, float]] = [("generate", 0.0, 1.0), ("swap", 4.0, 5.0), ("generate", 5.0, 6.0)]
-    # The optimiser step ended at 3: until then the gate was shut, then the weights were on their way.
+    # The optimiser step ended at 3: until then the gate was closed, after it weights were in transfer.
     idle: Any = [(1.0, 4.0), (6.0, 6.001), (7.0, 9.0)]
     gate, weights = _of_rollout(spans, idle, steps=[3.0])
     assert gate == [(1.0, 3.0), (7.0, 9.0)]

@@ -17,22 +17,22 @@ def test_one_epoch_trains_every_prompt_once_and_ends(launch: Callable[..., Any],
     data = tmp_path / "rows.jsonl"
     rows = [{"question": f"What is {n} plus 1?", "answer": f"One more.\n#### {n + 1}"} for n in range(ROWS)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launched = launch(
+    run = launch(
         *("--recipe", "gsm8k", "--data", str(data), "--data.epochs", "1", "--data.eval-prompts", str(HELD_OUT)),
         *("--steps", "100", "--prompts-per-step", str(PER_STEP), "--group-size", "2", "--algorithm.kl.coef", "0"),
         *("--sft.steps", "4", "--rollout.max-new-tokens", "12", "--build.vocab-size", "280"),
     )
-    assert launched.wait(120.0) == 0, launched.output
-    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert run.wait(120.0) == 0, run.output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
     assert summary["steps"] == 3
     assert summary["samples"] == 2 * (ROWS - HELD_OUT)
     assert summary["prompts"] == {"trained": ROWS - HELD_OUT}
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
-    with sqlite3.connect(launched.run_dir / "ledger.sqlite") as ledger:
+    with sqlite3.connect(run.run_dir / "ledger.sqlite") as ledger:
         trained = ledger.execute("SELECT prompt FROM events WHERE state = 'trained' ORDER BY prompt").fetchall()
     assert [prompt for (prompt,) in trained] == list(range(ROWS - HELD_OUT))
-    groups = [json.loads(line)["groups"] for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
+    groups = [json.loads(line)["groups"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert groups == [8, 8, 2]
-    # Without a KL coefficient there is nothing to refer to.
-    assert not (launched.run_dir / "logs" / "reference.log").exists()
+    # Without a KL coefficient there is no reference worker.
+    assert not (run.run_dir / "logs" / "reference.log").exists()
     assert "reference" not in summary["busy_fraction"]

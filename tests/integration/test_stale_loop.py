@@ -1,4 +1,4 @@
-"""The loop of the rows `staleness` and `retention`: which version generates, and what training makes of it."""
+"""The loop of the rows `staleness` and `retention`: the generating version and its effect on training."""
 
 import math
 from pathlib import Path
@@ -17,23 +17,23 @@ SMALL = ("--prompts-per-step", "4", "--group-size", "8", "--trainer.lr", "0.01",
     ("lag", "refresh", "versions"),
     [(0, 1, [0, 1, 2, 3, 4, 5]), (2, 1, [0, 0, 0, 1, 2, 3]), (0, 4, [0, 0, 0, 0, 4, 4])],
 )
-def test_the_version_that_generates(lag: int, refresh: int, versions: list[int]) -> None:
+def test_the_generating_version_follows_lag_and_refresh(lag: int, refresh: int, versions: list[int]) -> None:
     run = StaleRun((), 0, 6, lag, refresh)
     assert [run.generating_version(step) for step in range(6)] == versions
 
 
-def test_a_run_repeats_and_staleness_changes_it(taught_model: Path) -> None:
+def test_a_run_is_reproducible_and_staleness_changes_its_rewards(sft_model: Path) -> None:
     torch.set_num_threads(1)
-    fresh, again, stale = (train(StaleRun(SMALL, 0, 4, lag), str(taught_model)) for lag in (0, 0, 3))
+    fresh, again, stale = (train(StaleRun(SMALL, 0, 4, lag), str(sft_model)) for lag in (0, 0, 3))
     assert fresh == again
     assert fresh.before == stale.before
     assert fresh.rewards[0] == stale.rewards[0]
     assert fresh.rewards[1:] != stale.rewards[1:]
 
 
-def test_a_version_that_was_forgotten_cannot_generate(taught_model: Path, tmp_path: Path) -> None:
+def test_a_discarded_version_cannot_generate(sft_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    loop = StaleLoop(parse(["--model", str(taught_model), "--run-dir", str(tmp_path), *SMALL]))
+    loop = StaleLoop(parse(["--model", str(sft_model), "--run-dir", str(tmp_path), *SMALL]))
     loop.train_step(0, 0)
     loop.train_step(1, 1)
     loop.forget_before(2)

@@ -1,4 +1,4 @@
-"""Runs in which somebody hangs or is stopped for good: they end soon, say who waited for whom, and leave nothing."""
+"""Runs with a hung, stopped or missing process: they end in time, report the wait graph, and leave no process."""
 
 import dataclasses
 import json
@@ -24,8 +24,8 @@ SMALL = [
 ]
 STALL_S = 8
 STARTED_S = 12
-"""Within this the first worker is in, and the next."""
-NOTICED_S = 5.0
+"""Longest time until the first worker joins, and until the next one does."""
+DETECTED_S = 5.0
 WITHIN_S = 25.0
 
 
@@ -39,8 +39,8 @@ def status(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-class Lonely:
-    """A controller and a source, started by hand; whoever should have started the other workers did not."""
+class IncompleteRun:
+    """A controller and a source, started by hand, without the other workers."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         base = defaults("arithmetic")
@@ -86,44 +86,44 @@ class Lonely:
 
 
 @pytest.fixture(scope="module")
-def lonely(untrained_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lonely]:
-    run = Lonely(untrained_model, tmp_path_factory.mktemp("lonely"))
+def incomplete_run(untrained_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[IncompleteRun]:
+    run = IncompleteRun(untrained_model, tmp_path_factory.mktemp("incomplete"))
     yield run
     run.close()
 
 
 @pytest.mark.slow
-def test_status_names_waiting_workers_and_the_deadlock(lonely: Lonely) -> None:
-    """Workers that never come up (all devices idle, no error, no log): the status says what is missing."""
-    address = lonely.run_dir / "address"
+def test_status_names_waiting_workers_and_the_deadlock(incomplete_run: IncompleteRun) -> None:
+    """Workers never start (all devices idle, no error, no log): the status names what is missing."""
+    address = incomplete_run.run_dir / "address"
     assert stat.S_IMODE(address.stat().st_mode) == 0o600
 
     def waits() -> Any:
-        looked = status("--controller", address.read_text().strip(), "--json")
-        assert looked.returncode == 0, looked.stderr
-        return json.loads(looked.stdout)["graph"]["waits"]
+        result = status("--controller", address.read_text().strip(), "--json")
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)["graph"]["waits"]
 
-    lonely.wait_for(waits)
+    incomplete_run.wait_for(waits)
     [first, *_] = waits()
     assert (first["who"], first["unsatisfiable"]) == ("source", True)
-    table = status(str(lonely.run_dir))
+    table = status(str(incomplete_run.run_dir))
     assert table.returncode == 0, table.stderr
-    words = " ".join(table.stdout.split())
-    assert "source waits for admission: 8 groups live" in words
-    assert "no worker can satisfy this" in words
+    text = " ".join(table.stdout.split())
+    assert "source waits for admission: 8 groups live" in text
+    assert "no worker can satisfy this" in text
 
 
 @pytest.mark.slow
-def test_a_stalled_run_ends_with_its_graph_and_code_3(lonely: Lonely) -> None:
+def test_a_run_with_missing_workers_ends_with_its_wait_graph_and_code_3(incomplete_run: IncompleteRun) -> None:
     """A run without progress ends after no_progress_timeout_s instead of being monitored for hours."""
-    assert lonely.controller.wait(STALL_S + 60.0) == 3, lonely.log
-    assert lonely.source.wait(WITHIN_S) == 0
-    assert f"no worker of these roles has joined within {STALL_S} s: rollout, " in lonely.log
-    assert "stalled: source waits" in lonely.log
-    assert "no worker can satisfy this" in lonely.log
-    assert "Traceback" not in lonely.log
-    # Whoever asks afterwards is told how it ended.
-    after = status(str(lonely.run_dir))
+    assert incomplete_run.controller.wait(STALL_S + 60.0) == 3, incomplete_run.log
+    assert incomplete_run.source.wait(WITHIN_S) == 0
+    assert f"no worker of these roles has joined within {STALL_S} s: rollout, " in incomplete_run.log
+    assert "stalled: source waits" in incomplete_run.log
+    assert "no worker can satisfy this" in incomplete_run.log
+    assert "Traceback" not in incomplete_run.log
+    # A later status command reports how the run ended.
+    after = status(str(incomplete_run.run_dir))
     assert after.returncode == 1
     assert "has ended with exit code 3: no worker of these roles has joined" in after.stderr
     assert "Traceback" not in after.stderr
@@ -131,15 +131,17 @@ def test_a_stalled_run_ends_with_its_graph_and_code_3(lonely: Lonely) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_stopped_worker_is_noticed_in_5_s_and_replaced(launch: Callable[..., Any], untrained_model: Path) -> None:
-    """A process that is stopped for good holds nobody up: it is noticed by its silence, killed, and started anew."""
+def test_a_stopped_worker_is_detected_within_5_s_and_replaced(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    """A stopped process is detected by its missing answers, killed and replaced."""
     run = launch("--model", str(untrained_model), "--supervisor.hung-process-timeout-s", "1.0", *SMALL)
     run.wait_for_training()
     [rollout] = run.find("flowrt.roles.rollout")
     run.signal(signal.SIGSTOP, rollout)
     stopped_s = time.monotonic()
     run.wait_for(lambda: "does not answer although its host does" in run.log("controller"), "notice")
-    assert time.monotonic() - stopped_s < NOTICED_S + 0.5
+    assert time.monotonic() - stopped_s < DETECTED_S + 0.5
     run.wait_for(lambda: "rollout-0 left the run, but its process is alive: killing it" in run.words, "its end")
     run.wait_for(lambda: run.log("controller").count(" rollout-0 joined") == 2, "its replacement")
     steps = len((run.run_dir / "metrics.jsonl").read_text().splitlines())
@@ -151,11 +153,13 @@ def test_a_stopped_worker_is_noticed_in_5_s_and_replaced(launch: Callable[..., A
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_run_that_stalls_ends_with_its_graph_and_code_3(launch: Callable[..., Any], untrained_model: Path) -> None:
-    """Its only rollout worker is stopped for good, and is not replaced: the command says who waited for whom."""
+def test_a_run_with_a_stopped_worker_ends_with_its_wait_graph_and_code_3(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    """The only rollout worker is stopped and not replaced: the command reports the wait graph."""
     stall = ("--controller.no-progress-timeout-s", str(STARTED_S))
-    patient = ("--supervisor.hung-process-timeout-s", "1000", "--supervisor.role-vacancy-timeout-s", "1000", *stall)
-    run = launch("--model", str(untrained_model), *patient, *SMALL)
+    timeouts = ("--supervisor.hung-process-timeout-s", "1000", "--supervisor.role-vacancy-timeout-s", "1000", *stall)
+    run = launch("--model", str(untrained_model), *timeouts, *SMALL)
     run.wait_for_training()
     [rollout] = run.find("flowrt.roles.rollout")
     run.signal(signal.SIGSTOP, rollout)
@@ -184,8 +188,8 @@ def test_hung_model_preparation_ends_the_run(launch: Callable[..., Any]) -> None
 @pytest.mark.long
 @pytest.mark.slow
 def test_worker_that_never_joins_is_replaced(launch: Callable[..., Any], untrained_model: Path) -> None:
-    """Stopped before it could say hello: the controller knows nothing of it."""
-    slow_to_come = (
+    """The worker is stopped before its hello, so that the controller does not know it."""
+    join_flags = (
         "--launch.use-fork-server",
         "False",
         "--controller.connect-timeout-s",
@@ -193,7 +197,7 @@ def test_worker_that_never_joins_is_replaced(launch: Callable[..., Any], untrain
         "--supervisor.hung-process-timeout-s",
         "1",
     )
-    run = launch("--model", str(untrained_model), "--steps", "3", "--data.eval-prompts", "0", *slow_to_come)
+    run = launch("--model", str(untrained_model), "--steps", "3", "--data.eval-prompts", "0", *join_flags)
     run.wait_for(lambda: run.find("flowrt.roles.reward"), "reward worker")
     [reward] = run.find("flowrt.roles.reward")
     run.signal(signal.SIGSTOP, reward)

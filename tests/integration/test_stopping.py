@@ -1,4 +1,4 @@
-"""However a run ends, all of it ends: soon, with the right exit code, and saying why."""
+"""Interrupted, killed and failed runs: every process ends in time, with the right exit code and a reason."""
 
 import shutil
 import signal
@@ -26,12 +26,12 @@ ENDLESS = [
         "0",
     ),
 ]
-"""As few processes as a run can have: each takes seconds to start here. None is started a second time."""
+"""The fewest processes that a run can have, since each takes seconds to start. None is restarted."""
 
 
 @pytest.fixture
 def training(launch: Start, untrained_model: Path) -> Launch:
-    """A run that has trained at least one step and would go on for hours."""
+    """A run that has trained at least one step and would continue for hours."""
     run = launch("--model", str(untrained_model), *ENDLESS)
     run.wait_for_training()
     return run
@@ -58,13 +58,13 @@ def assert_failed(run: Launch, *reasons: str) -> None:
     assert "Traceback" not in run.output
 
 
-# ---- asked to stop
+# ---- interrupted
 
 
 @pytest.mark.slow
-def test_interrupt_in_the_warm_start(launch: Start) -> None:
+def test_interrupt_during_sft_ends_the_run(launch: Start) -> None:
     run = launch(*ENDLESS, "--sft.steps", "100000", "--sft.stop-reward", "2")
-    # Torch is loaded only by what builds the model; then it is at work.
+    # Only the process that builds the model loads torch: it is at work by then.
     run.wait_for(lambda: [p for p in run.find("flowrt.launcher.build_model") if has_torch(p)], "preparation")
     run.signal(signal.SIGINT)
     assert_interrupted(run)
@@ -78,7 +78,7 @@ def has_torch(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_nothing_more_is_started_after_an_interrupt(launch: Start) -> None:
+def test_no_process_is_started_after_an_interrupt(launch: Start) -> None:
     run = launch(*ENDLESS, "--sft.steps", "0", "--sft.answer-only-steps", "0")
     run.wait_for(lambda: run.find("flowrt.launcher.build_model"), "preparation")
     run.signal(signal.SIGINT)
@@ -88,7 +88,7 @@ def test_nothing_more_is_started_after_an_interrupt(launch: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["launcher.controller_main", "roles.source"])
-def test_interrupt_while_processes_start(launch: Start, untrained_model: Path, module: str) -> None:
+def test_interrupt_during_startup_ends_the_run(launch: Start, untrained_model: Path, module: str) -> None:
     run = launch("--model", str(untrained_model), *ENDLESS)
     run.wait_for(lambda: run.find(f"flowrt.{module}"), module)
     run.signal(signal.SIGINT)
@@ -97,10 +97,10 @@ def test_interrupt_while_processes_start(launch: Start, untrained_model: Path, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_interrupt_while_training(training: Launch, number: signal.Signals) -> None:
+def test_interrupt_during_training_ends_the_run(training: Launch, number: signal.Signals) -> None:
     training.signal(number)
     assert_interrupted(training)
-    # The run is closed in order: its numbers are there, and no prompt is lost.
+    # The run is closed in order: it has its summary, and no prompt is lost.
     assert "prompts lost, trained twice │ 0, 0" in training.words
     assert (training.run_dir / "summary.json").is_file()
 
@@ -117,7 +117,7 @@ def test_interrupt_while_training(training: Launch, number: signal.Signals) -> N
         pytest.param("roles.source", "source", marks=pytest.mark.long),
     ],
 )
-def test_killed_worker_ends_the_run_with_its_name(training: Launch, module: str, name: str) -> None:
+def test_killed_worker_ends_the_run_and_is_named(training: Launch, module: str, name: str) -> None:
     training.signal(signal.SIGKILL, role(training, module))
     assert_failed(training, f"{name} was killed by SIGKILL", f"{name}.log")
 
@@ -129,13 +129,13 @@ def test_killed_controller_ends_the_run(training: Launch) -> None:
 
 
 @pytest.mark.slow
-def test_killed_launcher_takes_everything_along(training: Launch) -> None:
+def test_killed_launcher_ends_every_process_of_the_run(training: Launch) -> None:
     training.signal(signal.SIGKILL)
     assert training.wait(WITHIN_S) == -signal.SIGKILL
     training.assert_gone(WITHIN_S)
 
 
-# ---- several trainer ranks: torchrun gives each a session of its own
+# ---- several trainer ranks: torchrun starts each in its own process session
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def training_on_two_ranks(launch: Start, untrained_model: Path) -> Launch:
     return run
 
 
-def heard_from_outside(process: psutil.Process) -> list[str]:
+def externally_reachable(process: psutil.Process) -> list[str]:
     """The addresses at which a process listens and other hosts may reach it."""
     listening = [one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     return [address for address in listening if not is_loopback(address)]
@@ -158,7 +158,7 @@ def heard_from_outside(process: psutil.Process) -> list[str]:
 def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks: Launch, number: signal.Signals) -> None:
     run = training_on_two_ranks
     assert len(run.find("flowrt.ranks.torchrun")) == 1
-    assert [heard for process in run.processes() for heard in heard_from_outside(process)] == []
+    assert [address for process in run.processes() for address in externally_reachable(process)] == []
     run.signal(number)
     assert run.wait(WITHIN_S) == (130 if number == signal.SIGINT else -number)
     run.assert_gone(WITHIN_S)
@@ -166,7 +166,7 @@ def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks: Launch, numb
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_trainer_ranks_that_still_start_end_with_the_killed_launcher(launch: Start, untrained_model: Path) -> None:
+def test_starting_trainer_ranks_end_with_a_killed_launcher(launch: Start, untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *ENDLESS, "--trainer.ranks", "2")
     run.wait_for(lambda: len(run.find("flowrt.roles.trainer")) == 2, "two ranks")
     run.signal(signal.SIGKILL)
@@ -179,7 +179,7 @@ def test_trainer_ranks_that_still_start_end_with_the_killed_launcher(launch: Sta
 
 @pytest.fixture
 def own_model(untrained_model: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test may modify."""
     return Path(shutil.copytree(untrained_model, tmp_path / "model"))
 
 
@@ -192,7 +192,7 @@ def assert_refused(run: Launch, *reasons: str) -> None:
 
 
 @pytest.mark.slow
-def test_tokenizer_without_an_end_token(launch: Start, own_model: Path) -> None:
+def test_tokenizer_without_an_end_token_is_refused(launch: Start, own_model: Path) -> None:
     path = own_model / "tokenizer_config.json"
     text = path.read_text()
     assert '"eos_token"' in text
@@ -202,7 +202,7 @@ def test_tokenizer_without_an_end_token(launch: Start, own_model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_truncated_weights(launch: Start, own_model: Path) -> None:
+def test_truncated_weights_are_refused(launch: Start, own_model: Path) -> None:
     path = own_model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     run = launch("--model", str(own_model), *ENDLESS)

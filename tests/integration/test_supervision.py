@@ -1,4 +1,4 @@
-"""Workers of a run that die are replaced: nothing is lost, nothing is trained twice, and not for ever."""
+"""Killed workers are replaced up to a limit: no prompt is lost or trained twice."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 STEPS, PROMPTS = 30, 4
 SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "4"),
@@ -26,80 +26,80 @@ def role(run: Any, name: str) -> psutil.Process:
     return process
 
 
-def steps_of(run: Any) -> int:
+def completed_steps(run: Any) -> int:
     path = run.run_dir / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
 @pytest.fixture(scope="module")
-def bereaved(launch: Callable[..., Any], untrained_model: Path) -> Any:
-    """A run whose rollout worker, reward worker, source and controller were killed one by one, and that has ended."""
+def restarted_run(launch: Callable[..., Any], untrained_model: Path) -> Any:
+    """A completed run whose rollout worker, reward worker, source and controller were killed one by one."""
     run = launch("--model", str(untrained_model), *SMALL)
-    for victim in ("roles.rollout", "roles.reward", "roles.source", "launcher.controller_main"):
-        step = steps_of(run)
-        run.wait_for(lambda: steps_of(run) > step + 2, f"two more steps before {victim} is killed")  # noqa: B023
-        [gone] = run.find(f"flowrt.{victim}")
-        run.signal(signal.SIGKILL, gone)
-        run.wait_for(lambda: {p.pid for p in run.find(f"flowrt.{victim}")} - {gone.pid}, "its replacement")  # noqa: B023
+    for module in ("roles.rollout", "roles.reward", "roles.source", "launcher.controller_main"):
+        step = completed_steps(run)
+        run.wait_for(lambda: completed_steps(run) > step + 2, f"two more steps before {module} is killed")  # noqa: B023
+        [killed] = run.find(f"flowrt.{module}")
+        run.signal(signal.SIGKILL, killed)
+        run.wait_for(lambda: {p.pid for p in run.find(f"flowrt.{module}")} - {killed.pid}, "its replacement")  # noqa: B023
     assert run.wait(120.0) == 0, run.output
     run.assert_gone(10.0)
     return run
 
 
-def test_run_continues_without_loss(bereaved: Any) -> None:
-    summary = json.loads((bereaved.run_dir / "summary.json").read_text())
+def test_a_run_whose_processes_were_killed_loses_no_prompt(restarted_run: Any) -> None:
+    summary = json.loads((restarted_run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)
-    assert summary["resumed_from"] == 0, "a controller that comes back resumes nothing"
+    assert summary["resumed_from"] == 0, "a restarted controller does not resume from a checkpoint"
     for name in ("rollout-0", "reward", "source"):
-        assert f"{name} was killed by SIGKILL: restarting in" in bereaved.words
-        # At the start, as a replacement, and when the controller is back.
-        assert bereaved.log("controller").count(f" {name} joined") == 3
+        assert f"{name} was killed by SIGKILL: restarting in" in restarted_run.words
+        # At the start, as a replacement, and after the restart of the controller.
+        assert restarted_run.log("controller").count(f" {name} joined") == 3
 
 
-def test_workers_reconnect_to_a_restarted_controller_within_ten_seconds(bereaved: Any) -> None:
-    lines = bereaved.log("controller").splitlines()
-    back = max(number for number, line in enumerate(lines) if " listening on " in line)
-    began, *joined = [moment(line) for line in lines[back:] if " listening on " in line or " joined (" in line]
+def test_workers_reconnect_to_a_restarted_controller_within_ten_seconds(restarted_run: Any) -> None:
+    lines = restarted_run.log("controller").splitlines()
+    restart_line = max(number for number, line in enumerate(lines) if " listening on " in line)
+    listening_at, *joined = [
+        timestamp(line) for line in lines[restart_line:] if " listening on " in line or " joined (" in line
+    ]
     assert len(joined) >= 4
-    assert max(joined) - began < timedelta(seconds=10)
+    assert max(joined) - listening_at < timedelta(seconds=10)
 
 
-def moment(line: str) -> datetime:
+def timestamp(line: str) -> datetime:
     return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f")
 
 
-def test_a_controller_that_is_killed_before_it_listens_is_started_again(
-    launch: Callable[..., Any], untrained_model: Path
-) -> None:
+def test_a_controller_killed_before_it_listens_is_restarted(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "2")
     run.wait_for(lambda: run.find("flowrt.launcher.controller_main"), "a controller")
     [controller] = run.find("flowrt.launcher.controller_main")
-    run.signal(signal.SIGKILL, controller)  # as soon as there is one: it takes half a second to import what it needs
+    run.signal(signal.SIGKILL, controller)  # at once: its imports take half a second
     assert run.wait(120.0) == 0, run.output
-    assert steps_of(run) == 2
+    assert completed_steps(run) == 2
 
 
-def test_a_new_source_offers_nothing_that_was_offered(bereaved: Any) -> None:
-    with sqlite3.connect(bereaved.run_dir / "ledger.sqlite") as ledger:
-        life = ledger.execute("SELECT epoch, prompt, state, reason FROM events ORDER BY id").fetchall()
+def test_a_replacement_source_offers_no_prompt_again(restarted_run: Any) -> None:
+    with sqlite3.connect(restarted_run.run_dir / "ledger.sqlite") as ledger:
+        history = ledger.execute("SELECT epoch, prompt, state, reason FROM events ORDER BY id").fetchall()
     ledger.close()
     opened: Counter[tuple[int, int]] = Counter()
-    for epoch, prompt, state, reason in life:
+    for epoch, prompt, state, reason in history:
         if state == "in_flight" and not reason:
             opened[epoch, prompt] += 1
-            assert opened[epoch, prompt] == 1, f"prompt {prompt} was opened while it was under way or done"
+            assert opened[epoch, prompt] == 1, f"prompt {prompt} was opened while it was in flight or done"
         elif state == "unread":
             assert reason == "its source left"
             opened[epoch, prompt] -= 1
-    trained = Counter((epoch, prompt) for epoch, prompt, state, _ in life if state == "trained")
+    trained = Counter((epoch, prompt) for epoch, prompt, state, _ in history if state == "trained")
     assert (len(trained), set(trained.values())) == (STEPS * PROMPTS, {1})
 
 
-def test_a_new_rollout_worker_makes_no_token_with_the_start_weights(bereaved: Any) -> None:
-    lines = [json.loads(line) for line in (bereaved.run_dir / "metrics.jsonl").read_text().splitlines()]
+def test_a_replacement_rollout_worker_does_not_use_the_initial_weights(restarted_run: Any) -> None:
+    lines = [json.loads(line) for line in (restarted_run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert max(line["staleness_max"] for line in lines) <= 1
-    summary = json.loads((bereaved.run_dir / "summary.json").read_text())
-    assert "over-age" not in summary["dropped"], "something was made with weights that were too old"
+    summary = json.loads((restarted_run.run_dir / "summary.json").read_text())
+    assert "over-age" not in summary["dropped"], "a sample was generated with weights that were too old"
 
 
 def test_worker_that_keeps_failing_ends_the_run_with_its_error(

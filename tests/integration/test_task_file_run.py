@@ -1,4 +1,4 @@
-"""Whole runs of a task in a file: equal to a built-in one bit for bit, resumed, evaluated, read without the file."""
+"""Runs of a task file: bit-identical to the built-in task, resumed, evaluated, and read without the file."""
 
 import json
 import shutil
@@ -37,10 +37,10 @@ def read_metrics(run: Any) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def said(directory: Path, *words: str) -> str:
-    """What a command prints, in a directory that is not that of the file."""
+def stdout_of(directory: Path, *arguments: str) -> str:
+    """The output of a flowrt command that runs in this directory."""
     ended = subprocess.run(
-        [str(FLOWRT), *words], cwd=directory, capture_output=True, text=True, timeout=WITHIN_S, check=False
+        [str(FLOWRT), *arguments], cwd=directory, capture_output=True, text=True, timeout=WITHIN_S, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -48,7 +48,7 @@ def said(directory: Path, *words: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_copy_of_a_built_in_task_gives_the_same_run_bit_for_bit(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_copy_of_a_built_in_task_gives_a_bit_identical_run(launch: Callable[..., Any], tmp_path: Path) -> None:
     copy = tmp_path / "mine.py"
     shutil.copy(str(arithmetic.__file__), copy)
     runs = []
@@ -56,29 +56,29 @@ def test_a_copy_of_a_built_in_task_gives_the_same_run_bit_for_bit(launch: Callab
         runs.append(launch("--recipe", recipe, *SMALL, *SYNCHRONOUS))
         assert runs[-1].wait(WITHIN_S) == 0, runs[-1].output
     own, built_in = runs
-    mine, usual = weights(own), weights(built_in)
-    assert mine.keys() == usual.keys()
-    assert all(torch.equal(mine[name], usual[name]) for name in usual)
+    own_weights, expected_weights = weights(own), weights(built_in)
+    assert own_weights.keys() == expected_weights.keys()
+    assert all(torch.equal(own_weights[name], expected_weights[name]) for name in expected_weights)
     assert rewards(own) == rewards(built_in)
     start = load_file(own.run_dir / "model" / "model.safetensors")
-    assert not all(torch.equal(mine[name], start[name]) for name in usual), "it was trained"
+    assert not all(torch.equal(own_weights[name], start[name]) for name in expected_weights), "the weights were trained"
 
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_reward_that_raises_and_hangs_costs_its_own_samples(
+def test_reward_errors_and_timeouts_of_a_task_file_are_counted(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
     text = Path(str(arithmetic.__file__)).read_text()
-    scored = 'return float(response.rsplit(",", 1)[-1] == answer)'
-    assert scored in text
+    original = 'return float(response.rsplit(",", 1)[-1] == answer)'
+    assert original in text
     is_run = "'rewards.guard' in str(sys.modules['__main__'].__spec__)"
-    wrong = f"import sys, time\n        if {is_run}: time.sleep(60 * (int(answer) % 2)); 1 / 0"
-    file.write_text(text.replace(scored, f"{wrong}\n        {scored}"))
-    few = ["--steps", "1", "--prompts-per-step", "4", "--group-size", "2", "--data.eval-prompts", "0"]
+    fault = f"import sys, time\n        if {is_run}: time.sleep(60 * (int(answer) % 2)); 1 / 0"
+    file.write_text(text.replace(original, f"{fault}\n        {original}"))
+    sizes = ["--steps", "1", "--prompts-per-step", "4", "--group-size", "2", "--data.eval-prompts", "0"]
     flags = ["--model", str(untrained_model), "--rollout.workers", "1", "--reward.timeout-s", "2"]
-    run = launch("--recipe", str(file), *few, *flags, "--reward.workers", "2")
+    run = launch("--recipe", str(file), *sizes, *flags, "--reward.workers", "2")
     assert run.wait(WITHIN_S) == 0, run.output
     line = next(one for one in read_metrics(run) if "loss" in one)
     assert line["reward_failures/error"] + line["reward_failures/timeout"] == 1.0
@@ -89,25 +89,25 @@ def test_a_reward_that_raises_and_hangs_costs_its_own_samples(
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_run_of_a_file_is_resumed_with_that_file_and_read_without_it(
+def test_a_task_file_run_resumes_with_the_same_file_and_is_readable_without_it(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     copy = tmp_path / "mine.py"
     shutil.copy(str(arithmetic.__file__), copy)
     run = launch("--recipe", str(copy), *SMALL)
     assert run.wait(WITHIN_S) == 0, run.output
-    assert "avg@1" in said(tmp_path, "eval", str(run.run_dir))
+    assert "avg@1" in stdout_of(tmp_path, "eval", str(run.run_dir))
     copy.write_text(copy.read_text() + "\n# another file\n")
     refused = launch("--steps", "3", resume=run.run_dir)
     assert refused.wait(WITHIN_S) == 2, refused.output
     assert f"task file {copy} has changed since the run began" in refused.words
     digest = refused.output.split()[-1]
-    more = launch("--steps", "3", "--recipe-sha256", digest, resume=run.run_dir)
-    assert more.wait(WITHIN_S) == 0, more.output
+    resumed = launch("--steps", "3", "--recipe-sha256", digest, resume=run.run_dir)
+    assert resumed.wait(WITHIN_S) == 0, resumed.output
     assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 3
     copy.unlink()
-    for words in (["samples"], ["replay"], ["ledger"], ["time"]):
-        assert said(tmp_path, *words, str(run.run_dir))
-    gone = launch("--steps", "4", resume=run.run_dir)
-    assert gone.wait(WITHIN_S) == 2
-    assert f"there is no task file {copy}" in gone.words
+    for command in (["samples"], ["replay"], ["ledger"], ["time"]):
+        assert stdout_of(tmp_path, *command, str(run.run_dir))
+    without_file = launch("--steps", "4", resume=run.run_dir)
+    assert without_file.wait(WITHIN_S) == 2
+    assert f"there is no task file {copy}" in without_file.words

@@ -1,4 +1,4 @@
-"""A run with several ranks leaves nothing in the temporary directory, killed torchrun agents and launchers included."""
+"""A run with several ranks leaves no temporary file, even if its torchrun agent or its launcher is killed."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "temporary"
     directory.mkdir()
     monkeypatch.setenv("TMPDIR", str(directory))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # it outlives runs, and is to
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # kept across runs by design
     return directory
 
 
@@ -32,7 +32,7 @@ def agent_of(run: Any) -> psutil.Process:
     return agent
 
 
-def test_nothing_is_left_where_the_agent_was_killed(
+def test_no_temporary_files_remain_after_the_agent_was_killed(
     launch: Callable[..., Any], untrained_model: Path, temporary: Path
 ) -> None:
     run = launch("--model", str(untrained_model), *TWO_RANKS, "--steps", "12")
@@ -55,8 +55,8 @@ def test_resume_removes_files_of_a_killed_launcher(
     run.signal(signal.SIGKILL)
     run.assert_gone(10.0)
     assert os.listdir(temporary) == []
-    again = launch(resume=run.run_dir)
-    assert again.wait(180.0) == 0, again.output
-    again.assert_gone(10.0)
+    resumed = launch(resume=run.run_dir)
+    assert resumed.wait(180.0) == 0, resumed.output
+    resumed.assert_gone(10.0)
     assert os.listdir(temporary) == []
     assert not (run.run_dir / "ranks").exists()

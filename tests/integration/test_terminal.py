@@ -1,4 +1,4 @@
-"""A run does not depend on who reads what it prints, in which encoding, or on the name of its directory."""
+"""A run does not depend on the reader or encoding of its output, or on the name of its directory."""
 
 import json
 import os
@@ -14,9 +14,9 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIO
 
 
 def run(run_dir: Path, model: Path, output: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    words = [*SMALL, "--rollout.workers", "1", "--model", str(model), "--run-dir", str(run_dir)]
+    arguments = [*SMALL, "--rollout.workers", "1", "--model", str(model), "--run-dir", str(run_dir)]
     return subprocess.Popen(
-        [FLOWRT, "run", *words],
+        [FLOWRT, "run", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -38,22 +38,20 @@ def test_run_completes_after_its_output_pipe_is_closed(tmp_path: Path, untrained
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_run_directory_may_look_like_markup_where_only_ascii_is_printed(
-    tmp_path: Path, untrained_model: Path
-) -> None:
+def test_a_run_directory_name_may_contain_markup_with_ascii_output(tmp_path: Path, untrained_model: Path) -> None:
     run_dir = tmp_path / "m" / "a[/x]b[red]"
     with (tmp_path / "output").open("wb") as output:
         process = run(run_dir, untrained_model, output.fileno(), ASCII)
         code = process.wait(120.0)
-    said = (tmp_path / "output").read_text("ascii")
-    assert code == 0, said
-    assert f"page {tmp_path}/m/a[/x]b[red]/run.html" in said
-    again = subprocess.run([FLOWRT, "resume", str(run_dir)], capture_output=True, text=True, timeout=60)
-    assert again.returncode == 0, again.stderr
-    assert f"run {run_dir} is complete: 2 steps" in again.stdout
+    text = (tmp_path / "output").read_text("ascii")
+    assert code == 0, text
+    assert f"page {tmp_path}/m/a[/x]b[red]/run.html" in text
+    resumed = subprocess.run([FLOWRT, "resume", str(run_dir)], capture_output=True, text=True, timeout=60)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"run {run_dir} is complete: 2 steps" in resumed.stdout
 
 
-def test_a_directory_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_run_directory_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
     name = os.fsencode(tmp_path / "run-") + b"\xff"
     refused = subprocess.run([FLOWRT.encode(), b"run", b"--run-dir", name], capture_output=True, timeout=60)
     assert refused.returncode == 2

@@ -1,4 +1,4 @@
-"""A whole run with top-k, top-p and a stop string: in flight, at staleness 0, on both training engines."""
+"""A run with top-k, top-p and a stop string: in flight, at staleness 0, on both training engines."""
 
 import json
 import math
@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
         ["--trainer.engine", "fsdp", "--trainer.tokens-per-step", "60"],
     ],
 )
-def test_an_unmoved_policy_has_ratios_of_one_in_every_step(launch: Callable[..., Any], flags: list[str]) -> None:
+def test_truncated_sampling_at_staleness_0_has_policy_ratios_of_one(
+    launch: Callable[..., Any], flags: list[str]
+) -> None:
     run = launch(*SMALL, *flags)
     assert run.wait(200.0) == 0, run.output + run.log("trainer") + run.log("rollout-0")
     lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ SETTINGS = [
 
 
 @pytest.mark.long
-def test_two_workers_score_the_run_and_a_killed_one_is_replaced(launch: Callable[..., Any]) -> None:
+def test_two_reference_workers_score_a_run_and_a_killed_one_is_replaced(launch: Callable[..., Any]) -> None:
     run = launch(*SETTINGS)
     run.wait_for_training()
     (worker,) = run.find("flowrt.roles.reference", "reference-0")

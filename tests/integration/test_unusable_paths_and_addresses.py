@@ -27,81 +27,87 @@ import pytest
         ("steps == 4", ["is not TOML", "line 1"]),
     ],
 )
-def test_mistakes_in_toml(refused: Callable[..., Any], tmp_path: Path, text: str, expected: list[str]) -> None:
+def test_mistakes_in_toml_are_refused(
+    refused: Callable[..., Any], tmp_path: Path, text: str, expected: list[str]
+) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
-    said = refused("--config", str(path)).sentence()
+    message = refused("--config", str(path)).sentence()
     for part in expected:
-        assert part in said
-    assert str(path) in said or "recipe" in text
+        assert part in message
+    assert str(path) in message or "recipe" in text
 
 
-def test_config_file_is_missing(refused: Callable[..., Any], tmp_path: Path) -> None:
-    said = refused("--config", "nowhere.toml").sentence()
-    assert "nowhere.toml" in said
-    assert "No such file" in said
+def test_missing_config_file_is_refused(refused: Callable[..., Any], tmp_path: Path) -> None:
+    message = refused("--config", "nowhere.toml").sentence()
+    assert "nowhere.toml" in message
+    assert "No such file" in message
 
 
-def test_config_file_and_command_line_disagree_on_the_recipe(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_conflicting_recipes_of_config_file_and_command_line_are_refused(
+    refused: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "run.toml").write_text('recipe = "gsm8k"')
-    said = refused("arithmetic", "--config", "run.toml").sentence()
-    assert "'gsm8k'" in said
-    assert "'arithmetic'" in said
+    message = refused("arithmetic", "--config", "run.toml").sentence()
+    assert "'gsm8k'" in message
+    assert "'arithmetic'" in message
 
 
 # ---- run directory
 
 
-def test_run_directory_whose_name_is_too_long(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_run_directory_with_too_long_a_name_is_refused(refused: Callable[..., Any], tmp_path: Path) -> None:
     assert "cannot be used: File name too long" in refused(run_dir=tmp_path / ("x" * 300)).sentence()
 
 
-def test_trained_model_in_place_of_the_run_directory(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_final_model_directory_containing_the_run_directory_is_refused(
+    refused: Callable[..., Any], tmp_path: Path
+) -> None:
     run_dir = tmp_path / "runs" / "one"
     for final in (run_dir, run_dir.parent):
-        said = refused("--trainer.final-dir", str(final), run_dir=run_dir).sentence()
-        assert f"trainer.final_dir {final} contains the run directory {run_dir}" in said
+        message = refused("--trainer.final-dir", str(final), run_dir=run_dir).sentence()
+        assert f"trainer.final_dir {final} contains the run directory {run_dir}" in message
 
 
-def test_run_directory_already_holds_something(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_nonempty_run_directory_is_refused(refused: Callable[..., Any], tmp_path: Path) -> None:
     used = tmp_path / "used"
     used.mkdir()
     (used / "notes.txt").write_text("mine")
-    said = refused(run_dir=used).sentence()
-    assert str(used) in said
-    assert "is not empty" in said
-    assert "--run-dir" in said
+    message = refused(run_dir=used).sentence()
+    assert str(used) in message
+    assert "is not empty" in message
+    assert "--run-dir" in message
     assert (used / "notes.txt").read_text() == "mine"
 
 
-def test_run_directory_is_a_file(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_run_directory_that_is_a_file_is_refused(refused: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("mine")
-    said = refused(run_dir=path).sentence()
-    assert str(path) in said
-    assert "--run-dir" in said
+    message = refused(run_dir=path).sentence()
+    assert str(path) in message
+    assert "--run-dir" in message
     assert path.read_text() == "mine"
 
 
-def test_run_directory_cannot_be_made(refused: Callable[..., Any], tmp_path: Path) -> None:
+def test_run_directory_below_a_file_is_refused(refused: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("mine")
-    said = refused(run_dir=path / "run").sentence()
-    assert str(path / "run") in said
-    assert "--run-dir" in said
+    message = refused(run_dir=path / "run").sentence()
+    assert str(path / "run") in message
+    assert "--run-dir" in message
 
 
 # ---- addresses
 
 
-def test_controller_port_in_use(refused: Callable[..., Any], model_shell: str, held_port: int) -> None:
+def test_controller_port_in_use_is_refused(refused: Callable[..., Any], model_shell: str, held_port: int) -> None:
     address = f"tcp://127.0.0.1:{held_port}"
-    said = refused("--model", model_shell, "--controller.bind", address).sentence()
-    assert f"{address} is in use" in said
-    assert "another port" in said
+    message = refused("--model", model_shell, "--controller.bind", address).sentence()
+    assert f"{address} is in use" in message
+    assert "another port" in message
 
 
-def test_controller_port_in_use_is_noticed_before_the_model_is_built(
+def test_controller_port_in_use_is_detected_before_the_model_is_built(
     refused: Callable[..., Any], held_port: int, tmp_path: Path
 ) -> None:
     address = f"tcp://127.0.0.1:{held_port}"
@@ -111,14 +117,14 @@ def test_controller_port_in_use_is_noticed_before_the_model_is_built(
 
 
 @pytest.mark.parametrize("address", ["somewhere", "tcp://127.0.0.1", "tcp://127.0.0.1:70000", "tcp://127.0.0.1:http"])
-def test_malformed_bind_address(refused: Callable[..., Any], model_shell: str, address: str) -> None:
-    said = refused("--model", model_shell, "--controller.bind", address).sentence()
-    assert address in said
-    assert "tcp://HOST:PORT" in said
+def test_malformed_bind_address_is_refused(refused: Callable[..., Any], model_shell: str, address: str) -> None:
+    message = refused("--model", model_shell, "--controller.bind", address).sentence()
+    assert address in message
+    assert "tcp://HOST:PORT" in message
 
 
-def worker(address: str) -> tuple[int, str]:
-    """Start a reward worker that looks for its controller for a second; its exit code and what it said."""
+def run_worker(address: str) -> tuple[int, str]:
+    """Run a reward worker that waits 1 s for its controller; return its exit code and stderr."""
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     ended = subprocess.run(
         [sys.executable, "-m", "flowrt.roles.reward", "--controller", address, "--connect-timeout-s", "1"],
@@ -131,24 +137,24 @@ def worker(address: str) -> tuple[int, str]:
     return ended.returncode, ended.stderr
 
 
-@pytest.mark.parametrize("listening", [False, True], ids=["nobody listens", "somebody listens and is silent"])
-def test_worker_whose_controller_does_not_answer(listening: bool, held_port: int) -> None:
+@pytest.mark.parametrize("listening", [False, True], ids=["no listener", "silent listener"])
+def test_worker_without_a_controller_answer_exits_with_code_1(listening: bool, held_port: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         free_port = closed.getsockname()[1]
     address = f"tcp://127.0.0.1:{held_port if listening else free_port}"
-    code, said = worker(address)
-    lines = said.splitlines()
-    assert len(lines) == 2, said
+    code, stderr = run_worker(address)
+    lines = stderr.splitlines()
+    assert len(lines) == 2, stderr
     assert f"reward-0 is looking for the controller at {address} (timeout 1 s)" in lines[0]
     assert "waited 1 s" in lines[1]
     assert f"controller at {address}" in lines[1]
     assert code == 1
 
 
-def test_worker_with_a_malformed_controller_address() -> None:
-    code, said = worker("somewhere:http")
-    lines = said.splitlines()
-    assert len(lines) == 2, said
+def test_worker_with_a_malformed_controller_address_exits_with_code_2() -> None:
+    code, stderr = run_worker("somewhere:http")
+    lines = stderr.splitlines()
+    assert len(lines) == 2, stderr
     assert "'somewhere:http'" in lines[1]
     assert "tcp://HOST:PORT" in lines[1]
     assert code == 2

@@ -1,4 +1,4 @@
-"""The page of a real run: it is there from the start, follows a restarted controller, and its death ends nothing."""
+"""The live page of a run: served from the start, across a controller restart; its end does not end the run."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LIMIT_S = 120.0
 
 
 class Browser:
-    """One that has opened the address that ``flowrt watch`` printed."""
+    """A client that has opened the address that ``flowrt watch`` printed."""
 
     def __init__(self, address: str) -> None:
         self._base = address.partition("/?")[0]
@@ -45,7 +45,7 @@ class Browser:
                     yield kind, json.loads(value)
 
 
-def address_in(text: str) -> str:
+def page_address(text: str) -> str:
     found = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]+", text)
     return found[0] if found else ""
 
@@ -56,11 +56,11 @@ def flags(model: Path, steps: int = STEPS) -> list[str]:
 
 
 def test_a_page_follows_a_run_whose_controller_is_killed(launch: Callable[..., Any], untrained_model: Path) -> None:
-    steps = 3 * STEPS  # the run has to go on after the restart
+    steps = 3 * STEPS  # the run must continue after the restart
     evaluations = ("--eval.at-start", "False", "--eval.at-end", "False")
     run = launch(*flags(untrained_model, steps), *evaluations, "--watch", "0")
-    run.wait_for(lambda: address_in(run.output), "address of the page")
-    browser = Browser(address_in(run.output))
+    run.wait_for(lambda: page_address(run.output), "address of the page")
+    browser = Browser(page_address(run.output))
     assert browser.get("run")["steps"] == steps
     events = browser.events()
     next(data for kind, data in events if kind == "step" and data["step"] >= 2)
@@ -77,24 +77,26 @@ def test_a_page_follows_a_run_whose_controller_is_killed(launch: Callable[..., A
     assert run.wait(LIMIT_S) == 0, run.output
     assert f"page {run.run_dir / 'run.html'}" in run.words
     run.assert_gone(10.0)
-    carried = unpacked((run.run_dir / "run.html").read_text())
-    assert carried["api/run"]["state"] == "finished"
-    assert carried["api/series?from=0"]["steps"] == list(range(steps))
-    token = address_in(run.output).rpartition("=")[2]
-    assert token not in json.dumps(carried)
+    embedded = unpacked((run.run_dir / "run.html").read_text())
+    assert embedded["api/run"]["state"] == "finished"
+    assert embedded["api/series?from=0"]["steps"] == list(range(steps))
+    token = page_address(run.output).rpartition("=")[2]
+    assert token not in json.dumps(embedded)
 
 
-def test_its_death_is_a_line_and_the_run_goes_on(launch: Callable[..., Any], untrained_model: Path) -> None:
+def test_a_killed_page_server_is_reported_and_the_run_continues(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
     run = launch(*flags(untrained_model), "--watch", "0")
-    run.wait_for(lambda: address_in(run.output), "address of the page")
+    run.wait_for(lambda: page_address(run.output), "address of the page")
     run.wait_for_training()
     [watch] = run.find("flowrt.cli", "watch")
     run.signal(signal.SIGKILL, watch)
-    run.wait_for(lambda: "flowrt watch has ended with exit code -9; the run goes on" in run.words, "line")
+    run.wait_for(lambda: "flowrt watch has ended with exit code -9; the run goes on" in run.words, "report")
     assert run.wait(LIMIT_S) == 0, run.output
 
 
-def test_a_killed_run_takes_its_page_with_it_and_can_be_watched(
+def test_the_page_server_ends_with_a_killed_run_and_can_be_restarted(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
     run = launch(*flags(untrained_model), "--watch", "0")
@@ -111,7 +113,7 @@ def test_a_killed_run_takes_its_page_with_it_and_can_be_watched(
 
 
 class Watch:
-    """``flowrt watch RUN`` during a block, which gets its address."""
+    """Context manager that runs ``flowrt watch RUN`` and returns its address."""
 
     def __init__(self, run_dir: Path, *arguments: str) -> None:
         command = [str(FLOWRT), "watch", str(run_dir), "--port", "0", *arguments]
@@ -119,7 +121,7 @@ class Watch:
 
     def __enter__(self) -> str:
         assert self._process.stdout is not None
-        return address_in(self._process.stdout.readline())
+        return page_address(self._process.stdout.readline())
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
@@ -128,35 +130,35 @@ class Watch:
         assert self._process.wait(20.0) == 0
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path, untrained_model: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+def test_a_port_in_use_is_refused_before_any_file_is_written(tmp_path: Path, untrained_model: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
         command = [str(FLOWRT), "run", *flags(untrained_model), "--run-dir", str(tmp_path / "run"), "--watch", port]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert ended.returncode == 2
-    assert f"cannot have port {port}: Address already in use by " in ended.stderr
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert completed.returncode == 2
+    assert f"cannot have port {port}: Address already in use by " in completed.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_directory_that_is_no_run_cannot_be_compared_with(tmp_path: Path) -> None:
+def test_comparing_with_a_directory_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     for name in ("run", "none"):
         (tmp_path / name).mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     for command in (["watch"], ["export", "--html", str(tmp_path / "run.html")]):
-        words = [str(FLOWRT), *command, str(tmp_path / "run"), "--compare", str(tmp_path / "none")]
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
-        assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
-        assert f"{tmp_path / 'none'} is not a run directory" in ended.stderr
+        arguments = [str(FLOWRT), *command, str(tmp_path / "run"), "--compare", str(tmp_path / "none")]
+        completed = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+        assert (completed.returncode, len(completed.stderr.splitlines())) == (2, 1)
+        assert f"{tmp_path / 'none'} is not a run directory" in completed.stderr
     assert not (tmp_path / "run.html").exists()
     assert not (tmp_path / "run" / ".watch_token").exists()
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["--port", "70000"], "no port"), (["--port", "x"], "whole number")])
-def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], said: str) -> None:
-    ended = subprocess.run(
-        [str(FLOWRT), "watch", str(tmp_path), *arguments], capture_output=True, text=True, timeout=60
+@pytest.mark.parametrize(("options", "expected"), [(["--port", "70000"], "no port"), (["--port", "x"], "whole number")])
+def test_a_malformed_port_is_refused_with_one_sentence(tmp_path: Path, options: list[str], expected: str) -> None:
+    completed = subprocess.run(
+        [str(FLOWRT), "watch", str(tmp_path), *options], capture_output=True, text=True, timeout=60
     )
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
-    assert said in ended.stderr
+    assert (completed.returncode, len(completed.stderr.splitlines())) == (2, 1)
+    assert expected in completed.stderr

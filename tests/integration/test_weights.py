@@ -1,4 +1,4 @@
-"""Weight transfers between real processes: relay chains, killed and hung relays, damaged bytes, eviction."""
+"""Weight transfers between real processes: relay chains, killed and hung relays, corrupted bytes, eviction."""
 
 import asyncio
 import multiprocessing
@@ -15,13 +15,13 @@ import pytest
 from flowrt.api import Dataflow, DelayedUpdate, Fifo, GroupCount, Policies, Settings, StrictLag, controller
 from tests.integration.helpers import weight_peer
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "flowrt.client.session"])
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["torch", "flowrt.client.session"])
 POLICY, ADAPTERS = "policy", "adapters"
 SIZE = 8 * 1024 * 1024
-PIECES_THROUGH = 10  # of 32: during a transfer
+PIECES_SENT = 10  # of 32: within a transfer
 ANSWER_S = 20.0
-LOOK_EVERY_S = 0.02
+POLL_INTERVAL_S = 0.02
 
 
 class Process:
@@ -29,21 +29,21 @@ class Process:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._pipe, end = FORKS.Pipe()
-        self._process = FORKS.Process(target=weight_peer.live, args=(end,), name=name, daemon=True)
+        self._pipe, end = FORK_SERVER.Pipe()
+        self._process = FORK_SERVER.Process(target=weight_peer.run_peer, args=(end,), name=name, daemon=True)
         self._process.start()
         end.close()
 
-    async def ask(self, order: str, **values: Any) -> Any:
-        self._pipe.send((order, values))
-        return await asyncio.to_thread(self._answer, order)
+    async def ask(self, command: str, **values: Any) -> Any:
+        self._pipe.send((command, values))
+        return await asyncio.to_thread(self._answer, command)
 
-    def _answer(self, order: str) -> Any:
-        assert self._pipe.poll(ANSWER_S), f"{self.name} did not answer {order}"
+    def _answer(self, command: str) -> Any:
+        assert self._pipe.poll(ANSWER_S), f"{self.name} did not answer {command}"
         return self._pipe.recv()
 
     async def versions(self, model: str = POLICY) -> list[int]:
-        """The versions that it has used so far; each must have had the right contents."""
+        """The versions used so far; each must have had the right contents."""
         used = []
         for one, version, found in (await self.ask("state"))["used"]:
             size = SIZES[one]
@@ -64,7 +64,7 @@ SIZES = {POLICY: SIZE, ADAPTERS: 100_001}
 
 
 class Team:
-    """A trainer and receivers in the order in which they joined, which is that of the chain."""
+    """A trainer and receivers in the order in which they joined, which is the order of the chain."""
 
     def __init__(self, address: str, deadline_s: float, models: tuple[str, ...]) -> None:
         self._address = address
@@ -73,7 +73,7 @@ class Team:
         self.trainer = Process("trainer")
         self.receivers: list[Process] = []
 
-    async def begin(self, receivers: int) -> None:
+    async def start(self, receivers: int) -> None:
         started = [Process(f"receiver{number}") for number in range(receivers)]
         self.receivers += started
         for one in (self.trainer, *started):
@@ -90,13 +90,13 @@ class Team:
             receives=one is not self.trainer,
         )
 
-    async def start_trainer_again(self) -> None:
+    async def restart_trainer(self) -> None:
         """Start another process under the name of the killed one."""
         self.trainer.end()
         self.trainer = Process("trainer")
         await self.join(self.trainer)
 
-    async def late(self) -> Process:
+    async def add_receiver(self) -> Process:
         """Start another receiver."""
         one = Process(f"receiver{len(self.receivers)}")
         self.receivers.append(one)
@@ -113,30 +113,30 @@ class Team:
     async def all_use(self, version: int, *others: Process, model: str = POLICY, within_s: float = 15.0) -> None:
         """Wait until every receiver uses this version (or each of ``others``, if given)."""
         for one in others or self.receivers:
-            await until(partial(self._uses, one, version, model), f"{one.name} at {model} {version}", within_s)
+            await wait_until(partial(self._uses, one, version, model), f"{one.name} at {model} {version}", within_s)
 
     async def _uses(self, one: Process, version: int, model: str) -> bool:
         return version in (await one.versions(model))
 
     async def publish_halfway(self, version: int) -> None:
         """Publish; return when every receiver has the first chunks and the transfers are held."""
-        await self.trainer.ask("limit", pieces=PIECES_THROUGH)
+        await self.trainer.ask("limit", pieces=PIECES_SENT)
         await self.publish(version)
         for one in self.receivers:
-            await until(partial(self._has_pieces, one), f"{one.name} halfway")
+            await wait_until(partial(self._has_pieces, one), f"{one.name} halfway")
 
     async def _has_pieces(self, one: Process) -> bool:
-        return bool((await one.ask("state"))["arrived"] == PIECES_THROUGH)
+        return bool((await one.ask("state"))["arrived"] == PIECES_SENT)
 
-    async def go_on(self) -> None:
+    async def release_transfers(self) -> None:
         await self.trainer.ask("limit", pieces=None)
 
 
-async def until(condition: Callable[[], Any], what: str, within_s: float = 15.0) -> None:
+async def wait_until(condition: Callable[[], Any], what: str, within_s: float = 15.0) -> None:
     try:
         async with asyncio.timeout(within_s):
-            while not await condition():  # noqa: ASYNC110 (what is asked is in other processes)
-                await asyncio.sleep(LOOK_EVERY_S)
+            while not await condition():  # noqa: ASYNC110 (the state is in other processes)
+                await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         pytest.fail(f"not {what} within {within_s:.0f} s")
 
@@ -148,40 +148,40 @@ async def team(
     settings = Settings(model=models[0], more_models=models[1:])
     policies = Policies(StrictLag(1), Fifo(), GroupCount(1), DelayedUpdate())
     async with controller(Dataflow((), ()), settings, policies, run_dir) as (_, address):
-        some = Team(address, deadline_s, models)
+        group = Team(address, deadline_s, models)
         try:
-            await some.begin(receivers)
-            yield some
+            await group.start(receivers)
+            yield group
         finally:
-            for one in (some.trainer, *some.receivers):
+            for one in (group.trainer, *group.receivers):
                 one.end()
 
 
 async def test_relay_chain_is_exact_and_the_trainer_sends_once(tmp_path: Path) -> None:
-    async with team(tmp_path, 4) as some:
-        await some.publish(1)
-        await some.all_use(1)
-        assert [await some.sent(one) for one in (some.trainer, *some.receivers)] == [1, 1, 1, 1, 0]
-        late = await some.late()
-        await some.all_use(1, late)
-        assert await some.sent(some.trainer) == 1, "a late joiner is served by a neighbour"
-        await some.publish(2)
-        await some.all_use(2)
-        assert await some.sent(some.trainer) == 2
-        for one in some.receivers:
+    async with team(tmp_path, 4) as group:
+        await group.publish(1)
+        await group.all_use(1)
+        assert [await group.sent(one) for one in (group.trainer, *group.receivers)] == [1, 1, 1, 1, 0]
+        late = await group.add_receiver()
+        await group.all_use(1, late)
+        assert await group.sent(group.trainer) == 1, "a late joiner is served by a neighbour"
+        await group.publish(2)
+        await group.all_use(2)
+        assert await group.sent(group.trainer) == 2
+        for one in group.receivers:
             assert await one.versions() == [1, 2]
 
 
 async def test_old_versions_are_evicted_everywhere(tmp_path: Path) -> None:
-    async with team(tmp_path, 3) as some:
+    async with team(tmp_path, 3) as group:
         for version in range(1, 6):
-            await some.publish(version)
-            await some.all_use(version)
-        await until(lambda: holds_only(some.trainer, 5), "trainer free of old versions")
-        assert (await some.trainer.ask("state"))["tensor_bytes"] <= 1.01 * SIZE
-        for one in some.receivers:
-            await until(partial(holds_only, one, 5), f"{one.name} free of old versions")
-            # The version that it holds for others, and its own parameters.
+            await group.publish(version)
+            await group.all_use(version)
+        await wait_until(lambda: holds_only(group.trainer, 5), "trainer free of old versions")
+        assert (await group.trainer.ask("state"))["tensor_bytes"] <= 1.01 * SIZE
+        for one in group.receivers:
+            await wait_until(partial(holds_only, one, 5), f"{one.name} free of old versions")
+            # The version that it holds for other workers, and its own parameters.
             assert (await one.ask("state"))["tensor_bytes"] <= 2.01 * SIZE
 
 
@@ -190,78 +190,78 @@ async def holds_only(one: Process, version: int) -> bool:
 
 
 async def test_killed_relay_stops_no_other_worker(tmp_path: Path) -> None:
-    async with team(tmp_path, 4) as some:
-        await some.publish_halfway(1)
-        first, second, *behind = some.receivers
+    async with team(tmp_path, 4) as group:
+        await group.publish_halfway(1)
+        first, second, *behind = group.receivers
         second.signal(signal.SIGKILL)
-        await some.go_on()
-        await some.all_use(1, first, *behind)
-        # At most two chains: receivers behind the dead one serve each other, the trainer not all of them.
-        assert await some.sent(some.trainer) <= 2
+        await group.release_transfers()
+        await group.all_use(1, first, *behind)
+        # At most two chains: receivers behind the killed relay serve each other.
+        assert await group.sent(group.trainer) <= 2
 
 
 async def test_trainer_killed_during_publication_leaves_the_previous_version(tmp_path: Path) -> None:
-    async with team(tmp_path, 2) as some:
-        await some.publish(1)
-        await some.all_use(1)
-        await some.publish_halfway(2)
-        some.trainer.signal(signal.SIGKILL)
-        for one in some.receivers:
-            await until(partial(holds_only, one, 1), f"{one.name} free of the half version")
+    async with team(tmp_path, 2) as group:
+        await group.publish(1)
+        await group.all_use(1)
+        await group.publish_halfway(2)
+        group.trainer.signal(signal.SIGKILL)
+        for one in group.receivers:
+            await wait_until(partial(holds_only, one, 1), f"{one.name} free of the partial version")
             assert await one.versions() == [1]
-        late = await some.late()
-        await some.all_use(1, late)  # from a neighbour: no worker has a later version
-        await some.start_trainer_again()
-        await some.publish(3)
-        await some.all_use(3)
-        for one in some.receivers:
-            await until(partial(holds_only, one, 3), f"{one.name} free of old versions")
+        late = await group.add_receiver()
+        await group.all_use(1, late)  # from a neighbour: no worker has a later version
+        await group.restart_trainer()
+        await group.publish(3)
+        await group.all_use(3)
+        for one in group.receivers:
+            await wait_until(partial(holds_only, one, 3), f"{one.name} free of old versions")
             assert await one.versions() == [1, 3]
 
 
 async def test_hung_relay_is_replaced_within_the_lane_deadline(tmp_path: Path) -> None:
-    async with team(tmp_path, 4, deadline_s=2.0) as some:
-        await some.publish_halfway(1)
-        first, second, *behind = some.receivers
+    async with team(tmp_path, 4, deadline_s=2.0) as group:
+        await group.publish_halfway(1)
+        first, second, *behind = group.receivers
         second.signal(signal.SIGSTOP)
-        await some.go_on()
-        await some.all_use(1, first, *behind, within_s=8.0)
-        assert await some.sent(some.trainer) <= 3
-        await some.publish(2)
-        await some.all_use(2, first, *behind)
+        await group.release_transfers()
+        await group.all_use(1, first, *behind, within_s=8.0)
+        assert await group.sent(group.trainer) <= 3
+        await group.publish(2)
+        await group.all_use(2, first, *behind)
 
 
 async def test_versions_published_too_fast_are_skipped(tmp_path: Path) -> None:
-    async with team(tmp_path, 3) as some:
-        await some.publish_halfway(1)
-        await some.publish(2)
-        await some.publish(3)
-        await some.go_on()
-        await some.all_use(3)
-        for one in some.receivers:
+    async with team(tmp_path, 3) as group:
+        await group.publish_halfway(1)
+        await group.publish(2)
+        await group.publish(3)
+        await group.release_transfers()
+        await group.all_use(3)
+        for one in group.receivers:
             assert await one.versions() == [1, 3]
-            await until(partial(holds_only, one, 3), f"{one.name} free of old versions")
+            await wait_until(partial(holds_only, one, 3), f"{one.name} free of old versions")
 
 
-async def test_damaged_transfer_keeps_the_old_version_and_is_repeated(tmp_path: Path) -> None:
-    async with team(tmp_path, 3) as some:
-        await some.publish(1)
-        await some.all_use(1)
-        await some.receivers[0].ask("spoil", pieces=1)
-        await some.publish(2)
-        await some.all_use(2)
-        # `versions` has compared every byte; the receivers behind the damaged link had to fetch twice.
-        assert [await one.versions() for one in some.receivers] == [[1, 2]] * 3
-        assert [(await one.ask("state"))["fetches"] for one in some.receivers] == [2, 3, 3]
+async def test_corrupted_transfer_keeps_the_old_version_and_is_retried(tmp_path: Path) -> None:
+    async with team(tmp_path, 3) as group:
+        await group.publish(1)
+        await group.all_use(1)
+        await group.receivers[0].ask("spoil", pieces=1)
+        await group.publish(2)
+        await group.all_use(2)
+        # `versions` has compared every byte; the receivers behind the corrupted link had to fetch twice.
+        assert [await one.versions() for one in group.receivers] == [[1, 2]] * 3
+        assert [(await one.ask("state"))["fetches"] for one in group.receivers] == [2, 3, 3]
 
 
 async def test_named_models_have_separate_versions(tmp_path: Path) -> None:
-    async with team(tmp_path, 2, models=(POLICY, ADAPTERS)) as some:
-        await some.publish(5, ADAPTERS)
-        await some.all_use(5, model=ADAPTERS)
-        await some.publish(1)
-        await some.publish(6, ADAPTERS)
-        await some.all_use(1)
-        await some.all_use(6, model=ADAPTERS)
-        for one in some.receivers:
+    async with team(tmp_path, 2, models=(POLICY, ADAPTERS)) as group:
+        await group.publish(5, ADAPTERS)
+        await group.all_use(5, model=ADAPTERS)
+        await group.publish(1)
+        await group.publish(6, ADAPTERS)
+        await group.all_use(1)
+        await group.all_use(6, model=ADAPTERS)
+        for one in group.receivers:
             assert (await one.versions(), await one.versions(ADAPTERS)) == ([1], [5, 6])

@@ -1,4 +1,4 @@
-"""Attribution of real runs: the seconds of every step add up, whoever comes late, is killed or stands still."""
+"""Attribution of real runs: the seconds of every step add up, with late, stopped and killed workers too."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ SMALL = [
 ]
 STOPPED_S = 2.5
 TOLERANCE_S = 0.002
-"""Of a step: the event log and the attribution read the clock one after the other."""
+"""Per step: the event log and the attribution read the clock one after the other."""
 
 
 def lines(run_dir: Path, name: str = "attribution.jsonl") -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def lines(run_dir: Path, name: str = "attribution.jsonl") -> list[dict[str, Any]
 
 
 def presence(run_dir: Path) -> dict[str, tuple[str, float, float]]:
-    """Role, joining and leaving of each worker, by the event log."""
+    """Role, join time and leave time of each worker, from the event log."""
     roles = {line["worker"]: line["role"] for line in read_timeline(run_dir)}
     found: dict[str, tuple[str, float, float]] = {}
     for event in lines(run_dir, "events.jsonl"):
@@ -46,17 +46,17 @@ def presence(run_dir: Path) -> dict[str, tuple[str, float, float]]:
 
 
 def assert_adds_up(run_dir: Path, steps: list[dict[str, Any]]) -> None:
-    """The seconds of each step are those of the workers that were there."""
-    there = presence(run_dir)
+    """The seconds of each step are those of the workers present."""
+    workers = presence(run_dir)
     assert [line["step"] for line in steps] == list(range(len(steps)))
     for before, after in pairwise(steps):
         assert before["to_s"] == after["from_s"]
     for line in steps:
-        for role in {role for role, _, _ in there.values()}:
+        for role in {role for role, _, _ in workers.values()}:
             expected = sum(
                 max(min(left_s, line["to_s"]) - max(joined_s, line["from_s"]), 0.0)
-                for of, joined_s, left_s in there.values()
-                if of == role
+                for worker_role, joined_s, left_s in workers.values()
+                if worker_role == role
             )
             found = sum(line["roles"].get(role, {}).get(kind, 0.0) for kind in KINDS)
             assert found == pytest.approx(expected, rel=0.001, abs=TOLERANCE_S * 3), (line["step"], role)
@@ -85,19 +85,19 @@ def kinds_of(run_dir: Path, worker: str) -> set[str]:
     return {line["kind"] for line in read_timeline(run_dir) if line["worker"] == worker and "kind" in line}
 
 
-def test_a_late_a_killed_and_a_stopped_worker(run: Any, late: subprocess.Popen[bytes]) -> None:
+def test_seconds_add_up_with_a_late_a_stopped_and_a_killed_worker(run: Any, late: subprocess.Popen[bytes]) -> None:
     run_dir = run.run_dir
     wait_until(lambda: "generate" in kinds_of(run_dir, "late"), 180.0, lambda: run.output)
     late.send_signal(signal.SIGSTOP)
-    time.sleep(STOPPED_S)  # how long it stands still is what is measured
+    time.sleep(STOPPED_S)  # the duration that the test measures
     late.send_signal(signal.SIGCONT)
     wait_until(lambda: "stopped" in kinds_of(run_dir, "late"), 60.0, lambda: run.log("controller"))
     stops = [one for one in read_timeline(run_dir) if one["worker"] == "late" and one.get("kind") == "stopped"]
     assert sum(one["end_s"] - one["start_s"] for one in stops) == pytest.approx(STOPPED_S, abs=0.5)
-    shown = subprocess.run(
+    completed = subprocess.run(
         [str(FLOWRT), "time", str(run_dir), "--json"], capture_output=True, text=True, timeout=60.0, check=True
     )
-    assert json.loads(shown.stdout)["sentences"], "of a run that goes on"
+    assert json.loads(completed.stdout)["sentences"], "for a run in progress"
     late.kill()
     wait_until(lambda: presence(run_dir)["late"][2] < float("inf"), 60.0, lambda: run.log("controller"))
     done = len(lines(run_dir))
@@ -112,12 +112,16 @@ def test_a_late_a_killed_and_a_stopped_worker(run: Any, late: subprocess.Popen[b
     assert lines(run_dir)[-1]["step"] == len(lines(run_dir)) - 1, "the step in progress has its line"
 
 
-def test_a_run_that_ends_says_where_its_time_went(launch: Callable[..., Any], untrained_model: Path) -> None:
+def test_a_completed_run_reports_the_time_shares_of_each_role(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
     run = launch("--model", str(untrained_model), "--steps", "8", *SMALL)
     assert run.wait(120.0) == 0, run.output
     steps = lines(run.run_dir)
     assert_adds_up(run.run_dir, steps[:-1])
-    assert [line["step"] for line in steps] == list(range(9)), "the time after the last step is that of one more"
+    assert [line["step"] for line in steps] == list(range(9)), (
+        "the time after the last step is recorded as one more step"
+    )
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert steps[-1]["to_s"] == pytest.approx(summary["wall_s"], abs=0.5)
     for role in ("rollout", "trainer", "reward"):
@@ -127,8 +131,8 @@ def test_a_run_that_ends_says_where_its_time_went(launch: Callable[..., Any], un
     assert summary["time"]["trainer"]["busy"] > 0
     waits = {line["wait"] for line in read_timeline(run.run_dir) if "wait" in line}
     assert "gate" in waits or "samples" in waits
-    shown = subprocess.run(
+    completed = subprocess.run(
         [str(FLOWRT), "time", str(run.run_dir), "--worker", "rollout-0"], capture_output=True, text=True, timeout=60.0
     )
-    assert shown.returncode == 0, shown.stderr
-    assert "rollout-0: " in shown.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert "rollout-0: " in completed.stdout

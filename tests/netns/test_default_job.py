@@ -1,4 +1,4 @@
-"""The default job, whole, with its roles on three hosts: it learns there as on one."""
+"""The default job with its roles on three hosts learns as on one host."""
 
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,20 @@ from tests.netns.runs import CONTROLLER, ON_HOSTS, ROLLOUT, Run, make_keys_and_m
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_the_default_job_learns_on_three_hosts(hosts: Any, begin: Any, tmp_path: Path) -> None:
+def test_the_default_job_learns_on_three_hosts(hosts: Any, start_run: Any, tmp_path: Path) -> None:
     base = defaults("arithmetic")
     everywhere = tmp_path / "everywhere"
     everywhere.mkdir()
-    run = begin(base.steps, job=ON_HOSTS, model=make_keys_and_model(everywhere, base))
+    run = start_run(base.steps, job=ON_HOSTS, model=make_keys_and_model(everywhere, base))
     assert isinstance(run, Run)
-    run.staff()
+    run.start_roles()
     run.python(CONTROLLER, "reference", "-m", "flowrt.roles.reference")
     run.python(ROLLOUT, "rollout-1", "-m", "flowrt.roles.rollout", "--name", "rollout-1")
-    assert run.code(600.0) == 0, run.words()
-    run.all_leave_well(30.0)
+    assert run.controller_exit_code(600.0) == 0, run.logs()
+    run.assert_all_succeed(30.0)
     summary = run.summary()
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (base.steps, 0, 0)
     assert summary["staleness_max"] <= base.max_staleness
     assert summary["reward_first"] <= 0.5
     assert min(summary["reward_last"], summary["eval_last"]) >= 0.9
-    assert f"listening on tcp://{hosts.address(CONTROLLER)}:" in run.words()
+    assert f"listening on tcp://{hosts.address(CONTROLLER)}:" in run.logs()

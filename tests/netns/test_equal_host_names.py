@@ -1,4 +1,4 @@
-"""Hosts that have one name, as machines made from one image have, or containers."""
+"""Hosts with equal names, as clones of one image or containers have."""
 
 import os
 import subprocess
@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 
 @pytest.mark.usefixtures("hosts")
 def test_parent_in_another_pid_namespace_is_not_reported_dead() -> None:
-    ended = subprocess.run(
+    result = subprocess.run(
         [
             *("unshare", "--pid", "--fork", "--mount-proc"),
             *(
                 sys.executable,
                 "-c",
-                "from flowrt.runtime.parent_death import die_with_parent as d; d(); print('lives')",
+                "from flowrt.runtime.parent_death import die_with_parent as d; d(); print('alive')",
             ),
         ],
         env={**os.environ, LAUNCHER: this_launcher()},
@@ -28,4 +28,4 @@ def test_parent_in_another_pid_namespace_is_not_reported_dead() -> None:
         timeout=40,
         check=False,
     )
-    assert (ended.returncode, ended.stdout) == (0, "lives\n"), ended.stderr
+    assert (result.returncode, result.stdout) == (0, "alive\n"), result.stderr

@@ -1,4 +1,4 @@
-"""A link that was cut for some seconds keeps its connection: what is silent there is no process that has stopped."""
+"""Connections survive a link that is cut for some seconds: its silence is not taken for stopped processes."""
 
 import sys
 import time
@@ -17,8 +17,8 @@ from flowrt.net.curve_keys import controller_keys
 from flowrt.net.link import ServerLink
 async def main():
     def on_message(peer, message):
-        link.guard.on_joined(peer, link.source())  # else the guard closes the connection, as that of a stranger
-        print("heard", peer.hex(), flush=True)
+        link.guard.on_joined(peer, link.source())  # else the guard closes the connection as unknown
+        print("received", peer.hex(), flush=True)
     link = ServerLink(on_message, lambda peer, error: None, lambda: print("left", flush=True),
         controller_keys(Path(sys.argv[3])))
     Path(sys.argv[2]).write_text(link.bind(sys.argv[1]))
@@ -39,7 +39,7 @@ async def main():
         links.append(ClientLink(lambda message: None, lambda error: None, worker_keys(Path(sys.argv[2]), "peer")))
         links[-1].connect(sys.argv[1])
         links[-1].send(m.Heartbeat())
-        await asyncio.sleep(0.15)  # silent connections are asked every second, each at a time of its own
+        await asyncio.sleep(0.15)  # silent connections are probed every second, at different times
     while True:
         for link in links:
             link.send(m.Heartbeat())
@@ -48,25 +48,25 @@ asyncio.run(main())
 """
 COUNT = 12
 SHORT_S, LONG_S = 4.3, 6.5
-SETTLED_S = 2 * LONG_S + 3
+STABLE_S = 2 * LONG_S + 3
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
 def log(hosts: Any, tmp_path: Path) -> Iterator[Path]:
-    """What the server on host 1 says of its peers on hosts 2 and 3."""
+    """The log of a server on host 1 about its peers on hosts 2 and 3."""
     log, address, keys = tmp_path / "server.log", tmp_path / "address", tmp_path / "keys"
     write_keys(keys, ["peer"])
     hosts.start(1, [sys.executable, "-c", SERVER, f"tcp://{hosts.address(1)}:0", str(address), str(keys)], log, {})
     wait_until(lambda: address.is_file() and address.read_text() != "", 60.0, log)
     for host in (2, 3):
-        words = [sys.executable, "-c", PEERS, address.read_text(), str(keys), str(COUNT)]
-        hosts.start(host, words, tmp_path / f"peers-{host}.log", {})
+        command = [sys.executable, "-c", PEERS, address.read_text(), str(keys), str(COUNT)]
+        hosts.start(host, command, tmp_path / f"peers-{host}.log", {})
     yield log
     for host in (2, 3):
-        hosts.mend(host)
-    hosts.end()
+        hosts.repair(host)
+    hosts.kill_all()
 
 
 def test_peers_behind_repaired_links_are_kept(hosts: Any, log: Path) -> None:
@@ -75,26 +75,26 @@ def test_peers_behind_repaired_links_are_kept(hosts: Any, log: Path) -> None:
     hosts.cut(3)
     began_s = time.monotonic()
     wait_until(lambda: time.monotonic() - began_s > SHORT_S, 60.0, log)
-    hosts.mend(2)
+    hosts.repair(2)
     wait_until(lambda: time.monotonic() - began_s > LONG_S, 60.0, log)
-    hosts.mend(3)
-    heard_before = said(log)
-    wait_until(lambda: time.monotonic() - began_s > SETTLED_S, 60.0, log)
-    assert "left" not in said(log), said(log)
-    since = said(log)[len(heard_before) :]
-    assert len(set(since)) == len(peers(log)) == 2 * COUNT, "all speak again, over the connections that they had"
+    hosts.repair(3)
+    lines_before = lines(log)
+    wait_until(lambda: time.monotonic() - began_s > STABLE_S, 60.0, log)
+    assert "left" not in lines(log), lines(log)
+    lines_since = lines(log)[len(lines_before) :]
+    assert len(set(lines_since)) == len(peers(log)) == 2 * COUNT, "all peers send again over their previous connections"
 
 
-def said(log: Path) -> list[str]:
+def lines(log: Path) -> list[str]:
     return log.read_text().splitlines()
 
 
 def peers(log: Path) -> set[str]:
-    return {line for line in said(log) if line.startswith("heard")}
+    return {line for line in lines(log) if line.startswith("received")}
 
 
 def wait_until(condition: Any, deadline_s: float, log: Path) -> None:
     end_s = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < end_s, f"after {deadline_s:.0f} s: {said(log)[-20:] if log.exists() else 'nothing'}"
+        assert time.monotonic() < end_s, f"after {deadline_s:.0f} s: {lines(log)[-20:] if log.exists() else 'no log'}"
         time.sleep(0.05)

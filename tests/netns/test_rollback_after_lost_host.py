@@ -1,4 +1,4 @@
-"""flowrt run, whose trainer is on a host that is cut off for ever: it goes back to its checkpoint with another one."""
+"""flowrt run with its trainer on a permanently unreachable host: rollback to a checkpoint with a new trainer."""
 
 import json
 import shlex
@@ -18,30 +18,30 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def mended(hosts: Any) -> Iterator[Any]:
+def repaired(hosts: Any) -> Iterator[Any]:
     yield hosts
-    hosts.mend(2)
-    hosts.end()
+    hosts.repair(2)
+    hosts.kill_all()
 
 
 def test_permanently_unreachable_trainer_is_replaced(
-    mended: Any, keys_and_model: tuple[Path, Path], tmp_path: Path
+    repaired: Any, keys_and_model: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    hosts, (keys, model) = mended, keys_and_model
-    elsewhere, once, run_dir, log = (tmp_path / name for name in ("elsewhere", "once", "run", "log"))
+    hosts, (keys, model) = repaired, keys_and_model
+    launcher, marker, run_dir, log = (tmp_path / name for name in ("elsewhere", "once", "run", "log"))
     first, then = (shlex.join(hosts.on(number)) for number in (2, 3))
-    elsewhere.write_text(f'#!/bin/sh\nif mkdir {once}; then exec {first} "$@"; else exec {then} "$@"; fi\n')
-    elsewhere.chmod(0o755)
-    words = [str(FLOWRT), "run", *SMALL, "--run-dir", str(run_dir), "--model", str(model), "--steps", str(STEPS)]
-    words += ["--controller.keys", str(keys), "--checkpoint.every", str(EVERY), "--launch.trainer", str(elsewhere)]
-    launched = hosts.start(1, words, log, {"OMP_NUM_THREADS": "1", "COLUMNS": "200"})
+    launcher.write_text(f'#!/bin/sh\nif mkdir {marker}; then exec {first} "$@"; else exec {then} "$@"; fi\n')
+    launcher.chmod(0o755)
+    command = [str(FLOWRT), "run", *SMALL, "--run-dir", str(run_dir), "--model", str(model), "--steps", str(STEPS)]
+    command += ["--controller.keys", str(keys), "--checkpoint.every", str(EVERY), "--launch.trainer", str(launcher)]
+    launched = hosts.start(1, command, log, {"OMP_NUM_THREADS": "1", "COLUMNS": "200"})
     wait_until(lambda: len(checkpoint_steps(run_dir)) or launched.poll() is not None, 120.0, log.read_text)
     hosts.cut(2)
     saved = max(checkpoint_steps(run_dir))
     assert launched.wait(150) == 0, log.read_text()
-    [said] = [line for line in log.read_text().splitlines() if "restart 1 of 3 in 1 s, from step" in line]
-    assert said.startswith("trainer: its connection is closed"), said
+    [line] = [line for line in log.read_text().splitlines() if "restart 1 of 3 in 1 s, from step" in line]
+    assert line.startswith("trainer: its connection is closed"), line
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert saved < STEPS, "the run was over before the cut was"
+    assert saved < STEPS, "the run ended before the link was cut"
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)
-    assert "host3" in (run_dir / "logs" / "trainer.log").read_text(), "the second one wrote the trained model"
+    assert "host3" in (run_dir / "logs" / "trainer.log").read_text(), "the new trainer wrote the trained model"

@@ -1,4 +1,4 @@
-"""A host that is cut off for ever: the run does what it says, and what is left on that host leaves by itself."""
+"""A permanently unreachable host: the run ends or continues without it, and the processes on that host exit."""
 
 import re
 import signal
@@ -12,91 +12,91 @@ import pytest
 
 from tests.netns.runs import CONTROLLER, ROLLOUT, ROOT, TRAINER, Run
 
-NAME = {"rollout": "rollout-0", "reward": "reward-0", "trainer": "trainer-0"}
-RETURN_S = 10.0
-SEEN_S = 5.0  # when the controller says that nothing comes over a link any more, …
-NOTICED_S = 17.0  # … and when it gives up who is behind it
-ALONE_S = 30.0 + RETURN_S  # that of a worker: so many heartbeats, then the wait for a controller that comes back
-SLOW_S = 15.0  # for a machine that has other things to do
-RETRIES, RETRIED_S = 6, 26.0  # how often the kernel repeats what is not acknowledged, and how long that takes it
+WORKER = {"rollout": "rollout-0", "reward": "reward-0", "trainer": "trainer-0"}
+RECONNECT_TIMEOUT_S = 10.0
+SILENCE_REPORTED_S = 5.0  # the controller reports that it receives nothing over a link
+WORKER_LOST_S = 17.0  # the controller removes the worker behind it
+WORKER_EXIT_S = 30.0 + RECONNECT_TIMEOUT_S  # of the worker: unanswered heartbeats, then the timeout for reconnecting
+MARGIN_S = 15.0  # for a loaded machine
+TCP_RETRIES, TCP_RETRIES_S = 6, 26.0  # retransmissions by the kernel, and how long they take
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def family(run: Run, name: str) -> list[psutil.Process]:
+def process_tree(run: Run, name: str) -> list[psutil.Process]:
     one = psutil.Process(run.processes[name].pid)
     return [one, *one.children(recursive=True)]
 
 
-def leaves_alone(run: Run, name: str, left_s: float, processes: list[psutil.Process]) -> None:
-    """What is cut off leaves by the deadline, with exit code 1 and nobody left behind."""
-    assert run.left(name, max(left_s, 1.0)) == 1, run.words()
+def assert_exits(run: Run, name: str, deadline_s: float, processes: list[psutil.Process]) -> None:
+    """The process exits with code 1 by the deadline, and all of its children have ended."""
+    assert run.exit_code(name, max(deadline_s, 1.0)) == 1, run.logs()
     assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def says_why(run: Run, name: str) -> None:
-    assert f"went away and did not come back within {RETURN_S:.0f} s" in run.said(name).splitlines()[-1]
+def assert_reports_the_reason(run: Run, name: str) -> None:
+    assert f"went away and did not come back within {RECONNECT_TIMEOUT_S:.0f} s" in run.log(name).splitlines()[-1]
 
 
-def begun(begin: Callable[..., Run], far: str, *flags: str) -> Run:
-    """A run of which one role is far away, and all others are beside the controller."""
-    run = begin(10_000, "--controller.reconnect-timeout-s", str(RETURN_S), *flags)
-    for role in ("source", *NAME):
-        run.python(ROLLOUT if role == far else CONTROLLER, role, f"{ROOT}/workers/{role}.py")
+def start_with_remote(start_run: Callable[..., Run], remote_role: str, *flags: str) -> Run:
+    """Start a run with one role on another host and all others on the controller's host."""
+    run = start_run(10_000, "--controller.reconnect-timeout-s", str(RECONNECT_TIMEOUT_S), *flags)
+    for role in ("source", *WORKER):
+        run.python(ROLLOUT if role == remote_role else CONTROLLER, role, f"{ROOT}/workers/{role}.py")
     return run
 
 
-@pytest.mark.parametrize(("far", "ended_s"), [("trainer", NOTICED_S), ("reward", NOTICED_S + 15.0)])
+@pytest.mark.parametrize(("remote_role", "ended_s"), [("trainer", WORKER_LOST_S), ("reward", WORKER_LOST_S + 15.0)])
 def test_loss_of_the_only_worker_of_a_role_ends_the_run(
-    hosts: Any, begin: Callable[..., Run], far: str, ended_s: float
+    hosts: Any, start_run: Callable[..., Run], remote_role: str, ended_s: float
 ) -> None:
-    run = begun(begin, far)
+    run = start_with_remote(start_run, remote_role)
     run.wait_for_steps(3)
-    processes = family(run, far)
+    processes = process_tree(run, remote_role)
     hosts.cut(ROLLOUT)
     cut_s = time.monotonic()
-    run.wait_for_word("controller", f"nothing has come from {NAME[far]} for", SEEN_S + SLOW_S)
-    seen = re.search(rf"nothing has come from {NAME[far]} for ([0-9.]+) s", run.said("controller"))
-    assert seen is not None
-    assert float(seen[1]) < SEEN_S
-    assert run.code(ended_s + SLOW_S) == 1, run.words()
+    run.wait_for_log("controller", f"nothing has come from {WORKER[remote_role]} for", SILENCE_REPORTED_S + MARGIN_S)
+    match = re.search(rf"nothing has come from {WORKER[remote_role]} for ([0-9.]+) s", run.log("controller"))
+    assert match is not None
+    assert float(match[1]) < SILENCE_REPORTED_S
+    assert run.controller_exit_code(ended_s + MARGIN_S) == 1, run.logs()
     reason = run.summary()["reason"]
-    assert f"{NAME[far]}: its connection is closed" in reason
+    assert f"{WORKER[remote_role]}: its connection is closed" in reason
     assert reason.endswith("(on host 'host2')")
-    for name in {"source", *NAME} - {far}:
-        assert run.left(name, SLOW_S) == 0, (name, run.words())
-    leaves_alone(run, far, cut_s + ALONE_S + SLOW_S - time.monotonic(), processes)
-    says_why(run, far)
+    for name in {"source", *WORKER} - {remote_role}:
+        assert run.exit_code(name, MARGIN_S) == 0, (name, run.logs())
+    assert_exits(run, remote_role, cut_s + WORKER_EXIT_S + MARGIN_S - time.monotonic(), processes)
+    assert_reports_the_reason(run, remote_role)
 
 
-def test_run_continues_without_one_of_its_rollout_workers(hosts: Any, begin: Callable[..., Run]) -> None:
-    run = begun(begin, "rollout", "--supervisor.role-vacancy-timeout-s", "5")
+def test_run_continues_without_one_of_its_rollout_workers(hosts: Any, start_run: Callable[..., Run]) -> None:
+    run = start_with_remote(start_run, "rollout", "--supervisor.role-vacancy-timeout-s", "5")
     run.python(CONTROLLER, "rollout-near", f"{ROOT}/workers/rollout.py", "--name", "near")
     run.wait_for_steps(3)
-    processes = family(run, "rollout")
+    processes = process_tree(run, "rollout")
     hosts.cut(ROLLOUT)
-    run.wait_for_word("controller", f"nothing has come from {NAME['rollout']} for", SEEN_S + SLOW_S)
-    assert list(run.status()["cut_off"]) == [NAME["rollout"]]
-    leaves_alone(run, "rollout", ALONE_S + SLOW_S, processes)
-    says_why(run, "rollout")
-    assert "rollout-0 is gone: its connection is closed" in run.said("controller")
+    run.wait_for_log("controller", f"nothing has come from {WORKER['rollout']} for", SILENCE_REPORTED_S + MARGIN_S)
+    assert list(run.status()["cut_off"]) == [WORKER["rollout"]]
+    assert_exits(run, "rollout", WORKER_EXIT_S + MARGIN_S, processes)
+    assert_reports_the_reason(run, "rollout")
+    assert "rollout-0 is gone: its connection is closed" in run.log("controller")
     run.wait_for_steps(run.steps() + 3)
     run.processes["controller"].send_signal(signal.SIGINT)
-    assert run.code(SLOW_S) == 130, run.words()
+    assert run.controller_exit_code(MARGIN_S) == 130, run.logs()
     for name in set(run.processes) - {"controller", "rollout"}:
-        assert run.left(name, SLOW_S) == 0, (name, run.words())
+        assert run.exit_code(name, MARGIN_S) == 0, (name, run.logs())
     summary = run.summary()
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
 
 
-def test_a_trainers_host_that_is_cut_off_leaves_no_torchrun_behind(hosts: Any, begin: Callable[..., Run]) -> None:
-    """torchrun waits for its store on another host for as long as the kernel does: 15 minutes as it is by default."""
-    less = f"echo {RETRIES} > /proc/sys/net/ipv4/tcp_retries2"
-    subprocess.run([*hosts.on(ROLLOUT), "sh", "-c", less], check=True, timeout=20)
-    run = begin(10_000, "--controller.reconnect-timeout-s", str(RETURN_S), "--trainer.ranks", "2")
+def test_torchrun_exits_on_a_trainer_host_that_is_cut_off(hosts: Any, start_run: Callable[..., Run]) -> None:
+    """torchrun waits for its store on another host until the kernel's TCP timeout, by default 15 minutes."""
+    set_retries = f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2"
+    subprocess.run([*hosts.on(ROLLOUT), "sh", "-c", set_retries], check=True, timeout=20)
+    run = start_run(10_000, "--controller.reconnect-timeout-s", str(RECONNECT_TIMEOUT_S), "--trainer.ranks", "2")
     for role in ("source", "reward", "rollout"):
         run.python(CONTROLLER, role, f"{ROOT}/workers/{role}.py")
-    words: tuple[str, ...] = (
+    command: tuple[str, ...] = (
         "--nnodes",
         "2",
         "--nproc-per-node",
@@ -106,16 +106,16 @@ def test_a_trainers_host_that_is_cut_off_leaves_no_torchrun_behind(hosts: Any, b
         "--rdzv-backend",
         "c10d",
     )
-    words += ("--rdzv-endpoint", f"{hosts.name(TRAINER)}:29400", f"{ROOT}/workers/trainer.py")
+    command += ("--rdzv-endpoint", f"{hosts.name(TRAINER)}:29400", f"{ROOT}/workers/trainer.py")
     for host, name in ((TRAINER, "trainer-store"), (ROLLOUT, "trainer-far")):
-        run.torchrun(host, name, *words)
+        run.torchrun(host, name, *command)
     run.wait_for_steps(3)
-    processes = family(run, "trainer-far")
+    processes = process_tree(run, "trainer-far")
     hosts.cut(ROLLOUT)
     cut_s = time.monotonic()
-    assert run.code(NOTICED_S + SLOW_S) == 1, run.words()
+    assert run.controller_exit_code(WORKER_LOST_S + MARGIN_S) == 1, run.logs()
     assert run.summary()["reason"].startswith("trainer-"), run.summary()
     for name in ("source", "reward", "rollout"):
-        assert run.left(name, SLOW_S) == 0, (name, run.words())
-    assert run.left("trainer-store", SLOW_S) == 1
-    leaves_alone(run, "trainer-far", cut_s + RETRIED_S + SLOW_S - time.monotonic(), processes)
+        assert run.exit_code(name, MARGIN_S) == 0, (name, run.logs())
+    assert run.exit_code("trainer-store", MARGIN_S) == 1
+    assert_exits(run, "trainer-far", cut_s + TCP_RETRIES_S + MARGIN_S - time.monotonic(), processes)

@@ -1,7 +1,6 @@
-"""Prints a digest of all events and commands of simulated runs, of what the controller said of its waits, and of
-their causes.
+"""Prints a digest of all events and commands of simulated runs, of the reported waits, and of their causes.
 
-A child of test_hash_seeds: the same in every process, whatever its hash seed.
+A child process of test_hash_seeds: the digests are the same in every process, whatever its hash seed.
 """
 
 import hashlib
@@ -46,7 +45,7 @@ def scenario(seed: int) -> Scenario:
         ranks=1 + seed % 3,
         kills=seed % 4,
         broken_lanes=seed % 3,
-        # A jump of the clock beyond every lease would have a returning worker come too late.
+        # After a jump of the clock beyond every lease a worker would rejoin too late.
         expiries=seed % 2,
         crashes=0 if seed % 2 else seed // 3 % 3,
         losses=seed % 2,

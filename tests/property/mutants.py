@@ -1,4 +1,4 @@
-"""Classic bugs of a runtime like this one, each as one function or value that is swapped for a wrong one."""
+"""Classic bugs of such a runtime, each as one function or value that is replaced by a wrong one."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ from flowrt.controller.transitions import commits, filtering, rollback, training
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol.messages import CancelRequest, Rejected, pack, unpack
 
-Wrong = Callable[..., Any]
+Function = Callable[..., Any]
 BUGS: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {}
-"""By what goes wrong: whose function is swapped, its name, and what makes the wrong one from the right one."""
+"""By name of the bug: the owner and the name of the function, and what builds the wrong one from the right one."""
 
 
 @contextmanager
 def planted(owner: Any, name: Any, make: Callable[[Any], Any]) -> Iterator[None]:
-    """One function, or one entry of a dictionary, is wrong for the length of a block."""
+    """Replace one function, or one entry of a dictionary, within a block."""
     if isinstance(owner, dict):
         with patch.dict(owner, {name: make(owner[name])}):
             yield
@@ -48,7 +48,7 @@ def bug(owner: Any, name: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any
     return enter
 
 
-def nothing(*_: Any, **__: Any) -> None:
+def do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
@@ -60,17 +60,17 @@ def no_commands(*_: Any, **__: Any) -> list[Command]:
 
 
 @bug(commits, "by_lease")
-def a_late_commit_is_accepted(right: Wrong) -> Wrong:
-    def by_whoever_has_the_lease_now(table: SampleTable, worker: Any, message: Any, stage: Any) -> Iterator[Any]:
+def a_late_commit_is_accepted(right: Function) -> Function:
+    def by_current_lease(table: SampleTable, worker: Any, message: Any, stage: Any) -> Iterator[Any]:
         for row, slot_id in enumerate(message.slots):
             slot = table.slots.get(slot_id)
             yield (slot.leases.get(stage.name) if slot else None), [row]
 
-    return by_whoever_has_the_lease_now
+    return by_current_lease
 
 
 @bug(SampleTable, "find_lease")
-def a_commit_of_an_earlier_life_of_its_worker_is_accepted(right: Wrong) -> Wrong:
+def a_commit_under_an_ended_lease_of_its_worker_is_accepted(right: Function) -> Function:
     ended: dict[Any, Any] = {}
 
     def find(self: SampleTable, lease_id: int, worker: Any) -> Any:
@@ -86,17 +86,17 @@ def a_commit_of_an_earlier_life_of_its_worker_is_accepted(right: Wrong) -> Wrong
 
 
 @bug(rollback, "expire_leases")
-def a_lease_never_expires(right: Wrong) -> Wrong:
+def a_lease_never_expires(right: Function) -> Function:
     return no_commands
 
 
 @bug(rollback, "give_back_lease")
-def the_leases_of_the_dead_are_kept(right: Wrong) -> Wrong:
+def the_leases_of_a_dead_worker_are_kept(right: Function) -> Function:
     return no_commands
 
 
 @bug(SampleTable, "lease")
-def a_slot_that_is_leased_stays_in_its_queue(right: Wrong) -> Wrong:
+def a_leased_slot_stays_in_its_queue(right: Function) -> Function:
     def lease(self: SampleTable, stage: str, slots: Any, *more: Any, **named: Any) -> Any:
         given = right(self, stage, slots, *more, **named)
         if stage in self.ready:
@@ -110,12 +110,12 @@ def a_slot_that_is_leased_stays_in_its_queue(right: Wrong) -> Wrong:
 
 
 @bug(rollback, "lose_copies")
-def a_dead_owner_keeps_its_columns(right: Wrong) -> Wrong:
-    return nothing
+def a_dead_owner_keeps_its_columns(right: Function) -> Function:
+    return do_nothing
 
 
 @bug(SampleTable, "commit")
-def a_column_is_seen_before_its_numbers(right: Wrong) -> Wrong:
+def a_column_is_visible_before_its_inline_values(right: Function) -> Function:
     def commit(self: SampleTable, lease: Any, slots: Any, lengths: Any, inline: Any, spans: Any = ()) -> None:
         right(self, lease, slots, lengths, {}, spans)
         self._set_inline(slots, inline)
@@ -124,7 +124,7 @@ def a_column_is_seen_before_its_numbers(right: Wrong) -> Wrong:
 
 
 @bug(SampleTable, "is_ready")
-def a_stage_does_not_wait_for_numbers(right: Wrong) -> Wrong:
+def a_stage_does_not_wait_for_inline_values(right: Function) -> Function:
     def is_ready(self: SampleTable, slot: Any, stage: Any) -> bool:
         started = self.is_done(slot, stage.name) or stage.name in slot.leases
         return not started and all(slot.has(need) for need in stage.needs if need in self.columns)
@@ -133,7 +133,7 @@ def a_stage_does_not_wait_for_numbers(right: Wrong) -> Wrong:
 
 
 @bug(SampleTable, "undo")
-def what_was_made_from_a_lost_column_survives(right: Wrong) -> Wrong:
+def results_derived_from_a_lost_column_survive(right: Function) -> Function:
     def undo(self: SampleTable, slot: Any, stage: str) -> Any:
         after, self.flows.after = self.flows.after, {name: [] for name in self.stages}
         try:
@@ -148,7 +148,7 @@ def what_was_made_from_a_lost_column_survives(right: Wrong) -> Wrong:
 
 
 @bug(SampleTable, "enqueue_if_ready")
-def a_group_is_trained_as_soon_as_one_of_it_is_ready(right: Wrong) -> Wrong:
+def a_group_is_trained_once_one_sample_is_ready(right: Function) -> Function:
     def enqueue_if_ready(self: SampleTable, slot: Any, stage: Any) -> None:
         if stage.flow in ("", slot.group.flow) and self.is_ready(slot, stage):
             self._enqueue(stage, (slot.group,), (slot,))
@@ -157,8 +157,8 @@ def a_group_is_trained_as_soon_as_one_of_it_is_ready(right: Wrong) -> Wrong:
 
 
 @bug(SampleTable, "open")
-def groups_are_mixed(right: Wrong) -> Wrong:
-    def mixed(self: SampleTable, **offer: Any) -> Any:
+def slots_of_two_groups_are_swapped(right: Function) -> Function:
+    def open_swapped(self: SampleTable, **offer: Any) -> Any:
         groups = right(self, **offer)
         if len(groups) > 1:
             (one, other), slots = groups[:2], [group.slots[-1] for group in groups[:2]]
@@ -166,11 +166,11 @@ def groups_are_mixed(right: Wrong) -> Wrong:
             slots[0].group, slots[1].group, slots[0].member = other, one, 0
         return groups
 
-    return mixed
+    return open_swapped
 
 
 @bug(SampleTable, "_take_off")
-def the_slots_of_a_dropped_group_are_still_served(right: Wrong) -> Wrong:
+def the_slots_of_a_dropped_group_stay_in_their_queues(right: Function) -> Function:
     def take_off(self: SampleTable, slot: Any) -> None:
         queued = [name for name, queue in self.ready.items() if slot in queue]
         right(self, slot)
@@ -181,7 +181,7 @@ def the_slots_of_a_dropped_group_are_still_served(right: Wrong) -> Wrong:
 
 
 @bug(StrictLag, "__post_init__")
-def staleness_is_off_by_one(right: Wrong) -> Wrong:
+def the_staleness_bound_is_off_by_one(right: Function) -> Function:
     return lambda self: object.__setattr__(self, "bound", self.bound + 1)
 
 
@@ -189,12 +189,12 @@ def staleness_is_off_by_one(right: Wrong) -> Wrong:
 
 
 @bug(SampleTable, "_weigh_off")
-def a_budget_is_never_freed(right: Wrong) -> Wrong:
-    return nothing
+def a_budget_is_never_freed(right: Function) -> Function:
+    return do_nothing
 
 
 @bug(SampleTable, "open")
-def a_budget_is_counted_twice(right: Wrong) -> Wrong:
+def a_budget_is_counted_twice(right: Function) -> Function:
     def twice(self: SampleTable, **offer: Any) -> Any:
         self.rows[offer["flow"]] += len(offer["prompts"]) * offer["members"]
         return right(self, **offer)
@@ -203,7 +203,7 @@ def a_budget_is_counted_twice(right: Wrong) -> Wrong:
 
 
 @bug(rollback, "releases")
-def nobody_is_told_to_free(right: Wrong) -> Wrong:
+def no_worker_is_ordered_to_release_tensors(right: Function) -> Function:
     return lambda groups: {}
 
 
@@ -211,7 +211,7 @@ def nobody_is_told_to_free(right: Wrong) -> Wrong:
 
 
 @bug(HANDLERS, CancelRequest)
-def a_withdrawn_pull_is_still_granted(right: Wrong) -> Wrong:
+def a_withdrawn_pull_is_still_granted(right: Function) -> Function:
     def cancel_request(state: State, env: Any, worker: Any, message: Any, now: float) -> list[Command]:
         if message.request not in state.requests._of[worker]:
             return []
@@ -221,7 +221,7 @@ def a_withdrawn_pull_is_still_granted(right: Wrong) -> Wrong:
 
 
 @bug(training, "close_step")
-def a_refused_message_changes_the_state(right: Wrong) -> Wrong:
+def a_refused_message_changes_the_state(right: Function) -> Function:
     def close_step(state: State, env: Any, worker: Any, message: Any) -> Any:
         try:
             return right(state, env, worker, message)
@@ -234,7 +234,7 @@ def a_refused_message_changes_the_state(right: Wrong) -> Wrong:
 
 
 @bug(training, "close_step")
-def a_step_that_is_said_twice_is_trained_twice(right: Wrong) -> Wrong:
+def a_repeated_step_report_closes_the_next_step(right: Function) -> Function:
     def close_step(state: State, env: Any, worker: Any, message: Any) -> Any:
         return right(state, env, worker, dataclasses.replace(message, step=state.window.step))
 
@@ -242,7 +242,7 @@ def a_step_that_is_said_twice_is_trained_twice(right: Wrong) -> Wrong:
 
 
 @bug(TrainingWindow, "put_back")
-def a_group_that_is_given_back_is_not_trained_again(right: Wrong) -> Wrong:
+def a_returned_group_is_not_trained_again(right: Function) -> Function:
     def put_back(self: TrainingWindow, group: Any) -> None:
         right(self, group)
         self.waiting.remove(group.id)
@@ -254,17 +254,17 @@ def a_group_that_is_given_back_is_not_trained_again(right: Wrong) -> Wrong:
 
 
 @bug(TrainingWindow, "count_filtered")
-def the_tries_of_a_step_are_not_counted(right: Wrong) -> Wrong:
-    return nothing
+def the_filter_tries_of_a_step_are_not_counted(right: Function) -> Function:
+    return do_nothing
 
 
 @bug(filtering, "recheck")
-def a_group_that_was_kept_for_want_of_tries_is_not_decided_on_again(right: Wrong) -> Wrong:
-    return nothing
+def a_group_kept_without_tries_left_is_not_decided_again(right: Function) -> Function:
+    return do_nothing
 
 
 @bug(filtering, "decide")
-def a_filtered_group_stays_in_the_window(right: Wrong) -> Wrong:
+def a_filtered_group_stays_in_the_window(right: Function) -> Function:
     def decide(state: State, env: Any, ready: Any) -> list[Command]:
         for group in filtering._due(state, env, ready):
             if env.policies.group_filter.refusal(group):
@@ -275,7 +275,7 @@ def a_filtered_group_stays_in_the_window(right: Wrong) -> Wrong:
 
 
 @bug(TrainingWindow, "restore")
-def a_restarted_controller_counts_the_tries_anew(right: Wrong) -> Wrong:
+def a_restarted_controller_resets_the_filter_tries(right: Function) -> Function:
     def restore(self: TrainingWindow, step: int, groups: Any, filtered: int, skipped: int) -> None:
         right(self, step, groups, 0, skipped)
 
@@ -286,30 +286,30 @@ def a_restarted_controller_counts_the_tries_anew(right: Wrong) -> Wrong:
 
 
 @bug(Lanes, "abandon")
-def a_broken_lane_is_used_again(right: Wrong) -> Wrong:
-    return nothing
+def a_broken_lane_is_used_again(right: Function) -> Function:
+    return do_nothing
 
 
 @bug(VersionTable, "failed")
-def a_fetch_that_failed_is_not_tried_again(right: Wrong) -> Wrong:
-    return nothing
+def a_failed_fetch_is_not_retried(right: Function) -> Function:
+    return do_nothing
 
 
-# ---- going back
+# ---- rollback
 
 
 @bug(ledger, "_ROLLBACK")
-def going_back_leaves_a_prompt_trained(right: tuple[str, ...]) -> tuple[str, ...]:
+def a_rollback_leaves_a_prompt_trained(right: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(one.replace("OR (state IN ('trained', 'dropped') AND step >= :step)", "") for one in right)
 
 
 @bug(Ledger, "resume")
-def going_back_forgets_a_prompt_that_was_in_flight(right: Wrong) -> Wrong:
+def a_rollback_loses_a_prompt_in_flight(right: Function) -> Function:
     def resume(self: Ledger, step: int, at_s: float) -> Any:
         self.flush()
-        under_way = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state = 'in_flight'").fetchall()
+        in_flight_prompts = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state = 'in_flight'").fetchall()
         position = right(self, step, at_s)
         done = [(epoch, prompt) for epoch, prompts in unpack(position.passed).items() for prompt in prompts]
-        return dataclasses.replace(position, passed=pack([*done, *under_way]))
+        return dataclasses.replace(position, passed=pack([*done, *in_flight_prompts]))
 
     return resume

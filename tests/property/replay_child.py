@@ -1,4 +1,4 @@
-"""Replays the recordings of simulated runs: a line with a directory in, a line of JSON out. A child of tests."""
+"""Child process of tests: replays recordings of simulated runs. Reads a directory per line, prints a line of JSON."""
 
 import json
 import sys

@@ -25,17 +25,17 @@ def shuffled(groups: Groups, seed: int) -> torch.Tensor:
 
 
 @given(GROUPS, SCALES, st.integers(0, 2**31))
-def test_the_order_of_samples_does_not_matter(groups: Groups, scale: Scale, seed: int) -> None:
+def test_advantages_do_not_depend_on_the_order_of_samples(groups: Groups, scale: Scale, seed: int) -> None:
     order = shuffled(groups, seed)
-    straight = flatten(groups, torch.arange(len(order)))
+    in_order = flatten(groups, torch.arange(len(order)))
     mixed = flatten(groups, order)
     for fields in ({"scale": scale}, LEAVE_ONE_OUT):
-        expected = group_advantages(*straight, **fields)[order]
+        expected = group_advantages(*in_order, **fields)[order]
         torch.testing.assert_close(group_advantages(*mixed, **fields), expected)
 
 
 @given(GROUPS, st.integers(0, 2**31))
-def test_each_group_matches_the_formula_on_its_own(groups: Groups, seed: int) -> None:
+def test_the_advantages_of_each_group_match_the_formula(groups: Groups, seed: int) -> None:
     order = shuffled(groups, seed)
     rewards, ids = flatten(groups, order)
     scaled, left_out = group_advantages(rewards, ids), group_advantages(rewards, ids, **LEAVE_ONE_OUT)

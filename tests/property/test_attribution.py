@@ -1,4 +1,4 @@
-"""The sweep and the account of time: every second is of one kind, and none is lost, whatever is reported."""
+"""The attribution of time: every second has exactly one kind, whatever is reported."""
 
 import pytest
 from hypothesis import given
@@ -31,46 +31,52 @@ def waits(draw: st.DrawFn) -> WaitInterval:
 
 
 @given(st.lists(spans(), max_size=8), st.lists(waits(), max_size=5), st.floats(0, 20, width=32))
-def test_every_second_is_of_one_kind(some: list[Interval], others: list[WaitInterval], end_s: float) -> None:
-    found = sweep(some, others, 0.0, end_s)
+def test_every_second_has_exactly_one_kind(
+    intervals: list[Interval], wait_intervals: list[WaitInterval], end_s: float
+) -> None:
+    found = sweep(intervals, wait_intervals, 0.0, end_s)
     assert all(seconds > 0 and kind in KINDS for (kind, _), seconds in found.items())
     assert sum(found.values()) == pytest.approx(end_s, abs=1e-6)
 
 
 @given(st.lists(spans(), max_size=8), st.lists(waits(), max_size=5), st.floats(0, 20, width=32))
-def test_two_windows_are_as_one(some: list[Interval], others: list[WaitInterval], cut_s: float) -> None:
-    """Of spans without gaps: of the others only the sum of the gaps is known."""
-    whole_spans = [one._replace(worked_s=one.end_s - one.start_s) for one in some]
-    whole = sweep(whole_spans, others, 0.0, 20.0)
-    first, second = sweep(whole_spans, others, 0.0, cut_s), sweep(whole_spans, others, cut_s, 20.0)
+def test_two_adjacent_windows_add_up_to_one(
+    intervals: list[Interval], wait_intervals: list[WaitInterval], cut_s: float
+) -> None:
+    """For spans without gaps: of the others only the sum of the gaps is known."""
+    whole_spans = [one._replace(worked_s=one.end_s - one.start_s) for one in intervals]
+    whole = sweep(whole_spans, wait_intervals, 0.0, 20.0)
+    first, second = sweep(whole_spans, wait_intervals, 0.0, cut_s), sweep(whole_spans, wait_intervals, cut_s, 20.0)
     for key in {*whole, *first, *second}:
         assert whole.get(key, 0.0) == pytest.approx(first.get(key, 0.0) + second.get(key, 0.0), abs=1e-6)
 
 
 @given(st.lists(spans(), max_size=6), st.lists(waits(), max_size=3), st.floats(0, 19, width=32))
-def test_the_first_kind_of_the_order_counts(some: list[Interval], others: list[WaitInterval], at_s: float) -> None:
-    whole = [one._replace(worked_s=one.end_s - one.start_s) for one in some]
+def test_overlapping_spans_count_as_the_first_kind_of_the_order(
+    intervals: list[Interval], wait_intervals: list[WaitInterval], at_s: float
+) -> None:
+    whole = [one._replace(worked_s=one.end_s - one.start_s) for one in intervals]
     end_s = at_s + 1e-3
     edges = [edge for one in whole for edge in (one.start_s, one.end_s)]
-    edges += [edge for one in others for edge in (one.start_s, one.end_s)]
+    edges += [edge for one in wait_intervals for edge in (one.start_s, one.end_s)]
     if any(at_s < edge < end_s for edge in edges):
         return
     names = {one.kind for one in whole if one.start_s <= at_s and one.end_s >= end_s}
     present = {kind_of_span(one).value for one in names}
-    wait = next((one for one in others if one.start_s <= at_s and one.end_s >= end_s), None)
+    wait = next((one for one in wait_intervals if one.start_s <= at_s and one.end_s >= end_s), None)
     first = next((kind for kind in ORDER if kind in present), None)
-    (found,) = {kind for kind, _ in sweep(whole, others, at_s, end_s)}
+    (found,) = {kind for kind, _ in sweep(whole, wait_intervals, at_s, end_s)}
     if "ranks" in names and first != "away":
         assert found == "samples"
     elif first is not None:
         assert found == first
     elif wait is not None:
-        assert found in {one.cause.value for one in others}
+        assert found in {one.cause.value for one in wait_intervals}
     else:
         assert found == ("samples" if "samples" in present else "other")
 
 
-def test_gaps_of_merged_spans_are_waits_where_one_covers_them() -> None:
+def test_gaps_of_merged_spans_count_as_the_wait_that_covers_them() -> None:
     span = Interval("generate", 0.0, 10.0, worked_s=6.0)
     wait = WaitInterval(WORKER, Cause.GATE, "trainer", 0.0, 10.0)
     assert sweep([span], [wait], 0.0, 10.0) == {("busy", ""): 6.0, ("gate", "trainer"): 4.0}
@@ -88,7 +94,7 @@ def test_gaps_of_merged_spans_are_waits_where_one_covers_them() -> None:
 def test_steps_add_up_to_the_time_from_joining_to_leaving(
     reported: list[tuple[str, Interval]], steps: list[float], joins_s: float, leaves_s: float
 ) -> None:
-    """A worker is there from the start, one joins late, one is gone before the end."""
+    """One worker stays from start to end, one joins late, one leaves early."""
     account = TimeAccount(0.0, 0, patience_s=3.0)
     account.joined("a", "rollout", 0.0)
     account.joined("b", "rollout", 0.0)
@@ -119,7 +125,7 @@ def test_steps_add_up_to_the_time_from_joining_to_leaving(
         assert all(of[kind] >= 0 for of in line["roles"].values() for kind in KINDS)
 
 
-def test_a_worker_that_is_silent_for_too_long_is_away() -> None:
+def test_a_worker_without_reports_counts_as_away() -> None:
     account = TimeAccount(0.0, 0, patience_s=3.0)
     account.joined("a", "rollout", 0.0)
     account.add_spans("a", [Interval("generate", 0.0, 1.0, 1.0)])

@@ -1,4 +1,4 @@
-"""The codec: every message round-trips; whatever else comes raises RemoteProtocolError and nothing else."""
+"""The codec: every message round-trips; any other input raises RemoteProtocolError and nothing else."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 RECORDS: dict[Any, st.SearchStrategy[Any]] = {}
-"""By type: strategies are made once, because making one takes longer than drawing from it."""
+"""By type: strategies are built once, because building one takes longer than drawing from it."""
 
 
 def record_of(kind: Any) -> st.SearchStrategy[Any]:
@@ -59,9 +59,9 @@ FAST = settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_every_message_round_trips(kind: type[m.Message], data: st.DataObject) -> None:
     message = data.draw(record_of(kind))
-    again = decode(encode(message))
-    assert again == message
-    assert type(again) is kind
+    decoded = decode(encode(message))
+    assert decoded == message
+    assert type(decoded) is kind
 
 
 def test_no_tag_is_used_twice() -> None:
@@ -70,14 +70,14 @@ def test_no_tag_is_used_twice() -> None:
 
 @FAST
 @given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_refused_or_a_message(data: bytes) -> None:
+def test_arbitrary_bytes_are_refused_or_decode_to_a_message(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         decode(data)
 
 
 @FAST
 @given(MESSAGES, st.data())
-def test_mutated_messages_raise_nothing_else(message: m.Message, data: st.DataObject) -> None:
+def test_mutated_messages_raise_only_remote_protocol_errors(message: m.Message, data: st.DataObject) -> None:
     raw = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(raw) - 1))
@@ -89,11 +89,11 @@ def test_mutated_messages_raise_nothing_else(message: m.Message, data: st.DataOb
         else:
             raw.insert(at, data.draw(st.integers(0, 255)))
     try:
-        again = decode(bytes(raw))
+        decoded = decode(bytes(raw))
     except RemoteProtocolError:
         return
-    assert type(again) in m.MESSAGES
-    encode(again)  # what was let in is a message in every field
+    assert type(decoded) in m.MESSAGES
+    encode(decoded)  # an accepted message is valid in every field
 
 
 SHAPES = st.recursive(
@@ -105,18 +105,18 @@ SHAPES = st.recursive(
 
 @FAST
 @given(st.integers(-2, len(m.MESSAGES) + 2), st.lists(SHAPES, max_size=14))
-def test_any_shape_behind_a_tag_raises_nothing_else(tag: int, fields: list[Any]) -> None:
+def test_any_fields_behind_a_tag_raise_only_remote_protocol_errors(tag: int, fields: list[Any]) -> None:
     with contextlib.suppress(RemoteProtocolError):
         encode(decode(msgpack.packb([tag, *fields])))
 
 
 TURN = LaneTurn(sender="a", receiver="b", kind="samples", incarnation=0, sequence=0, transport="gloo")
-WRONG: dict[str, m.Message] = {
+WRONG_TYPES: dict[str, m.Message] = {
     "text for a number": m.OfferAccepted("1", 2),  # type: ignore[arg-type]
-    "truth for a number": m.OfferAccepted(True, 2),
+    "boolean for a number": m.OfferAccepted(True, 2),
     "number for text": m.Leave(3),  # type: ignore[arg-type]
     "fraction for a number": m.OfferAccepted(1.5, 2),  # type: ignore[arg-type]
-    "number for truth": m.Grant(
+    "number for a boolean": m.Grant(
         request=1,
         lease=2,
         slots=(),
@@ -147,13 +147,13 @@ WRONG: dict[str, m.Message] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_field_types_are_our_own_mistake(name: str) -> None:
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_encoding_wrong_field_types_raises_a_local_protocol_error(name: str) -> None:
     with pytest.raises(LocalProtocolError):
-        encode(WRONG[name])
+        encode(WRONG_TYPES[name])
 
 
-def test_what_is_no_message_is_our_own_mistake() -> None:
+def test_encoding_a_non_message_raises_a_local_protocol_error() -> None:
     with pytest.raises(LocalProtocolError):
         encode("hello")  # type: ignore[arg-type]
 
@@ -187,7 +187,7 @@ def test_deep_nesting_is_refused(depth: int) -> None:
         decode(b"\x91" * depth + b"\xc0")
 
 
-def test_oversized_messages_are_refused_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_messages_are_refused_by_encode_and_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(RemoteProtocolError, match="limit"):
         decode(bytes(1001))
@@ -196,12 +196,12 @@ def test_oversized_messages_are_refused_both_ways(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("head", [b"\xdd\x7f\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xc6\x7f\xff\xff\xff"])
-def test_a_size_that_is_only_claimed_is_refused(head: bytes) -> None:
+def test_a_declared_size_without_the_data_is_refused(head: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(b"\x92\x04" + head)
 
 
-def test_a_small_message_cannot_claim_much_memory() -> None:
+def test_a_small_message_cannot_allocate_much_memory() -> None:
     hostile = (b"\xdd" + struct.pack(">I", MAX_ITEMS)) * 20
     tracemalloc.start()
     try:
@@ -213,11 +213,11 @@ def test_a_small_message_cannot_claim_much_memory() -> None:
     assert peak < 2**20, f"{len(hostile)} bytes made the decoder allocate {peak} bytes"
 
 
-# ---- numbers that are all the same
+# ---- columns of equal numbers
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40), st.integers(-(2**63), 2**63 - 1))
-def test_one_number_stands_for_all_that_are_the_same(slots: list[int], one: int) -> None:
+def test_a_column_of_equal_numbers_is_encoded_as_one_number(slots: list[int], one: int) -> None:
     same = m.Commit(
         request=1, stage="make", slots=tuple(slots), leases=(one,) * len(slots), parts=(), inline=(), spans=()
     )
@@ -231,7 +231,7 @@ def test_one_number_stands_for_all_that_are_the_same(slots: list[int], one: int)
 
 
 @pytest.mark.parametrize("one", [2**63, True, 1.0, None])
-def test_what_stands_for_all_must_be_a_number_of_64_bits(one: Any) -> None:
+def test_the_number_of_a_column_of_equal_numbers_must_have_64_bits(one: Any) -> None:
     raw = list(
         msgpack.unpackb(
             encode(m.Commit(request=1, stage="make", slots=(1, 2), leases=(3, 3), parts=(), inline=(), spans=()))

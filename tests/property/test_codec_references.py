@@ -1,4 +1,4 @@
-"""Ids that a message holds more than once travel once, whatever the message, and a few bytes claim no memory."""
+"""A column that a message contains more than once is encoded once; references cannot allocate much memory."""
 
 from typing import Any
 
@@ -52,9 +52,9 @@ def grant_of(slots: tuple[int, ...], parts: tuple[Part, ...], incoming: tuple[In
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4), st.data())
-def test_columns_that_are_said_again_round_trip(lengths: list[int], data: st.DataObject) -> None:
-    several = [tuple(range(place, place + length)) for place, length in enumerate(lengths)]
-    columns = st.sampled_from(several)
+def test_repeated_columns_round_trip(lengths: list[int], data: st.DataObject) -> None:
+    distinct = [tuple(range(place, place + length)) for place, length in enumerate(lengths)]
+    columns = st.sampled_from(distinct)
     parts = tuple(map(part_of, data.draw(st.lists(columns, max_size=2 * MAX_REFERENCES))))
     message = grant_of(
         data.draw(columns), parts[:MAX_REFERENCES], (Incoming(TURN, parts[MAX_REFERENCES:]), Incoming(TURN, parts[:2]))
@@ -62,7 +62,7 @@ def test_columns_that_are_said_again_round_trip(lengths: list[int], data: st.Dat
     assert decode(encode(message)) == message
 
 
-def test_what_is_said_again_costs_a_few_bytes_and_is_one_object() -> None:
+def test_a_repeated_column_takes_few_bytes_and_decodes_to_one_object() -> None:
     ids = tuple(range(1000))
     part = part_of(ids)
     data = encode(grant_of(ids, (part,) * 3, (Incoming(TURN, (part,) * 3),)))
@@ -72,13 +72,13 @@ def test_what_is_said_again_costs_a_few_bytes_and_is_one_object() -> None:
     assert all(one.ids is grant.slots for one in (*grant.parts, *grant.incoming[0].parts))
 
 
-def test_equal_numbers_in_two_objects_are_just_packed() -> None:
+def test_equal_columns_in_two_objects_round_trip() -> None:
     one, other = (tuple(range(first, first + 100)) for first in (7, 7))
     message = m.ReleaseTensors((), one, other)
     assert decode(encode(message)) == message
 
 
-def test_columns_of_which_some_are_lists_are_what_they_were() -> None:
+def test_columns_given_as_lists_round_trip_as_tuples() -> None:
     slots: Any = list(range(20))
     ids = tuple(range(100, 120))
     parts = (part_of(ids), part_of(ids))
@@ -106,29 +106,29 @@ def test_columns_of_which_some_are_lists_are_what_they_were() -> None:
     assert {grant.groups, grant.prompts, grant.attempts, *(part.ids for part in grant.parts)} == {ids}
 
 
-SERVE = m.MESSAGES.index(m.SendSamples)
+SEND_SAMPLES = m.MESSAGES.index(m.SendSamples)
 RAW_TURN = ["a", "b", "samples", 0, 0, "gloo"]
 PACKED = bytes(8 * MIN_REFERENCE_ITEMS)
 
 
-@pytest.mark.parametrize("place", [[1], [-1], [True], ["0"], [], [0, 0], [[0]], [None]], ids=str)
-def test_a_place_where_nothing_was_said_is_refused(place: list[object]) -> None:
-    data = msgpack.packb([SERVE, RAW_TURN, [["x", PACKED, 0], ["x", place, 0]]])
+@pytest.mark.parametrize("reference", [[1], [-1], [True], ["0"], [], [0, 0], [[0]], [None]], ids=str)
+def test_an_invalid_reference_is_refused(reference: list[object]) -> None:
+    data = msgpack.packb([SEND_SAMPLES, RAW_TURN, [["x", PACKED, 0], ["x", reference, 0]]])
     with pytest.raises(RemoteProtocolError):
         decode(data)
 
 
-def test_nothing_can_be_repeated_before_it_is_said() -> None:
+def test_a_reference_before_any_column_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match=r"parts\[0\].ids must be packed 8-byte items"):
-        decode(msgpack.packb([SERVE, RAW_TURN, [["x", [0], 0]]]))
+        decode(msgpack.packb([SEND_SAMPLES, RAW_TURN, [["x", [0], 0]]]))
 
 
-def test_a_few_bytes_are_never_more_than_a_million_numbers() -> None:
-    said = [["x", bytes(8 * MAX_REFERENCE_ITEMS), 0]]
-    most = decode(msgpack.packb([SERVE, RAW_TURN, said + [["x", [0], 0]] * (MAX_REFERENCES - 1)]))
-    assert isinstance(most, m.SendSamples)
-    assert sum(len(part.ids) for part in most.parts) == MAX_REFERENCES * MAX_REFERENCE_ITEMS
+def test_references_expand_to_a_bounded_number_of_items() -> None:
+    column = [["x", bytes(8 * MAX_REFERENCE_ITEMS), 0]]
+    largest = decode(msgpack.packb([SEND_SAMPLES, RAW_TURN, column + [["x", [0], 0]] * (MAX_REFERENCES - 1)]))
+    assert isinstance(largest, m.SendSamples)
+    assert sum(len(part.ids) for part in largest.parts) == MAX_REFERENCES * MAX_REFERENCE_ITEMS
     with pytest.raises(RemoteProtocolError, match=rf"parts\[{MAX_REFERENCES}\].ids"):
-        decode(msgpack.packb([SERVE, RAW_TURN, said + [["x", [0], 0]] * MAX_REFERENCES]))
+        decode(msgpack.packb([SEND_SAMPLES, RAW_TURN, column + [["x", [0], 0]] * MAX_REFERENCES]))
     with pytest.raises(RemoteProtocolError, match=r"parts\[1\].ids"):
-        decode(msgpack.packb([SERVE, RAW_TURN, [["x", bytes(8 * MAX_REFERENCE_ITEMS + 8), 0], ["x", [0], 0]]]))
+        decode(msgpack.packb([SEND_SAMPLES, RAW_TURN, [["x", bytes(8 * MAX_REFERENCE_ITEMS + 8), 0], ["x", [0], 0]]]))

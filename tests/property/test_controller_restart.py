@@ -1,4 +1,4 @@
-"""A controller that crashes at any moment and comes back with what it had written down: nothing is lost by it."""
+"""A controller that crashes at any moment and restarts from its durable state: nothing is lost."""
 
 import dataclasses
 from collections import Counter
@@ -18,7 +18,7 @@ from tests.simulation.scenario import Scenario
 
 @RUNS
 @given(scenarios(), st.integers(1, 3))
-def test_nothing_is_lost_and_nothing_is_trained_twice(scenario: Scenario, crashes: int) -> None:
+def test_a_controller_crash_loses_nothing_and_trains_nothing_twice(scenario: Scenario, crashes: int) -> None:
     cluster = SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run()
     assert_sound(cluster)
     assert dict(cluster.core.state.dropped) == {}
@@ -26,13 +26,15 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(scenario: Scenario, crashe
 
 @settings(RUNS, max_examples=examples(60))
 @given(scenarios(kills=2, broken_lanes=1, withdrawals=2, evals=3), st.integers(1, 2))
-def test_with_all_other_misfortunes(scenario: Scenario, crashes: int) -> None:
+def test_a_controller_crash_with_other_faults_loses_nothing(scenario: Scenario, crashes: int) -> None:
     assert_sound(SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run())
 
 
 @RUNS
 @given(scenarios(members=3, prompts_at_once=1), st.sampled_from(OnLostSample))
-def test_under_every_policy_for_lost_members(scenario: Scenario, policy: OnLostSample) -> None:
+def test_a_controller_crash_loses_nothing_under_every_lost_sample_policy(
+    scenario: Scenario, policy: OnLostSample
+) -> None:
     assert_sound(
         SimulatedCluster(dataclasses.replace(scenario, crashes=2, losses=1, on_lost_sample=policy, attempts=3)).run()
     )
@@ -40,19 +42,19 @@ def test_under_every_policy_for_lost_members(scenario: Scenario, policy: OnLostS
 
 @RUNS
 @given(scenarios(), st.integers(1, 3))
-def test_what_was_generated_is_not_generated_again(scenario: Scenario, crashes: int) -> None:
+def test_a_controller_crash_regenerates_no_sample(scenario: Scenario, crashes: int) -> None:
     cluster = SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run()
-    made = [
+    commits = [
         event.entry
         for event in cluster.log
         if isinstance(event, AppendReplay) and isinstance(event.entry, StageCommitted)
     ]
-    times = Counter(slot for one in made if one.stage == "rollout" for slot in one.slots)
+    times = Counter(slot for one in commits if one.stage == "rollout" for slot in one.slots)
     assert set(times.values()) == {1}
     assert {row.slot for _, row in cluster.trained} <= set(times)
 
 
-def test_a_worker_that_does_not_come_back_is_waited_for_a_while_only() -> None:
+def test_a_worker_that_does_not_rejoin_is_awaited_until_the_rejoin_timeout() -> None:
     cluster = SimulatedCluster(Scenario(seed=3, steps=2))
     while not cluster.steps:
         cluster.step()

@@ -1,7 +1,7 @@
-"""The mind under every interleaving: whole simulated runs with skew, faults and lies.
+"""The controller core under random interleavings: whole simulated runs with skew, faults and protocol violations.
 
-Every run asserts `Core.check` after each event, and in the workers that what they are told to use, send or receive is
-there (see tests/simulation). A failure is reproduced by its scenario: `SimulatedCluster(Scenario(...)).run()`.
+Every run asserts `Core.check` after each event, and in the workers that what they are ordered to use, send or receive
+exists (see tests/simulation). A failure is reproduced by its scenario: `SimulatedCluster(Scenario(...)).run()`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.run_invariants import assert_sound
 from tests.simulation.scenario import Scenario
 
-# Not shrunk: a smaller scenario takes another course altogether, and searching for one takes minutes.
+# Not shrunk: a smaller scenario produces unrelated events, and searching for one takes minutes.
 RUNS = settings(
     max_examples=examples(40),
     deadline=None,
@@ -59,7 +59,7 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
 
 @RUNS
 @given(scenarios())
-def test_every_run_completes_and_keeps_its_promises(scenario: Scenario) -> None:
+def test_every_run_completes_and_satisfies_the_invariants(scenario: Scenario) -> None:
     assert_sound(SimulatedCluster(scenario).run())
 
 
@@ -72,8 +72,8 @@ def test_nothing_is_dropped_without_faults(scenario: Scenario) -> None:
     assert not [one for one in cluster.records if one.state == "dropped"]
 
 
-def test_slow_answers_are_not_pushed_out_over_several_steps() -> None:
-    # Bound 3: places kept for the next step only are not enough, groups can be pushed out over two or three steps.
+def test_slow_samples_are_not_displaced_over_several_steps() -> None:
+    # At bound 3 places reserved in the next step are not enough: groups can be displaced over two or three steps.
     slow = (("rollout0", 0.005), ("rollout1", 0.05))
     scenario = Scenario(seed=242, bound=3, steps=12, members=1, rollouts=3, references=0, capacity=2, speeds=slow)
     assert dict(SimulatedCluster(scenario).run().core.state.dropped) == {}
@@ -81,7 +81,7 @@ def test_slow_answers_are_not_pushed_out_over_several_steps() -> None:
 
 @RUNS
 @given(scenarios(strict_issue_order=True))
-def test_in_order_trains_in_the_order_of_issue(scenario: Scenario) -> None:
+def test_strict_issue_order_trains_groups_in_issue_order(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     by_step = [sorted({row.group for at, row in cluster.trained if at == step}) for step in range(scenario.steps)]
     groups = [group for step in by_step for group in step]
@@ -92,15 +92,15 @@ def test_in_order_trains_in_the_order_of_issue(scenario: Scenario) -> None:
 
 @RUNS
 @given(scenarios(evals=4))
-def test_evaluation_flows_beside_training(scenario: Scenario) -> None:
+def test_every_evaluation_is_scored_during_training(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     assert_sound(cluster)
-    opened = {
+    offers = {
         e.message.request: e.message
         for e in cluster.log
         if isinstance(e, MessageReceived) and isinstance(e.message, m.Offer)
     }
-    begun = Counter(offer.flow for offer in opened.values())
+    offered = Counter(offer.flow for offer in offers.values())
     scored = [
         event.message
         for event in cluster.log
@@ -108,12 +108,12 @@ def test_evaluation_flows_beside_training(scenario: Scenario) -> None:
         and isinstance(event.message, m.Commit)
         and event.message.stage == "evaluate"
     ]
-    assert sum(len(commit.slots) for commit in scored) == begun["eval"]
+    assert sum(len(commit.slots) for commit in scored) == offered["eval"]
 
 
 @RUNS
 @given(st.data(), st.integers(1, 3))
-def test_skipped_versions_block_nobody(data: st.DataObject, bound: int) -> None:
+def test_skipped_versions_block_no_worker(data: st.DataObject, bound: int) -> None:
     scenario = data.draw(scenarios(bound=bound, publish_every=data.draw(st.integers(1, bound + 1)), fetch_speed=0.05))
     assert_sound(SimulatedCluster(scenario).run())
 
@@ -150,19 +150,19 @@ def test_expired_leases_lose_nothing(scenario: Scenario) -> None:
 
 @RUNS
 @given(scenarios(kills=2, broken_lanes=2, evals=3))
-def test_many_misfortunes_lose_nothing(scenario: Scenario) -> None:
+def test_combined_faults_lose_nothing(scenario: Scenario) -> None:
     assert_sound(SimulatedCluster(scenario).run())
 
 
 @RUNS
 @given(scenarios(violations=3, kills=1, evals=3))
-def test_workers_that_break_the_protocol_lose_nothing(scenario: Scenario) -> None:
+def test_protocol_violations_lose_nothing(scenario: Scenario) -> None:
     assert_sound(SimulatedCluster(scenario).run())
 
 
 @RUNS
 @given(scenarios(kills=2))
-def test_the_ledger_knows_at_all_times_which_prompts_are_ready_and_leased(scenario: Scenario) -> None:
+def test_the_ledger_always_has_the_current_state_of_every_prompt(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario)
     plain_handle = cluster.handle
 
@@ -182,7 +182,7 @@ def test_the_ledger_knows_at_all_times_which_prompts_are_ready_and_leased(scenar
 
 @RUNS
 @given(scenarios(repeats=6, kills=1, expiries=1, withdrawals=2, losses=1, checkpoint_every=1))
-def test_what_is_said_twice_or_too_late_changes_nothing(scenario: Scenario) -> None:
+def test_repeated_and_late_messages_change_nothing(scenario: Scenario) -> None:
     assert_sound(SimulatedCluster(scenario).run())
 
 
@@ -191,15 +191,15 @@ def test_what_is_said_twice_or_too_late_changes_nothing(scenario: Scenario) -> N
 
 @RUNS
 @given(scenarios(prompts_at_once=2), st.integers(2, 3))
-def test_offers_of_several_prompts_open_whole_and_hold_up_nobody(scenario: Scenario, at_once: int) -> None:
+def test_runs_with_offers_of_several_prompts_lose_nothing(scenario: Scenario, at_once: int) -> None:
     cluster = SimulatedCluster(
-        dataclasses.replace(scenario, prompts_at_once=min(at_once, most_at_once(scenario)))
+        dataclasses.replace(scenario, prompts_at_once=min(at_once, max_live_prompts(scenario)))
     ).run()
     assert_sound(cluster)
 
 
-def most_at_once(scenario: Scenario) -> int:
-    """Prompts that admission lets live at once."""
+def max_live_prompts(scenario: Scenario) -> int:
+    """Number of prompts that admission allows to be live at once."""
     return (scenario.bound + 1) * scenario.groups_per_step
 
 
@@ -227,9 +227,9 @@ def test_lost_samples_follow_the_policy(scenario: Scenario, policy: OnLostSample
     st.sampled_from([1, 3]),
     st.integers(1, 3),
 )
-def test_every_misfortune_under_every_policy(
+def test_combined_faults_lose_nothing_under_every_lost_sample_policy(
     scenario: Scenario, policy: OnLostSample, attempts: int, at_once: int
 ) -> None:
-    at_once = min(at_once, most_at_once(scenario))
+    at_once = min(at_once, max_live_prompts(scenario))
     changed = dataclasses.replace(scenario, on_lost_sample=policy, attempts=attempts, prompts_at_once=at_once)
     assert_sound(SimulatedCluster(changed).run())

@@ -1,4 +1,4 @@
-"""Everything that ever taught the coverage-guided fuzzer something new (scripts/fuzz_guided.py), played again."""
+"""Replays the corpus of the coverage-guided fuzzer (scripts/fuzz_guided.py)."""
 
 import contextlib
 from pathlib import Path
@@ -11,20 +11,20 @@ from flowrt.protocol.messages import MESSAGES
 from tests.simulation import fuzz_targets
 
 CORPUS = Path(__file__).parents[1] / "corpus"
-LEAST = 100
+MIN_ENTRIES = 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["codec", "core"])
-def test_the_corpus_finds_nothing(target: str) -> None:
+def test_no_corpus_entry_fails(target: str) -> None:
     lines = (CORPUS / f"{target}.hex").read_text().split()
-    assert len(lines) > LEAST, "the corpus is empty: run scripts/fuzz_guided.py"
+    assert len(lines) > MIN_ENTRIES, "the corpus is empty: run scripts/fuzz_guided.py"
     for line in lines:
         getattr(fuzz_targets, target)(bytes.fromhex(line))
 
 
-def test_every_kind_of_message_is_in_it() -> None:
-    """Else it is of another version of the wire: what it once reached is refused at the door."""
+def test_the_corpus_contains_every_message_type() -> None:
+    """Otherwise it is of another protocol version, and its entries are refused by the decoder."""
     reached = set()
     for line in (CORPUS / "codec.hex").read_text().split():
         with contextlib.suppress(RemoteProtocolError):
@@ -33,10 +33,10 @@ def test_every_kind_of_message_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_conversations_are_conversations(seed: int) -> None:
-    """The targets above are not fed with what is refused before it is looked at."""
-    spoken = fuzz_targets._spoken(fuzz_targets.conversation(seed))
-    assert len(spoken) >= 5
-    for _, words in spoken:
-        fuzz_targets.codec(words)
-        decode(words)
+def test_seed_inputs_consist_of_decodable_messages(seed: int) -> None:
+    """The seeds of the core target are not refused by the decoder."""
+    messages = fuzz_targets.parse_conversation(fuzz_targets.conversation(seed))
+    assert len(messages) >= 5
+    for _, encoded in messages:
+        fuzz_targets.codec(encoded)
+        decode(encoded)

@@ -83,7 +83,7 @@ def test_delta_rejects_any_flipped_or_missing_byte(
 def test_forged_piece_gives_the_right_version_or_raises(
     pair: tuple[Snapshot, Snapshot], width: int, data: st.DataObject
 ) -> None:
-    """Bytes whose checksum was made to fit reach the decoder: it may refuse them, never do anything else."""
+    """Forged bytes with a valid checksum reach the decoder, which must refuse them or return the right version."""
     base, new = pair
     buffers = delta_of(pair, width).buffers()
     index = data.draw(st.integers(1, len(buffers) - 1))
@@ -109,15 +109,15 @@ def test_forged_piece_gives_the_right_version_or_raises(
 def test_block_of_any_bytes_stays_in_bounds(
     record: Record, elements: int, data: st.DataObject, type_: np.dtype[np.unsignedinteger]
 ) -> None:
-    requests = np.zeros(elements + 20, dtype=type_)
+    output = np.zeros(elements + 20, dtype=type_)
     try:
         size = record.body_bytes(elements, type_.itemsize)
         body = data.draw(arrays.arrays(np.uint8, size))
-        apply_block(record, body, requests[10 : 10 + elements])
+        apply_block(record, body, output[10 : 10 + elements])
     except TransferError:
-        assert not requests.any()
-    assert not requests[:10].any()
-    assert not requests[10 + elements :].any()
+        assert not output.any()
+    assert not output[:10].any()
+    assert not output[10 + elements :].any()
 
 
 @given(st.lists(st.integers(0, 120_000), max_size=6), st.integers(0, 2**32 - 1))

@@ -1,4 +1,4 @@
-"""What holds of dispatch whatever happens: identity settings, bounds on waiting, nothing lost."""
+"""Properties of dispatch under random events: identity settings, bounded overtaking, no lost slots."""
 
 import math
 from collections.abc import Callable
@@ -21,28 +21,28 @@ from tests.effort import examples
 COST = DecodeCost(0.01, 0.0005)
 STEEP = DecodeCost(0.01, 0.01)
 EIGHT = st.integers(0, 7)
-# What happens next: (what, and numbers that say to whom, how much, which).
+# Random events: a name, and three numbers that choose the worker, the amount and the slot.
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["issue", "come", "leave", "take", "take", "end"]), EIGHT, EIGHT, EIGHT), max_size=60
+    st.tuples(st.sampled_from(["issue", "enqueue", "dequeue", "take", "take", "end"]), EIGHT, EIGHT, EIGHT), max_size=60
 )
-WAYS = (Start.NOW, Start.NOW, Start.NOW, Start.ELSEWHERE, Start.NOT_YET)
+STARTS = (Start.NOW, Start.NOW, Start.NOW, Start.ELSEWHERE, Start.NOT_YET)
 
 
 @dataclass
 class Stage:
-    """A queue with the world around it: which slots exist, which are ready, who works on which."""
+    """A queue and its environment: the slots that exist, those that are ready, and those that each worker runs."""
 
     queue: Queue
     may_start: Callable[[Slot, int], Start] | None
     held_bytes: Callable[[Slot, str], int]
     learns: bool = False
-    issuing: SampleFactory = field(default_factory=SampleFactory)
+    factory: SampleFactory = field(default_factory=SampleFactory)
     idle: list[Slot] = field(default_factory=list)  # neither ready nor worked on
     ready: dict[int, Slot] = field(default_factory=dict)
     running: dict[str, list[Slot]] = field(default_factory=dict)
-    answers: list[tuple[str, list[int]]] = field(default_factory=list)
+    taken_slots: list[tuple[str, list[int]]] = field(default_factory=list)
 
-    def happen(self, events: list[tuple[str, int, int, int]]) -> None:
+    def apply(self, events: list[tuple[str, int, int, int]]) -> None:
         for event, a, b, c in events:
             getattr(self, event)(a, b, c)
             assert len(self.queue) == len(self.ready)
@@ -50,20 +50,20 @@ class Stage:
             assert all((slot in self.queue) == (slot.id in self.ready) for slot in known)
 
     def issue(self, members: int, prompt: int, now: int) -> None:
-        slots = self.issuing.group(members % 3 + 1, prompt).slots
+        slots = self.factory.group(members % 3 + 1, prompt).slots
         for slot in slots:
             slot.inline = {"urgency": (prompt * 5 + members) % 8 / 4}
         self.idle += slots
         if now % 2:
-            self.come(7, 0, 0)
+            self.enqueue(7, 0, 0)
 
-    def come(self, most: int, skip: int, again: int) -> None:
+    def enqueue(self, most: int, skip: int, again: int) -> None:
         slots = self.idle[skip % 3 :][: most + 1]
         self.idle = [slot for slot in self.idle if slot not in slots]
         self.ready.update((slot.id, slot) for slot in slots)
         self.queue.add(slots + slots[: again % 2])
 
-    def leave(self, which: int, _: int, absent: int) -> None:
+    def dequeue(self, which: int, _: int, absent: int) -> None:
         if absent % 2 and self.idle:
             self.queue.discard(self.idle[which % len(self.idle)])
         elif self.ready:
@@ -72,8 +72,8 @@ class Stage:
             self.idle.append(slot)
 
     def take(self, worker: int, requests: int, salt: int) -> None:
-        name, asks = f"w{worker % 4}", self.may_start
-        may_start = None if asks is None else (lambda slot: asks(slot, salt))
+        name, check = f"w{worker % 4}", self.may_start
+        may_start = None if check is None else (lambda slot: check(slot, salt))
         puller = Puller(WorkerId(name), requests + 1, may_start, lambda slot: self.held_bytes(slot, name))
         slots = self.queue.take(puller)
         assert len(slots) <= requests + 1
@@ -90,10 +90,10 @@ class Stage:
                 slots={slot.id: slot},
             )
         self.running.setdefault(name, []).extend(slots)
-        self.answers.append((name, [slot.id for slot in slots]))
+        self.taken_slots.append((name, [slot.id for slot in slots]))
 
     def end(self, worker: int, _: int, lost: int) -> None:
-        """A worker has generated a slot, or loses it: then it will be ready again."""
+        """A worker has generated a slot, or loses it, so that it will be ready again."""
         if running := self.running.get(f"w{worker % 4}"):
             slot = running.pop(0)
             del slot.leases[ROLLOUT.name]
@@ -104,7 +104,7 @@ class Stage:
 
 
 def mixed(slot: Slot, salt: int) -> Start:
-    return WAYS[hash((slot.id, salt)) % len(WAYS)]
+    return STARTS[hash((slot.id, salt)) % len(STARTS)]
 
 
 @settings(max_examples=examples(150))
@@ -118,34 +118,36 @@ def mixed(slot: Slot, salt: int) -> Start:
         LengthAware(COST, 8, fraction=0.0),
         LengthAware(COST, 8),
     ],
-    ids=["one urgency", "one urgency, hardly ageing", "one skip", "no lane", "nothing learned"],
+    ids=["equal urgency", "equal urgency, slow ageing", "sticky of one", "no tail lane", "no known lengths"],
 )
-def test_the_identity_setting_is_first_issued_first_served(
-    dispatch: Dispatch, events: list[tuple[str, int, int, int]], asks: bool, bytes_scale: int
+def test_identity_settings_equal_fifo_dispatch(
+    dispatch: Dispatch, events: list[tuple[str, int, int, int]], limited: bool, bytes_scale: int
 ) -> None:
-    answers = []
+    taken_slots = []
     for policy in (dispatch, Fifo()):
         learns = isinstance(dispatch, LengthAware) and dispatch.fraction == 0
         stage = Stage(
-            policy.queue(ROLLOUT), mixed if asks else None, lambda slot, name: slot.id * bytes_scale % 7, learns
+            policy.queue(ROLLOUT), mixed if limited else None, lambda slot, name: slot.id * bytes_scale % 7, learns
         )
-        stage.happen(events)
-        answers.append(stage.answers)
-    assert answers[0] == answers[1]
+        stage.apply(events)
+        taken_slots.append(stage.taken_slots)
+    assert taken_slots[0] == taken_slots[1]
 
 
 @given(EVENTS, st.booleans(), st.integers(1, 9))
-def test_equal_bytes_go_in_order_of_issue(events: list[tuple[str, int, int, int]], asks: bool, look: int) -> None:
-    answers = []
-    for policy in (Sticky(look), Fifo()):
-        stage = Stage(policy.queue(ROLLOUT), mixed if asks else None, lambda slot, name: 5)
-        stage.happen(events)
-        answers.append(stage.answers)
-    assert answers[0] == answers[1]
+def test_slots_with_equal_bytes_are_taken_in_issue_order(
+    events: list[tuple[str, int, int, int]], limited: bool, window: int
+) -> None:
+    taken_slots = []
+    for policy in (Sticky(window), Fifo()):
+        stage = Stage(policy.queue(ROLLOUT), mixed if limited else None, lambda slot, name: 5)
+        stage.apply(events)
+        taken_slots.append(stage.taken_slots)
+    assert taken_slots[0] == taken_slots[1]
 
 
 def in_issue_order(slot: Slot, salt: int) -> Start:
-    """As admission does: from some slot on it is too early."""
+    """Like admission: from some slot on it is too early to start."""
     if slot.id % 8 == salt:
         return Start.ELSEWHERE
     return Start.NOT_YET if slot.id > 6 * salt + 3 else Start.NOW
@@ -154,8 +156,8 @@ def in_issue_order(slot: Slot, salt: int) -> Start:
 @settings(max_examples=examples(150))
 @given(EVENTS, st.booleans(), st.integers(1, 5))
 @pytest.mark.parametrize("policy", ["priority", "sticky", "tail"])
-def test_nothing_is_lost_or_given_twice(
-    policy: str, events: list[tuple[str, int, int, int]], asks: bool, size: int
+def test_no_slot_is_lost_or_given_to_two_workers(
+    policy: str, events: list[tuple[str, int, int, int]], limited: bool, size: int
 ) -> None:
     policies: dict[str, Dispatch] = {
         "priority": Priority(lambda slot: slot.inline["urgency"], 0.25, max_skips=size),
@@ -164,11 +166,14 @@ def test_nothing_is_lost_or_given_twice(
     }
     queue = policies[policy].queue(ROLLOUT)
     stage = Stage(
-        queue, in_issue_order if asks else None, lambda slot, name: (slot.id * 31 + ord(name[1]) * 17) % 9, learns=True
+        queue,
+        in_issue_order if limited else None,
+        lambda slot, name: (slot.id * 31 + ord(name[1]) * 17) % 9,
+        learns=True,
     )
-    stage.happen(events)
+    stage.apply(events)
     stage.may_start = None
-    for _ in range(40 + len(events)):  # every worker gives up what it runs and pulls, until nothing is ready
+    for _ in range(40 + len(events)):  # every worker completes its slots and pulls, until no slot is ready
         for worker in range(4):
             while stage.running.get(f"w{worker}"):
                 stage.end(worker, 0, 1)
@@ -191,20 +196,20 @@ def starts_up_to(limit: int, slot: Slot) -> Start:
     st.sampled_from([0.125, 0.25, 0.5, 1.0]),
     st.booleans(),
 )
-def test_a_slot_is_overtaken_by_no_more_later_groups_than_its_ageing_allows(
-    steps: list[tuple[int, int, int, int]], look: int, ageing: float, asks: bool
+def test_ageing_limits_the_later_groups_that_overtake_a_slot(
+    steps: list[tuple[int, int, int, int]], max_skips: int, ageing: float, limited: bool
 ) -> None:
-    policy = Priority(lambda slot: slot.inline["urgency"], ageing, look)
-    queue, issuing = policy.queue(ROLLOUT), SampleFactory()
+    policy = Priority(lambda slot: slot.inline["urgency"], ageing, max_skips)
+    queue, factory = policy.queue(ROLLOUT), SampleFactory()
     overtaken: dict[int, set[int]] = {}
     waiting: dict[int, Slot] = {}
     for urgency, members, pulls, ahead in steps:
-        for slot in (slots := issuing.group(members).slots):
+        for slot in (slots := factory.group(members).slots):
             slot.inline = {"urgency": urgency / 4}
             waiting[slot.id] = slot
         queue.add(slots)
         for _ in range(pulls):
-            limit = min(waiting, default=0) + ahead if asks else issuing.slots
+            limit = min(waiting, default=0) + ahead if limited else factory.slots
             taken = queue.take(pull("w0", 1, partial(starts_up_to, limit)))
             assert taken or not waiting
             for slot in taken:
@@ -218,14 +223,14 @@ def test_a_slot_is_overtaken_by_no_more_later_groups_than_its_ageing_allows(
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), min_size=30, max_size=90), st.integers(1, 4))
-def test_bytes_let_a_slot_be_overtaken_no_more_often_than_promised(steps: list[tuple[int, int]], look: int) -> None:
-    """A greedy puller holds the more of a slot the later it was issued."""
-    policy, issuing = Sticky(look), SampleFactory()
+def test_sticky_dispatch_limits_the_overtaking_of_a_slot(steps: list[tuple[int, int]], window: int) -> None:
+    """A greedy puller holds more bytes of slots that were issued later."""
+    policy, factory = Sticky(window), SampleFactory()
     queue, overtaken = policy.queue(ROLLOUT), dict[int, int]()
-    queue.add(slots := issuing.many(20))
+    queue.add(slots := factory.many(20))
     waiting = {slot.id for slot in slots}
     for greedy, arrivals in steps:
-        queue.add(slots := issuing.many(arrivals))
+        queue.add(slots := factory.many(arrivals))
         waiting |= {slot.id for slot in slots}
         for slot in queue.take(pull("greedy" if greedy > 0 else "w0")):
             waiting.remove(slot.id)
@@ -235,21 +240,21 @@ def test_bytes_let_a_slot_be_overtaken_no_more_often_than_promised(steps: list[t
 
 @settings(max_examples=examples(15))
 @given(st.lists(st.tuples(st.integers(2, 7), st.integers(1, 31)), min_size=60, max_size=80))
-def test_a_slot_of_either_lane_is_overtaken_no_more_often_than_promised(steps: list[tuple[int, int]]) -> None:
-    """Of eight workers two are reserved and never pull again, while there is always more to do for the others."""
-    policy, issuing = LengthAware(STEEP, 128), SampleFactory()
+def test_length_aware_dispatch_limits_the_overtaking_of_a_slot(steps: list[tuple[int, int]]) -> None:
+    """Two of eight workers are reserved and never pull again, while the others always have more slots to take."""
+    policy, factory = LengthAware(STEEP, 128), SampleFactory()
     queue = policy.queue(ROLLOUT)
     for epoch in range(3):
-        queue.add(slot for prompt in range(32) for slot in issuing.group(4, prompt, epoch).slots)
+        queue.add(slot for prompt in range(32) for slot in factory.group(4, prompt, epoch).slots)
         first = queue.take(pull("w0", 16))
         taken = first + [slot for _ in range(130) for w in range(1, 8) for slot in queue.take(pull(f"w{w}", 16))]
         for slot in taken:
             queue.on_generated(slot, 1_000 if slot.group.prompt else 5_000)
     assert [slot.group.prompt for slot in first] == [0], "the first worker is reserved for the long prompt"
-    queue.add(backlog := [slot for prompt in range(31, -1, -1) for slot in issuing.group(4, prompt).slots])
+    queue.add(backlog := [slot for prompt in range(31, -1, -1) for slot in factory.group(4, prompt).slots])
     waiting, overtaken = {slot.id for slot in backlog}, dict[int, int]()
     for step, (worker, prompt) in enumerate(steps):
-        queue.add(slots := issuing.group(4, prompt if step % 20 else 0).slots)
+        queue.add(slots := factory.group(4, prompt if step % 20 else 0).slots)
         waiting |= {slot.id for slot in slots}
         for slot in (slot for _ in range(4) for slot in queue.take(pull(f"w{worker}", 16))):
             waiting.remove(slot.id)
@@ -264,11 +269,11 @@ def test_a_slot_of_either_lane_is_overtaken_no_more_often_than_promised(steps: l
     st.integers(2, 12),
     st.floats(0, 1),
 )
-def test_two_lanes_leave_no_worker_waiting_for_ever(
+def test_length_aware_dispatch_completes_every_run(
     lengths: list[list[int]], workers: int, rows: int, fraction: float
 ) -> None:
     samples = sum(map(len, lengths))
     run = DispatchSimulator(LengthAware(STEEP, samples, fraction), Cluster(workers, rows, STEEP))
     for epoch in range(3):
-        seconds = run.run(dict(enumerate(lengths)), epoch)  # raises if something is left
+        seconds = run.run(dict(enumerate(lengths)), epoch)  # raises if a sample remains
         assert seconds >= max(map(max, lengths)) * STEEP(1) * (1 - 1e-9)

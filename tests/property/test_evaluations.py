@@ -1,4 +1,4 @@
-"""Evaluations of one version, in whole simulated runs: every answer is of that version, and nothing waits forever."""
+"""Evaluations of one version in whole simulated runs: every sample is of that version, and no run deadlocks."""
 
 from collections import Counter
 from typing import Any
@@ -28,8 +28,8 @@ def evaluations(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
 
 
 def assert_evaluated(cluster: SimulatedCluster) -> None:
-    """Each evaluation has all its answers, by its version alone, or could not be made and is said to be lost."""
-    opened: dict[int, int] = {}  # the version of each offer, by its first group: it may be answered twice
+    """Each evaluation has all its samples, only by its version, or is reported as lost."""
+    opened: dict[int, int] = {}  # the version of each offer, by its first group: it may be accepted twice
     offers: dict[int, int] = {}
     for one in cluster.log:
         if isinstance(one, MessageReceived) and isinstance(one.message, m.Offer) and one.message.at_most != NO_LIMIT:
@@ -48,13 +48,13 @@ def assert_evaluated(cluster: SimulatedCluster) -> None:
     assert cluster.core.state.models.policy.pin is None
 
 
-class PinKilled(SimulatedCluster):
-    """Kills a worker whenever it is pinned, or all rollout workers, so many times."""
+class PinnedWorkerKiller(SimulatedCluster):
+    """Kills the pinned worker, or all rollout workers, up to ``times`` times while a worker is pinned."""
 
-    def __init__(self, scenario: Scenario, times: int, *, everyone: bool) -> None:
+    def __init__(self, scenario: Scenario, times: int, *, all_rollouts: bool) -> None:
         super().__init__(scenario)
         self.times = times
-        self.everyone = everyone
+        self.all_rollouts = all_rollouts
 
     def handle(self, event: Event) -> list[Command]:
         commands = super().handle(event)
@@ -62,14 +62,14 @@ class PinKilled(SimulatedCluster):
         if self.times and pin is not None and self.core.ended is None and self.rng.random() < 0.2:
             self.times -= 1
             for worker in self.workers.values():
-                if worker.alive and (worker.id == pin.worker or (self.everyone and worker.role == "rollout")):
+                if worker.alive and (worker.id == pin.worker or (self.all_rollouts and worker.role == "rollout")):
                     self.faults.kill(worker)
         return commands
 
 
 @RUNS
 @given(evaluations())
-def test_each_answer_is_of_the_version_that_is_evaluated(scenario: Scenario) -> None:
+def test_every_sample_is_of_the_evaluated_version(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     assert_sound(cluster)
     assert_evaluated(cluster)
@@ -77,7 +77,7 @@ def test_each_answer_is_of_the_version_that_is_evaluated(scenario: Scenario) -> 
 
 @RUNS
 @given(evaluations(swaps_at_once=True))
-def test_answers_of_two_versions_are_made_again(scenario: Scenario) -> None:
+def test_samples_of_two_versions_are_regenerated(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     assert_sound(cluster)
     assert_evaluated(cluster)
@@ -85,10 +85,10 @@ def test_answers_of_two_versions_are_made_again(scenario: Scenario) -> None:
 
 @RUNS
 @given(evaluations(steps=5), st.integers(1, 3), st.booleans())
-def test_the_death_of_the_pinned_worker_or_of_all_blocks_nothing(
-    scenario: Scenario, times: int, everyone: bool
+def test_the_death_of_the_pinned_or_all_rollout_workers_blocks_no_run(
+    scenario: Scenario, times: int, all_rollouts: bool
 ) -> None:
-    cluster = PinKilled(scenario, times, everyone=everyone).run()
+    cluster = PinnedWorkerKiller(scenario, times, all_rollouts=all_rollouts).run()
     assert_sound(cluster)
     assert_evaluated(cluster)
 

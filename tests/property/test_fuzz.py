@@ -1,4 +1,4 @@
-"""Noise against the codec, the core and a live controller: nothing crashes or grows, a refusal changes nothing."""
+"""Random input to the codec, the core and a live controller: no crash, no growth, a refusal changes nothing."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,9 @@ from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
 from tests.simulation.scenario import grpo_dataflow, offered_lengths, whole
 
 WORKERS = NAMES[:6]
-GROWN_BYTES = 64 * 2**20
+MAX_GROWTH_BYTES = 64 * 2**20
 TURN = LaneTurn(sender="source0", receiver="rollout0", kind="samples", incarnation=0, sequence=0, transport="gloo")
-SENSIBLE: tuple[m.Message, ...] = (
+VALID: tuple[m.Message, ...] = (
     m.Offer(
         request=1, flow="train", prompts=(3,), epoch=0, members=2, at_least=0, lengths=offered_lengths(4, 1), tags=()
     ),
@@ -53,40 +53,40 @@ SENSIBLE: tuple[m.Message, ...] = (
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(300))
-def test_mangled_messages_are_refused_or_messages(seed: int) -> None:
-    noise = MessageFuzzer(seed)
+def test_mangled_messages_are_refused_or_decode_to_messages(seed: int) -> None:
+    fuzzer = MessageFuzzer(seed)
     for _ in range(10):
-        data = noise.data()
+        data = fuzzer.data()
         with contextlib.suppress(RemoteProtocolError):
             encode(decode(data))
 
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(300))
-def test_what_the_core_refuses_changes_nothing(seed: int) -> None:
-    noise, driver = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
-    draw, sensible = noise.random, list(SENSIBLE)
+def test_messages_that_the_core_refuses_change_nothing(seed: int) -> None:
+    fuzzer, driver = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
+    draw, valid = fuzzer.random, list(VALID)
     for _ in range(25):
-        base = draw.choice(sensible)
-        message = draw.choice((base, noise.changed(base), noise.message()))
+        base = draw.choice(valid)
+        message = draw.choice((base, fuzzer.changed(base), fuzzer.message()))
         if isinstance(message, m.Offer) and message.members > 64:
-            continue  # what a source may do, and slow to compare
+            continue  # legal, but slow to compare
         before = driver.snapshot()
         try:
             commands = driver.core.transition(MessageReceived(WorkerId(draw.choice(WORKERS)), message), driver.now)
         except RemoteProtocolError:
-            assert driver.snapshot() == before, f"{message} was refused and changed something"
+            assert driver.snapshot() == before, f"{message} was refused, but changed the state"
             continue
         driver.core.check()
-        said = [command.message for command in commands if isinstance(command, Send)]
-        sensible += [driver.generated(one) for one in said if isinstance(one, m.Grant) and len(one.slots) == 1]
-        for one in said:
+        replies = [command.message for command in commands if isinstance(command, Send)]
+        valid += [driver.generated(one) for one in replies if isinstance(one, m.Grant) and len(one.slots) == 1]
+        for one in replies:
             decode(encode(one))
         if driver.core.ended:
             return
 
 
-# ---- what noise has found
+# ---- bugs found by fuzzing
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,15 @@ def test_what_the_core_refuses_changes_nothing(seed: int) -> None:
         ("rollout0", m.TransferFailed(Incoming(TURN, (Part("no such column", (0,), (1,)),)), "")),
         ("rollout1", m.FetchFailed(TURN, whole(0), "")),
     ],
-    ids=["leases for some of the slots", "lane of another", "column that is not there", "fetch of another"],
+    ids=["leases for some of the slots", "lane of another worker", "unknown column", "fetch of another worker"],
 )
-def test_found_by_noise_in_the_core(worker: str, message: m.Message) -> None:
+def test_illegal_messages_found_by_fuzzing_are_refused(worker: str, message: m.Message) -> None:
     driver = CoreDriver()
     driver.ready_to_train()
     driver.assert_illegal(worker, message)
 
 
-def test_a_lane_that_never_was_can_be_given_up() -> None:
+def test_a_failed_transfer_on_an_unknown_lane_is_accepted() -> None:
     driver = CoreDriver()
     driver.send(
         "rollout0",
@@ -119,18 +119,18 @@ def test_a_lane_that_never_was_can_be_given_up() -> None:
     )
 
 
-def test_a_number_is_not_waited_under_twice() -> None:
+def test_a_second_pull_with_an_open_request_number_is_refused() -> None:
     driver = CoreDriver()
     driver.send("trainer0", m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1))
     driver.assert_illegal("trainer0", m.Pull(request=1, stage="reward", slots=1, tokens=0, step=-1))
     driver.send("trainer0", m.Leave("gone"))
-    driver.offer()  # its pull was parked twice and forgotten once: this was leased to somebody who had left
+    driver.offer()  # its pull was once parked twice and removed once: the departed worker got the lease
 
 
-def test_whole_numbers_have_64_bits() -> None:
-    epoch = msgpack.packb([m.MESSAGES.index(m.OfferAccepted), 2**64 - 1, 0])
+def test_integers_beyond_signed_64_bits_are_refused() -> None:
+    data = msgpack.packb([m.MESSAGES.index(m.OfferAccepted), 2**64 - 1, 0])
     with pytest.raises(RemoteProtocolError, match="64 bits"):
-        decode(epoch)  # msgpack takes it, the ledger's SQLite does not: its commit killed the controller's ticker
+        decode(data)  # msgpack accepts it, SQLite does not: a ledger commit ended the controller's ticker
 
 
 def peak_bytes(data: bytes) -> int:
@@ -143,19 +143,19 @@ def peak_bytes(data: bytes) -> int:
         tracemalloc.stop()
 
 
-def test_nested_claims_cost_no_more_than_the_bytes_that_back_them() -> None:
-    assert peak_bytes((b"\xdd" + struct.pack(">I", 10_000)) * 1000 + bytes(5000)) < 2**20  # 78 MiB, once
+def test_nested_declared_sizes_allocate_no_more_than_their_data() -> None:
+    assert peak_bytes((b"\xdd" + struct.pack(">I", 10_000)) * 1000 + bytes(5000)) < 2**20  # once 78 MiB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("item", [b"\x91\xc0", b"\x80", b"\xa2ab"], ids=["arrays of one", "empty maps", "short texts"])
-def test_a_large_message_of_tiny_items_is_refused_before_they_are_made(item: bytes) -> None:
+def test_a_large_message_of_tiny_items_is_refused_before_allocation(item: bytes) -> None:
     count = 600_000
     array = b"\xdd" + struct.pack(">I", count) + item * count
     assert peak_bytes(b"\x93\x04" + array + array) < 2**20
 
 
-def test_a_large_message_of_many_real_items_passes() -> None:
+def test_a_large_message_of_many_items_round_trips() -> None:
     slots = tuple(range(40_000))
     commit = m.Commit(
         request=1,
@@ -174,7 +174,7 @@ def test_a_large_message_of_many_real_items_passes() -> None:
 
 
 class Peer:
-    """A bare DEALER, with a valid key."""
+    """A bare DEALER socket with a valid key."""
 
     def __init__(self, address: str, keys: Path) -> None:
         own = worker_keys(keys, "worker")
@@ -195,17 +195,17 @@ def has_refused_more(server: api.Server, than: int) -> bool:
     return server.refused_messages > than
 
 
-def is_in(server: api.Server, worker: str) -> bool:
+def has_joined(server: api.Server, worker: str) -> bool:
     return worker in server.status()["workers"]
 
 
-def is_over_or_out(server: api.Server, worker: str) -> bool:
-    return server.ended is not None or not is_in(server, worker)
+def has_ended_or_left(server: api.Server, worker: str) -> bool:
+    return server.ended is not None or not has_joined(server, worker)
 
 
 async def until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
     async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0.01)
 
 
@@ -222,32 +222,32 @@ def controller(keys: Path) -> "contextlib.AbstractAsyncContextManager[tuple[api.
     return api.controller(flow, api.Settings(steps=2), policies, keys.parent, keys=keys)
 
 
-async def test_noise_of_a_stranger_changes_nothing(keys: Path) -> None:
-    noise = MessageFuzzer(1)
+async def test_random_messages_of_a_peer_without_hello_change_nothing(keys: Path) -> None:
+    fuzzer = MessageFuzzer(1)
     async with controller(keys) as (server, address):
         worker = await api.connect(address, "reward0", "reward", 5, worker_keys(keys, "reward0"))
         before = server.status() | {"waits": [], "graph": {}}
-        grown, kinds = psutil.Process().memory_info().rss, set()
+        rss_before, kinds = psutil.Process().memory_info().rss, set()
         for _ in range(60):
             peer, seen = Peer(address, keys), server.refused_messages
             for _ in range(20):
-                message = noise.message()
-                data = encode(message) if noise.random.random() < 0.3 else noise.mangled(encode(message))
+                message = fuzzer.message()
+                data = encode(message) if fuzzer.random.random() < 0.3 else fuzzer.mangled(encode(message))
                 with contextlib.suppress(RemoteProtocolError):
-                    if isinstance(whole_one := decode(data), m.Hello):
+                    if isinstance(decoded := decode(data), m.Hello):
                         continue
-                    kinds.add(type(whole_one))
+                    kinds.add(type(decoded))
                 peer.socket.send(data)
             await until(partial(has_refused_more, server, seen))
             peer.close()
         assert server.ended is None
         assert kinds == set(m.MESSAGES) - {m.Hello}
         assert server.status() | {"waits": [], "graph": {}} == before
-        assert psutil.Process().memory_info().rss - grown < GROWN_BYTES
+        assert psutil.Process().memory_info().rss - rss_before < MAX_GROWTH_BYTES
         await worker.close()
 
 
-async def test_a_stranger_that_never_reads_is_cut_off(keys: Path) -> None:
+async def test_a_peer_without_hello_that_never_reads_is_disconnected(keys: Path) -> None:
     async with controller(keys) as (server, address):
         peer = Peer(address, keys)
         ends = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -260,50 +260,52 @@ async def test_a_stranger_that_never_reads_is_cut_off(keys: Path) -> None:
         peer.close()
 
 
-async def test_a_worker_that_sends_no_messages_loses_its_connection_by_name(keys: Path) -> None:
+async def test_a_worker_that_sends_an_undecodable_message_is_removed(keys: Path) -> None:
     async with controller(keys) as (server, address):
         peer = Peer(address, keys)
         peer.socket.send(
-            encode(m.Hello(protocol=m.PROTOCOL, worker="liar", role="reward", host="host", pid=1, lanes=("gloo",)))
+            encode(m.Hello(protocol=m.PROTOCOL, worker="faulty0", role="reward", host="host", pid=1, lanes=("gloo",)))
         )
-        await until(lambda: "liar" in server.status()["workers"])
+        await until(lambda: "faulty0" in server.status()["workers"])
         peer.socket.send(b"\xc1")
-        await until(lambda: "liar" not in server.status()["workers"])
+        await until(lambda: "faulty0" not in server.status()["workers"])
         assert server.ended is None
         peer.close()
 
 
-async def test_noise_of_a_worker_is_taken_or_dismisses_it(keys: Path) -> None:
+async def test_random_messages_of_a_worker_are_accepted_or_dismiss_it(keys: Path) -> None:
     for seed in range(8):
-        noise = MessageFuzzer(seed)
+        fuzzer = MessageFuzzer(seed)
         async with controller(keys) as (server, address):
             peer = Peer(address, keys)
             peer.socket.send(
-                encode(m.Hello(protocol=m.PROTOCOL, worker="liar", role="reward", host="host", pid=1, lanes=("gloo",)))
+                encode(
+                    m.Hello(protocol=m.PROTOCOL, worker="faulty0", role="reward", host="host", pid=1, lanes=("gloo",))
+                )
             )
-            await until(partial(is_in, server, "liar"))
+            await until(partial(has_joined, server, "faulty0"))
             for _ in range(50):
-                peer.socket.send(encode(noise.message()))
-            await until(partial(is_over_or_out, server, "liar"))
+                peer.socket.send(encode(fuzzer.message()))
+            await until(partial(has_ended_or_left, server, "faulty0"))
             peer.close()
 
 
 @pytest.mark.parametrize("kind", m.MESSAGES, ids=lambda kind: kind.__name__)
-async def test_each_kind_of_message_of_a_worker_is_taken_or_refused(
+async def test_each_message_type_of_a_worker_is_accepted_or_refused(
     keys: Path, caplog: pytest.LogCaptureFixture, kind: type[m.Message]
 ) -> None:
-    """Nothing that a worker can say is a mistake of the controller's, which would end the run for it."""
-    noise = MessageFuzzer(7)
+    """No message of a worker is an internal error of the controller, which would end the run."""
+    fuzzer = MessageFuzzer(7)
     async with controller(keys) as (server, address):
         peer = Peer(address, keys)
         peer.socket.send(
-            encode(m.Hello(protocol=m.PROTOCOL, worker="liar", role="reward", host="host", pid=1, lanes=("gloo",)))
+            encode(m.Hello(protocol=m.PROTOCOL, worker="faulty0", role="reward", host="host", pid=1, lanes=("gloo",)))
         )
-        await until(lambda: "liar" in server.status()["workers"])
+        await until(lambda: "faulty0" in server.status()["workers"])
         for _ in range(12):
-            peer.socket.send(encode(noise.message((kind,))))
+            peer.socket.send(encode(fuzzer.message((kind,))))
         peer.socket.send(encode(m.Leave("")))
-        await until(lambda: server.ended is not None or "liar" not in server.status()["workers"])
+        await until(lambda: server.ended is not None or "faulty0" not in server.status()["workers"])
         assert server.ended is None or "the controller failed" not in server.ended.reason
         peer.close()
     assert "Traceback" not in caplog.text

@@ -1,4 +1,4 @@
-"""Noise for a controller that has come back: what its workers claim to have had is refused, or fits together."""
+"""Random input to a restarted controller: what its workers report is refused or consistent."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.messages import Part, Position
 from tests.effort import examples
 from tests.simulation.cluster import make_core
-from tests.simulation.controller_restart import Durable
+from tests.simulation.controller_restart import DurableState
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
 from tests.simulation.scenario import MODEL, Scenario, whole
@@ -23,11 +23,11 @@ SHAPE: dict[str, Any] = {"members": 1, "groups_per_step": 1, "references": 0}
 WORKERS = NAMES[:6]
 
 
-class Remembered(CoreDriver):
-    """A conversation of which the ledger keeps what it is told to."""
+class DurableCoreDriver(CoreDriver):
+    """A `CoreDriver` whose replay entries are kept as in a ledger."""
 
     def __init__(self) -> None:
-        self.durable = Durable()
+        self.durable = DurableState()
         super().__init__(**SHAPE)
 
     def event(self, event: Any) -> list[Any]:
@@ -38,14 +38,14 @@ class Remembered(CoreDriver):
         return commands
 
 
-def begun() -> tuple[CoreDriver, list[m.Message]]:
-    """A controller that came back in the middle of a step, and what its workers may say if they tell the truth."""
-    before = Remembered()
+def restarted() -> tuple[CoreDriver, list[m.Message]]:
+    """A controller that restarted in the middle of a step, and valid messages of its workers."""
+    before = DurableCoreDriver()
     before.ready_to_train()
     before.offer(prompt=1)
     grant = before.pull("rollout1", "rollout")
     assert grant is not None
-    truth: list[m.Message] = [
+    valid: list[m.Message] = [
         m.RenewLease(lease=grant.lease, stage="rollout", step=-1, slots=grant.slots, attempts=grant.attempts),
         m.Inventory((Part("response", (0,), (3,)),), (whole(0),)),
         m.Inventory((Part("prompt", (0, 1), (4, 4)),), ()),
@@ -58,23 +58,23 @@ def begun() -> tuple[CoreDriver, list[m.Message]]:
     for worker in WORKERS:
         after.event(WorkerConnected(worker=WorkerId(worker), role=worker[:-1], host="host", lanes=(), term=1))
     assert after.core.state.recovery.is_active
-    return after, truth
+    return after, valid
 
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(300))
-def test_what_is_claimed_is_refused_or_fits_together(seed: int) -> None:
-    noise, (driver, truth) = MessageFuzzer(seed), begun()
-    draw = noise.random
+def test_random_reports_to_a_restarted_controller_are_refused_or_consistent(seed: int) -> None:
+    fuzzer, (driver, valid) = MessageFuzzer(seed), restarted()
+    draw = fuzzer.random
     for _ in range(25):
-        base = draw.choice(truth)
-        message = draw.choice((base, noise.changed(base), noise.message((m.RenewLease, m.Inventory))))
+        base = draw.choice(valid)
+        message = draw.choice((base, fuzzer.changed(base), fuzzer.message((m.RenewLease, m.Inventory))))
         before = snapshot(driver.core)
         try:
             driver.core.transition(MessageReceived(WorkerId(draw.choice(WORKERS)), message), driver.now)
         except RemoteProtocolError:
-            assert snapshot(driver.core) == before, f"{message} was refused and changed something"
+            assert snapshot(driver.core) == before, f"{message} was refused, but changed the state"
             continue
         driver.core.check()
         if driver.core.ended:

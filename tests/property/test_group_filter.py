@@ -1,4 +1,4 @@
-"""The group filter and the curriculum in whole simulated runs, with every misfortune, restarts and resumes."""
+"""The group filter and the curriculum in whole simulated runs, with every fault, restarts and resumes."""
 
 import dataclasses
 import tempfile
@@ -23,10 +23,10 @@ from flowrt.controller.policies.group_filter import (
 from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.controller.settings import OnLostSample
 from tests.effort import examples
-from tests.property.test_core import RUNS, most_at_once, scenarios
+from tests.property.test_core import RUNS, max_live_prompts, scenarios
 from tests.simulation.cluster import SimulatedCluster
-from tests.simulation.preempted_runs import preempted
-from tests.simulation.resumed_runs import live
+from tests.simulation.preempted_runs import run_with_preemptions
+from tests.simulation.resumed_runs import run_with_crashes
 from tests.simulation.run_invariants import assert_filtered, assert_sound
 from tests.simulation.scenario import PROMPTS_PER_EPOCH, Scenario
 
@@ -40,7 +40,7 @@ KINDS: tuple[GroupFilter, ...] = (
 FILTERS = st.sampled_from(KINDS)
 SOLVE_RATES = st.sampled_from([0.0, 0.3, 0.5, 1.0])
 CURRICULA = st.sampled_from([EveryPrompt(), SolveRate(history=2, floor=0.3, seed=1), SolveRate(history=1, floor=0.1)])
-MISFORTUNES: dict[str, Any] = {"kills": 2, "broken_lanes": 1, "expiries": 1, "withdrawals": 2, "losses": 1}
+FAULTS: dict[str, Any] = {"kills": 2, "broken_lanes": 1, "expiries": 1, "withdrawals": 2, "losses": 1}
 
 
 @st.composite
@@ -49,7 +49,7 @@ def filtered_scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
     drawn: dict[str, Any] = {
         "group_filter": group_filter,
         "filters": 1 + draw(st.booleans()) if DECISION in group_filter.needs else 0,
-        "filter_tries": draw(st.sampled_from([1, 3, 12])),  # more take too many actions where all is solved
+        "filter_tries": draw(st.sampled_from([1, 3, 12])),  # more take too many actions if all prompts are solved
         "solve_rate": draw(SOLVE_RATES),
         "curriculum": draw(CURRICULA),
     }
@@ -58,9 +58,9 @@ def filtered_scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
 
 IDENTITIES: dict[str, dict[str, Any]] = {
     "band of all rewards": {"group_filter": RewardBand(0.0, 1.0)},
-    "none of several": {"group_filter": AllOf(())},
+    "empty conjunction": {"group_filter": AllOf(())},
     "no tries": {"group_filter": ZeroVariance(), "filter_tries": 0, "solve_rate": 0.5},
-    "certain curriculum": {"curriculum": SolveRate(history=3, floor=1.0)},
+    "curriculum with floor 1": {"curriculum": SolveRate(history=3, floor=1.0)},
 }
 
 
@@ -68,7 +68,7 @@ IDENTITIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", IDENTITIES)
 @given(scenario=scenarios(kills=1))
 @RUNS
-def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario) -> None:
+def test_identity_settings_produce_the_same_event_log(name: str, scenario: Scenario) -> None:
     identity = IDENTITIES[name]
     scenario = dataclasses.replace(scenario, solve_rate=identity.get("solve_rate"))
     plain = SimulatedCluster(scenario).run()
@@ -77,14 +77,14 @@ def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario
 
 
 def without_counts(log: list[Any]) -> list[Any]:
-    """The course of a run without what only the statistics of a filter say."""
+    """The event log without the statistics of the filter."""
     return [dataclasses.replace(one, counts=()) if hasattr(one, "counts") else one for one in log]
 
 
 @pytest.mark.slow
 @settings(RUNS, max_examples=examples(60))
 @given(filtered_scenarios())
-def test_every_step_trains_its_groups_and_none_that_is_refused(scenario: Scenario) -> None:
+def test_every_step_is_complete_and_satisfies_the_filter(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     assert_sound(cluster)
     assert_filtered(cluster)
@@ -92,9 +92,11 @@ def test_every_step_trains_its_groups_and_none_that_is_refused(scenario: Scenari
 
 @pytest.mark.slow
 @settings(RUNS, max_examples=examples(80))
-@given(filtered_scenarios(**MISFORTUNES), st.sampled_from(OnLostSample), st.integers(1, 2))
-def test_with_every_misfortune(scenario: Scenario, policy: OnLostSample, at_once: int) -> None:
-    at_once = min(at_once, most_at_once(scenario))
+@given(filtered_scenarios(**FAULTS), st.sampled_from(OnLostSample), st.integers(1, 2))
+def test_every_step_satisfies_the_filter_under_every_fault(
+    scenario: Scenario, policy: OnLostSample, at_once: int
+) -> None:
+    at_once = min(at_once, max_live_prompts(scenario))
     changed = dataclasses.replace(scenario, on_lost_sample=policy, attempts=3, prompts_at_once=at_once)
     cluster = SimulatedCluster(changed).run()
     assert_sound(cluster)
@@ -106,13 +108,13 @@ def test_with_every_misfortune(scenario: Scenario, policy: OnLostSample, at_once
     filtered_scenarios(
         group_filter=UserFunction(), filters=2, solve_rate=None, members=3, steps=5, rollouts=3, groups_per_step=2
     ),
-    st.sampled_from([MISFORTUNES | {"kills": 8}, {"kills": 8, "crashes": 2}]),
+    st.sampled_from([FAULTS | {"kills": 8}, {"kills": 8, "crashes": 2}]),
     st.sampled_from(OnLostSample),
 )
-def test_a_sample_that_is_made_again_has_its_whole_group_decided_again(
+def test_a_regenerated_sample_causes_a_new_decision_on_its_group(
     scenario: Scenario, faults: dict[str, Any], policy: OnLostSample
 ) -> None:
-    """What a filter function decides depends on all rewards of a group: `assert_filtered` compares."""
+    """The decision of a filter function depends on all rewards of a group; `assert_filtered` compares it."""
     cluster = SimulatedCluster(dataclasses.replace(scenario, on_lost_sample=policy, attempts=3, **faults)).run()
     assert_sound(cluster)
     assert_filtered(cluster)
@@ -120,7 +122,7 @@ def test_a_sample_that_is_made_again_has_its_whole_group_decided_again(
 
 @settings(RUNS, max_examples=examples(60))
 @given(filtered_scenarios(kills=1, withdrawals=2), st.integers(1, 3))
-def test_a_restarted_controller_resurrects_nothing_and_counts_on(scenario: Scenario, crashes: int) -> None:
+def test_a_restarted_controller_keeps_filtered_groups_and_counts(scenario: Scenario, crashes: int) -> None:
     cluster = SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run()
     assert_sound(cluster)
     assert_filtered(cluster)
@@ -140,7 +142,7 @@ PLANNED: list[dict[str, Any]] = [{"cut": FixedTokens(9)}, {"sharing": Balanced(2
 @pytest.mark.parametrize("planned", PLANNED, ids=["cut", "balanced"])
 @given(data=st.data())
 @RUNS
-def test_steps_that_are_planned_as_a_whole(planned: dict[str, Any], data: st.DataObject) -> None:
+def test_steps_that_are_planned_as_a_whole_satisfy_the_filter(planned: dict[str, Any], data: st.DataObject) -> None:
     cluster = SimulatedCluster(data.draw(filtered_scenarios(kills=1, **planned))).run()
     assert_sound(cluster)
     assert_filtered(cluster)
@@ -151,34 +153,34 @@ def test_steps_that_are_planned_as_a_whole(planned: dict[str, Any], data: st.Dat
     filtered_scenarios(checkpoint_every=1, ranks=1, on_lost_sample=OnLostSample.REGENERATE),
     st.lists(st.integers(1, 400), min_size=1, max_size=3),
 )
-def test_a_run_that_is_cut_short_loses_nothing_and_trains_nothing_twice(scenario: Scenario, crashes: list[int]) -> None:
+def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(scenario: Scenario, crashes: list[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        lives = live(scenario, crashes, Path(directory) / "ledger.sqlite")
+        runs = run_with_crashes(scenario, crashes, Path(directory) / "ledger.sqlite")
         try:
-            assert_resumed(lives, scenario)
+            assert_resumed(runs, scenario)
         finally:
-            lives.ledger.close()
+            runs.ledger.close()
 
 
 @settings(RUNS, max_examples=examples(30))
 @given(filtered_scenarios(checkpoint_every=1), st.lists(st.integers(0, 300), min_size=1, max_size=2))
 def test_a_preempted_run_loses_nothing(scenario: Scenario, after: list[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        lives = preempted(scenario, after, Path(directory) / "ledger.sqlite")
+        runs = run_with_preemptions(scenario, after, Path(directory) / "ledger.sqlite")
         try:
-            assert_resumed(lives, scenario)
+            assert_resumed(runs, scenario)
         finally:
-            lives.ledger.close()
+            runs.ledger.close()
 
 
-def assert_resumed(lives: Any, scenario: Scenario) -> None:
-    account = lives.ledger.account(live=[])
+def assert_resumed(runs: Any, scenario: Scenario) -> None:
+    account = runs.ledger.account(live=[])
     assert (account.lost, account.trained_twice) == (0, 0)
     assert account.states.get("trained") == scenario.steps * scenario.groups_per_step
-    trained = {(row.epoch, row.prompt): step for step, row in lives.trained()}
+    trained = {(row.epoch, row.prompt): step for step, row in runs.trained()}
     assert len(trained) == scenario.steps * scenario.groups_per_step
     # All prompts up to the last one that was opened are trained, or dropped with a reason.
-    known = lives.ledger._db.execute("SELECT epoch, prompt, state, reason FROM prompts").fetchall()
+    known = runs.ledger._db.execute("SELECT epoch, prompt, state, reason FROM prompts").fetchall()
     states = {(epoch, prompt): (state, reason) for epoch, prompt, state, reason in known if state != "unread"}
     last = max(epoch * PROMPTS_PER_EPOCH + prompt for epoch, prompt in states)
     assert set(states) == {divmod(number, PROMPTS_PER_EPOCH) for number in range(last + 1)}
@@ -189,8 +191,8 @@ def assert_resumed(lives: Any, scenario: Scenario) -> None:
 # ---- determinism: at bound 0 and in order of issue, nothing depends on timing
 
 
-def course(cluster: SimulatedCluster) -> dict[tuple[int, int], tuple[str, int]]:
-    """What became of each prompt, in which step."""
+def outcomes(cluster: SimulatedCluster) -> dict[tuple[int, int], tuple[str, int]]:
+    """The final state and step of each prompt."""
     ends = {(one.epoch, one.prompt): (one.state, one.step) for one in cluster.records if one.state != "ready"}
     return {pair: end for pair, end in ends.items() if end[0] in ("trained", "dropped")}
 
@@ -202,12 +204,12 @@ def course(cluster: SimulatedCluster) -> dict[tuple[int, int], tuple[str, int]]:
     st.integers(0, 2**32),
     st.sampled_from([{}, {"kills": 2}, {"crashes": 2}]),
 )
-def test_in_order_and_at_bound_0_the_choice_does_not_depend_on_timing(
+def test_strict_issue_order_at_bound_0_makes_selection_independent_of_timing(
     scenario: Scenario, seed: int, faults: dict[str, Any]
 ) -> None:
     plain = SimulatedCluster(scenario).run()
     other = dataclasses.replace(scenario, seed=seed, rollouts=3, capacity=2, rewards=2, **faults)
-    assert course(SimulatedCluster(other).run()) == course(plain)
+    assert outcomes(SimulatedCluster(other).run()) == outcomes(plain)
 
 
 @pytest.mark.slow
@@ -216,18 +218,18 @@ def test_in_order_and_at_bound_0_the_choice_does_not_depend_on_timing(
     filtered_scenarios(bound=0, strict_issue_order=True, steps=5, members=2, ranks=1, checkpoint_every=1),
     st.lists(st.integers(100, 500), min_size=1, max_size=2),
 )
-def test_a_resumed_run_takes_the_same_course(scenario: Scenario, crashes: list[int]) -> None:
-    plain = course(SimulatedCluster(scenario).run())
+def test_a_resumed_run_has_the_same_outcomes(scenario: Scenario, crashes: list[int]) -> None:
+    plain = outcomes(SimulatedCluster(scenario).run())
     with tempfile.TemporaryDirectory() as directory:
-        lives = live(scenario, crashes, Path(directory) / "ledger.sqlite")
-        lives.ledger.flush()
+        runs = run_with_crashes(scenario, crashes, Path(directory) / "ledger.sqlite")
+        runs.ledger.flush()
         query = "SELECT epoch, prompt, state, step FROM prompts WHERE state != 'unread'"
-        found = {(epoch, prompt): (state, step) for epoch, prompt, state, step in lives.ledger._db.execute(query)}
-        lives.ledger.close()
+        found = {(epoch, prompt): (state, step) for epoch, prompt, state, step in runs.ledger._db.execute(query)}
+        runs.ledger.close()
     assert found == plain
 
 
-# ---- what they are for
+# ---- effects on a run
 
 
 def test_solved_prompts_cannot_stop_a_run() -> None:
@@ -238,7 +240,7 @@ def test_solved_prompts_cannot_stop_a_run() -> None:
     assert dict(cluster.core.state.dropped) == {"filtered: equal rewards": 12}
 
 
-def test_without_a_filter_the_statistics_say_what_one_would_do() -> None:
+def test_without_a_filter_the_statistics_count_groups_without_variance() -> None:
     cluster = SimulatedCluster(Scenario(solve_rate=1.0)).run()
     assert [dict(closed.counts)["zero_variance_groups"] for closed in cluster.steps] == [2] * 4
     assert not {name for closed in cluster.steps for name, _ in closed.counts} & {"filtered_groups", "skipped_prompts"}

@@ -1,4 +1,4 @@
-"""Groups of four under any order of their members: no batch mixes a group with a part of another, or holds a part."""
+"""Groups of four under any order of their members: every batch consists of whole groups."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +15,9 @@ SLOTS = PROMPTS * MEMBERS
 
 @given(st.permutations(range(SLOTS)), st.permutations(range(SLOTS)), st.integers(1, PROMPTS), st.data())
 def test_batches_are_whole_groups_in_any_order(
-    made: list[int], judged: list[int], groups: int, data: st.DataObject
+    generated: list[int], scored: list[int], groups: int, data: st.DataObject
 ) -> None:
-    """Samples are made in one order and judged in another; the trainer always has a pull parked."""
+    """Samples are generated in one order and scored in another; the trainer always has a pull parked."""
     driver = CoreDriver(members=MEMBERS, groups_per_step=PROMPTS, batcher=GroupCount(groups), bound=0)
     cut = data.draw(st.integers(1, PROMPTS - 1))
     for number, prompts in enumerate((range(cut), range(cut, PROMPTS))):
@@ -35,14 +35,14 @@ def test_batches_are_whole_groups_in_any_order(
                 tags=(),
             ),
         )
-    trained = Trainer(driver, groups)
+    trainer = Trainer(driver, groups)
     [(_, grant)] = driver.sent(
         driver.send("rollout0", m.Pull(request=1, stage="rollout", slots=SLOTS, tokens=0, step=-1)), m.Grant
     )
     assert grant.prompts == tuple(prompt for prompt in range(PROMPTS) for _ in range(MEMBERS))
     waiting: list[m.Grant] = []
     complete: set[int] = set()
-    for slot in made:
+    for slot in generated:
         parts = tuple(Part(column, (slot,), (3,)) for column in ("response", "logprobs"))
         driver.send(
             "rollout0",
@@ -63,21 +63,21 @@ def test_batches_are_whole_groups_in_any_order(
             )
         ]
     leases = {one.slots[0]: one for one in waiting}
-    for slot in judged:
+    for slot in scored:
         reward = (Values("reward", (1.0,)),)
         commit = m.Commit(
             request=4, stage="reward", slots=(slot,), leases=leases_of(leases[slot]), parts=(), inline=reward, spans=()
         )
-        trained.hear(driver.sent(driver.send("reward0", commit), m.Grant))
+        trainer.receive(driver.sent(driver.send("reward0", commit), m.Grant))
         complete.add(slot)
         whole = [g for g in range(PROMPTS) if set(range(g * MEMBERS, (g + 1) * MEMBERS)) <= complete]
-        assert set(trained.prompts) <= set(whole)
+        assert set(trainer.prompts) <= set(whole)
         full = len(whole) - len(whole) % groups if len(whole) < PROMPTS else PROMPTS
-        assert len(trained.prompts) == full, "a full batch waits for nothing"
+        assert len(trainer.prompts) == full, "a full batch was not granted"
 
 
 class Trainer:
-    """Always has a pull parked; notes which prompts it was granted and that their groups are whole."""
+    """Always has a pull parked; records its granted prompts, and asserts that their groups are whole."""
 
     def __init__(self, driver: CoreDriver, groups: int) -> None:
         self.driver = driver
@@ -86,13 +86,13 @@ class Trainer:
         self.pull()
 
     def pull(self) -> None:
-        self.hear(
+        self.receive(
             self.driver.sent(
                 self.driver.send("trainer0", m.Pull(request=1, stage="train", slots=0, tokens=0, step=0)), m.Grant
             )
         )
 
-    def hear(self, grants: list[tuple[str, m.Grant]]) -> None:
+    def receive(self, grants: list[tuple[str, m.Grant]]) -> None:
         for _, grant in grants:
             if grant.closed:
                 continue

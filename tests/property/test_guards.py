@@ -1,4 +1,4 @@
-"""Guards: the pure rule against a plain definition, and whole simulated runs that a guard holds on policy."""
+"""Guards: the rule compared with a plain definition, and whole simulated runs that a guard holds on policy."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ def rules(draw: st.DrawFn) -> GuardRule:
 
 
 def violates(rule: GuardRule, line: dict[str, float]) -> bool:
-    """The definition, in other words."""
+    """An independent definition of a violation."""
     if rule.metric not in line:
         return False
     value = line[rule.metric]
@@ -42,7 +42,7 @@ def violates(rule: GuardRule, line: dict[str, float]) -> bool:
 
 
 @given(st.lists(rules(), max_size=4), LINES)
-def test_a_rule_fires_in_each_step_that_ends_enough_violations(
+def test_a_rule_fires_after_enough_consecutive_violations(
     drawn: list[GuardRule], lines: list[dict[str, float]]
 ) -> None:
     counts = [0] * len(drawn)
@@ -62,7 +62,7 @@ def test_a_rule_fires_in_each_step_that_ends_enough_violations(
 
 
 @given(st.sampled_from([0.5, 2.0]), st.integers(2, 4), st.booleans(), st.lists(VALUES, max_size=12))
-def test_a_relative_limit_is_a_multiple_of_the_median_of_the_finite_values_before(
+def test_a_relative_limit_is_a_multiple_of_the_median_of_recent_values(
     factor: float, window: int, is_above: bool, values: list[float]
 ) -> None:
     rule = GuardRule("kl", median_of=window, above=factor if is_above else None, below=None if is_above else factor)
@@ -80,10 +80,10 @@ def test_a_relative_limit_is_a_multiple_of_the_median_of_the_finite_values_befor
 
 
 @given(st.lists(rules(), max_size=4), LINES, st.integers(0, 12))
-def test_after_a_restart_only_the_counts_begin_again(
+def test_a_restart_resets_only_the_violation_counts(
     drawn: list[GuardRule], lines: list[dict[str, float]], at: int
 ) -> None:
-    """A restart never fires a rule that would not have fired, and changes nothing once enough steps have passed."""
+    """A restart causes no additional firing, and has no effect once enough steps have passed."""
     restarted = fired(drawn, lines[:at]) + fired(drawn, lines[at:])
     for number, (found, whole) in enumerate(zip(restarted, fired(drawn, lines), strict=True)):
         assert set(found) <= set(whole)
@@ -140,7 +140,7 @@ def test_a_held_run_is_on_policy_and_completes(scenario: Scenario) -> None:
 
 @settings(RUNS, max_examples=examples(60))
 @given(held_scenarios(kills=1, broken_lanes=1, crashes=2))
-def test_a_hold_outlives_the_controller(scenario: Scenario) -> None:
+def test_a_hold_survives_a_controller_crash(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     assert_sound(cluster)
     assert_held(cluster.steps, scenario.guards[0])
@@ -154,5 +154,5 @@ def test_a_guard_that_only_warns_changes_nothing_but_the_statistics(scenario: Sc
         dataclasses.replace(scenario, guards=(GuardRule("staleness_max", below=1000.0, action="warn"),))
     ).run()
     assert all(one.fired == (("staleness_max", number + 1),) for number, one in enumerate(warned.steps))
-    course = [dataclasses.replace(one, fired=()) if isinstance(one, StepClosed) else one for one in warned.log]
-    assert [one for one in course if not (isinstance(one, LogEvent) and one.kind == "guard")] == plain.log
+    event_log = [dataclasses.replace(one, fired=()) if isinstance(one, StepClosed) else one for one in warned.log]
+    assert [one for one in event_log if not (isinstance(one, LogEvent) and one.kind == "guard")] == plain.log

@@ -1,4 +1,4 @@
-"""The controller's commands depend on its events alone, not on how Python hashes strings: runs can be replayed."""
+"""The controller's commands depend only on its events, not on the hash seed of Python: runs can be replayed."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
-"""The test of the simulations: each classic bug is planted into the core or the ledger, and has to be found.
+"""Mutation test of the simulations: each classic bug is planted into the core or the ledger, and must be found.
 
-Simulated clusters run, the same ones for every bug. It is found when `Core.check`, a simulated worker or the count at
-the end objects; without a bug they all pass.
+The same simulated clusters run for every bug. It is found if `Core.check`, a simulated worker or the final invariants
+fail; without a bug all pass.
 """
 
 import random
@@ -14,7 +14,7 @@ from flowrt.controller.policies.group_filter import ZeroVariance
 from flowrt.controller.settings import OnLostSample
 from tests.property.mutants import BUGS, planted
 from tests.simulation.cluster import SimulatedCluster
-from tests.simulation.resumed_runs import live
+from tests.simulation.resumed_runs import run_with_crashes
 from tests.simulation.run_invariants import assert_exact, assert_filtered, assert_sound
 from tests.simulation.scenario import Scenario
 
@@ -23,7 +23,7 @@ FILTERED_RUNS = 8
 
 
 def scenario_of(seed: int) -> Scenario:
-    """A small cluster with a share of every misfortune."""
+    """A small cluster with some faults of every kind."""
     rng = random.Random(f"planted {seed}")
     bound, groups = rng.randint(0, 2), rng.randint(1, 3)
     batchers: list[Batcher] = [TokenBudget(1), TokenBudget(40), GroupCount(2)]
@@ -71,7 +71,7 @@ def filtered_scenario_of(seed: int) -> Scenario:
 
 
 def run_all(directory: Path) -> None:
-    """Clusters with misfortunes, among them runs that are cut short and go on, and runs with a group filter."""
+    """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter."""
     for seed in range(FILTERED_RUNS):
         cluster = SimulatedCluster(filtered_scenario_of(seed)).run()
         assert_sound(cluster)
@@ -80,11 +80,11 @@ def run_all(directory: Path) -> None:
         assert_sound(SimulatedCluster(scenario_of(seed)).run())
         if seed % 4 == 0:
             scenario = Scenario(seed=seed, bound=seed % 3, steps=4, checkpoint_every=2)
-            lives = live(scenario, [100 + 8 * seed, 60], directory / f"{seed}.sqlite")
+            runs = run_with_crashes(scenario, [100 + 8 * seed, 60], directory / f"{seed}.sqlite")
             try:
-                assert_exact(lives, scenario)
+                assert_exact(runs, scenario)
             finally:
-                lives.ledger.close()
+                runs.ledger.close()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ def cost(lengths: list[int], padded: bool) -> int:
 
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 80), st.booleans())
-def test_a_cut_keeps_order_and_budget_and_wastes_no_room(lengths: list[int], budget: int, padded: bool) -> None:
+def test_a_cut_keeps_order_and_budget_and_fills_each_batch(lengths: list[int], budget: int, padded: bool) -> None:
     cuts = cut_by_tokens(lengths, budget, padded=padded)
     assert [index for cut in cuts for index in cut] == list(range(len(lengths)))
     for cut in cuts:

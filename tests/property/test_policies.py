@@ -1,4 +1,4 @@
-"""Every policy in whole simulated runs: identity settings take the very same course, the others keep every promise."""
+"""Every policy in whole simulated runs: identity settings produce equal logs, the others satisfy the invariants."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ from tests.simulation.scenario import Scenario
 COST = DecodeCost(0.01, 0.001)
 
 
-def nothing(slot: Slot) -> float:
+def zero_urgency(slot: Slot) -> float:
     return 0.0
 
 
@@ -35,7 +35,7 @@ def by_member(slot: Slot) -> float:
 
 
 IDENTITIES: dict[str, dict[str, Any]] = {
-    "priority": {"dispatch": Priority(nothing, 1.0)},
+    "priority": {"dispatch": Priority(zero_urgency, 1.0)},
     "sticky": {"dispatch": Sticky(1)},
     "tail lanes": {"dispatch": LengthAware(COST, 8, fraction=0)},
     "balanced": {"sharing": Balanced(1)},
@@ -60,7 +60,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", IDENTITIES)
 @given(scenario=scenarios(kills=1))
 @RUNS
-def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario) -> None:
+def test_identity_settings_produce_the_same_event_log(name: str, scenario: Scenario) -> None:
     plain = SimulatedCluster(scenario).run()
     other = SimulatedCluster(dataclasses.replace(scenario, **IDENTITIES[name])).run()
     assert other.log == plain.log
@@ -69,7 +69,7 @@ def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario
 @pytest.mark.parametrize("name", POLICIES)
 @given(data=st.data())
 @RUNS
-def test_every_policy_keeps_the_promises(name: str, data: st.DataObject) -> None:
+def test_every_policy_satisfies_the_invariants(name: str, data: st.DataObject) -> None:
     scenario = data.draw(scenarios(kills=1, broken_lanes=1, **POLICIES[name]))
     assert_sound(SimulatedCluster(scenario).run())
 
@@ -77,14 +77,14 @@ def test_every_policy_keeps_the_promises(name: str, data: st.DataObject) -> None
 @pytest.mark.slow
 @given(scenario=scenarios(on_lost_sample=OnLostSample.DROP_GROUP, kills=8, steps=6, **POLICIES["both"]))
 @RUNS
-def test_a_planned_step_goes_on_without_a_group_that_was_dropped(scenario: Scenario) -> None:
+def test_a_planned_step_completes_without_a_dropped_group(scenario: Scenario) -> None:
     SimulatedCluster(scenario).run()
 
 
-def test_a_place_that_becomes_free_after_the_plan_was_made_anew_is_filled() -> None:
-    """Found by the property above: a group that was taken was dropped, and every rank was told that it is done."""
+def test_a_place_that_becomes_free_after_replanning_is_filled() -> None:
+    """Found by the property above: a taken group was dropped, and every rank was notified that the step is done."""
     cut = FixedTokens(9, cut="truncate", order="issue", seed=0)
-    chaos: dict[str, Any] = {
+    faults: dict[str, Any] = {
         "on_lost_sample": OnLostSample.DROP_GROUP,
         "kills": 8,
         "sharing": Balanced(ranks=3),
@@ -109,13 +109,13 @@ def test_a_place_that_becomes_free_after_the_plan_was_made_anew_is_filled() -> N
         "publish_every": 1,
     }
     more: dict[str, Any] = {"attempts": 8, "prompts_at_once": 1, "checkpoint_every": 0, "speeds": ()}
-    SimulatedCluster(Scenario(seed=268435457, **chaos, **size, **rest, **more)).run()
+    SimulatedCluster(Scenario(seed=268435457, **faults, **size, **rest, **more)).run()
 
 
 @given(scenario=scenarios(cut=FixedTokens(10**9), strict_issue_order=True))
 @RUNS
 def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
-    # Both wait for the whole step; the batches are the same but for the column that says what is kept: everything.
+    # Both wait for the whole step; the batches differ only in the column of kept tokens, which contains all.
     scenario = dataclasses.replace(scenario, batcher=GroupCount(scenario.groups_per_step), ranks=1)
     cut, plain = SimulatedCluster(scenario).run(), SimulatedCluster(dataclasses.replace(scenario, cut=None)).run()
     assert [(step, row) for step, row in cut.trained] == [(step, row) for step, row in plain.trained]
@@ -127,7 +127,7 @@ def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
 
 @given(scenario=scenarios(cut=FixedTokens(7), members=3, groups_per_step=3))
 @RUNS
-def test_a_cut_step_trains_its_budget_or_all_there_is(scenario: Scenario) -> None:
+def test_a_cut_step_trains_its_budget_or_all_tokens(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     kept: dict[int, float] = {}
     for one in cluster.log:
@@ -136,12 +136,12 @@ def test_a_cut_step_trains_its_budget_or_all_there_is(scenario: Scenario) -> Non
             kept |= dict(zip(one.message.slots, columns.get(KEPT_TOKENS, ()), strict=True))
     for step in range(scenario.steps):
         rows = [row for at, row in cluster.trained if at == step]
-        made = sum(sum(row.spans[1::2]) for row in rows)
-        assert sum(kept[row.slot] for row in rows) == min(7, made)
+        generated = sum(sum(row.spans[1::2]) for row in rows)
+        assert sum(kept[row.slot] for row in rows) == min(7, generated)
 
 
 @given(scenario=scenarios(refresh=EveryN(50), bound=0, steps=4))
 @RUNS
-def test_a_refresh_that_never_comes_cannot_stop_the_run(scenario: Scenario) -> None:
-    # At bound 0 nobody may start on old weights: admission hurries the fetch that the policy would put off.
+def test_a_refresh_that_is_never_due_does_not_stop_the_run(scenario: Scenario) -> None:
+    # At bound 0 no worker may start on old weights: admission forces the fetch that the policy would delay.
     assert_sound(SimulatedCluster(scenario).run())

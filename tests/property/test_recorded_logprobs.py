@@ -1,4 +1,4 @@
-"""Unusable log-probabilities: one look at all samples of a pass finds what a look at each of them finds."""
+"""Unusable log-probabilities: a check of all samples of a pass equals a check of each of them."""
 
 import math
 
@@ -15,7 +15,7 @@ GOOD = st.sampled_from([-1.0, -0.5, 0.0])
 
 @st.composite
 def columns(draw: st.DrawFn, lengths: list[int]) -> list[torch.Tensor]:
-    """A value for each token; sometimes one that is hostile, or one too many."""
+    """A value for each token; sometimes one that is unusable, or one too many."""
     found = [draw(st.lists(GOOD, min_size=length, max_size=length)) for length in lengths]
     if draw(st.booleans()) and any(lengths):
         row = draw(st.sampled_from([row for row, length in enumerate(lengths) if length]))
@@ -26,7 +26,9 @@ def columns(draw: st.DrawFn, lengths: list[int]) -> list[torch.Tensor]:
 
 
 @given(st.data(), st.lists(st.integers(0, 4), max_size=5), st.booleans())
-def test_all_at_once_equals_one_by_one(data: st.DataObject, lengths: list[int], has_reference: bool) -> None:
+def test_a_check_of_all_samples_equals_a_check_of_each(
+    data: st.DataObject, lengths: list[int], has_reference: bool
+) -> None:
     batch = TrainingBatch(
         prompts=[torch.zeros(1, dtype=torch.int32)] * len(lengths),
         responses=[torch.zeros(length, dtype=torch.int32) for length in lengths],

@@ -1,6 +1,6 @@
 """The recording of a simulated run replays, in processes with other hash seeds, to the same commands and states.
 
-The runs have all that can go wrong: kills, broken lanes, expired leases, lost samples, withdrawals, repeated messages,
+The runs have faults of every kind: kills, broken lanes, expired leases, lost samples, withdrawals, repeated messages,
 and crashes of the controller, each of which begins another term.
 """
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 class Replayer:
-    """A process with a hash seed of its own, which replays recordings."""
+    """A process with its own hash seed that replays recordings."""
 
     def __init__(self, hash_seed: str) -> None:
         self._process = subprocess.Popen(
@@ -76,8 +76,8 @@ def test_a_recording_replays_to_the_same_commands_and_states(
 
 
 def test_a_process_that_is_killed_leaves_recordings_that_replay(replayers: list[Replayer], tmp_path: Path) -> None:
-    """It is killed while it records, once after each of several numbers of runs."""
-    cut = 0
+    """It is killed while it records, after one to eight complete runs."""
+    incomplete = 0
     for whole in range(1, 9):
         place = tmp_path / str(whole)
         with subprocess.Popen(
@@ -101,5 +101,5 @@ def test_a_process_that_is_killed_leaves_recordings_that_replay(replayers: list[
                 continue  # killed before the first block
             states = replayers[1].states(run_dir)
             assert "error" not in states
-            cut += not all(one.extent().is_complete for one in found.terms.values())
-    assert cut > 0, "every kill came too late or too early"
+            incomplete += not all(one.extent().is_complete for one in found.terms.values())
+    assert incomplete > 0, "every kill came too late or too early"

@@ -1,4 +1,4 @@
-"""Whatever a ledger is asked in between, and whenever its process dies: what was live comes back, and no more."""
+"""A ledger recovers exactly the live groups, whatever operations precede a crash of its process."""
 
 import contextlib
 import tempfile
@@ -15,28 +15,28 @@ from flowrt.protocol.messages import Stage
 from tests.effort import examples
 
 FLOWS = Flows((), (Stage("rollout", (), ()),))
-ACTS = st.sampled_from(["begin", "make", "leave", "commit", "settle", "trim", "persist", "ask", "die"])
+OPERATIONS = st.sampled_from(["open", "complete", "close", "commit", "flush", "compact", "persist", "query", "crash"])
 
 
-class Walk:
-    """A ledger, and what it should remember: groups of one slot, under one number."""
+class LedgerMachine:
+    """A ledger and its expected content: groups of one slot, each with the same id as its slot."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._dead: list[Ledger] = []
+        self._crashed: list[Ledger] = []
         self.ledger = Ledger(path)
         self.ledger.append_replay(WorkerJoined("source", "source"))
         self._live: list[int] = []
         self._states: dict[int, str] = {}
         self._groups = 0
 
-    def act(self, name: str, which: int) -> None:
+    def apply(self, name: str, which: int) -> None:
         group = self._live[which % len(self._live)] if self._live else -1
         match name:
-            case "begin":
+            case "open":
                 self._live.append(self._groups)
-                self._enter(self._groups, "in_flight")
-                begun = GroupsOpened(
+                self._record(self._groups, "in_flight")
+                opened = GroupsOpened(
                     owner="source",
                     request=1,
                     flow="",
@@ -49,40 +49,40 @@ class Walk:
                     group=self._groups,
                     slot=self._groups,
                 )
-                self.ledger.append_replay(begun)
+                self.ledger.append_replay(opened)
                 self._groups += 1
-            case "make" if self._live:
-                self._enter(group, "ready")
+            case "complete" if self._live:
+                self._record(group, "ready")
                 self.ledger.append_replay(
                     StageCommitted(
                         worker="rollout0", stage="rollout", slots=(group,), leases=(7,), parts=(), inline=(), spans=()
                     )
                 )
-            case "leave" if self._live:
+            case "close" if self._live:
                 self._live.remove(group)
-                self._enter(group, "trained")
+                self._record(group, "trained")
                 self.ledger.append_replay(GroupsClosed((group,), (group,)))
             case "commit":
                 self.ledger.commit()
-            case "settle":
+            case "flush":
                 self.ledger.flush()
-            case "trim":
+            case "compact":
                 self.ledger.compact()
             case "persist":
                 self.ledger.persist()
-            case "ask":
+            case "query":
                 self.ledger.passed()
-            case "die":
-                self.die()
+            case "crash":
+                self.crash()
 
-    def _enter(self, group: int, state: str) -> None:
+    def _record(self, group: int, state: str) -> None:
         self._states[group] = state
         self.ledger.add(AppendLedger(group, 0, state, 0), 1.0)
 
-    def die(self) -> None:
-        """All that was said is on disk: that is what this is about. A process that dies closes nothing."""
+    def crash(self) -> None:
+        """Commit, lose the process without closing the ledger, and compare what a new one recovers."""
         self.ledger.commit()
-        self._dead.append(self.ledger)
+        self._crashed.append(self.ledger)
         self.ledger = Ledger(self._path)
         recovered = self.ledger.recover()
         assert recovered is not None
@@ -91,16 +91,16 @@ class Walk:
         assert counts == {state: list(self._states.values()).count(state) for state in self._states.values()}
 
     def close(self) -> None:
-        for ledger in (*self._dead, self.ledger):
+        for ledger in (*self._crashed, self.ledger):
             ledger.close()
 
 
 @settings(max_examples=examples(150))
-@given(st.lists(st.tuples(ACTS, st.integers(0, 9)), max_size=40))
-def test_what_comes_back_is_what_was_live(acts: list[tuple[str, int]]) -> None:
+@given(st.lists(st.tuples(OPERATIONS, st.integers(0, 9)), max_size=40))
+def test_recovery_restores_exactly_the_live_groups(operations: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        walk = Walk(Path(directory) / "ledger.sqlite")
-        with contextlib.closing(walk):
-            for name, which in acts:
-                walk.act(name, which)
-            walk.die()
+        machine = LedgerMachine(Path(directory) / "ledger.sqlite")
+        with contextlib.closing(machine):
+            for name, which in operations:
+                machine.apply(name, which)
+            machine.crash()

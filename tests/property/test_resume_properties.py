@@ -1,4 +1,4 @@
-"""Runs that are cut short at any moment and go on from what was on disk: nothing lost, nothing trained twice."""
+"""Runs that are interrupted at any moment and resumed from disk: nothing is lost, nothing is trained twice."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flowrt.controller.policies.batching import TokenBudget
 from tests.effort import examples
 from tests.property.test_core import RUNS
-from tests.simulation.resumed_runs import live
+from tests.simulation.resumed_runs import run_with_crashes
 from tests.simulation.run_invariants import assert_exact
 from tests.simulation.scenario import Scenario
 
@@ -37,30 +37,28 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 @pytest.mark.slow
 @settings(RUNS, max_examples=examples(60))
 @given(scenarios(), st.lists(st.integers(1, 400), min_size=1, max_size=3))
-def test_every_prompt_is_trained_once_however_often_the_run_is_cut_short(
-    scenario: Scenario, crashes: list[int]
-) -> None:
+def test_repeated_interruptions_lose_no_prompt_and_train_none_twice(scenario: Scenario, crashes: list[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        lives = live(scenario, crashes, Path(directory) / "ledger.sqlite")
+        runs = run_with_crashes(scenario, crashes, Path(directory) / "ledger.sqlite")
         try:
-            assert_exact(lives, scenario)
+            assert_exact(runs, scenario)
             if scenario.bound == 0 and scenario.strict_issue_order:
-                steps = {(row.epoch, row.prompt): step for step, row in lives.trained()}
+                steps = {(row.epoch, row.prompt): step for step, row in runs.trained()}
                 assert [steps[pair] for pair in sorted(steps)] == sorted(steps.values())
         finally:
-            lives.ledger.close()
+            runs.ledger.close()
 
 
 @pytest.mark.slow
-def test_some_lives_go_on_from_a_checkpoint_and_some_take_steps_back(tmp_path: Path) -> None:
-    """The property above is not about runs that were cut short before anything had happened."""
+def test_some_runs_resume_from_a_checkpoint_and_some_roll_back_steps(tmp_path: Path) -> None:
+    """The property above also covers runs that were interrupted after their first checkpoint."""
     resumed = rolled_back = 0
     for seed in range(12):
         scenario = Scenario(seed=seed, bound=seed % 3, steps=6, checkpoint_every=2)
-        lives = live(scenario, [150 + 40 * seed], tmp_path / f"{seed}.sqlite")
-        assert_exact(lives, scenario)
-        resumed += lives.positions[1].step > 0
-        rolled_back += len(lives.clusters[0].steps) > lives.positions[1].step
-        lives.ledger.close()
+        runs = run_with_crashes(scenario, [150 + 40 * seed], tmp_path / f"{seed}.sqlite")
+        assert_exact(runs, scenario)
+        resumed += runs.positions[1].step > 0
+        rolled_back += len(runs.clusters[0].steps) > runs.positions[1].step
+        runs.ledger.close()
     assert resumed > 3
     assert rolled_back > 3

@@ -1,4 +1,4 @@
-"""Texts that models write: from a record through the store to the terminal and to JSON Lines, unharmed and harmless."""
+"""Generated texts go unchanged through the sample store to JSON Lines, and without control characters to a terminal."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from flowrt.protocol.sample_records import ScoredSample, encode_record, pack_tex
 from tests.effort import examples
 
 TEXTS = 500
-"""Texts of a store."""
+"""Number of texts in a store."""
 HOSTILE = (
     "\x1b]52;c;ZXZpbA==\x07",
     "\x1b[2J\x1b[31m",
@@ -48,8 +48,8 @@ HOSTILE = (
 RANGES = ((0, 0x20), (0x20, 0x7F), (0x7F, 0xA1), (0x200B, 0x2070), (0xD7F0, 0xE010), (0x10000, 0x10FFFF), (0, 0x3000))
 
 
-def drawn(random: Random) -> str:
-    """A text of any characters, among them half ones, and of what does harm in a terminal or a page."""
+def random_text(random: Random) -> str:
+    """A text of any characters, among them lone surrogates, and of hostile sequences for terminals and pages."""
     parts = []
     for _ in range(random.randrange(8)):
         if random.random() < 0.4:
@@ -60,7 +60,7 @@ def drawn(random: Random) -> str:
     return "".join(parts)
 
 
-def stored(path: Path, texts: list[str]) -> None:
+def write_store(path: Path, texts: list[str]) -> None:
     writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=1 << 30, life=1, step=0)
     records = []
     for number, text in enumerate(texts):
@@ -87,11 +87,11 @@ def stored(path: Path, texts: list[str]) -> None:
     writer.close()
 
 
-def on_a_terminal(path: Path, options: SampleOptions) -> bytes:
+def terminal_output(path: Path, options: SampleOptions) -> bytes:
     """What ``flowrt samples`` writes to a terminal."""
     master, slave = pty.openpty()
     attributes = termios.tcgetattr(slave)
-    attributes[1] &= ~termios.OPOST  # line ends come as they were written
+    attributes[1] &= ~termios.OPOST  # keep line ends as written
     termios.tcsetattr(slave, termios.TCSANOW, attributes)
     found: list[bytes] = []
 
@@ -99,7 +99,7 @@ def on_a_terminal(path: Path, options: SampleOptions) -> bytes:
         try:
             while data := os.read(master, 65536):
                 found.append(data)
-        except OSError:  # the other side is closed
+        except OSError:  # the other end is closed
             return
 
     reader = threading.Thread(target=read)
@@ -112,38 +112,38 @@ def on_a_terminal(path: Path, options: SampleOptions) -> bytes:
 
 
 def check(path: Path, texts: list[str]) -> None:
-    """The texts come back as they were from the store and from JSON Lines; nothing of them acts on a terminal."""
-    stored(path, texts)
+    """Assert that the store and JSON Lines return the texts unchanged, and a terminal gets no control characters."""
+    write_store(path, texts)
     kept = [unpack_text(stored_text(pack_text(text))) for text in texts]
-    turned = [unpack_text(stored_text(pack_text(text[::-1]))) for text in texts]
+    reversed_texts = [unpack_text(stored_text(pack_text(text[::-1]))) for text in texts]
     page = SampleReader(path).query(limit=len(texts))
     assert {row.prompt: (row.prompt_text, row.completion) for row in page.samples} == dict(
-        enumerate(zip(kept, turned, strict=True))
+        enumerate(zip(kept, reversed_texts, strict=True))
     )
     out = path / "table.jsonl"
     show(path, SampleOptions(jsonl=out), Console(file=io.StringIO()))
     data = out.read_bytes()
     assert not {*range(32)} - {10} & {*data}
     lines = [json.loads(line) for line in data.decode("ascii").splitlines()]
-    assert [(line["prompt"], line["completion"]) for line in lines] == [*zip(kept, turned, strict=True)]
-    printed = on_a_terminal(path, SampleOptions(limit=len(texts))).decode()
+    assert [(line["prompt"], line["completion"]) for line in lines] == [*zip(kept, reversed_texts, strict=True)]
+    printed = terminal_output(path, SampleOptions(limit=len(texts))).decode()
     assert printable(printed) == printed
     assert not {*"\x1b\x9b\x07\x00\r"} & {*printed}
     assert printed.count("completion:") >= len(texts)
 
 
 @pytest.mark.slow
-def test_texts_come_back_as_they_were_and_no_control_character_reaches_a_terminal(tmp_path: Path) -> None:
+def test_random_texts_round_trip_and_print_without_control_characters(tmp_path: Path) -> None:
     for seed in range(examples(20)):
         random, path = Random(seed), tmp_path / str(seed)
         path.mkdir()
-        texts = [drawn(random) for _ in range(TEXTS)]
+        texts = [random_text(random) for _ in range(TEXTS)]
         whole = [text for text in texts if text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") == text]
         assert [unpack_text(stored_text(pack_text(text))) for text in whole] == whole
         check(path, texts)
 
 
-def test_a_long_text_and_each_hostile_one(tmp_path: Path) -> None:
+def test_long_and_hostile_texts_round_trip_and_print_safely(tmp_path: Path) -> None:
     check(tmp_path, [*HOSTILE, "<b>" * 300_000, "\ud800\udc00", "\udc00\ud800"])
 
 
@@ -151,7 +151,7 @@ def test_a_long_text_and_each_hostile_one(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Possible set:FutureWarning")
 @settings(max_examples=examples(100), deadline=None)
 @given(st.text(max_size=12) | st.text("()[]{}*+?|\\^$.a1,", max_size=12))
-def test_any_regular_expression_is_taken_or_refused_with_a_sentence(pattern: str) -> None:
+def test_any_regular_expression_is_accepted_or_refused_with_a_message(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error:
@@ -161,8 +161,8 @@ def test_any_regular_expression_is_taken_or_refused_with_a_sentence(pattern: str
         SampleFilter(grep=pattern).pattern()
 
 
-def test_standard_output_takes_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored(tmp_path, ["one", "\x1b[2J"])
+def test_json_lines_can_go_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(tmp_path, ["one", "\x1b[2J"])
     show(tmp_path, SampleOptions(jsonl=Path("-")), Console(file=io.StringIO()))
     out = capsys.readouterr().out
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one", "\x1b[2J"]

@@ -1,4 +1,4 @@
-"""What holds of the sharing and the cutting of a step, whatever is in it."""
+"""Properties of rank balancing and of the token budget of a step."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from flowrt.controller.policies.rank_balancing import karmarkar_karp
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=60), st.integers(1, 9))
-def test_largest_differences_lose_nothing_and_differ_by_one_weight_at_most(weights: list[int], ways: int) -> None:
+def test_karmarkar_karp_keeps_all_items_and_differs_by_at_most_one_weight(weights: list[int], ways: int) -> None:
     shares = karmarkar_karp(weights, ways)
     assert len(shares) == ways
     assert sorted(index for share in shares for index in share) == list(range(len(weights)))

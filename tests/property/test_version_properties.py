@@ -1,4 +1,4 @@
-"""What holds of versions and of who fetches them from whom, in whatever order workers speak, fail and vanish."""
+"""Properties of weight versions and fetch chains under any order of messages, failures and deaths of workers."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ NAMES = [WorkerId(f"rollout{number}") for number in range(5)]
 
 @dataclass(eq=False)
 class Transfer:
-    """A version on its way. It can come whole once what it is passed on from has; None: the holder had it whole."""
+    """A version in flight. It can complete once ``upstream`` has; None: the holder has the whole version."""
 
     fetch: m.ReceiveWeights
     upstream: "Transfer | None"
@@ -46,22 +46,22 @@ class Transfer:
         return WorkerId(self.fetch.turn.sender)
 
     @property
-    def can_come(self) -> bool:
+    def can_complete(self) -> bool:
         return not self.broken and (self.upstream is None or self.upstream.whole)
 
 
 @dataclass
 class World:
-    """What is true at the workers, whatever the controller has heard of it."""
+    """The state of the workers, which the controller may not know yet."""
 
-    whole: dict[WorkerId, set[int]] = field(default_factory=dict)  # versions that a living worker has in its memory
+    whole: dict[WorkerId, set[int]] = field(default_factory=dict)  # versions in the memory of each live worker
     newest: dict[WorkerId, int] = field(default_factory=dict)
     latest_transfer: dict[tuple[WorkerId, int], Transfer] = field(default_factory=dict)
     moving: list[Transfer] = field(default_factory=list)  # neither end of it has been reported
 
 
-class Walk(RuleBasedStateMachine):
-    """Workers that keep the protocol, and every misfortune that they may have."""
+class WeightVersions(RuleBasedStateMachine):
+    """State machine of workers that follow the protocol, with every fault that they may have."""
 
     @initialize()
     def begin(self) -> None:
@@ -72,22 +72,22 @@ class Walk(RuleBasedStateMachine):
             self.state.membership.join(name, name.rstrip("0123456789"), "host", 0.0)
         self.versions = self.state.models.policy
         self.world = World(whole={TRAINER: set()})
-        self.now, self.failed = 0.0, Counter[WorkerId]()  # of each receiver, since something came whole
+        self.now, self.failed = 0.0, Counter[WorkerId]()  # of each receiver, since its last complete fetch
         self.version = 0
         for name in NAMES[:3]:
             self.join(name)
 
-    # ---- what happens
+    # ---- rules
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: WorkerId) -> None:
         if name not in self.world.newest:
             self.world.whole[name], self.world.newest[name] = set(), 0
-            self.hear(name, m.WeightsActivated(MODEL, 0))
+            self.report(name, m.WeightsActivated(MODEL, 0))
 
     @rule()
     @precondition(lambda self: TRAINER not in self.world.whole)
-    def trainer_is_started_again(self) -> None:
+    def restart_trainer(self) -> None:
         self.world.whole[TRAINER] = set()
 
     @rule()
@@ -95,89 +95,91 @@ class Walk(RuleBasedStateMachine):
     def publish(self) -> None:
         self.version += 1
         self.world.whole[TRAINER].add(self.version)
-        self.hear(
+        self.report(
             TRAINER,
             m.Publish((Weights(model=MODEL, version=self.version, base=NO_BASE, bucket_bytes=(8,), checksum=1),), ()),
         )
 
     @rule(data=st.data())
-    @precondition(lambda self: any(transfer.can_come for transfer in self.world.moving))
+    @precondition(lambda self: any(transfer.can_complete for transfer in self.world.moving))
     def arrive(self, data: st.DataObject) -> None:
-        self.come(data.draw(st.sampled_from([one for one in self.world.moving if one.can_come])))
+        self.complete(data.draw(st.sampled_from([one for one in self.world.moving if one.can_complete])))
 
     @rule(data=st.data())
     @precondition(lambda self: self.world.moving)
     def fail(self, data: st.DataObject) -> None:
-        """A lane breaks, or what came is not what was published; whoever waits behind it learns of it later."""
-        self.lose(data.draw(st.sampled_from(self.world.moving)))
+        """A lane breaks, or the checksum differs; the receivers behind it are notified later."""
+        self.fail_fetch(data.draw(st.sampled_from(self.world.moving)))
 
     @rule(name=st.sampled_from([*NAMES, TRAINER]), late=st.booleans())
     def die(self, name: WorkerId, late: bool = False) -> None:
-        """``late``: what it was sending had all been sent, and the receivers are about to say so."""
+        """``late``: it had completed its transfers, which the receivers have not reported yet."""
         if name not in self.world.whole:
             return
         del self.world.whole[name]
         self.world.newest.pop(name, None)
         self.failed[name] = 0
         for transfer in [one for one in self.world.moving if name in (one.holder, one.receiver)]:
-            if not (late and transfer.can_come and transfer.holder == name):
-                self.break_behind(transfer)
+            if not (late and transfer.can_complete and transfer.holder == name):
+                self.break_chain(transfer)
             if transfer.receiver == name:
                 self.world.moving.remove(transfer)
         self.state.models.forget(name)
-        self.move()
+        self.execute_orders()
 
     @rule(name=st.sampled_from(NAMES))
     def swap(self, name: WorkerId) -> None:
         if name in self.world.newest:
-            self.hear(name, m.WeightsActivated(MODEL, self.world.newest[name]))
+            self.report(name, m.WeightsActivated(MODEL, self.world.newest[name]))
 
     @rule()
     def time_passes(self) -> None:
-        """However often its fetches failed, whoever lives is ordered to fetch after a while."""
+        """After the longest back-off every live worker is ordered to fetch, whatever has failed before."""
         self.now += MAX_BACK_OFF_S
-        self.move()
+        self.execute_orders()
         assert not self.idle()
 
-    # ---- how
+    # ---- steps of the rules
 
-    def come(self, transfer: Transfer) -> None:
+    def complete(self, transfer: Transfer) -> None:
         self.world.moving.remove(transfer)
         transfer.whole = True
         version = transfer.fetch.weights.version
         self.world.whole[transfer.receiver].add(version)
         self.world.newest[transfer.receiver] = max(version, self.world.newest[transfer.receiver])
         self.failed[transfer.receiver] = 0
-        self.hear(transfer.receiver, m.WeightsStaged(MODEL, version))
+        self.report(transfer.receiver, m.WeightsStaged(MODEL, version))
 
-    def lose(self, transfer: Transfer) -> None:
+    def fail_fetch(self, transfer: Transfer) -> None:
         self.world.moving.remove(transfer)
-        self.break_behind(transfer)
+        self.break_chain(transfer)
         self.failed[transfer.receiver] += 1
-        self.hear(transfer.receiver, m.FetchFailed(transfer.fetch.turn, transfer.fetch.weights, "the lane broke"))
+        self.report(transfer.receiver, m.FetchFailed(transfer.fetch.turn, transfer.fetch.weights, "the lane broke"))
 
-    def break_behind(self, transfer: Transfer) -> None:
+    def break_chain(self, transfer: Transfer) -> None:
         transfer.broken = True
         for other in self.world.moving:
             if other.upstream is transfer and not other.broken:
-                self.break_behind(other)
+                self.break_chain(other)
 
-    def hear(self, worker: WorkerId, message: m.Publish | m.WeightsStaged | m.FetchFailed | m.WeightsActivated) -> None:
+    def report(
+        self, worker: WorkerId, message: m.Publish | m.WeightsStaged | m.FetchFailed | m.WeightsActivated
+    ) -> None:
         commands = HANDLERS[type(message)](self.state, self.env, worker, message, self.now)
-        # Entries are for a controller that comes back.
+        # Replay entries are for a restarted controller.
         assert all(isinstance(one, AppendReplay | LogEvent) for one in commands)
-        self.move()
+        self.execute_orders()
 
-    def move(self) -> None:
+    def execute_orders(self) -> None:
         for command in order_fetches(self.state, self.env, self.now):
             assert isinstance(command, Send)
             match command.message:
                 case m.ReceiveWeights():
                     self.begin_transfer(command.message)
                 case m.SendWeights(turn, _, version, _):
-                    self.must_serve(command.worker, turn, version)
+                    self.assert_can_serve(command.worker, turn, version)
                 case m.EvictVersion(_, version):
-                    self.retire(command.worker, version)
+                    self.evict(command.worker, version)
 
     def begin_transfer(self, fetch: m.ReceiveWeights) -> None:
         receiver, holder = WorkerId(fetch.turn.receiver), WorkerId(fetch.turn.sender)
@@ -191,7 +193,7 @@ class Walk(RuleBasedStateMachine):
         self.world.latest_transfer[receiver, version] = transfer
         self.world.moving.append(transfer)
 
-    def must_serve(self, holder: WorkerId, turn: LaneTurn, version: int) -> None:
+    def assert_can_serve(self, holder: WorkerId, turn: LaneTurn, version: int) -> None:
         has = version in self.world.whole.get(holder, ())
         receives = any(
             one.receiver == holder and one.fetch.weights.version == version and one.fetch.turn != turn
@@ -199,7 +201,7 @@ class Walk(RuleBasedStateMachine):
         )
         assert has or receives, f"{holder} neither holds nor receives version {version}"
 
-    def retire(self, worker: WorkerId, version: int) -> None:
+    def evict(self, worker: WorkerId, version: int) -> None:
         assert version in self.world.whole[worker], f"{worker} does not hold version {version}"
         serves = [
             one.receiver
@@ -210,25 +212,25 @@ class Walk(RuleBasedStateMachine):
         assert max(self.world.whole[worker]) > version, f"{worker} has nothing newer than version {version}"
         self.world.whole[worker].remove(version)
 
-    # ---- what holds
+    # ---- invariants
 
     def newest_alive(self) -> int:
-        """The newest version that somebody who lives has whole."""
+        """The newest version that a live worker has whole."""
         return max((version for whole in self.world.whole.values() for version in whole), default=0)
 
     def idle(self) -> set[WorkerId]:
-        """Who lives, has something older, and fetches nothing."""
+        """Live workers that have an older version and fetch nothing."""
         older = {name for name, newest in self.world.newest.items() if newest < self.newest_alive()}
         return older - {one.receiver for one in self.versions.fetching.values()}
 
     @invariant()
-    def the_latest_is_what_somebody_has_whole(self) -> None:
+    def the_latest_version_is_whole_at_a_live_worker(self) -> None:
         if not hasattr(self, "versions"):
             return
         assert self.versions.latest == self.newest_alive()
         assert self.versions.newest == self.version
         late = [name for name in self.world.newest if self.versions.entry.get(name, 0) > self.newest_alive()]
-        assert not late, f"{late} may not begin before they have what nobody has"
+        assert not late, f"{late} may not begin before a version that no worker has"
         idle = {name for name in self.idle() if self.failed[name] < 2}
         assert not idle, f"{idle} fetch nothing"
 
@@ -248,7 +250,7 @@ class Walk(RuleBasedStateMachine):
                 assert met & self.versions.orphaned, f"{fetch} leads to {one}, who does not have it"
 
     @invariant()
-    def nobody_holds_more_than_it_needs(self) -> None:
+    def no_worker_holds_an_unneeded_version(self) -> None:
         if not hasattr(self, "versions"):
             return
         wanted = {(one.holder, one.weights.version) for one in self.versions.fetching.values()}
@@ -257,18 +259,18 @@ class Walk(RuleBasedStateMachine):
             assert not spare, f"{worker} still holds {spare} of {whole}"
 
     def teardown(self) -> None:
-        """Without further misfortunes everybody who lives ends at the newest version that anybody living has."""
+        """Without further faults every live worker ends at the newest version that a live worker has."""
         if not hasattr(self, "versions"):
             return
         for _ in range(200):
             self.time_passes()
             if not self.world.moving:
                 break
-            coming = [one for one in self.world.moving if one.can_come]
+            coming = [one for one in self.world.moving if one.can_complete]
             if coming:
-                self.come(coming[0])
+                self.complete(coming[0])
             else:
-                self.lose(self.world.moving[0])
+                self.fail_fetch(self.world.moving[0])
         assert not self.world.moving
         assert not self.versions.fetching
         assert not self.versions.orphaned
@@ -276,19 +278,19 @@ class Walk(RuleBasedStateMachine):
             assert set(self.world.newest.values()) <= {self.newest_alive()}
 
 
-Walk.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
-TestWalk = Walk.TestCase
+WeightVersions.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TestWeightVersions = WeightVersions.TestCase
 
 
-def test_publisher_sends_one_copy_whatever_fails_at_once() -> None:
-    """A relay at the head of a chain dies: those behind it form a chain again, they do not all go to the publisher."""
-    walk = Walk()
-    walk.begin()
+def test_the_publisher_sends_one_copy_when_the_head_of_a_chain_fails() -> None:
+    """The receivers behind a dead relay form a chain again; they do not all fetch from the publisher."""
+    machine = WeightVersions()
+    machine.begin()
     for name in NAMES[3:]:
-        walk.join(name)
-    walk.publish()
-    assert [one.holder for one in walk.world.moving] == [TRAINER, *NAMES[:4]]
-    walk.die(NAMES[0])
-    for transfer in [one for one in walk.world.moving if one.broken]:
-        walk.lose(transfer)
-    assert sorted(one.holder for one in walk.world.moving if not one.broken) == [*NAMES[1:4], TRAINER]
+        machine.join(name)
+    machine.publish()
+    assert [one.holder for one in machine.world.moving] == [TRAINER, *NAMES[:4]]
+    machine.die(NAMES[0])
+    for transfer in [one for one in machine.world.moving if one.broken]:
+        machine.fail_fetch(transfer)
+    assert sorted(one.holder for one in machine.world.moving if not one.broken) == [*NAMES[1:4], TRAINER]

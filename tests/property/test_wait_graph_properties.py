@@ -1,4 +1,4 @@
-"""Laws of the wait-for graph: a knot is exactly what nobody can untie, and a run that goes on has none."""
+"""Properties of the wait-for graph: deadlocks are found exactly, and a run that makes progress has none."""
 
 import itertools
 import json
@@ -15,53 +15,53 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.worker import Worker
 
 NAMES = "abcde"
-turns = st.dictionaries(st.sampled_from(NAMES), st.sets(st.sampled_from(NAMES)), max_size=len(NAMES))
+graphs = st.dictionaries(st.sampled_from(NAMES), st.sets(st.sampled_from(NAMES)), max_size=len(NAMES))
 
 
 def edges_of(graph: dict[str, set[str]]) -> list[Edge]:
     return [
-        Edge(who=who, what="it", blocked_on=tuple(sorted(turn)), age_s=1.0, limit_s=2.0, blocks=True)
-        for who, turn in graph.items()
+        Edge(who=worker, what="it", blocked_on=tuple(sorted(waits_for)), age_s=1.0, limit_s=2.0, blocks=True)
+        for worker, waits_for in graph.items()
     ]
 
 
-@given(turns, st.sets(st.sampled_from(NAMES)))
-def test_a_knot_is_the_largest_set_in_which_each_waits_only_for_the_others(
-    graph: dict[str, set[str]], at_work: set[str]
+@given(graphs, st.sets(st.sampled_from(NAMES)))
+def test_deadlocks_are_the_largest_set_that_waits_only_for_itself(
+    graph: dict[str, set[str]], working: set[str]
 ) -> None:
-    blocked = [who for who, turn in graph.items() if turn and who not in at_work]
-    stuck = [
-        set(some)
+    blocked = [worker for worker, waits_for in graph.items() if waits_for and worker not in working]
+    closed_sets = [
+        set(subset)
         for size in range(len(blocked) + 1)
-        for some in itertools.combinations(blocked, size)
-        if all(graph[who] <= set(some) for who in some)
+        for subset in itertools.combinations(blocked, size)
+        if all(graph[worker] <= set(subset) for worker in subset)
     ]
-    found = find_deadlocks(edges_of(graph), at_work)
-    assert {who for knot in found for who in knot} == set().union(*stuck)
-    for knot in found:
-        assert all(graph[who] <= set(knot) for who in knot)
-    assert len({who for knot in found for who in knot}) == sum(map(len, found))
+    found = find_deadlocks(edges_of(graph), working)
+    assert {worker for deadlock in found for worker in deadlock} == set().union(*closed_sets)
+    for deadlock in found:
+        assert all(graph[worker] <= set(deadlock) for worker in deadlock)
+    assert len({worker for deadlock in found for worker in deadlock}) == sum(map(len, found))
 
 
-@given(turns, st.sampled_from(NAMES))
-def test_somebody_who_begins_to_work_never_ties_a_knot(graph: dict[str, set[str]], who: str) -> None:
-    before = {one for knot in find_deadlocks(edges_of(graph), ()) for one in knot}
-    after = {one for knot in find_deadlocks(edges_of(graph), (who,)) for one in knot}
-    assert after <= before - {who}
+@given(graphs, st.sampled_from(NAMES))
+def test_a_worker_that_begins_to_work_creates_no_deadlock(graph: dict[str, set[str]], worker: str) -> None:
+    before = {one for deadlock in find_deadlocks(edges_of(graph), ()) for one in deadlock}
+    after = {one for deadlock in find_deadlocks(edges_of(graph), (worker,)) for one in deadlock}
+    assert after <= before - {worker}
 
 
-class Watched(SimulatedCluster):
-    """Looks at the graph after every event."""
+class GraphCheckingCluster(SimulatedCluster):
+    """Checks the wait-for graph after every event."""
 
-    looks = 0
+    checks = 0
 
     def handle(self, event: Event) -> list[Command]:
         commands = super().handle(event)
         graph = self.core.wait_graph(self.clock.now(), 600.0)
-        # A trainer that asks for its next step with a version still to publish would be taken for one that waits.
+        # A trainer that pulls for its next step before it publishes a version would count as waiting.
         if not any(self._is_about_to_act(worker) for worker in self.workers.values()):
-            self.looks += 1
-            assert not graph.deadlocks, f"{graph.deadlocks} in a run that goes on: {graph.sentences(20)}"
+            self.checks += 1
+            assert not graph.deadlocks, f"{graph.deadlocks} in a run that makes progress: {graph.sentences(20)}"
         members = {member.id for member in self.core.state.membership.members()}
         for edge in graph.waits:
             assert edge.who in members
@@ -76,8 +76,8 @@ class Watched(SimulatedCluster):
 
 @settings(max_examples=examples(25))
 @given(st.integers(0, 10**6), st.integers(0, 2), st.integers(0, 2), st.integers(1, 2))
-def test_a_run_that_goes_on_has_no_knot(seed: int, bound: int, kills: int, ranks: int) -> None:
+def test_a_run_that_makes_progress_has_no_deadlock(seed: int, bound: int, kills: int, ranks: int) -> None:
     scenario = Scenario(seed=seed, bound=bound, kills=kills, ranks=ranks, evals=2, broken_lanes=1, steps=3)
-    cluster = Watched(scenario)
+    cluster = GraphCheckingCluster(scenario)
     cluster.run()
-    assert cluster.looks
+    assert cluster.checks

@@ -1,4 +1,4 @@
-"""What each refresh policy promises, in whole simulated runs with misfortunes."""
+"""Guarantees of each weight sync policy in whole simulated runs with faults."""
 
 from dataclasses import replace
 
@@ -21,71 +21,76 @@ from tests.simulation.scenario import Scenario
 RUNS = settings(test_core.RUNS, max_examples=examples(15))
 
 
-class Watched(SimulatedCluster):
-    """Looks at every fetch that the policy alone can have wanted: admission would not have hurried it."""
+class FetchCheckingCluster(SimulatedCluster):
+    """Checks every fetch that only the policy can have caused, as admission would not have forced it."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self.by_choice = 0
+        self.by_policy = 0
 
     def handle(self, event: Event) -> list[Command]:
         staged = {worker: receiver.staged for worker, receiver in self.core.state.models.policy.receivers.items()}
         commands = super().handle(event)
-        weights, gated = self.core.state.models.policy, self.core.state.models.outdated
-        told = [one.worker for one in commands if isinstance(one, Send) and isinstance(one.message, m.ReceiveWeights)]
-        # What it has staged may have been heard with this very event, as for a worker that has just come.
-        age = {worker: weights.latest - max(staged.get(worker, 0), weights.receivers[worker].staged) for worker in told}
-        chosen = {worker: age[worker] for worker in told if worker not in gated}
-        self.by_choice += len(chosen)
-        look(self.scenario.refresh, weights, chosen, {worker for worker in told if worker in gated})
+        weights, outdated = self.core.state.models.policy, self.core.state.models.outdated
+        fetching = [
+            one.worker for one in commands if isinstance(one, Send) and isinstance(one.message, m.ReceiveWeights)
+        ]
+        # The staged version may come with this event, as for a worker that has just joined.
+        age = {
+            worker: weights.latest - max(staged.get(worker, 0), weights.receivers[worker].staged) for worker in fetching
+        }
+        chosen = {worker: age[worker] for worker in fetching if worker not in outdated}
+        self.by_policy += len(chosen)
+        check_fetches(self.scenario.refresh, weights, chosen, {worker for worker in fetching if worker in outdated})
         return commands
 
 
-def look(policy: WeightSyncPolicy, weights: VersionTable, chosen: dict[WorkerId, int], hurried: set[WorkerId]) -> None:
+def check_fetches(
+    policy: WeightSyncPolicy, weights: VersionTable, chosen: dict[WorkerId, int], forced: set[WorkerId]
+) -> None:
     match policy:
         case EveryN(versions):
-            assert all(age >= versions for age in chosen.values()), f"{chosen} versions behind, and fetch"
+            assert all(age >= versions for age in chosen.values()), f"{chosen} versions behind, and fetching"
         case Rolling(at_once, max_behind):
             in_turn = [worker for worker, age in chosen.items() if age <= max_behind]
             moving = [
                 worker
                 for worker, receiver in weights.receivers.items()
-                if worker not in hurried and (worker in weights.fetching or receiver.applied < receiver.staged)
+                if worker not in forced and (worker in weights.fetching or receiver.applied < receiver.staged)
             ]
-            assert not in_turn or len(moving) <= at_once, f"{in_turn} fetch in their turn, and {moving} move at once"
+            assert not in_turn or len(moving) <= at_once, f"{in_turn} fetch in turn, and {moving} update at once"
 
 
 @given(data=st.data(), at_once=st.integers(1, 3), max_behind=st.integers(0, 2))
 @RUNS
-def test_no_more_move_at_a_time_than_a_rolling_refresh_allows(
+def test_a_rolling_refresh_limits_the_workers_that_update_at_once(
     data: st.DataObject, at_once: int, max_behind: int
 ) -> None:
     policy = Rolling(at_once, max_behind)
     scenario = data.draw(scenarios(refresh=policy, rollouts=4, kills=1, broken_lanes=2, steps=5))
-    assert_sound(Watched(scenario).run())
+    assert_sound(FetchCheckingCluster(scenario).run())
 
 
 @given(data=st.data(), versions=st.integers(1, 4))
 @RUNS
-def test_nobody_fetches_before_it_is_so_many_versions_behind(data: st.DataObject, versions: int) -> None:
+def test_no_worker_fetches_before_it_is_n_versions_behind(data: st.DataObject, versions: int) -> None:
     scenario = data.draw(scenarios(refresh=EveryN(versions), rollouts=3, kills=1, broken_lanes=2, steps=6))
-    assert_sound(Watched(scenario).run())
+    assert_sound(FetchCheckingCluster(scenario).run())
 
 
 @pytest.mark.slow
-def test_the_policy_and_not_admission_decides_in_some_of_these_runs() -> None:
+def test_some_fetches_are_caused_by_the_policy_and_not_by_admission() -> None:
     for policy in (Rolling(1), EveryN(2)):
         watched = [
-            Watched(Scenario(seed=seed, refresh=policy, rollouts=4, bound=2, steps=6)).run() for seed in range(4)
+            FetchCheckingCluster(Scenario(seed=seed, refresh=policy, rollouts=4, bound=2, steps=6)).run()
+            for seed in range(4)
         ]
-        assert sum(one.by_choice for one in watched if isinstance(one, Watched)) > 10
+        assert sum(one.by_policy for one in watched if isinstance(one, FetchCheckingCluster)) > 10
 
 
 @given(data=st.data(), versions=st.integers(1, 4))
 @RUNS
-def test_a_divergence_that_is_never_too_large_is_a_refresh_every_so_many_versions(
-    data: st.DataObject, versions: int
-) -> None:
+def test_an_infinite_divergence_limit_equals_a_refresh_every_n_versions(data: st.DataObject, versions: int) -> None:
     scenario = data.draw(scenarios(refresh=EveryN(versions), kills=1, broken_lanes=1))
     every = SimulatedCluster(scenario).run()
     other = SimulatedCluster(replace(scenario, refresh=Divergence(float("inf"), versions))).run()

@@ -1,4 +1,4 @@
-"""A simulated run whose time is attributed: workers with leases are busy, and the core says why the others wait."""
+"""A simulated run whose time is attributed: workers with leases are busy, and the core reports why the others wait."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +41,7 @@ class AttributedRun:
 
 
 class AttributedSimulation(ClusterSimulation):
-    """A `ClusterSimulation` that takes the waits of its core as the server does."""
+    """A `ClusterSimulation` that collects the waits of its core as the server does."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         super().__init__(plan)
@@ -56,13 +56,13 @@ class AttributedSimulation(ClusterSimulation):
             self.account.joined(event.worker, event.role, self.now_s)
             self.found.workers += 1
         super()._handle(event)
-        self._note_busy(event)
+        self._record_busy(event)
         for at_s, closed in self.steps[self._closed :]:
             self.account.close_step(closed.step, at_s)
         self._closed = len(self.steps)
-        self._take()
+        self._collect_waits()
 
-    def _note_busy(self, event: Event) -> None:
+    def _record_busy(self, event: Event) -> None:
         """A trainer is busy between its pulls, every other worker while it has leases."""
         held = {lease.worker for lease in self.core.state.table.leases.values() if lease.stage != "train"}
         if self.core.state.requests.first(WorkerId(TRAINER)) is None and self.steps_begun:
@@ -79,7 +79,7 @@ class AttributedSimulation(ClusterSimulation):
 
     steps_begun = False
 
-    def _take(self, at_end: bool = False) -> None:
+    def _collect_waits(self, at_end: bool = False) -> None:
         self.account.add_waits(self.core.waits.take())
         waits = self.core.waits.open_waits(self.now_s)
         if at_end:
@@ -90,7 +90,7 @@ class AttributedSimulation(ClusterSimulation):
         self.run()
         for worker, since_s in self._busy_since_s.items():
             self.account.add_spans(worker, (Interval("work", since_s, self.now_s, self.now_s - since_s),))
-        self._take(at_end=True)
+        self._collect_waits(at_end=True)
         self.found.wall_s = self.now_s
         return self.found
 
@@ -101,5 +101,5 @@ def attribute(plan: ClusterPlan) -> AttributedRun:
 
 
 def lines(run: AttributedRun) -> list[dict[str, Any]]:
-    """As attribution.jsonl."""
+    """The lines of attribution.jsonl."""
     return [step.as_json(0.0) for step in run.steps]

@@ -1,8 +1,8 @@
 """A whole cluster in one process: simulated workers around a real `Core`, in a seeded order, with a driven clock.
 
 Messages are FIFO between a worker and the controller, transfers are FIFO within a lane, and everything else is
-interleaved at random: the same scenario always takes the same course. Workers may be slow, die and come back; lanes
-may break; leases may expire. A run in which nobody can do anything any more raises AssertionError.
+interleaved at random: the same scenario always produces the same events. Workers may be slow, die and rejoin; lanes
+may break; leases may expire. A run that has no possible action before its end raises AssertionError.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import LaneTurn, Position, unpack
 from flowrt.runtime.clock import DrivenClock
-from tests.simulation.controller_restart import Durable, RejoiningWorker
+from tests.simulation.controller_restart import DurableState, RejoiningWorker
 from tests.simulation.fault_injection import FaultInjection
 from tests.simulation.rows import LaneId, Row, Shared, lane_of
 from tests.simulation.scenario import LEASE_S, MODEL, Scenario, grpo_dataflow
 from tests.simulation.worker import Worker
 
 Action = tuple[float, Callable[[], None]]
-"""How likely it is next, relative to the others, and what it does."""
+"""The relative probability that it is next, and the function that performs it."""
 
 
 def make_core(
@@ -39,11 +39,11 @@ def make_core(
     recovered: RecoveredState | None = None,
     outcomes: Sequence[Outcome] = (),
     /,
-    **numbers: Any,
+    **overrides: Any,
 ) -> Core:
-    """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once.
+    """The core of the simulated run; by default a strict staleness bound, FIFO dispatch and immediate fetches.
 
-    ``numbers`` are settings in place of those of a run in which nothing ever takes too long.
+    ``overrides`` replace settings; by default workers and progress have no timeout.
     """
     settings = Settings(
         steps=scenario.steps,
@@ -72,7 +72,7 @@ def make_core(
         curriculum=scenario.curriculum,
         guards=scenario.guards,
     )
-    changed = dataclasses.replace(settings, **numbers)
+    changed = dataclasses.replace(settings, **overrides)
     return Core(
         settings=changed,
         flow=grpo_dataflow(scenario.references > 0, scenario.filters > 0),
@@ -84,10 +84,10 @@ def make_core(
 
 
 class SimulatedCluster:
-    """Make one, `run` it, look at what it recorded."""
+    """Create one, `run` it, and read its records."""
 
     def __init__(self, scenario: Scenario, position: Position | None = None, outcomes: Sequence[Outcome] = ()) -> None:
-        """``position`` and ``outcomes``: where a run goes on whose earlier lives were cut short, and its rewards."""
+        """``position`` and ``outcomes``: where a resumed run begins, and the rewards of its earlier executions."""
         self.scenario = scenario
         self._outcomes = list(outcomes)
         self.rng = random.Random(scenario.seed)
@@ -97,14 +97,14 @@ class SimulatedCluster:
         self.shared.passed = unpack(self.core.settings.position.passed)
         self.workers: dict[str, RejoiningWorker] = {}
         self.term = 1
-        self.kept = Durable()
+        self.disk = DurableState()
         self.records: list[AppendLedger] = []
-        self.state: dict[tuple[int, int], str] = {}  # what the ledger would say, by (epoch, prompt)
+        self.state: dict[tuple[int, int], str] = {}  # state in the ledger, by (epoch, prompt)
         self.steps: list[StepClosed] = []
-        self.trained: list[tuple[int, Row]] = []  # (step, slot) as the trainer saw them
+        self.trained: list[tuple[int, Row]] = []  # (step, row) as the trainer received them
         self.log: list[Event | Command] = []
         self.actions = 0
-        self.durable = 0  # records that are on disk for certain
+        self.durable = 0  # number of records that are certainly on disk
         self._ends: dict[LaneId, tuple[Worker, Worker]] = {}
         self._finished = False
         self.faults = FaultInjection(self)
@@ -120,70 +120,70 @@ class SimulatedCluster:
             trainer.step, trainer.closed = first_step, first_step == scenario.steps
         self._ranks[0].unpublished = first_step or None
         if first_step == scenario.steps:
-            self._say_finished()
+            self._report_finished()
 
     def _make_core(self, position: Position | None, term: int = 1, recovered: RecoveredState | None = None) -> Core:
         return make_core(self.scenario, position, term, recovered, self._outcomes)
 
-    def run(self, most_actions: int | None = None) -> "SimulatedCluster":
-        """Until the run is complete and nothing is on its way, or so many things have happened.
+    def run(self, max_actions: int | None = None) -> "SimulatedCluster":
+        """Run until all is complete and nothing is in flight, or for ``max_actions`` actions.
 
-        Raises AssertionError when it cannot be completed.
+        Raises AssertionError if the run cannot complete.
         """
-        while self.actions != most_actions and self.step():
-            assert self.actions < self.scenario.max_actions, f"{self.actions} actions and no end; {self.stuck()}"
-        if self.actions == most_actions and any(True for _ in self.possible()):
+        while self.actions != max_actions and self.step():
+            assert self.actions < self.scenario.max_actions, f"{self.actions} actions; {self.describe_waits()}"
+        if self.actions == max_actions and any(True for _ in self.possible()):
             return self
-        assert self.core.ended is not None, f"nobody can do anything; {self.stuck()}"
+        assert self.core.ended is not None, f"no action is possible; {self.describe_waits()}"
         assert self.core.ended.code == 0, self.core.ended.reason
         return self
 
     def step(self) -> bool:
-        """Let one thing happen; False when nothing can."""
-        actions = list(self.possible()) or self.faults.rests()
+        """Perform one action; False if none is possible."""
+        actions = list(self.possible()) or self.faults.back_offs()
         if not actions:
             return False
         self.actions += 1
-        if not self.faults.strike():
+        if not self.faults.inject():
             _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
             action()
         return True
 
-    def stuck(self) -> str:
-        """What everybody waits for."""
+    def describe_waits(self) -> str:
+        """What each worker waits for."""
         window = self.core.state.window
         waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.core.waiting())
         return f"step {window.step}, {len(window.taken)} groups taken, {len(window.waiting)} waiting: {waits}"
 
-    # ---- what can happen next
+    # ---- possible actions
 
     def possible(self) -> Iterator[Action]:
         speeds = dict(self.scenario.speeds)
-        some = False
-        for worker in self._awake():
+        any_action = False
+        for worker in self._active_workers():
             speed = speeds.get(worker.id, 1.0)
-            for action in self._of(worker):
-                some = True
+            for action in self._deliveries(worker):
+                any_action = True
                 yield action
             for work in worker.options() if worker.alive else ():
-                some = True
+                any_action = True
                 yield (speed, work)
         if self._step_is_complete():
-            some = True
+            any_action = True
             yield (1.0, self._end_step)
-        # Only when all else is done, so that what is left over at the end is left over for good.
-        if not some and self._source_is_done():
+        # Only if no other action is possible, so that what remains at the end is never used.
+        if not any_action and self._source_is_done():
             yield (1.0, self._finish)
 
     def _source_is_done(self) -> bool:
-        return self.workers["source0"].closed and not self._finished and not self.faults.rests()
+        return self.workers["source0"].closed and not self._finished and not self.faults.back_offs()
 
-    def _awake(self) -> list[Worker]:
-        """Those that may do something now."""
+    def _active_workers(self) -> list[Worker]:
+        """The workers that may act now."""
         return list(self.workers.values())
 
-    def _of(self, worker: Worker) -> Iterator[Action]:
-        """Messages and transfers of one worker that can be delivered, and its return if it is dead."""
+    def _deliveries(self, worker: Worker) -> Iterator[Action]:
+        """Messages and transfers of one worker that can be delivered, and its restart if it is dead."""
         if worker.outbox:
             yield (1.0, partial(self._deliver, worker))
         elif not worker.alive:
@@ -209,15 +209,15 @@ class SimulatedCluster:
             for rank in self._ranks
         )
 
-    # ---- what happens
+    # ---- actions
 
     def _deliver(self, worker: Worker) -> None:
         event = worker.outbox.popleft()
-        if self.core.ended is None or worker.id in self.core.state.membership:  # nobody is let in after the end
+        if self.core.ended is None or worker.id in self.core.state.membership:  # no worker joins after the end
             self.handle(event)
 
     def handle(self, event: Event) -> list[Command]:
-        """Let the core take one event and carry out what it commands."""
+        """Handle one event and execute the commands of the core."""
         self.log.append(event)
         self.faults.observe(event)
         try:
@@ -225,14 +225,14 @@ class SimulatedCluster:
         except (LookupError, FlowError) as error:
             raise AssertionError(f"the core failed at {event}: {error!r}") from error
         self.core.check()
-        self.carry_out(commands)
+        self.execute(commands)
         if isinstance(event, Tick):
             overdue = [one.id for one in self.core.state.table.leases.values() if one.deadline_s <= self.clock.now()]
-            assert not overdue, f"leases {overdue} are past their deadlines, and go on"
+            assert not overdue, f"leases {overdue} are past their deadlines and have not expired"
         return commands
 
-    def carry_out(self, commands: Sequence[Command]) -> None:
-        """Do what the core commands."""
+    def execute(self, commands: Sequence[Command]) -> None:
+        """Execute commands of the core."""
         self.log += commands
         for command in commands:
             match command:
@@ -243,12 +243,12 @@ class SimulatedCluster:
                     if command.reward is not None:
                         self._outcomes.append(Outcome(command.step, epoch, prompt, command.reward))
                     if state in ("dropped", "unread"):
-                        self.kept.dropped[command.reason.split(";")[0]] += 1
+                        self.disk.dropped[command.reason.split(";")[0]] += 1
                     self.state[epoch, prompt] = state
                 case StepClosed():
                     self.steps.append(command)
                 case AppendReplay(entry):
-                    self.kept.keep(entry)
+                    self.disk.keep(entry)
                 case Persist(worker, request):
                     self.durable = len(self.records)
                     self._send(worker, m.Committed(request, (), ""))
@@ -260,11 +260,11 @@ class SimulatedCluster:
             case m.SendSamples(turn) | m.ReceiveWeights(turn) | m.SendWeights(turn):
                 turns = [turn]
             case m.RendezvousKey():
-                return  # that a peer is gone: the lanes here fail by themselves
+                return  # a peer has left: its lanes fail by themselves
             case _:
                 turns = []
         for turn in turns:
-            # A worker that comes back under its old name is not the one that this lane was made for.
+            # A worker that rejoins under its old name is not an end of this lane.
             self._ends.setdefault(lane_of(turn), (self.workers[turn.sender], self.workers[turn.receiver]))
         if self.workers[receiver].alive:
             self.workers[receiver].inbox.append(message)
@@ -293,9 +293,9 @@ class SimulatedCluster:
             first.requests += 1
             first.send(m.CheckpointWritten(first.requests, step + 1))
         if step + 1 == self.scenario.steps:
-            self._say_finished()
+            self._report_finished()
 
-    def _say_finished(self) -> None:
+    def _report_finished(self) -> None:
         for rank in self._ranks:
             rank.send(m.RoleCompleted())
             rank.closed = True
@@ -305,17 +305,17 @@ class SimulatedCluster:
         self.workers["source0"].send(m.RoleCompleted())
 
     def crash(self) -> None:
-        """The controller vanishes, and comes back with what is on disk. Some of what it said last is still heard."""
+        """The controller crashes and restarts from disk. Some of the last messages that it sent are still received."""
         for worker in self.workers.values():
             for _ in range(self.rng.randint(0, len(worker.inbox)) if worker.alive else 0):
                 worker.receive(worker.inbox.popleft())
         self.term += 1
-        self.core = self._make_core(None, self.term, self.kept.recovered())
+        self.core = self._make_core(None, self.term, self.disk.recovered())
         self.shared.sent.clear()
         for worker in self.workers.values():
-            worker.outbox.clear()  # of the dead, nobody has anything to hear any more
+            worker.outbox.clear()  # with the disconnections of dead workers, which are not received
             if worker.alive:
-                worker.come_back(self.term - 1)
+                worker.reconnect(self.term - 1)
 
     def _rejoin(self, dead: Worker) -> None:
         self.workers[dead.id] = RejoiningWorker(dead.id, dead.role, self.shared)

@@ -1,4 +1,4 @@
-"""The controller of a simulation that crashes and comes back: what it left behind, and workers that find it again."""
+"""A controller that crashes and restarts in a simulation: its durable state, and workers that rejoin it."""
 
 from collections import Counter
 
@@ -25,49 +25,49 @@ RENEWABLE = ("rollout", "train")
 
 
 class RejoiningWorker(Worker):
-    """A worker that knows what it has to tell a controller that has come back, as a session does."""
+    """A worker that resynchronizes with a restarted controller, as a session does."""
 
     def __init__(self, worker: str, role: str, shared: Shared) -> None:
-        self.memory = ResyncState(RENEWABLE)
-        self.open: dict[int, m.Pull | m.Offer | m.Commit] = {}
+        self.resync = ResyncState(RENEWABLE)
+        self.open_requests: dict[int, m.Pull | m.Offer | m.Commit] = {}
         super().__init__(worker, role, shared)
 
     def send(self, message: m.Message) -> None:
         match message:
             case m.Pull() | m.Offer() | m.Commit():
-                self.open[message.request] = message
+                self.open_requests[message.request] = message
             case m.StepCompleted():
-                self.memory.step_done(message)
+                self.resync.step_done(message)
             case m.ReleaseLease():
-                self.memory.lease_ended(message.slots, message.leases)
+                self.resync.lease_ended(message.slots, message.leases)
             case m.RoleCompleted():
-                self.memory.finished()
+                self.resync.finished()
         super().send(message)
 
     def receive(self, message: m.Message) -> None:
         match message:
             case m.Grant(request):
-                pull = self.open.pop(request, None)
-                assert isinstance(pull, m.Pull), f"{self.id} was granted what it did not ask for, or asked for twice"
-                self.memory.granted(pull, message)
+                pull = self.open_requests.pop(request, None)
+                assert isinstance(pull, m.Pull), f"{self.id} was granted a request that is not open"
+                self.resync.granted(pull, message)
             case m.Committed(request):
-                commit = self.open.pop(request, None)
-                if commit is not None:  # else it was said twice, and this is the answer to the repetition
+                commit = self.open_requests.pop(request, None)
+                if commit is not None:  # else it was sent twice, and this is the second reply
                     assert isinstance(commit, m.Commit)
-                    self.memory.lease_ended(commit.slots, commit.leases)
+                    self.resync.lease_ended(commit.slots, commit.leases)
             case m.OfferAccepted(request) | m.Rejected(request):
-                self.open.pop(request, None)
+                self.open_requests.pop(request, None)
         super().receive(message)
 
-    def come_back(self, term: int) -> None:
-        """The connection is cut, and there is a new controller to be told of all that is here."""
-        for request in [request for request in self.open if request in self.withdrawn]:
-            del self.open[request]
+    def reconnect(self, term: int) -> None:
+        """Connect to the restarted controller and report the local state."""
+        for request in [request for request in self.open_requests if request in self.withdrawn]:
+            del self.open_requests[request]
             self.pulling = False
         self.coming.clear()
         for job in list(self.jobs):
             if any(key not in self.have for row in job.rows for key in row.needs):
-                self.abandon(job, False, "its tensors were on their way")  # which nobody hears
+                self.abandon(job, False, "its tensors were on their way")  # its message is discarded below
         self.inbox.clear()
         self.outbox.clear()
         self.expected.clear()
@@ -76,23 +76,23 @@ class RejoiningWorker(Worker):
         self.outbox.append(WorkerConnected(worker=self.id, role=self.role, host="host", lanes=(), term=term))
         if self.role == "rollout":
             super().send(m.WeightsActivated(MODEL, self.applied))
-        for message in [*self.memory.renewals(), *self.memory.repeated_messages(), *self.open.values()]:
+        for message in [*self.resync.renewals(), *self.resync.repeated_messages(), *self.open_requests.values()]:
             super().send(message)
-        mine = self.role == "trainer"
-        weights = tuple(one for (_, base), one in self.forms.items() if base == NO_BASE or mine)
+        is_trainer = self.role == "trainer"
+        weights = tuple(one for (_, base), one in self.forms.items() if base == NO_BASE or is_trainer)
         super().send(m.Inventory(self._inventory(), weights))
 
     def _inventory(self) -> tuple[Part, ...]:
-        """What is here for good: not what a commit without an answer brings."""
-        found: dict[str, dict[int, int]] = {}
+        """The tensors that are here, without those of commits that have no reply yet."""
+        parts: dict[str, dict[int, int]] = {}
         for (column, item), (length, request) in self.have.items():
-            if not isinstance(self.open.get(request), m.Commit):
-                found.setdefault(column, {})[item] = length
-        return tuple(Part(column, tuple(items), tuple(items.values())) for column, items in found.items())
+            if not isinstance(self.open_requests.get(request), m.Commit):
+                parts.setdefault(column, {})[item] = length
+        return tuple(Part(column, tuple(items), tuple(items.values())) for column, items in parts.items())
 
 
-class Durable:
-    """What a ledger would have on disk."""
+class DurableState:
+    """The replay state that a ledger has on disk."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""One conversation with a core, message by message; all workers are in from the start."""
+"""Messages to a core, one by one; all workers have joined from the start."""
 
 import copy
 import dataclasses
@@ -16,11 +16,11 @@ from tests.simulation.scenario import MODEL, Scenario, leases_of, offered_length
 from tests.simulation.state_dump import snapshot
 
 SHARED: dict[int, Any] = {id(one): one for one in (NO_TENSORS, NO_NUMBERS)}
-"""What a copy of a core shares with it."""
+"""The objects that a copy of a core shares with it."""
 
 
 class CoreDriver:
-    """A core and helpers to speak to it directly; all workers are in."""
+    """A core, and helpers that send it messages directly; all workers have joined."""
 
     def __init__(self, *, position: Position | None = None, **scenario: Any) -> None:
         self.core = make_core(Scenario(**{"members": 1, "groups_per_step": 1, "references": 0} | scenario), position)
@@ -35,13 +35,13 @@ class CoreDriver:
         self.core.env = dataclasses.replace(self.core.env, settings=dataclasses.replace(self.core.settings, **settings))
 
     def event(self, event: Event) -> list[Command]:
-        """Raises RemoteProtocolError for what a worker may not say."""
+        """Raises RemoteProtocolError for a message that the worker may not send."""
         commands = self.core.transition(event, self.now)
         self.core.check()
         return commands
 
     def undelivered(self, worker: str, stage: str, grant: m.Grant) -> None:
-        """Nothing of this grant arrived, and the leases go back."""
+        """Report that no transfer of this grant arrived, and release its leases."""
         for incoming in grant.incoming:
             self.send(worker, m.TransferFailed(incoming, "did not come"))
         self.send(
@@ -53,9 +53,9 @@ class CoreDriver:
         return self.event(MessageReceived(WorkerId(worker), message))
 
     def dismissed(self, worker: str, message: m.Message) -> tuple[str, list[Command]]:
-        """Let the worker break the protocol; returns the reason of its dismissal, and the other commands.
+        """Send an illegal message; returns the reason of the dismissal, and the other commands.
 
-        It costs the run exactly what a crash of the worker costs it.
+        Asserts that the effect on the run equals that of a crash of the worker.
         """
         crashed = copy.deepcopy(self.core, dict(SHARED))
         dismiss, *commands = self.core.handle(MessageReceived(WorkerId(worker), message), self.now)
@@ -124,7 +124,7 @@ class CoreDriver:
         return self.send("reward0", commit)
 
     def snapshot(self) -> str:
-        """The whole state but the time at which a worker was heard."""
+        """The whole state without the time of the last message of each worker."""
         return snapshot(self.core)
 
     def assert_illegal(self, worker: str, message: m.Message) -> None:
@@ -140,5 +140,5 @@ class CoreDriver:
 
 
 def _without_addresses(state: str) -> str:
-    """The same for a copy, whose objects lie elsewhere in memory."""
+    """The state without memory addresses, which differ between copies."""
     return re.sub(r" at 0x[0-9a-f]+", "", state)

@@ -1,7 +1,7 @@
-"""Runs that get into trouble: from some moment on one role is slow, hangs, has left or is dead, and time passes.
+"""Runs with a faulty worker: from some moment on it is slow, hangs, has left or is dead, and time passes.
 
-Time is simulated: every action takes a little of it, workers that live send heartbeats, and the controller's deadlines
-are looked at twice a second. Such a run must end, soon, in one of few ways, and say why.
+Time is simulated: every action takes a little of it, live workers send heartbeats, and the controller checks its
+deadlines twice a second. Such a run must end in bounded time, with one of few outcomes and a reason.
 """
 
 from enum import Enum
@@ -18,19 +18,19 @@ from tests.simulation.worker import Worker
 
 ACT_S, TICK_S, HEARTBEAT_S = 0.01, 0.5, 1.0
 SLOW_S = 4.0
-"""What an action of a slow worker takes."""
+"""Duration of an action of a slow worker."""
 LEASE_S, SILENCE_S, STALL_S, LANE_S, ABSENCE_S = 60.0, 30.0, 300.0, 20.0, 60.0
 LIMIT_S = 3600.0
 CANCELLED = 130
-DATA = 6
-"""Prompts that there are, where the data come to their end."""
+MAX_PROMPTS = 6
+"""Number of prompts in runs whose data end."""
 
 
 class Phase(Enum):
-    """The moment from which on there is trouble."""
+    """When the fault begins."""
 
     START = "the start"
-    RESUME = "the start of a run that goes on"
+    RESUME = "the start of a resumed run"
     TRAINING = "training"
     EVALUATION = "an evaluation"
     END_OF_DATA = "the end of the data"
@@ -41,16 +41,16 @@ class Phase(Enum):
 
 
 class Kind(Enum):
-    """What is wrong with the workers of a role."""
+    """The kind of fault."""
 
     SLOW = "slow"
-    HUNG = "hung"  # it lives and serves others, and its role does nothing
-    MISSING = "missing"  # left politely, or never came
-    DEAD = "dead"  # says nothing any more, and its connection does not close
+    HUNG = "hung"  # sends heartbeats and serves transfers, but does no work
+    MISSING = "missing"  # has disconnected, or never joined
+    DEAD = "dead"  # sends nothing more, and its connection stays open
 
 
 class DegradedRun(SimulatedCluster):
-    """A run in which the first worker of a role is in trouble from a phase on."""
+    """A run in which the first worker of a role is faulty from a phase on."""
 
     def __init__(
         self,
@@ -62,33 +62,33 @@ class DegradedRun(SimulatedCluster):
         drained: str = "",
         position: Position | None = None,
     ) -> None:
-        """``drained``: the role whose second worker is told to leave when the trouble begins, in phase DRAIN."""
+        """``drained``: the role whose second worker is drained when the fault begins, in phase DRAIN."""
         self.phase, self.kind = phase, kind
-        self.struck_s: float | None = None
-        self._done_s = 0.0
-        self._victims_turn = False
-        self._acted_s = 0.0
-        self._tick_s, self._beat_s = 0.0, 0.0
+        self.fault_s: float | None = None
+        self._next_slow_s = 0.0
+        self._is_victims_turn = False
+        self._last_action_s = 0.0
+        self._next_tick_s, self._next_heartbeat_s = 0.0, 0.0
         self._exhausted = False
         super().__init__(_scenario(phase, seed), position)
         self.victim = self.workers[f"{role}0"]
         self.drained = self.workers[f"{drained}1"] if drained else None
-        self.left_s: float | None = None  # when that had left
+        self.left_s: float | None = None  # when the drained worker had left
 
     def _make_core(self, position: Position | None, term: int = 1, recovered: RecoveredState | None = None) -> Core:
-        vital: tuple[str, ...] = ("source", "trainer", "reward", "reference")
-        needed: tuple[str, ...] = ()
+        critical: tuple[str, ...] = ("source", "trainer", "reward", "reference")
+        replaceable: tuple[str, ...] = ()
         if self.phase is Phase.DRAIN:
-            vital, needed = ("trainer",), ("source", "rollout", "reward", "reference")
+            critical, replaceable = ("trainer",), ("source", "rollout", "reward", "reference")
         elif self.phase is not Phase.DEPARTURE:
-            vital += ("rollout",)
+            critical += ("rollout",)
         return make_core(
             self.scenario,
             position,
             term,
             recovered,
-            critical_roles=vital,
-            replaceable_roles=needed,
+            critical_roles=critical,
+            replaceable_roles=replaceable,
             role_vacancy_timeout_s=ABSENCE_S,
             lease_s=LEASE_S,
             worker_timeout_s=SILENCE_S,
@@ -96,78 +96,83 @@ class DegradedRun(SimulatedCluster):
         )
 
     def play(self, for_s: float = LIMIT_S) -> "DegradedRun":
-        """Until the run has ended, or for so long after the trouble began; AssertionError when it does not end."""
-        while self.core.ended is None and (self.struck_s is None or self.took_s < for_s):
-            assert self.clock.now() < LIMIT_S, f"no end after {LIMIT_S} s: {self.stuck()}"
-            if self.struck_s is None and self._has_come():
-                self._strike()
+        """Run to the end, or for ``for_s`` after the fault. Raises AssertionError if the run does not end."""
+        while self.core.ended is None and (self.fault_s is None or self.took_s < for_s):
+            assert self.clock.now() < LIMIT_S, f"no end after {LIMIT_S} s: {self.describe_waits()}"
+            if self.fault_s is None and self._is_phase_reached():
+                self._begin_fault()
             actions = self._actions()
             if actions:
                 _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
                 action()
-                self._acted_s = self.clock.now()
-            elif self.clock.now() - self._acted_s > LANE_S:
+                self._last_action_s = self.clock.now()
+            elif self.clock.now() - self._last_action_s > LANE_S:
                 self._break_lanes()
             self._pass_time(ACT_S if actions else TICK_S)
         return self
 
     @property
     def took_s(self) -> float:
-        """From the beginning of the trouble to the end of the run."""
-        assert self.struck_s is not None, f"{self.phase} never came"
-        return self.clock.now() - self.struck_s
+        """Time from the beginning of the fault to the end of the run."""
+        assert self.fault_s is not None, f"{self.phase} was not reached"
+        return self.clock.now() - self.fault_s
 
     # ---- time
 
     def _pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
         now = self.clock.now()
-        if now >= self._beat_s and self.core.ended is None:
-            self._beat_s = now + HEARTBEAT_S
+        if now >= self._next_heartbeat_s and self.core.ended is None:
+            self._next_heartbeat_s = now + HEARTBEAT_S
             for worker in self.workers.values():
                 if worker.alive and worker.id in self.core.state.membership:
                     self.handle(MessageReceived(worker.id, m.Heartbeat()))
-        if now >= self._tick_s and self.core.ended is None:
-            self._tick_s = now + TICK_S
+        if now >= self._next_tick_s and self.core.ended is None:
+            self._next_tick_s = now + TICK_S
             self.handle(Tick())
 
     def _actions(self) -> list[Action]:
-        """What may happen next; a slow victim acts as soon as it may, and then not for a while."""
-        if self.struck_s is not None and self.kind is Kind.SLOW and self.clock.now() >= self._done_s:
-            self._victims_turn = True
-            if found := list(self.possible()):
-                self._done_s = self.clock.now() + SLOW_S
-                return found
-        self._victims_turn = False
+        """The possible actions; a slow victim acts as soon as it may, and then not for SLOW_S."""
+        if self.fault_s is not None and self.kind is Kind.SLOW and self.clock.now() >= self._next_slow_s:
+            self._is_victims_turn = True
+            if actions := list(self.possible()):
+                self._next_slow_s = self.clock.now() + SLOW_S
+                return actions
+        self._is_victims_turn = False
         return list(self.possible())
 
-    def _acts(self, worker: Worker) -> bool:
-        if self.struck_s is None or self.kind is Kind.HUNG:
+    def _may_act(self, worker: Worker) -> bool:
+        if self.fault_s is None or self.kind is Kind.HUNG:
             return True
-        return (worker is self.victim) == self._victims_turn
+        return (worker is self.victim) == self._is_victims_turn
 
-    def _awake(self) -> list[Worker]:
-        able = [one for one in super()._awake() if one.alive and self._acts(one)]
-        return [one for one in able if not self._waits_for_its_last_offers(one)]
+    def _active_workers(self) -> list[Worker]:
+        able = [one for one in super()._active_workers() if one.alive and self._may_act(one)]
+        return [one for one in able if not self._waits_for_last_offers(one)]
 
     def _step_is_complete(self) -> bool:
-        return self._acts(self._ranks[0]) and not self._ranks[0].hung and super()._step_is_complete()
+        return self._may_act(self._ranks[0]) and not self._ranks[0].hung and super()._step_is_complete()
 
     def _end_step(self) -> None:
         if any(rank.trained for rank in self._ranks):
             super()._end_step()
             return
-        for rank in self._ranks:  # the data have come to their end before the steps
+        for rank in self._ranks:  # the data ended before the steps
             rank.send(m.RoleCompleted())
             rank.step = self.scenario.steps
 
     def _source_is_done(self) -> bool:
         source = self.workers["source0"]
-        return source.alive and not source.hung and self._acts(source) and super()._source_is_done()
+        return source.alive and not source.hung and self._may_act(source) and super()._source_is_done()
 
-    def _waits_for_its_last_offers(self, worker: Worker) -> bool:
-        """At the end of the data the source waits until all are open, says so, and asks for the end."""
-        if worker.role != "source" or self.phase is not Phase.END_OF_DATA or worker.prompts < DATA or self._exhausted:
+    def _waits_for_last_offers(self, worker: Worker) -> bool:
+        """At the end of the data the source waits until all its offers are accepted, and reports the end."""
+        if (
+            worker.role != "source"
+            or self.phase is not Phase.END_OF_DATA
+            or worker.prompts < MAX_PROMPTS
+            or self._exhausted
+        ):
             return False
         if not worker.offers:
             worker.send(m.EndOfData("train"))
@@ -175,14 +180,14 @@ class DegradedRun(SimulatedCluster):
         return not (self._exhausted or worker.inbox or worker.outbox)
 
     def _break_lanes(self) -> None:
-        """Nothing has moved for long: whoever waits for the victim's end of a lane gives up."""
+        """Break the lanes of the victim on which workers wait: no action was possible for LANE_S."""
         for worker in self.workers.values():
             self.shared.broken |= {lane for lane, turns in worker.expected.items() if turns and self.victim.id in lane}
 
     def _deliver(self, worker: Worker) -> None:
-        says_goodbye = worker.outbox[0] == MessageReceived(worker.id, m.Leave(""))
+        is_leaving = worker.outbox[0] == MessageReceived(worker.id, m.Leave(""))
         super()._deliver(worker)
-        if says_goodbye:
+        if is_leaving:
             worker.alive = False
             self.left_s = self.clock.now()
 
@@ -190,9 +195,9 @@ class DegradedRun(SimulatedCluster):
         if receiver in self.workers and not isinstance(message, m.Heartbeat):
             super()._send(receiver, message)
 
-    # ---- trouble
+    # ---- the fault
 
-    def _has_come(self) -> bool:
+    def _is_phase_reached(self) -> bool:
         window = self.core.state.window
         match self.phase:
             case Phase.START | Phase.RESUME:
@@ -208,8 +213,8 @@ class DegradedRun(SimulatedCluster):
             case _:
                 return window.step >= 1
 
-    def _strike(self) -> None:
-        self.struck_s = self._done_s = self.clock.now()
+    def _begin_fault(self) -> None:
+        self.fault_s = self._next_slow_s = self.clock.now()
         victim = self.victim
         if self.kind is Kind.MISSING:
             self._leave(victim)
@@ -239,7 +244,7 @@ class DegradedRun(SimulatedCluster):
 
 
 def _scenario(phase: Phase, seed: int) -> Scenario:
-    """Small; where somebody has to be spared there are two of all that can be, and where it goes on, checkpoints."""
+    """A small scenario with the data, evaluations, workers and checkpoints that the phase needs."""
     match phase:
         case Phase.END_OF_DATA:
             return Scenario(seed=seed, steps=100)

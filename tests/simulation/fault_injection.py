@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated cluster, at random moments: workers die, lanes break, words come twice or late."""
+"""Faults of a simulated cluster at random moments: workers die, lanes break, messages come twice or late."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from tests.simulation.worker import Worker
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
 
-CHANCE = 0.02
+FAULT_PROBABILITY = 0.02
 ILLEGAL: tuple[m.Message, ...] = (
     m.OfferAccepted(1, 1),
     m.Commit(request=1, stage="no such stage", slots=(0,), leases=(0,), parts=(), inline=(), spans=()),
@@ -25,59 +25,59 @@ ILLEGAL: tuple[m.Message, ...] = (
     m.Drain(1, "trainer0"),
     m.StepCompleted(-1, ()),
 )
-"""What no worker may say at any time."""
+"""Messages that no worker may send at any time."""
 REPEATED = m.Commit | m.ReleaseLease | m.CancelRequest | m.StepCompleted | m.RoleCompleted
-"""What may be said twice, or long after its lease or its step has ended, and must not count again."""
+"""Messages that may come twice, or long after the end of their lease or step, and must not count again."""
 
 
 class FaultInjection:
-    """Those of one scenario, in a random order; each waits until there is somebody to strike."""
+    """The faults of one scenario in random order; each waits until it has a target."""
 
     def __init__(self, cluster: "SimulatedCluster") -> None:
         self._cluster = cluster
         self._rng = cluster.rng
         self._messages: list[MessageReceived] = []
         scenario = cluster.scenario
-        self._left = ["kill"] * scenario.kills
-        self._left += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
-        self._left += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
-        self._left += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
-        self._left += ["violate"] * scenario.violations
-        self._rng.shuffle(self._left)
+        self._pending = ["kill"] * scenario.kills
+        self._pending += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
+        self._pending += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
+        self._pending += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
+        self._pending += ["violate"] * scenario.violations
+        self._rng.shuffle(self._pending)
 
-    def strike(self) -> bool:
-        """Perhaps something goes wrong now; returns whether it was its turn."""
-        if not self._left or self._rng.random() >= CHANCE:
+    def inject(self) -> bool:
+        """With FAULT_PROBABILITY, inject the next fault; returns whether this was the turn of a fault."""
+        if not self._pending or self._rng.random() >= FAULT_PROBABILITY:
             return False
-        if self._happens(self._left[-1]):
-            self._left.pop()
+        if self._inject(self._pending[-1]):
+            self._pending.pop()
         return True
 
-    def rests(self) -> list[tuple[float, Callable[[], None]]]:
-        """The end of the first rest after fetches that failed, if there is one; the clock stands still otherwise."""
-        now, rests = self._cluster.clock.now(), self._cluster.core.state.models.backing_off.values()
-        left_s = [end_s - now for resting in rests for end_s in resting.values() if end_s > now]
-        return [(1.0, partial(self._let_pass, min(left_s)))] if left_s else []
+    def back_offs(self) -> list[tuple[float, Callable[[], None]]]:
+        """The action that advances the clock to the end of the first back-off after failed fetches, if there is one."""
+        now, back_offs = self._cluster.clock.now(), self._cluster.core.state.models.backing_off.values()
+        left_s = [end_s - now for by_worker in back_offs for end_s in by_worker.values() if end_s > now]
+        return [(1.0, partial(self._advance, min(left_s)))] if left_s else []
 
-    def _let_pass(self, seconds: float) -> None:
-        """Nothing happens for so long, and the controller looks for what is due."""
+    def _advance(self, seconds: float) -> None:
+        """Advance the clock, and let the controller check its deadlines."""
         self._cluster.clock.advance(seconds)
         self._cluster.handle(Tick())
 
     def observe(self, event: Event) -> None:
-        """This was said, and may be said again: by the same process, not by another that has taken its name."""
+        """Record a message that may be repeated by the same process, not by a later one with the same name."""
         if isinstance(event, WorkerConnected):
             self._messages = [one for one in self._messages if one.worker != event.worker]
         if isinstance(event, MessageReceived) and isinstance(event.message, REPEATED):
             self._messages.append(event)
 
-    def _happens(self, kind: str) -> bool:
+    def _inject(self, kind: str) -> bool:
         cluster, rng = self._cluster, self._rng
         workers = [worker for worker in cluster.workers.values() if worker.alive]
         working = [worker for worker in workers if worker.role in ("rollout", "reward", "reference", "filter")]
         match kind:
             case "expire":
-                self._let_pass(LEASE_S + 1)
+                self._advance(LEASE_S + 1)
                 return True
             case "kill" if working and cluster.core.ended is None:
                 self.kill(rng.choice(working))
@@ -106,7 +106,7 @@ class FaultInjection:
         return False
 
     def kill(self, worker: Worker) -> None:
-        """It vanishes; some of what it said last is still heard, then the controller learns of it."""
+        """The worker dies; some of its last messages are still delivered, then its disconnection."""
         worker.alive = False
         worker.inbox.clear()
         for _ in range(self._rng.randint(0, len(worker.outbox))):
@@ -114,7 +114,7 @@ class FaultInjection:
         worker.outbox.append(WorkerDisconnected(worker.id, ""))
 
     def _violate(self, worker: Worker) -> None:
-        """It says something illegal and is dismissed; another one takes its place."""
+        """The worker sends an illegal message and is dismissed; another one takes its place."""
         if worker.id not in self._cluster.core.state.membership:
             return
         commands = self._cluster.core.handle(
@@ -125,20 +125,20 @@ class FaultInjection:
         worker.inbox.clear()
         worker.outbox.clear()
         self._cluster.core.check()
-        self._cluster.carry_out(commands)
+        self._cluster.execute(commands)
 
     def _repeat(self, event: MessageReceived) -> None:
-        """The same words come again: they may be answered, and change nothing."""
+        """The same message comes again: it may be answered, and changes nothing."""
         core = self._cluster.core
         if event.worker not in core.state.membership:
             return
         if core.state.recovery.is_active:
-            return  # what is deferred is answered later, each copy by itself
+            return  # deferred messages are answered later, each copy separately
         before = snapshot(core)
         try:
             commands = core.transition(event, self._cluster.clock.now())
         except RemoteProtocolError:
             commands = []
-        told = [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, m.Committed))]
-        assert not told, f"{event} came twice, and the second time led to {told}"
+        unexpected = [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, m.Committed))]
+        assert not unexpected, f"{event} came twice, and the second time led to {unexpected}"
         assert snapshot(core) == before, f"{event} came twice, and the second time changed something"

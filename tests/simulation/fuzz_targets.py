@@ -1,7 +1,7 @@
-"""What a fuzzer drives: bytes in, and an AssertionError when something is believed that should not have been.
+"""Fuzz targets: they take bytes, and raise AssertionError if invalid input is accepted.
 
-``codec`` takes the bytes of one message. ``core`` takes a conversation: for each message a byte that says who speaks,
-a byte with its length, and its bytes.
+``codec`` takes the bytes of one message. ``core`` takes several messages: for each one byte for the sender, one byte
+for the length, and its bytes.
 """
 
 from flowrt.controller.events import MessageReceived, Send
@@ -14,42 +14,42 @@ from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
 
 SPEAKERS = NAMES[:6]
 MOST_MEMBERS = 64
-"""A legal offer may open thousands of slots: that costs time, and finds nothing."""
+"""A legal offer may open thousands of slots, which takes time and finds nothing."""
 MOST_MESSAGES = 40
 
 
 def codec(data: bytes) -> None:
-    """What is taken can be sent on, and says the same again."""
+    """An accepted message round-trips."""
     try:
         message = decode(data)
     except RemoteProtocolError:
         return
     again = encode(message)
-    assert encode(decode(again)) == again, f"{message} does not come back as it was"
+    assert encode(decode(again)) == again, f"{message} does not round-trip"
 
 
 def core(data: bytes) -> None:
-    """Whatever is refused has changed nothing, and whatever is taken leaves the state sound."""
+    """A refused message changes nothing, and an accepted one leaves the state consistent."""
     driver = CoreDriver(members=2, groups_per_step=2)
-    for who, words in _spoken(data):
+    for sender, encoded in parse_conversation(data):
         try:
-            message = decode(words)
+            message = decode(encoded)
         except RemoteProtocolError:
             continue
         if isinstance(message, m.Offer) and message.members * max(len(message.prompts), 1) > MOST_MEMBERS:
             continue
-        hear(driver, who, message)
+        deliver(driver, sender, message)
         if driver.core.ended:
             return
 
 
-def hear(driver: CoreDriver, who: str, message: m.Message) -> bool:
-    """Hand a message to the core; True if it was accepted. Every answer must be encodable."""
+def deliver(driver: CoreDriver, sender: str, message: m.Message) -> bool:
+    """Hand a message to the core; True if it was accepted. Every reply must be encodable."""
     before = driver.snapshot()
     try:
-        commands = driver.core.transition(MessageReceived(WorkerId(who), message), driver.now)
+        commands = driver.core.transition(MessageReceived(WorkerId(sender), message), driver.now)
     except RemoteProtocolError:
-        assert driver.snapshot() == before, f"refused, and changed something: {message}"
+        assert driver.snapshot() == before, f"refused, but changed the state: {message}"
         return False
     driver.core.check()
     for command in commands:
@@ -59,21 +59,21 @@ def hear(driver: CoreDriver, who: str, message: m.Message) -> bool:
 
 
 def conversation(seed: int) -> bytes:
-    """One to begin with, as ``core`` takes it: messages that nearly make sense, some of them said again or changed."""
-    noise, spoken = MessageFuzzer(seed), b""
-    said = [noise.message() for _ in range(6)]
-    for message in said + [noise.changed(noise.random.choice(said)) for _ in range(4)]:
-        words = encode(message)
-        if len(words) < 256:
-            spoken += bytes([noise.random.randrange(len(SPEAKERS)), len(words)]) + words
-    return spoken
+    """A seed input for ``core``: nearly valid messages, some of them again with one changed field."""
+    fuzzer, data = MessageFuzzer(seed), b""
+    messages = [fuzzer.message() for _ in range(6)]
+    for message in messages + [fuzzer.changed(fuzzer.random.choice(messages)) for _ in range(4)]:
+        encoded = encode(message)
+        if len(encoded) < 256:
+            data += bytes([fuzzer.random.randrange(len(SPEAKERS)), len(encoded)]) + encoded
+    return data
 
 
-def _spoken(data: bytes) -> list[tuple[str, bytes]]:
+def parse_conversation(data: bytes) -> list[tuple[str, bytes]]:
     found: list[tuple[str, bytes]] = []
     at = 0
     while at + 2 <= len(data) and len(found) < MOST_MESSAGES:
-        who, size = data[at], data[at + 1]
-        found.append((SPEAKERS[who % len(SPEAKERS)], data[at + 2 : at + 2 + size]))
+        sender, size = data[at], data[at + 1]
+        found.append((SPEAKERS[sender % len(SPEAKERS)], data[at + 2 : at + 2 + size]))
         at += 2 + size
     return found

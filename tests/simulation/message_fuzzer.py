@@ -1,4 +1,4 @@
-"""Whatever a hostile or broken peer may send: messages that nearly make sense, and bytes that nearly are messages."""
+"""Input from a hostile or broken peer: nearly valid messages, and nearly valid encodings."""
 
 import dataclasses
 import random
@@ -27,8 +27,8 @@ WORDS = (
 EDGES = (-(2**63), 2**63 - 1, 2**53 + 1, 2**32, 2**31, 10**6, 1000, 64, -2)
 REALS = (0.0, -1.0, 1.0, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
 LONG = (tuple(range(MIN_REFERENCE_ITEMS)), (1,) * MIN_REFERENCE_ITEMS, tuple(range(-1, 2 * MIN_REFERENCE_ITEMS)))
-"""Columns that a message says once, however often it holds them."""
-_MOST = 4
+"""Columns that a message encodes once even if it holds them several times."""
+_MAX_COUNT = 4
 _OPENERS = (0x90, 0x9F, 0xDC, 0xDD, 0xC4, 0xC6, 0xD9, 0xDB, 0x80, 0xDF, 0xC1, 0xC7, 0xCF, 0xCB)
 
 
@@ -39,12 +39,12 @@ class MessageFuzzer:
         self.random = random.Random(seed)
 
     def message(self, kinds: Sequence[type[Message]] = MESSAGES) -> Message:
-        """A message that the codec takes; its numbers are mostly small, and names are mostly known ones."""
+        """A message that the codec accepts, with mostly small numbers and mostly known names."""
         message: Message = self._record(self.random.choice(kinds))
         return message
 
     def changed(self, message: Any) -> Any:
-        """The same record with one field made anew."""
+        """The same record with a new random value of one field."""
         kind: Any = type(message)
         fields = _fields(kind)
         if not fields:
@@ -53,7 +53,7 @@ class MessageFuzzer:
         return dataclasses.replace(message, **{name: self._value(hint)})
 
     def mangled(self, data: bytes) -> bytes:
-        """The bytes with a few of them changed, cut out, put in, doubled, or the rest cut off."""
+        """The bytes with a few random changes: bytes replaced, deleted, inserted, repeated, or the rest truncated."""
         raw, draw = bytearray(data), self.random
         for _ in range(draw.randint(1, 4)):
             at = draw.randrange(len(raw) + 1)
@@ -73,7 +73,7 @@ class MessageFuzzer:
         return bytes(raw)
 
     def data(self) -> bytes:
-        """Bytes of a message, mostly no longer of one."""
+        """The bytes of a message, mostly mangled."""
         data = encode(self.message())
         return data if self.random.random() < 0.05 else self.mangled(data)
 
@@ -105,7 +105,7 @@ class MessageFuzzer:
         return self._whole() if hint is int else self._real()
 
     def _count(self) -> int:
-        return self.random.choice((0, 1, 1, 1, 2, _MOST))
+        return self.random.choice((0, 1, 1, 1, 2, _MAX_COUNT))
 
     def _whole(self) -> int:
         return self.random.choice(EDGES) if self.random.random() < 0.08 else self.random.randint(-1, 5)

@@ -1,4 +1,4 @@
-"""Simulated runs that are told to end at some moment, save what they have trained, and are gone on with."""
+"""Simulated runs that are preempted at some moment, save their state, and are resumed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,55 +15,55 @@ from tests.simulation.scenario import Scenario
 PREEMPTED = 130
 
 
-class Suspended(SimulatedCluster):
-    """Told to end after so many things have happened; the checkpoint that it ends with is ``saved``."""
+class PreemptedCluster(SimulatedCluster):
+    """A cluster that is preempted after ``after`` actions; ``saved`` is the step of its last checkpoint."""
 
     def __init__(self, scenario: Scenario, position: Position, after: int) -> None:
         super().__init__(scenario, position)
         self.saved = position.step
         self._after = after
 
-    def play(self) -> "Suspended":
-        """Until it has ended. Raises AssertionError when some ranks wait for others, or nobody does anything."""
+    def play(self) -> "PreemptedCluster":
+        """Run to the end. Raises AssertionError if no action is possible before it, as in a deadlock of ranks."""
         while self.core.ended is None:
             if self.actions >= self._after and not self.core.state.preemption.is_ordered:
-                kept = self.saved = max(self.saved, newest_checkpoint(self))
-                self.handle(PreemptRun("preempted", PREEMPTED, kept))
+                checkpoint = self.saved = max(self.saved, newest_checkpoint(self))
+                self.handle(PreemptRun("preempted", PREEMPTED, checkpoint))
             elif not self.step():
-                raise AssertionError(f"told to end after {self._after} actions, and does not; {self.stuck()}")
+                raise AssertionError(f"preempted after {self._after} actions, no end; {self.describe_waits()}")
         if all(one.finished for one in self.core.state.membership.members() if one.role == "trainer"):
-            self.saved = max(self.saved, self._ranks[0].step)  # they finish when that is done
+            self.saved = max(self.saved, self._ranks[0].step)  # trainers finish once it is saved
         return self
 
     def possible(self) -> list[Action]:  # type: ignore[override]
-        found = list(super().possible())
+        actions = list(super().possible())
         if all(rank.left for rank in self._ranks) and not self._ranks[0].closed:
-            found.append((1.0, self._save))
-        return found
+            actions.append((1.0, self._save))
+        return actions
 
     def _step_is_complete(self) -> bool:
         return not self._ranks[0].left and super()._step_is_complete()
 
     def _save(self) -> None:
-        """All ranks have left their step: they save the state after the last one, together."""
+        """All ranks have left their step: they save the state after the last complete step together."""
         assert len({rank.step for rank in self._ranks}) == 1, "ranks left after different steps"
         first = self._ranks[0]
         first.requests += 1
         if first.step > self.saved:
             first.send(m.CheckpointWritten(first.requests, first.step))
-        self._say_finished()
+        self._report_finished()
 
 
-def preempted(scenario: Scenario, after: Sequence[int], path: Path) -> ResumedRuns:
-    """Run the scenario; each of its lives but the last is told to end when so many things have happened in it."""
-    lives = ResumedRuns(Ledger(path))
-    for number, actions in enumerate([*after, None]):
-        position = lives.next_position()
-        alike = replace(scenario, seed=scenario.seed + number)
-        if actions is None or lives.checkpoint == scenario.steps:
-            lives.over(SimulatedCluster(alike, position).run(), cut_short=False)
+def run_with_preemptions(scenario: Scenario, after: Sequence[int], path: Path) -> ResumedRuns:
+    """Run the scenario; each execution but the last is preempted after the given number of actions."""
+    runs = ResumedRuns(Ledger(path))
+    for number, limit in enumerate([*after, None]):
+        position = runs.next_position()
+        seeded = replace(scenario, seed=scenario.seed + number)
+        if limit is None or runs.checkpoint == scenario.steps:
+            runs.add(SimulatedCluster(seeded, position).run(), interrupted=False)
         else:
-            cluster = Suspended(alike, position, actions).play()
-            lives.over(cluster, cut_short=False)
-            lives.checkpoint = cluster.saved
-    return lives
+            cluster = PreemptedCluster(seeded, position, limit).play()
+            runs.add(cluster, interrupted=False)
+            runs.checkpoint = cluster.saved
+    return runs

@@ -1,6 +1,6 @@
-"""Simulated runs whose controllers are recorded as those of real runs are, and their replay, perhaps elsewhere.
+"""Simulated runs whose controllers are recorded like those of real runs, and their replay, also in other processes.
 
-A run is named by a number: `scenario` makes it again in another process, policies and all.
+A run is identified by a number, from which `scenario` builds it again with its policies in any process.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ from tests.simulation.cluster import SimulatedCluster, make_core
 from tests.simulation.state_dump import snapshot
 
 STRIDE = 40
-"""Events between two states that are compared."""
+"""Number of events between two compared states."""
 MAX_STEP_S = 1e-3
 LIMIT_BYTES = 1 << 30
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def state_digest(core: Core, now: float) -> str:
-    """Of the whole state, and of what the controller says of its waits."""
+    """Digest of the whole state and of the waits that the controller reports."""
     state = snapshot(core) + repr(core.wait_graph(now).sentences(100))
     return hashlib.sha256(_ADDRESS.sub("", state).encode()).hexdigest()
 
 
 class RecordedCore:
-    """The recording around one core: `Core.handle` and `Core.transition` are replaced by ones that record."""
+    """Records one core: `Core.handle` and `Core.transition` are replaced by methods that record."""
 
     def __init__(self, core: Core, recording: EventRecording, states: dict[str, str], term: int) -> None:
         self._core = core
@@ -52,7 +52,7 @@ class RecordedCore:
         core.handle = self.handle  # type: ignore[method-assign]
 
     def transition(self, event: Event, now: float) -> list[Command]:
-        """An event that is refused is not recorded: the caller's core was asked, and nothing has changed."""
+        """A refused event is not recorded: it has changed nothing."""
         commands = self._transition(event, now)
         if not self._is_handling:
             self._record(event, commands, now)
@@ -76,7 +76,7 @@ class RecordedCore:
 
 
 class RecordedCluster(SimulatedCluster):
-    """A simulated run with a recording in ``run_dir``, in which time passes."""
+    """A simulated run with a recording in ``run_dir``, in which every event advances the clock."""
 
     def __init__(self, number: int, run_dir: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self._number = number
@@ -121,7 +121,7 @@ def replay_of(recording: TermRecording, **options: Any) -> Replay:
 
 
 def replayed_states(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """(term:event, digest of the state) at the same events. Raises FlowError where the commands differ."""
+    """(term:event, digest of the state) at the same events. Raises FlowError if the commands differ."""
     for recording in Recordings.of(run_dir).terms.values():
         replay = replay_of(recording)
         for done in replay.run():

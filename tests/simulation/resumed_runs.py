@@ -1,4 +1,4 @@
-"""A simulated run that is cut short and goes on: all its processes are gone, what was on disk is what is left."""
+"""A simulated run that is interrupted and resumed: all its processes end, and only what is on disk remains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from tests.simulation.scenario import Scenario
 
 @dataclass(slots=True)
 class ResumedRuns:
-    """What is left of a run with several lives: all clusters, where each began, and the ledger of all."""
+    """The executions of an interrupted run: the cluster of each, where each began, and their common ledger."""
 
     ledger: Ledger
     clusters: list[SimulatedCluster] = field(default_factory=list)
@@ -23,14 +23,14 @@ class ResumedRuns:
     checkpoint: int = 0  # steps of the newest one
 
     def next_position(self) -> Position:
-        """Where the next life goes on."""
+        """Where the next execution begins."""
         self.positions.append(self.ledger.resume(self.checkpoint, float(len(self.clusters))))
         return self.positions[-1]
 
-    def over(self, cluster: SimulatedCluster, cut_short: bool) -> None:
-        """A life has ended. Of one that was cut short all is on disk that a checkpoint waited for, and some more."""
+    def add(self, cluster: SimulatedCluster, interrupted: bool) -> None:
+        """Add an execution. An interrupted one has on disk all that a checkpoint waited for, and some more."""
         written = len(cluster.records)
-        if cut_short:
+        if interrupted:
             written = cluster.rng.randint(cluster.durable, written)
         for record in cluster.records[:written]:
             self.ledger.add(record, float(len(self.clusters)))
@@ -39,34 +39,34 @@ class ResumedRuns:
         self.checkpoint = max(self.checkpoint, newest_checkpoint(cluster))
 
     def trained(self) -> list[tuple[int, Row]]:
-        """(step, row) of all that the last life went on from, or trained itself."""
+        """(step, row) of all training that no later execution rolled back."""
         ends = [position.step for position in self.positions[1:]]
         rows: list[tuple[int, Row]] = []
         for number, cluster in enumerate(self.clusters):
-            taken_back = min(ends[number:], default=cluster.scenario.steps)
-            rows += [(step, row) for step, row in cluster.trained if step < taken_back]
+            rolled_back_to = min(ends[number:], default=cluster.scenario.steps)
+            rows += [(step, row) for step, row in cluster.trained if step < rolled_back_to]
         return rows
 
 
-def live(scenario: Scenario, crashes: Sequence[int], path: Path) -> ResumedRuns:
-    """Run the scenario; each of its lives but the last ends when so many things have happened in it."""
-    lives = ResumedRuns(Ledger(path))
-    for number, most_actions in enumerate([*crashes, None]):
-        position = lives.next_position()
+def run_with_crashes(scenario: Scenario, crashes: Sequence[int], path: Path) -> ResumedRuns:
+    """Run the scenario; each execution but the last ends after the given number of actions."""
+    runs = ResumedRuns(Ledger(path))
+    for number, max_actions in enumerate([*crashes, None]):
+        position = runs.next_position()
         seeded = replace(scenario, seed=scenario.seed + number)
-        cluster = SimulatedCluster(seeded, position, lives.ledger.outcomes())
-        cluster.run(most_actions)
-        lives.over(cluster, cut_short=most_actions is not None)
-    return lives
+        cluster = SimulatedCluster(seeded, position, runs.ledger.outcomes())
+        cluster.run(max_actions)
+        runs.add(cluster, interrupted=max_actions is not None)
+    return runs
 
 
 def newest_checkpoint(cluster: SimulatedCluster) -> int:
-    """The newest state that the trainer had saved: it gets its name once the ledger is on disk too."""
+    """The step of the newest checkpoint of the trainer, which is complete once the ledger is on disk too."""
     trainer = cluster.workers["trainer0"]
-    said = [
+    written = [
         event.message
         for event in cluster.log
         if isinstance(event, MessageReceived) and isinstance(event.message, m.CheckpointWritten)
     ]
-    unheard = {message.request for message in trainer.inbox if isinstance(message, m.Committed)}
-    return max((one.step for one in said if one.request not in unheard), default=0)
+    unconfirmed = {message.request for message in trainer.inbox if isinstance(message, m.Committed)}
+    return max((one.step for one in written if one.request not in unconfirmed), default=0)

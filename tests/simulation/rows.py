@@ -1,4 +1,4 @@
-"""What simulated workers hold and work on: rows of grants, tensors by key, turns of lanes."""
+"""Data of simulated workers: rows of grants, tensors by key, turns of lanes."""
 
 import random
 from collections import defaultdict, deque
@@ -12,7 +12,7 @@ from tests.simulation.scenario import GROUP_COLUMNS, Scenario, leases_of
 Key = tuple[str, int]
 LaneId = tuple[str, str, str, int]
 Packet = tuple[Part, ...] | Weights
-"""What one turn of a lane carries: parts of samples, or a version of the weights."""
+"""The content of one turn of a lane: parts of samples, or a version of the weights."""
 Turns = dict[LaneId, deque[tuple[LaneTurn, Packet]]]
 
 
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(slots=True)
 class Job:
-    """Rows that are worked on together."""
+    """Rows that a worker processes together."""
 
     rows: list[Row]
     begun: int = -1  # the version that generation began with
@@ -42,7 +42,7 @@ class Job:
 
 @dataclass(slots=True)
 class Shared:
-    """What the workers of one simulation have in common."""
+    """The state that the workers of one simulation share."""
 
     scenario: Scenario
     rng: random.Random
@@ -52,7 +52,7 @@ class Shared:
     evals_offered: int = 0
     evaluated: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))  # by version
     lost: set[int] = field(default_factory=set)  # versions that could not be evaluated
-    passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that the run is done with, by epoch
+    passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that need no further training, by epoch
 
 
 def lane_of(turn: LaneTurn) -> LaneId:

@@ -1,4 +1,4 @@
-"""What holds at the end of every simulated run, whatever happened in it: the promises, counted from outside."""
+"""Invariants at the end of every simulated run with any faults, checked from outside the core."""
 
 from collections import Counter, defaultdict
 
@@ -15,17 +15,17 @@ from tests.simulation.scenario import GROUP_COLUMNS, PROMPTS_PER_EPOCH, Scenario
 
 
 def assert_sound(cluster: SimulatedCluster) -> None:
-    """What holds at the end of every run, whatever happened in it."""
+    """Assert the invariants of every completed run."""
     scenario = cluster.scenario
     assert [closed.step for closed in cluster.steps] == list(range(scenario.steps))
     assert all(closed.groups == scenario.groups_per_step for closed in cluster.steps)
     assert all(closed.samples == len(closed.lags) for closed in cluster.steps)
-    # The bound: as the controller counts, and as the trainer saw the spans.
+    # The staleness bound, by the lags of the controller and by the spans that the trainer received.
     assert all(0 <= lag <= scenario.bound for closed in cluster.steps for lag in closed.lags)
     assert all(step - min(row.spans[::2]) <= scenario.bound for step, row in cluster.trained)
     assert all(max(row.spans[::2]) <= step for step, row in cluster.trained)
     assert_whole_groups(cluster)
-    # Nothing stays behind, but for prompts of an offer that the last step did not need.
+    # Nothing remains, except prompts of an offer that the last step did not need.
     table = cluster.core.state.table
     live = {(group.epoch, group.prompt) for group in table.groups.values()}
     assert len(live) < scenario.prompts_at_once
@@ -79,7 +79,7 @@ def assert_filtered(cluster: SimulatedCluster) -> None:
                 slot.inline = numbers[row.slot]
                 group.slots.append(slot)
         if scenario.filters and scenario.on_lost_sample is not OnLostSample.TRAIN_REMAINING:
-            # A sample that was made again has another reward, and its group another decision.
+            # A regenerated sample has another reward, and its group another decision.
             for group in groups.values():
                 decisions = {slot.inline[DECISION] for slot in group.slots}
                 assert decisions == {decision(slot.inline["reward"] for slot in group.slots)}
@@ -99,7 +99,7 @@ def new_group(row: Row) -> Group:
 
 
 def assert_accounts_agree(cluster: SimulatedCluster, live: set[tuple[int, int]]) -> None:
-    """What was opened was trained once or dropped with a reason; what was dropped was replaced."""
+    """Each opened prompt was trained once or dropped with a reason; each dropped one was replaced."""
     scenario = cluster.scenario
     trained = {(row.epoch, row.prompt) for _, row in cluster.trained}
     assert {pair for pair, state in cluster.state.items() if state == "trained"} == trained
@@ -112,17 +112,17 @@ def assert_accounts_agree(cluster: SimulatedCluster, live: set[tuple[int, int]])
     assert sum(others.values()) <= sum(cluster.core.state.dropped.values())
 
 
-def assert_exact(lives: ResumedRuns, scenario: Scenario) -> None:
-    """All lives of a run together trained what one would have trained that was never cut short."""
+def assert_exact(runs: ResumedRuns, scenario: Scenario) -> None:
+    """All executions of a run together trained what an uninterrupted one would have trained."""
     wanted = scenario.steps * scenario.groups_per_step
-    account = lives.ledger.account(live=[])
+    account = runs.ledger.account(live=[])
     assert (account.lost, account.trained_twice) == (0, 0)
     assert account.states.get("trained") == wanted
-    # The prompts are those of a run that was never cut short: the first ones in the order of the source.
-    trained = {(row.epoch, row.prompt): step for step, row in lives.trained()}
+    # The prompts are those of an uninterrupted run: the first ones in the order of the source.
+    trained = {(row.epoch, row.prompt): step for step, row in runs.trained()}
     assert set(trained) == {divmod(number, PROMPTS_PER_EPOCH) for number in range(wanted)}
     assert Counter(trained.values()) == dict.fromkeys(range(scenario.steps), scenario.groups_per_step)
-    rows = Counter((row.epoch, row.prompt, row.member) for _, row in lives.trained())
+    rows = Counter((row.epoch, row.prompt, row.member) for _, row in runs.trained())
     assert set(rows.values()) == {1}
     assert rows.total() == wanted * scenario.members
-    assert all(0 <= step - min(row.spans[::2]) <= scenario.bound for step, row in lives.trained())
+    assert all(0 <= step - min(row.spans[::2]) <= scenario.bound for step, row in runs.trained())

@@ -1,4 +1,4 @@
-"""What a simulation runs: a dataflow like that of GRPO, and a cluster with its speeds and misfortunes."""
+"""The input of a simulation: a dataflow like that of GRPO, and a cluster with its speeds and faults."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ COLUMNS = (
 )
 GROUP_COLUMNS = tuple(column.name for column in COLUMNS if column.scope == "group")
 DECISIONS = (1.0, 1.0, 1.0, 0.0, -1.0, -2.0)
-"""What a simulated filter function decides, by the sum of a group's rewards."""
-TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
+"""Decisions of the simulated filter function, by the sum of a group's rewards."""
+OUTPUT_TENSORS = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
 
 
 def offered_lengths(*lengths: int, prompts: int = 1) -> tuple[ColumnLengths, ...]:
-    """The group columns of prompts that are as long as each other, as an offer brings them."""
+    """The group columns of an offer whose prompts all have these lengths."""
     return tuple(ColumnLengths(name, (length,) * prompts) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
 
 
@@ -50,7 +50,7 @@ def offer_one(*, request: int, members: int, prompt: int = 0, epoch: int = 0, fl
 
 
 def next_prompts(number: int, most: int, passed: Mapping[int, frozenset[int]]) -> tuple[int, tuple[int, ...], int]:
-    """The prompts that a source offers after ``number`` of them: their epoch, which, and where it goes on then."""
+    """The prompts that a source offers after ``number`` of them: (epoch, prompts, number after these)."""
     while True:
         epoch, first = divmod(number, PROMPTS_PER_EPOCH)
         count = min(most, PROMPTS_PER_EPOCH - first)
@@ -62,7 +62,7 @@ def next_prompts(number: int, most: int, passed: Mapping[int, frozenset[int]]) -
 
 
 def decision(rewards: Iterable[float]) -> float:
-    """What a simulated filter function decides on a group."""
+    """The decision of the simulated filter function on a group."""
     return DECISIONS[int(fsum(rewards) * 1000) % len(DECISIONS)]
 
 
@@ -72,20 +72,20 @@ def whole(version: int) -> Weights:
 
 
 def leases_of(grant: Grant) -> tuple[int, ...]:
-    """The grant's lease, once a slot."""
+    """The grant's lease, repeated for each slot."""
     return (grant.lease,) * len(grant.slots)
 
 
 def grpo_dataflow(reference: bool = True, function: bool = False) -> Dataflow:
     """GRPO with evaluation, with or without logprobs of a reference model and a filter function."""
     stages = [
-        Stage("rollout", ("prompt",), TENSORS_MADE["rollout"], generates=True),
+        Stage("rollout", ("prompt",), OUTPUT_TENSORS["rollout"], generates=True),
         Stage("reward", ("response", "answer"), ("reward",)),
         Stage("evaluate", ("reward",), (), flow="eval"),
     ]
     needs = ["prompt", "response", "logprobs", "reward"]
     if reference:
-        stages.append(Stage("reference", ("prompt", "response"), TENSORS_MADE["reference"], flow="train"))
+        stages.append(Stage("reference", ("prompt", "response"), OUTPUT_TENSORS["reference"], flow="train"))
         needs.append("ref_logprobs")
     if function:
         stages.append(Stage("filter", ("reward",), (DECISION,), flow="train", whole_groups=True))
@@ -102,7 +102,7 @@ def grpo_dataflow(reference: bool = True, function: bool = False) -> Dataflow:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A cluster and a run; ``kills`` and the like say how many misfortunes happen, at random moments."""
+    """A cluster and a run; ``kills`` and the like are numbers of faults at random moments."""
 
     seed: int = 0
     bound: int = 1
@@ -118,23 +118,23 @@ class Scenario:
     rollouts: int = 2
     rewards: int = 1
     references: int = 1  # 0: the dataflow has no reference stage
-    filters: int = 0  # workers that decide on whole groups, as a filter function does; 0: no such stage
+    filters: int = 0  # workers with a filter function, which decide on whole groups; 0: no such stage
     ranks: int = 1
     capacity: int = 3  # slots that a worker works on at once
     evals: int = 0
     exact_evals: int = 0  # evaluations of one version
-    swaps_at_once: bool = False  # workers swap while they generate for an evaluation, which they must not
+    swaps_at_once: bool = False  # workers swap weights during generation for an evaluation, which is a fault
     publish_every: int = 1
     speeds: tuple[tuple[str, float], ...] = ()  # of the workers that are not as fast as the rest, by id
     fetch_speed: float = 1.0
     kills: int = 0
     broken_lanes: int = 0
     expiries: int = 0  # the clock jumps past the deadline of every lease
-    crashes: int = 0  # of the controller, which comes back
-    losses: int = 0  # somebody says that the samples that it works on cannot be made
-    withdrawals: int = 0  # somebody does not want to wait for its pull any longer
+    crashes: int = 0  # of the controller, which restarts
+    losses: int = 0  # a worker reports that its samples cannot be produced
+    withdrawals: int = 0  # a worker cancels its pull
     violations: int = 0  # a worker breaks the protocol and is dismissed
-    repeats: int = 0  # something that was said comes again, perhaps long after
+    repeats: int = 0  # a message comes again, perhaps much later
     guards: tuple[GuardRule, ...] = ()
     on_lost_sample: OnLostSample = OnLostSample.REGENERATE
     attempts: int = 8

@@ -23,7 +23,7 @@ def canonical(value: Any) -> Any:
 
 
 def snapshot(core: Core) -> str:
-    """Everything but the time at which a worker was heard."""
+    """The whole state without the time of the last message of each worker."""
     state = core.state
     members = [(one.id, one.role, one.finished, one.standing) for one in state.membership.members()]
     table, window, recovery, requests = state.table, state.window, state.recovery, state.requests

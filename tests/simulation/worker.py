@@ -1,7 +1,7 @@
-"""A simulated worker: speaks the protocol, keeps sets of keys for tensors, does its work in any order.
+"""A simulated worker: implements the protocol, stores keys in place of tensors, and works in any order.
 
-What a real worker would choke on (a tensor that is neither here nor coming, a gap in a lane, half a group) raises
-AssertionError at the moment at which it would have choked.
+What would fail in a real worker (a tensor that is neither present nor in flight, a gap in a lane, half a group) raises
+AssertionError at the same moment.
 """
 
 import random
@@ -20,7 +20,7 @@ from tests.simulation.scenario import (
     COLUMNS,
     GROUP_COLUMNS,
     MODEL,
-    TENSORS_MADE,
+    OUTPUT_TENSORS,
     decision,
     next_prompts,
     offered_lengths,
@@ -28,22 +28,22 @@ from tests.simulation.scenario import (
 
 
 class Worker:
-    """One process of the cluster; what it may do next is up to the simulation's order."""
+    """One process of the cluster; the simulation chooses the order of its actions."""
 
     def __init__(self, worker: str, role: str, shared: Shared) -> None:
         self.id, self.role, self.shared, self.alive = WorkerId(worker), role, shared, True
         self.inbox: deque[m.Message] = deque()
         self.outbox: deque[Event] = deque([WorkerConnected(self.id, role, "host")])
-        self.have: dict[Key, tuple[int, int]] = {}  # length, and the request of the commit that made it
+        self.have: dict[Key, tuple[int, int]] = {}  # length, and the request of the commit that created it
         self.coming: dict[Key, LaneTurn] = {}
         self.failed: set[LaneTurn] = set()
         self.sequences: dict[LaneId, int] = {}
         self.expected: Turns = defaultdict(deque)
         self.weights: set[int] = set()
-        self.going_back: set[LaneTurn] = set()  # turns that bring an older version than the one in use
-        self.told: Counter[int] = Counter()  # versions that the controller was told of, and has not retired since
-        self.forms: dict[tuple[int, int], Weights] = {}  # whole or as changes, here or coming
-        self.relays: dict[Weights, list[LaneTurn]] = defaultdict(list)  # turns that pass on what is still coming
+        self.downgrades: set[LaneTurn] = set()  # turns that carry an older version than the one in use
+        self.reported: Counter[int] = Counter()  # reports of each version, less its evictions
+        self.forms: dict[tuple[int, int], Weights] = {}  # full or as changes, present or in flight
+        self.relays: dict[Weights, list[LaneTurn]] = defaultdict(list)  # turns that forward what is still in flight
         self.applied = 0
         self.staged = 0
         self.jobs: list[Job] = []
@@ -51,13 +51,13 @@ class Worker:
         self.pull_request = -1
         self.withdrawn: set[int] = set()
         self.requests = 0
-        self.prompts = 0  # that the source has offered to train on
+        self.prompts = 0  # number that the source has offered for training
         self.offers: dict[int, m.Offer] = {}
-        self.closed = False  # nothing more comes: of this step (trainer), of the run (source)
+        self.closed = False  # no more data: of this step (trainer), of the run (source)
         self.step = 0
         self.trained: list[Row] = []
-        self.hung = False  # it serves others, and its role does nothing
-        self.leaving = self.left = False  # told to leave; has done so: it gets nothing more to do
+        self.hung = False  # serves transfers, but does no work
+        self.leaving = self.left = False  # asked to drain; has stopped work
         self.unpublished: int | None = None
         self.rewards: dict[int, float] = {}  # of the slots of the latest grant of each
         if role == "rollout":
@@ -66,7 +66,7 @@ class Worker:
     def send(self, message: m.Message) -> None:
         self.outbox.append(MessageReceived(self.id, message))
 
-    # ---- orders of the controller
+    # ---- commands of the controller
 
     def receive(self, message: m.Message) -> None:  # noqa: C901 - one case for each message
         match message:
@@ -83,27 +83,27 @@ class Worker:
                         self.have[one.column, item] = (length, -1)
             case m.Rejected(request):
                 assert request in self.withdrawn or self.leaving, f"{self.id} was refused: {message.reason}"
-                self._answered(request)
+                self._close_request(request)
                 self.left = request not in self.withdrawn
                 if self.left:
-                    self.trained.clear()  # of a step that is not made
+                    self.trained.clear()  # of a step that is abandoned
             case m.Drain():
                 self.leaving = True
             case m.Committed(request, refused):
-                # The slot may have come back to this worker and been made again since: only what this commit made.
-                made = [key for key, (_, by) in self.have.items() if by == request and key[1] in refused]
-                for key in made:
+                # The slot may have been regenerated here since: delete only the tensors of this commit.
+                created = [key for key, (_, by) in self.have.items() if by == request and key[1] in refused]
+                for key in created:
                     del self.have[key]
             case m.ReleaseTensors(columns, slots, groups):
                 for name in columns or [column.name for column in COLUMNS]:
                     for item in groups if name in GROUP_COLUMNS else slots:
                         self.have.pop((name, item), None)
                         self.coming.pop((name, item), None)
-                # Work on a slot whose tensors are void has no lease any more.
+                # Work on a slot without its tensors has no lease any more.
                 self._keep(lambda row: all(key in self.have or key in self.coming for key in row.needs))
             case m.Stop():
-                assert self.leaving, f"{self.id} is sent away, and nobody had asked it to leave"
-                assert not self.jobs, f"{self.id} is sent away, and works on {self.jobs}"
+                assert self.leaving, f"{self.id} is stopped, but was not asked to drain"
+                assert not self.jobs, f"{self.id} is stopped, but works on {self.jobs}"
                 self.send(m.Leave(""))
             case m.SendSamples(turn, parts):
                 self._must_have(keys_of(parts), turn)
@@ -113,15 +113,15 @@ class Worker:
             case m.VersionLost(version):
                 self.shared.lost.add(version)
             case m.ReceiveWeights(turn, weights, older):
-                self.going_back.update([turn] if older else ())
+                self.downgrades.update([turn] if older else ())
                 based = weights.base == NO_BASE or weights.base in self.weights
                 assert based, f"{self.id} is sent changes to {weights.base}, but has {self.weights}"
                 self.forms[weights.version, weights.base] = weights
                 self._issue(turn, weights, self.expected)
             case m.EvictVersion(_, version):
-                # A version that was fetched twice may be retired between the two: the second word is still under way.
-                assert self.told[version], f"{self.id} has to retire version {version}, but has {self.weights}"
-                self.told[version] -= 1
+                # A version that was fetched twice may be evicted in between: the second report is still in flight.
+                assert self.reported[version], f"{self.id} has to evict version {version}, but has {self.weights}"
+                self.reported[version] -= 1
                 self.weights.discard(version)
                 self.forms = {form: weights for form, weights in self.forms.items() if form[0] != version}
             case _:
@@ -135,13 +135,13 @@ class Worker:
         self._skip(order.turn)
         if weights is not None:
             self.relays[weights].append(order.turn)
-        else:  # its own fetch has failed, which the controller is about to hear
+        else:  # its own fetch has failed; the report is in flight
             assert any(turn.kind == "weights" for turn in self.failed), f"{self.id} was never sent {order}"
             self.shared.broken.add(lane_of(order.turn))
 
     def _must_have(self, keys: dict[Key, int], turn: LaneTurn) -> None:
         for key, length in keys.items():
-            state = "it is still coming" if key in self.coming else "it is not here"
+            state = "it is still in flight" if key in self.coming else "it is not present"
             assert self.have.get(key, (-1,))[0] == length, f"{self.id} has to serve {key} ({turn}): {state}"
 
     def _issue(self, turn: LaneTurn, packet: Packet, end: Turns) -> None:
@@ -155,12 +155,12 @@ class Worker:
         assert turn.sequence == due, f"{self.id}: {turn} came where turn {due} was due"
         self.sequences[lane] = due + 1
 
-    def _answered(self, request: int) -> None:
-        assert request == self.pull_request, f"{self.id} got an answer to request {request}, for which it does not wait"
+    def _close_request(self, request: int) -> None:
+        assert request == self.pull_request, f"{self.id} got a reply to request {request}, which is not open"
         self.pulling, self.pull_request = False, -1
 
     def _granted(self, grant: m.Grant) -> None:
-        self._answered(grant.request)
+        self._close_request(grant.request)
         self.closed = self.closed or grant.closed
         for incoming in grant.incoming:
             for key in keys_of(incoming.parts):
@@ -169,11 +169,11 @@ class Worker:
             self._issue(incoming.turn, incoming.parts, self.expected)
         for key, length in keys_of(grant.parts).items():
             known = key in self.coming or self.have.get(key, (-1,))[0] == length
-            assert known, f"{self.id} was granted slots {grant.slots}, but {key} is neither here nor coming"
+            assert known, f"{self.id} was granted slots {grant.slots}, but {key} is neither present nor in flight"
         columns = {one.column: one.values for one in grant.inline}
         self.rewards.update(zip(grant.slots, columns.get("reward", ()), strict=False))
         rows = list(rows_of(grant, "train" if self.role == "trainer" else self.role))
-        # A slot that is granted again was taken away before: its old lease has ended.
+        # The old lease of a slot that is granted again has ended.
         self._keep(lambda row: row.slot not in grant.slots)
         if self.role == "rollout":
             self.jobs += [Job([row]) for row in rows]
@@ -182,7 +182,7 @@ class Worker:
 
     def _keep(self, valid: Callable[[Row], bool]) -> None:
         if self.role == "trainer":
-            # A batch of whole groups is trained as it was granted or not at all.
+            # A batch of whole groups is trained completely or not at all.
             for job in [job for job in self.jobs if not all(map(valid, job.rows))]:
                 self.abandon(job, False, "a part of it is void")
             return
@@ -193,18 +193,18 @@ class Worker:
     # ---- lanes
 
     def arrived(self, turn: LaneTurn, packet: Packet) -> None:
-        """A transfer came whole."""
+        """A transfer is complete."""
         if isinstance(packet, Weights):
             self.weights.add(packet.version)
             self.forms[packet.version, NO_BASE] = replace(packet, base=NO_BASE)
-            self.staged = packet.version if turn in self.going_back else max(self.staged, packet.version)
+            self.staged = packet.version if turn in self.downgrades else max(self.staged, packet.version)
             for relayed in self.relays.pop(packet, ()):
                 self.shared.sent[lane_of(relayed)].append((relayed, packet))
-            self.told[packet.version] += 1
+            self.reported[packet.version] += 1
             self.send(m.WeightsStaged(MODEL, packet.version))
             return
         for key, length in keys_of(packet).items():
-            if self.coming.get(key) == turn:  # else it was freed on its way
+            if self.coming.get(key) == turn:  # else it was released in flight
                 del self.coming[key]
                 self.have[key] = (length, -1)
 
@@ -222,7 +222,7 @@ class Worker:
     # ---- work
 
     def options(self) -> Iterator[Callable[[], None]]:
-        """Everything that this worker could do next by itself."""
+        """All actions that this worker could take next."""
         if self.hung or self.role == "source":
             if not self.hung and not self.closed and sum(one.at_most == NO_LIMIT for one in self.offers.values()) < 2:
                 yield self._offer
@@ -238,9 +238,9 @@ class Worker:
             yield self._apply
         if self.unpublished is not None:
             yield self._publish
-        # A trainer takes one micro-batch at a time: a prefetched "closed" would be void if this one did not come.
+        # A trainer pulls one micro-batch at a time: a prefetched "closed" would be void if this one failed.
         requests = 1 if self.role == "trainer" else self.shared.scenario.capacity
-        done = self.left or (self.leaving and self.role != "trainer")  # trainers finish the step that they are told
+        done = self.left or (self.leaving and self.role != "trainer")  # trainers finish their step
         if not (self.pulling or self.closed or done) and len(self.jobs) < requests:
             yield self._pull
 
@@ -317,7 +317,7 @@ class Worker:
             Weights(model=MODEL, version=self.unpublished, base=base, bucket_bytes=(8, 8), checksum=0) for base in bases
         )
         self.weights.add(self.unpublished)
-        self.told[self.unpublished] += 1
+        self.reported[self.unpublished] += 1
         self.forms |= {(one.version, one.base): one for one in forms}
         self.send(m.Publish(forms, ()))
         self.unpublished = None
@@ -329,7 +329,7 @@ class Worker:
         job.begun = self.applied
 
     def _reward(self, row: Row) -> float:
-        """Whether the prompt is solved, which does not depend on who scores it and when."""
+        """The reward of a row: with a solve rate it does not depend on the worker or the time."""
         rate = self.shared.scenario.solve_rate
         if rate is None:
             return self.shared.rng.random()
@@ -343,16 +343,16 @@ class Worker:
         return tuple(decision(of_group[row.group]) for row in rows)
 
     def _is_missing(self, key: Key) -> bool:
-        """It was to come, and its transfer failed (perhaps for another job, which said so already)."""
+        """Whether its transfer failed (perhaps for another job, which has reported it already)."""
         return key not in self.have and (key not in self.coming or self.coming[key] in self.failed)
 
     def withdraw(self) -> None:
-        """It does not want to wait any longer; the grant may be on its way."""
+        """Cancel the pull; the grant may be in flight."""
         self.withdrawn.add(self.pull_request)
         self.send(m.CancelRequest(self.pull_request))
 
     def abandon(self, job: Job, lost: bool, reason: str) -> None:
-        """Give a job back, or say that nobody can do it."""
+        """Release the leases of a job; ``lost``: its samples cannot be produced."""
         self.jobs.remove(job)
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
         self.send(m.ReleaseLease(stage=job.rows[0].stage, slots=slots, leases=leases, lost=lost, reason=reason))
@@ -371,7 +371,7 @@ class Worker:
         rng = self.shared.rng
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
         lengths = tuple(rng.randint(1, 9) for _ in slots)
-        parts = tuple(Part(name, slots, lengths) for name in TENSORS_MADE.get(self.role, ()))
+        parts = tuple(Part(name, slots, lengths) for name in OUTPUT_TENSORS.get(self.role, ()))
         spans: tuple[tuple[int, ...], ...] = ()
         if self.role == "rollout":
             before = rng.randint(0, lengths[0]) if job.begun != self.applied else lengths[0]

@@ -1,4 +1,4 @@
-"""A SLURM cluster for tests: a controller and three nodes as processes of this machine, gone when the tests are."""
+"""A SLURM cluster for tests: a controller and three nodes as local processes, which end after the tests."""
 
 import getpass
 import os
@@ -22,8 +22,8 @@ CORES = 4
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 TOKEN = "FLOWRT_SLURM_TEST"
 START_S = 30.0
-LOOK_EVERY_S = 0.2
-OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
+POLL_S = 0.2
+END_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
 CONF = """\
 ClusterName=flowrt
 SlurmctldHost={host}(127.0.0.1)
@@ -48,17 +48,17 @@ MpiDefault=none
 GresTypes=npu
 """
 NPUS = 8
-"""What SLURM believes each node to have: it only counts them."""
+"""NPUs that SLURM assumes on each node; it only counts them."""
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]
 
 
 class Cluster:
-    """Daemons of a cluster that nobody else sees: ports, spool and state of its own."""
+    """Daemons of a private cluster with its own ports, spool and state."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -88,10 +88,10 @@ class Cluster:
             self._start("slurmd", "-D", "-N", name)
         self.wait_until(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(NODES)), START_S)
 
-    def _start(self, *words: str) -> None:
+    def _start(self, *command: str) -> None:
         with (self.directory / "daemons.log").open("ab") as log:
             daemon = subprocess.Popen(
-                [*words, "-f", str(self.directory / "slurm.conf")],
+                [*command, "-f", str(self.directory / "slurm.conf")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -101,40 +101,40 @@ class Cluster:
             )
         self._daemons.append(daemon)
 
-    def run(self, *words: str, cwd: Path | None = None) -> str:
-        """What a command of SLURM prints; empty when it fails (the controller may still be starting)."""
-        ended = subprocess.run(words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=30)
-        return ended.stdout.strip()
+    def run(self, *command: str, cwd: Path | None = None) -> str:
+        """The output of a SLURM command; empty when it fails (the controller may still be starting)."""
+        result = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=30)
+        return result.stdout.strip()
 
     def submit(self, script: Path, *arguments: object, options: tuple[str, ...] = ()) -> str:
-        """The number of the job."""
-        words = ["sbatch", "--parsable", *options, str(script), *map(str, arguments)]
-        ended = subprocess.run(
-            words, env=self.environment, cwd=script.parent, capture_output=True, text=True, timeout=30
+        """Submit a script. Returns the number of the job."""
+        command = ["sbatch", "--parsable", *options, str(script), *map(str, arguments)]
+        result = subprocess.run(
+            command, env=self.environment, cwd=script.parent, capture_output=True, text=True, timeout=30
         )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.strip()
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
 
     def job(self, number: str) -> Mapping[str, str]:
-        """What SLURM knows about a job."""
-        words = self.run("scontrol", "show", "job", number).split()
-        return dict(word.partition("=")[::2] for word in words if "=" in word)
+        """The fields of ``scontrol show job``."""
+        fields = self.run("scontrol", "show", "job", number).split()
+        return dict(field.partition("=")[::2] for field in fields if "=" in field)
 
     def wait_for(self, number: str, deadline_s: float, log: Callable[[], str]) -> str:
         """The exit code of a job that has ended, as CODE:SIGNAL."""
-        over = lambda: self.job(number).get("JobState") in OVER  # noqa: E731
-        self.wait_until(over, deadline_s, lambda: f"job {number} goes on: {self.job(number)}\n{log()}")
+        has_ended = lambda: self.job(number).get("JobState") in END_STATES  # noqa: E731
+        self.wait_until(has_ended, deadline_s, lambda: f"job {number} still runs: {self.job(number)}\n{log()}")
         return self.job(number)["ExitCode"]
 
     def wait_until(self, condition: Callable[[], object], deadline_s: float, what: Callable[[], str] = str) -> None:
         end_s = time.monotonic() + deadline_s
         while not condition():
-            said = (self.directory / "slurmctld.log").read_text()[-2000:]
-            assert time.monotonic() < end_s, f"after {deadline_s:.0f} s: {what()}\n{said}"
-            time.sleep(LOOK_EVERY_S)
+            log_end = (self.directory / "slurmctld.log").read_text()[-2000:]
+            assert time.monotonic() < end_s, f"after {deadline_s:.0f} s: {what()}\n{log_end}"
+            time.sleep(POLL_S)
 
     def processes(self) -> list[psutil.Process]:
-        """Daemons, steps and jobs of this cluster, by what they have in their environment."""
+        """Daemons, steps and jobs of this cluster, identified by a variable in their environment."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -155,13 +155,13 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait(10)
-        left = self.processes()
-        for process in left:
+        remaining = self.processes()
+        for process in remaining:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        _, alive = psutil.wait_procs(left, timeout=10)
+        _, alive = psutil.wait_procs(remaining, timeout=10)
         assert not alive, alive
 
 

@@ -1,4 +1,4 @@
-"""Every template is submitted to a real SLURM: the default job learns and ends with exit code 0; others are stopped."""
+"""Every template on a real SLURM: the default job learns and ends with exit code 0; other jobs are interrupted."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.recipes.run_dir import checkpoint_steps
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
-CORES = 4  # of a node: each worker has one to itself
+CORES = 4  # per node: one for each worker
 JOB_S = 300.0
 SMALL = [
     *("--prompts-per-step", "16", "--group-size", "4", "--data.eval-prompts", "0", "--algorithm.kl.coef", "0"),
@@ -33,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("warm")
     path = run_dir / "config.toml"
     path.write_text(to_toml(dataclasses.replace(defaults("arithmetic"), run_dir=str(run_dir))))
-    words = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(path)]
-    subprocess.run(words, check=True, timeout=300, capture_output=True)
+    command = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(path)]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
     return run_dir / "model"
 
 
@@ -44,7 +44,7 @@ class Site:
     def __init__(self, cluster: Any, directory: Path, *flags: str) -> None:
         self.cluster = cluster
         self.directory = directory
-        words = [
+        command = [
             str(FLOWRT),
             "slurm",
             str(directory),
@@ -54,7 +54,7 @@ class Site:
             str(CORES),
             *flags,
         ]
-        subprocess.run(words, check=True, timeout=60, capture_output=True)
+        subprocess.run(command, check=True, timeout=60, capture_output=True)
 
     def submit(self, template: str, *arguments: object) -> str:
         return str(self.cluster.submit(self.directory / template, *arguments))
@@ -63,12 +63,12 @@ class Site:
         return self.directory / "jobs" / number
 
     def log(self, number: str) -> str:
-        """What the job and its workers have said."""
+        """The logs of the job and its workers."""
         paths = [*self.directory.glob(f"*{number}*.log"), *self.job(number).glob("run/logs/*.log")]
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)
 
     def finish(self, number: str) -> dict[str, Any]:
-        """The summary of a job that must end well and learn."""
+        """The summary of a job that must succeed and learn."""
         code = self.cluster.wait_for(number, JOB_S, lambda: self.log(number))
         assert code == "0:0", self.log(number)
         summary: dict[str, Any] = json.loads((self.job(number) / "run" / "summary.json").read_text())
@@ -77,22 +77,22 @@ class Site:
         return summary
 
     def finish_default(self, number: str) -> dict[str, Any]:
-        """The same of the default job: all of its steps, and what it has to learn."""
+        """The same for the default job, with all of its steps and its final reward."""
         summary = self.finish(number)
         assert summary["steps"] == defaults("arithmetic").steps
         assert min(summary["reward_last"], summary["eval_last"]) >= 0.9, summary
         return summary
 
     def nodes(self, number: str) -> dict[str, int]:
-        """How many steps of the job each node has run (the batch script is none)."""
+        """How many steps of the job each node has run (the batch script is not a step)."""
         logs = {path.stem.removeprefix("slurmd-"): path for path in self.cluster.directory.glob("slurmd-n*.log")}
         # "launch task StepId=7.0 request from ...", in a heterogeneous job "launch task 7+0 (StepId=7.0) request ..."
         step = re.compile(rf"launch task .*StepId={number}\.")
         return {name: len(step.findall(path.read_text())) for name, path in logs.items()}
 
 
-def test_one_node_and_workers_that_join_from_an_array(cluster: Any, tmp_path: Path) -> None:
-    """The default job, its model included, and two workers more."""
+def test_workers_of_a_job_array_join_the_default_job_on_one_node(cluster: Any, tmp_path: Path) -> None:
+    """Includes building the model; the array has two workers."""
     site = Site(cluster, tmp_path, "--extra", "2", "--rollout-partition", "generate")
     number = site.submit("one_node.sbatch")
     array = site.submit("extra_rollout.sbatch", site.job(number))
@@ -106,7 +106,7 @@ def test_one_node_and_workers_that_join_from_an_array(cluster: Any, tmp_path: Pa
     assert (site.job(number) / "keys").stat().st_mode & 0o777 == 0o700
 
 
-def test_many_nodes(cluster: Any, model: Path, tmp_path: Path) -> None:
+def test_default_job_learns_on_many_nodes(cluster: Any, model: Path, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path, "--nodes", "3")
     number = site.submit("many_nodes.sbatch", "--model", model)
     site.finish_default(number)
@@ -119,13 +119,13 @@ def test_heterogeneous_job_trains_on_two_nodes(cluster: Any, model: Path, tmp_pa
     site.finish_default(number)
     controller = (site.job(number) / "run" / "logs" / "controller.log").read_text()
     assert all(f"trainer-{rank} joined" in controller for rank in range(2))
-    # SLURM picks the nodes of each component: two of them train, the third generates.
+    # SLURM chooses the nodes of each component: two train, the third generates.
     assert sorted(site.nodes(number).values()) == [0, 1, 1]
     assert sorted(site.nodes(str(int(number) + 1)).values()) == [0, 0, 1]
 
 
-def test_ascend(cluster: Any, model: Path, tmp_path: Path) -> None:
-    """On nodes without NPUs, which SLURM gives away all the same: a flag lets the run compute on their processors."""
+def test_default_job_learns_with_the_ascend_template(cluster: Any, model: Path, tmp_path: Path) -> None:
+    """SLURM allocates NPUs that do not exist; a flag makes the run compute on the CPUs."""
     cann = tmp_path / "cann"
     cann.mkdir()
     (cann / "set_env.sh").write_text('echo "$MAYBE_UNSET"\nexport FROM_CANN=yes\n')
@@ -162,7 +162,7 @@ def test_preempted_job_resumes_from_its_checkpoint(cluster: Any, model: Path, tm
     assert summary["steps"] == 24
 
 
-def test_a_job_whose_time_is_up_saves_first_and_is_requeued(cluster: Any, model: Path, tmp_path: Path) -> None:
+def test_a_job_at_its_time_limit_saves_a_checkpoint_and_is_requeued(cluster: Any, model: Path, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path)
     flags = ["--steps", "24", "--rollout.workers", "1", "--checkpoint.every", "1000"]
     number = site.submit("one_node.sbatch", "--model", model, *SMALL, *flags)
@@ -176,14 +176,14 @@ def test_a_job_whose_time_is_up_saves_first_and_is_requeued(cluster: Any, model:
     cluster.wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", 60.0, lambda: site.log(number))
     [saved] = checkpoint_steps(run)
     assert saved >= 5
-    # Not at once: by SLURM's clock of whole seconds its node would take it for the job that it has just killed.
+    # Delayed: with SLURM's clock of whole seconds the node would mistake it for the job that it has just killed.
     cluster.run("scontrol", "update", f"job={number}", "StartTime=now+3")
     summary = site.finish(number)
     assert cluster.job(number)["Restarts"] == "1"
     log = (run / "logs" / "controller.log").read_text()
     assert f"the run ends: interrupted (SIGTERM); saved after {saved} steps" in log
     assert f"resuming after step {saved - 1}" in log
-    # Nothing is lost: each step was trained once, and none is taken back.
+    # Each step was trained once, and none was rolled back.
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(24))
     assert (summary["steps"], summary["resumed_from"]) == (24, saved)

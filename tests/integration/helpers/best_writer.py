@@ -1,4 +1,4 @@
-"""Writes version after version of a model as the best, until killed: a child of test_best_weights_killed."""
+"""Writes successive versions of a model as the best weights until killed: a child of test_best_weights_killed."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A worker that was let in and then says one thing as fast as it can: python flooder.py ADDRESS KIND SECONDS."""
+"""An accepted worker that sends one kind of message as fast as it can: python flooder.py ADDRESS KIND SECONDS."""
 
 import sys
 import time
@@ -11,25 +11,25 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.runtime.parent_death import die_with_parent
 
-LONG, PIECES = "x" * 20_000, (("y" * 100_000, "z", 1.0, 2.0),) * 100
-SAID: dict[str, Callable[[int], m.Message]] = {
+LONG, SPANS = "x" * 20_000, (("y" * 100_000, "z", 1.0, 2.0),) * 100
+MESSAGES: dict[str, Callable[[int], m.Message]] = {
     "heartbeats": lambda _: m.Heartbeat(),
     "pulls": lambda number: m.Pull(request=number, stage="reward", slots=1, tokens=0, step=-1),
-    "pulls of nothing": lambda number: m.Pull(request=number, stage=LONG, slots=1, tokens=0, step=-1),
+    "pulls of an unknown stage": lambda number: m.Pull(request=number, stage=LONG, slots=1, tokens=0, step=-1),
     "offers": lambda number: m.Offer(
         request=number, flow="train", prompts=(number,), epoch=0, members=2, at_least=0, lengths=(), tags=()
     ),
-    "signals": lambda _: m.RendezvousKey("calm", "lane", "key", b"z" * 4000),
-    "large reports": lambda _: m.Report((), (), PIECES),
+    "rendezvous keys": lambda _: m.RendezvousKey("calm", "lane", "key", b"z" * 4000),
+    "large reports": lambda _: m.Report((), (), SPANS),
     "numbers": lambda number: m.Report((), tuple((f"{number} {one}", 1.0) for one in range(1000)), ()),
     "long names": lambda number: m.Report((), ((f"{number}" * 1_000_000, 1.0),), ()),
 }
 GARBAGE = "garbage"
-KINDS = (*SAID, GARBAGE)
+KINDS = (*MESSAGES, GARBAGE)
 
 
 def main(address: str, kind: str, seconds: float) -> int:
-    """Says how often it has said it."""
+    """The number of messages sent."""
     die_with_parent()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -38,17 +38,17 @@ def main(address: str, kind: str, seconds: float) -> int:
             encode(m.Hello(protocol=m.PROTOCOL, worker="flooder", role="reward", host="host", pid=1, lanes=("gloo",)))
         )
         socket.recv()
-        sys.stdout.write("in\n")
+        sys.stdout.write("joined\n")
         sys.stdout.flush()
         end_s = time.monotonic() + seconds
-        for said in count():
-            data = b"\xc1" * 100 if kind == GARBAGE else encode(SAID[kind](10 + said))
+        for sent in count():
+            data = b"\xc1" * 100 if kind == GARBAGE else encode(MESSAGES[kind](10 + sent))
             while not socket.poll(50, zmq.POLLOUT):
                 if time.monotonic() > end_s:
-                    return said
+                    return sent
             socket.send(data, zmq.NOBLOCK)
             if time.monotonic() > end_s:
-                return said
+                return sent
     raise AssertionError
 
 

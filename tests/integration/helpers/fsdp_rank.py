@@ -1,4 +1,4 @@
-"""One rank of an FSDP2 trainer under torchrun: does what a plan says, on samples fixed by the step."""
+"""One rank of an FSDP2 trainer under torchrun: executes a plan, on samples that depend on the step only."""
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ from flowrt.transport.devices import Device
 SAMPLES = 24
 DEADLINE_S = 240.0
 SAVED_BYTES = 50_000
-"""In a file of a checkpoint: many files, as a large model has."""
+"""Of one checkpoint file: so small that there are many files, as for a large model."""
 MAX_GRAD_NORM = 1.5
-"""Some of the steps come above it, some below."""
+"""The norms of some steps are above it, of others below."""
 OPTIONS = TrainOptions(warmup_steps=2, schedule="cosine", decay_steps=12, max_grad_norm=MAX_GRAD_NORM, weight_decay=0.1)
 
 
 def samples(step: int) -> TrainingBatch:
-    """All samples of a step, the same wherever and however it is trained."""
+    """All samples of a step, the same for every engine and number of ranks."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(1, 20, (SAMPLES, 2), generator=generator).tolist()
     return TrainingBatch(
@@ -50,7 +50,7 @@ def samples(step: int) -> TrainingBatch:
     )
 
 
-def some(batch: TrainingBatch, rows: list[int]) -> TrainingBatch:
+def select(batch: TrainingBatch, rows: list[int]) -> TrainingBatch:
     assert batch.reference_logprobs is not None
     return TrainingBatch(
         prompts=[batch.prompts[row] for row in rows],
@@ -64,7 +64,7 @@ def some(batch: TrainingBatch, rows: list[int]) -> TrainingBatch:
 
 
 def share(step: int, rank: int, ranks: int) -> list[list[int]]:
-    """Micro-batches of a rank, as if each pulled at its own pace: in each step another rank gets none at all."""
+    """Micro-batches of a rank, uneven as if each pulled at its own speed: in each step another rank gets none."""
     working = [one for one in range(ranks) if ranks == 1 or one != step % ranks]
     if rank not in working:
         return []
@@ -80,27 +80,27 @@ def train(engine: Any, first: int, last: int) -> list[dict[str, float]]:
     for step in range(first, last):
         batch = samples(step)
         for rows in share(step, rank, ranks):
-            engine.accumulate(some(batch, rows))
+            engine.accumulate(select(batch, rows))
         metrics.append(engine.step())
     return metrics
 
 
-def stopping(load: Callable[..., Any]) -> Callable[..., Any]:
-    """As `load_sharded`, of a model that stops half-way through a pass over folded samples."""
+def failing(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_sharded` of a model that fails half-way through a pass over packed samples."""
 
-    def stop(_: Any, __: Any, named: dict[str, Any]) -> None:
+    def fail(_: Any, __: Any, named: dict[str, Any]) -> None:
         if named.get("packed") is not None:
             raise ValueError("this layer takes no such samples")
 
-    def loaded(*arguments: Any) -> Any:
+    def load_failing(*arguments: Any) -> Any:
         model = load(*arguments)
-        decoder_layers(model)[-1].register_forward_pre_hook(stop, with_kwargs=True)
+        decoder_layers(model)[-1].register_forward_pre_hook(fail, with_kwargs=True)
         return model
 
-    return loaded
+    return load_failing
 
 
-def made(order: dict[str, Any], model: Path) -> FsdpTrainer:
+def build_engine(order: dict[str, Any], model: Path) -> FsdpTrainer:
     return FsdpTrainer(
         Path(order.get("model", model)),
         Device("cpu"),
@@ -112,27 +112,27 @@ def made(order: dict[str, Any], model: Path) -> FsdpTrainer:
     )
 
 
-def carry_out(order: dict[str, Any], model: Path) -> None:
-    """Make an engine; load, train, save, export and write down its weights, whatever of these is asked for."""
-    load = stopping(sharding.load_sharded) if order.get("stops") else sharding.load_sharded
+def execute(order: dict[str, Any], model: Path) -> None:
+    """Build an engine, then load, train, save and export as ordered, and write its weights."""
+    load = failing(sharding.load_sharded) if order.get("stops") else sharding.load_sharded
     monkeypatch = pytest.MonkeyPatch()
     if order.get("fused"):
         monkeypatch.setattr("flowrt.engines.training.fused_head.WHOLE_LOGITS", 0)
     with patch.object(sharding, "load_sharded", load):
-        engine = made(order, model)
-    folded = is_packing_enabled(engine.model)
-    whole = sum(not isinstance(one, DTensor) for one in engine.model.parameters())
+        engine = build_engine(order, model)
+    packed = is_packing_enabled(engine.model)
+    unsharded = sum(not isinstance(one, DTensor) for one in engine.model.parameters())
     compiled = sum(layer._compiled_call_impl is not None for layer in decoder_layers(engine.model))
-    calls: list[int] = []  # of the first layer, in forward and backward passes
+    calls: list[int] = []  # one for each run of the first layer, in forward and backward passes
     first = next(module for name, module in engine.model.named_modules() if name.endswith(".0.mlp"))
     first.register_forward_pre_hook(lambda *_: calls.append(1))
     if "damaged" in order:
-        refusal = refused(engine, Path(order["damaged"]))
-        Path(order["out"] + f".{dist.get_rank()}.refused").write_text(refusal)
+        error = load_error(engine, Path(order["damaged"]))
+        Path(order["out"] + f".{dist.get_rank()}.error").write_text(error)
     if "load" in order:
         engine.load(Path(order["load"]))
     if order.get("discard"):
-        engine.accumulate(some(samples(99), [0, 1, 2]))
+        engine.accumulate(select(samples(99), [0, 1, 2]))
         engine.discard()
     metrics = train(engine, *order["steps"])
     monkeypatch.undo()
@@ -146,11 +146,17 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
     if dist.get_rank() == 0:
         copies = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
         save_file(copies, order["out"] + ".safetensors")
-        told = {"metrics": metrics, "calls": len(calls), "compiled": compiled, "folded": folded, "whole": whole}
-        Path(order["out"] + ".json").write_text(json.dumps(told))
+        report = {
+            "metrics": metrics,
+            "calls": len(calls),
+            "compiled": compiled,
+            "packed": packed,
+            "unsharded": unsharded,
+        }
+        Path(order["out"] + ".json").write_text(json.dumps(report))
 
 
-def refused(engine: FsdpTrainer, directory: Path) -> str:
+def load_error(engine: FsdpTrainer, directory: Path) -> str:
     try:
         engine.load(directory)
     except EngineError as error:
@@ -159,7 +165,7 @@ def refused(engine: FsdpTrainer, directory: Path) -> str:
 
 
 def main(model: Path, plan: Path) -> None:
-    """Go through the plan's phases: in each, the first so many ranks are all there are, and the others wait."""
+    """Run the phases of the plan: each uses only its first ``ranks`` ranks, and the others wait."""
     store, rank, _ = next(dist.rendezvous("env://"))
     deadline = timedelta(seconds=DEADLINE_S)
     for number, line in enumerate(plan.read_text().splitlines()):
@@ -168,7 +174,7 @@ def main(model: Path, plan: Path) -> None:
             own = dist.PrefixStore(f"phase {number}", store)
             dist.init_process_group("gloo", store=own, rank=rank, world_size=phase["ranks"], timeout=deadline)
             for order in phase["orders"]:
-                carry_out(order, model)
+                execute(order, model)
             dist.barrier()
             dist.destroy_process_group()
         if rank == 0:

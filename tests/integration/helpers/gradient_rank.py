@@ -25,8 +25,8 @@ def step_gradient(cuts: list[list[int]], double: bool) -> torch.Tensor:
     ).to(dtype)
     # A learning rate of 0 leaves the weights; no clipping leaves the gradient.
     trainer = TorchTrainer(model, TrainOptions(lr=0.0, max_grad_norm=1e9), Objective(kl=Kl(1e-3)), temperature=1.0)
-    seen: list[torch.Tensor] = []
-    trainer.on_gradient = lambda gradient: seen.append(gradient.clone())
+    gradients: list[torch.Tensor] = []
+    trainer.on_gradient = lambda gradient: gradients.append(gradient.clone())
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 20, (SAMPLES, 2), generator=generator).tolist()
     prompts = [torch.randint(2, 32, (p,), generator=generator) for p, _ in lengths]
@@ -47,13 +47,13 @@ def step_gradient(cuts: list[list[int]], double: bool) -> torch.Tensor:
             )
         )
     trainer.step()
-    return seen[0]
+    return gradients[0]
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # Uneven shares, one rank cut finer than the other: ranks pull at their own pace.
+    # Uneven shares, in smaller micro-batches on one rank: ranks pull at their own speed.
     mine = list(range(5)) if rank == 0 else list(range(5, SAMPLES))
     cuts = [mine] if rank == 0 else [mine[i : i + 3] for i in range(0, len(mine), 3)]
     gradient = step_gradient(cuts, double=sys.argv[2] == "double")

@@ -1,4 +1,4 @@
-"""Two ranks that step together, until the second lives on and does nothing: torchrun hanging_rank.py DEADLINE_S."""
+"""Two ranks that step together, until the second hangs: torchrun hanging_rank.py DEADLINE_S."""
 
 import asyncio
 import os
@@ -33,4 +33,4 @@ if __name__ == "__main__":
     die_with_parent()
     asyncio.run(main(float(sys.argv[1])))
     sys.stdout.flush()
-    os._exit(1)  # so that torchrun ends the other one
+    os._exit(1)  # makes torchrun end the other rank

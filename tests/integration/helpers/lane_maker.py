@@ -1,4 +1,4 @@
-"""A worker in a process of its own: makes ``response`` for as many rows as it is told, then serves them."""
+"""A worker in a separate process: generates ``response`` for the given number of rows, then serves them."""
 
 import asyncio
 import sys
@@ -13,12 +13,12 @@ def response_of(slot: int) -> torch.Tensor:
 
 
 async def make(session: api.Session, rows: int) -> None:
-    made = 0
-    while made < rows:
-        batch = await session.pull("rollout", rows - made)
+    committed = 0
+    while committed < rows:
+        batch = await session.pull("rollout", rows - committed)
         responses = [response_of(slot) for slot in batch.slots]
         await session.commit("rollout", batch.slots, batch.leases, {"response": responses})
-        made += len(batch)
+        committed += len(batch)
 
 
 async def main(address: str, name: str, rows: int) -> None:

@@ -33,27 +33,27 @@ if lane_peer.npu_count() < 2:
 
 
 class Pair:
-    """``deadline_s`` is that of the lanes at both ends; ``beside`` is a pair that shares the end in this process."""
+    """``deadline_s`` is that of both ends; the end in this process is shared with the pair ``shares_with``."""
 
     def __init__(
         self,
         transport: str,
         deadline_s: float,
         ends: dict[str, Any],
-        rest_s: float,
+        idle_s: float,
         name: str = THERE,
-        beside: "Pair | None" = None,
+        shares_with: "Pair | None" = None,
     ) -> None:
         self.transport, self.name = transport, name
-        self.deadline_s, self.rest_s = deadline_s, rest_s
-        self._pairs: dict[str, Pair] = {} if beside is None else beside._pairs
+        self.deadline_s, self.idle_s = deadline_s, idle_s
+        self._pairs: dict[str, Pair] = {} if shares_with is None else shares_with._pairs
         self._pairs[name] = self
         self.lanes: LaneSet = (
-            LaneSet(worker=HERE, transports=ends, deadline_s=deadline_s, signal=self._signal, idle_s=rest_s)
-            if beside is None
-            else beside.lanes
+            LaneSet(worker=HERE, transports=ends, deadline_s=deadline_s, signal=self._signal, idle_s=idle_s)
+            if shares_with is None
+            else shares_with.lanes
         )
-        self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
+        self._reports: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
         self._issued: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self._process: asyncio.subprocess.Process | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -65,7 +65,7 @@ class Pair:
             lane_peer.__name__,
             self.name,
             str(self.deadline_s),
-            str(self.rest_s),
+            str(self.idle_s),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,
@@ -82,12 +82,12 @@ class Pair:
     def order(
         self, turn: LaneTurn, columns: Any, seed: int = 0, pause_s: float = 0.0
     ) -> asyncio.Future[dict[str, Any]]:
-        """Let the peer take its side of this turn, row by row with pauses if given. The future has its report."""
-        answer = asyncio.get_running_loop().create_future()
-        self._answers[lane_name(turn), turn.sequence] = answer
+        """Let the peer run its side of this turn, row by row with pauses if given. The future holds its report."""
+        report = asyncio.get_running_loop().create_future()
+        self._reports[lane_name(turn), turn.sequence] = report
         fields = [turn.sender, turn.receiver, turn.kind, turn.incarnation, turn.sequence, turn.transport]
-        self._say(turn=fields, columns=columns, seed=seed, pause_s=pause_s)
-        return answer
+        self._send(turn=fields, columns=columns, seed=seed, pause_s=pause_s)
+        return report
 
     async def issued(self, turn: LaneTurn) -> None:
         """Wait until the peer has begun its side of this turn."""
@@ -96,7 +96,7 @@ class Pair:
 
     def forget(self) -> None:
         """Let the peer drop all tensors that it has received."""
-        self._say(forget=True)
+        self._send(forget=True)
 
     def kill(self, number: signal.Signals) -> None:
         assert self._process is not None
@@ -125,28 +125,28 @@ class Pair:
             await self._listener
         await self._process.wait()
 
-    def _say(self, **words: Any) -> None:
+    def _send(self, **fields: Any) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(words).encode() + b"\n")
+        self._process.stdin.write(json.dumps(fields).encode() + b"\n")
 
     def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
-        self._pairs[peer]._say(signal=[HERE, lane, key, value.hex()])
+        self._pairs[peer]._send(signal=[HERE, lane, key, value.hex()])
 
     async def _listen(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            heard = json.loads(line)
-            if "signal" in heard:
-                _, lane, key, value = heard["signal"]
+            message = json.loads(line)
+            if "signal" in message:
+                _, lane, key, value = message["signal"]
                 self.lanes.deliver(self.name, lane, key, bytes.fromhex(value))
-            elif "issued" in heard:
-                self._issued[tuple(heard["issued"])].set()
+            elif "issued" in message:
+                self._issued[tuple(message["issued"])].set()
             else:
-                answer = self._answers.pop(tuple(heard["done"]))
-                if not answer.done():
-                    answer.set_result(heard)
+                report = self._reports.pop(tuple(message["done"]))
+                if not report.done():
+                    report.set_result(message)
 
 
 def lane_threads() -> list[threading.Thread]:
@@ -169,21 +169,21 @@ def flat_bytes(message: list[list[torch.Tensor]]) -> list[bytes]:
 async def moved(pair: Pair, sending: bool, columns: Any, seed: int = 0, **which: Any) -> list[torch.Tensor]:
     """Move one message and check every byte at its receiver. Returns it if this process is the receiver."""
     turn, message = pair.turn(sending, **which), lane_peer.message_of(seed, columns)
-    answer = pair.order(turn, columns, seed)
+    report = pair.order(turn, columns, seed)
     async with asyncio.timeout(60):
         if sending:
             await pair.lanes.send(turn, lane_peer.runs_of(message))
             digest = hashlib.sha256(b"".join(flat_bytes(message))).hexdigest()
-            assert (await answer)["digest"] == digest
+            assert (await report)["digest"] == digest
             return []
         received = await pair.lanes.receive(turn, lane_peer.sizes_of(columns))
-        assert (await answer)["error"] is None
+        assert (await report)["error"] is None
     assert [flat.numpy().tobytes() for flat in received] == flat_bytes(message)
     return received
 
 
 async def failed(work: Awaitable[Any], within_s: float, match: str = "lane ") -> float:
-    """Assert that the work fails with the name of a lane in this many seconds. Returns how long it took."""
+    """Assert that the work fails with the name of a lane within ``within_s``. Returns the time it took."""
     begin_s = time.monotonic()
     async with asyncio.timeout(within_s):
         with pytest.raises(TransferError, match=match):
@@ -192,7 +192,7 @@ async def failed(work: Awaitable[Any], within_s: float, match: str = "lane ") ->
 
 
 def take(pair: Pair, sending: bool, columns: Any, **which: Any) -> "asyncio.Future[Any]":
-    """Take the side of this process of a turn."""
+    """Run this process's side of a turn."""
     turn = pair.turn(sending, **which)
     if sending:
         return pair.lanes.send(turn, lane_peer.runs_of(lane_peer.message_of(0, columns)))

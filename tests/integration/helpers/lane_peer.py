@@ -1,4 +1,4 @@
-"""The other end of lanes, in a process of its own: does the turns it is told on stdin, answers on stdout, in JSON."""
+"""The remote end of lanes, in a separate process: runs the turns ordered on stdin, reports on stdout, in JSON."""
 
 import asyncio
 import hashlib
@@ -45,7 +45,7 @@ def message_of(seed: int, columns: list[tuple[str, list[int]]]) -> list[list[tor
         top = 2 if dtype == "bool" else 256
         flat = torch.randint(0, top, (sum(lengths) * size,), generator=generator, dtype=torch.uint8)
         rows = flat.split([length * size for length in lengths])
-        # Rows of their own memory, so that gathering them is tested.
+        # Each row in its own memory, so that gathering is tested.
         message.append([row.clone().view(getattr(torch, dtype)) for row in rows])
     return message
 
@@ -72,23 +72,23 @@ def trickle(message: list[list[torch.Tensor]], pause_s: float) -> Iterator[torch
         threading.Event().wait(pause_s)
 
 
-async def main(name: str, deadline_s: float, rest_s: float) -> None:
+async def main(name: str, deadline_s: float, idle_s: float) -> None:
     loop = asyncio.get_running_loop()
 
-    def report(**words: Any) -> None:
-        sys.stdout.write(json.dumps(words) + "\n")
+    def report(**fields: Any) -> None:
+        sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
 
     def signal(peer: str, lane: str, key: str, value: bytes) -> None:
         report(signal=[peer, lane, key, value.hex()])
 
-    lanes = LaneSet(worker=name, transports=transports(device=1), deadline_s=deadline_s, signal=signal, idle_s=rest_s)
-    keep: list[Any] = []
+    lanes = LaneSet(worker=name, transports=transports(device=1), deadline_s=deadline_s, signal=signal, idle_s=idle_s)
+    results: list[Any] = []
 
-    def told(turn: LaneTurn, done: asyncio.Future[Any]) -> None:
+    def report_done(turn: LaneTurn, done: asyncio.Future[Any]) -> None:
         error = done.exception()
         what = "" if error is not None or done.result() is None else digest_of(done.result())
-        keep.append(None if error is not None else done.result())
+        results.append(None if error is not None else done.result())
         report(done=[lane_name(turn), turn.sequence], digest=what, error=None if error is None else str(error))
 
     report(ready=name)
@@ -98,7 +98,7 @@ async def main(name: str, deadline_s: float, rest_s: float) -> None:
             peer, lane, key, value = order["signal"]
             lanes.deliver(peer, lane, key, bytes.fromhex(value))
         elif "forget" in order:
-            keep.clear()
+            results.clear()
         else:
             turn, columns = LaneTurn(*order["turn"]), order["columns"]
             if order["pause_s"]:
@@ -109,7 +109,7 @@ async def main(name: str, deadline_s: float, rest_s: float) -> None:
             else:
                 done = lanes.receive(turn, sizes_of(columns))
             report(issued=[lane_name(turn), turn.sequence])
-            done.add_done_callback(partial(told, turn))
+            done.add_done_callback(partial(report_done, turn))
     await lanes.close()
 
 

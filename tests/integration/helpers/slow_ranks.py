@@ -1,6 +1,6 @@
-"""Pairs of trainer ranks of which one is slow, each with a reason: python slow_ranks.py DIRECTORY CASE...
+"""Pairs of trainer ranks of which one is slow, each for another reason: python slow_ranks.py DIRECTORY CASE...
 
-Everything is loaded once; all cases are forked from it and run side by side. Prints a JSON line for each rank.
+Packages are imported once; all cases are forked and run in parallel. Prints a JSON line for each rank.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import HuggingFaceStorageReader as Reading
-from torch.distributed.checkpoint import HuggingFaceStorageWriter as Writing
+from torch.distributed.checkpoint import HuggingFaceStorageReader as StorageReader
+from torch.distributed.checkpoint import HuggingFaceStorageWriter as StorageWriter
 
 from flowrt.algorithms.objective import Kl, Objective
 from flowrt.engines.base import TrainEngine, TrainingBatch
@@ -50,8 +50,8 @@ SLOW_S = 2.5 * RANKS_S
 LOCK_STEP = FsdpOptions(gather="pass")
 
 
-class Conversation:
-    """As much of a session as this needs; ``gap_s`` passes before there are samples for this rank."""
+class StubSession:
+    """The part of a session that is used here; samples for this rank arrive after ``gap_s``."""
 
     def __init__(self, gap_s: float = 0.0) -> None:
         self.welcome = SimpleNamespace(position=Position(0))
@@ -74,12 +74,12 @@ class Conversation:
 
 
 def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The first time."""
-    naps_s = iter([SLOW_S])
+    """The call, delayed the first time."""
+    delays_s = iter([SLOW_S])
 
-    def slow(*given: Any, **named: Any) -> Any:
-        time.sleep(next(naps_s, 0.0))
-        return call(*given, **named)
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(next(delays_s, 0.0))
+        return call(*args, **kwargs)
 
     return slow
 
@@ -100,7 +100,7 @@ async def saves(run_dir: Path, engine: TrainEngine | None = None) -> str:
     )
     model = build_model(vocab_size=32, hidden_size=16, layers=1, heads=2, intermediate_size=16, max_length=16, seed=3)
     engine = engine or torch_trainer.TorchTrainer(model, TrainOptions(), Objective(kl=Kl(1e-3)), temperature=1.0)
-    session: Any = Conversation()
+    session: Any = StubSession()
     saver = Checkpoints(session, config, engine, ranks)
     for step in (1, 2):
         await saver.save(step)
@@ -120,17 +120,17 @@ async def saves_shards(run_dir: Path) -> str:
 
 
 async def trains(run_dir: Path, gap_s: float = 0.0) -> str:
-    """A step in lock step, for which the second rank has its samples later than the first."""
+    """A step in lock step whose samples reach the second rank later than the first."""
     ranks, engine = RankCollectives(), sharded(run_dir, LOCK_STEP)
     config = RunConfig(run_dir=str(run_dir), trainer=TrainerConfig(engine="fsdp", ranks=2, fsdp=LOCK_STEP))
-    session: Any = Conversation(gap_s if dist.get_rank() == 1 else 0.0)
+    session: Any = StubSession(gap_s if dist.get_rank() == 1 else 0.0)
     await trainer.train_step(session, config, engine, ranks, 0, Objective())
     metrics = await trainer.collective_call(ranks, config, engine.step, "step 0")
     return f"{metrics['response_length']:.0f} tokens"
 
 
 async def waits(_: Path) -> str:
-    """A call that one rank makes later; says for which workers this rank has waited, and how many seconds."""
+    """A call that one rank makes late; returns the workers that this rank waited for, and the seconds."""
     timeline = Timeline(MonotonicClock())
     ranks = RankCollectives(timeline, f"trainer-{dist.get_rank()}")
     await ranks.call(dist.barrier, "the names of all ranks")
@@ -168,35 +168,35 @@ Case = tuple[int, Any, str, Callable[..., Any], Callable[[Path], Awaitable[str]]
 CASES: dict[str, Case] = {
     "keeping the model": (0, checkpoints, "keep_model", slowly(checkpoints.keep_model), saves),
     "writing the state": (0, torch_trainer, "write_tensors", slowly(write_tensors), saves),
-    "writing shards": (0, Writing, "write_data", slowly(Writing.write_data), saves_shards),
-    "reading shards": (0, Reading, "read_data", slowly(Reading.read_data), saves_shards),
+    "writing shards": (0, StorageWriter, "write_data", slowly(StorageWriter.write_data), saves_shards),
+    "reading shards": (0, StorageReader, "read_data", slowly(StorageReader.read_data), saves_shards),
     "completing": (0, checkpoints, "load_tokenizer", slowly(load_tokenizer), saves),
     "removing": (0, checkpoints, "checkpoint_steps", slowly(checkpoint_steps), saves),
     "stopped while saving": (0, checkpoints, "keep_model", stopping, saves),
-    "stopped while writing shards": (0, Writing, "write_data", stopping, saves_shards),
+    "stopped while writing shards": (0, StorageWriter, "write_data", stopping, saves_shards),
     "reading the model": (0, sharding, "load_model", slowly(load_model), trains),
     "waiting for samples": (0, trainer, "to_training_batch", sample, lambda at: trains(at, 2 * RANKS_S)),
     "hanging in lock step": (1, trainer, "to_training_batch", hanging, trains),
     "late for a call": (1, trainer, "to_training_batch", slowly(sample), waits),
     "exporting": (0, sharding, "export", slowly(sharding.export), exports),
 }
-"""By name: the rank that is slow, what of it becomes what, and what both do."""
+"""By name: the slow rank, the owner and name of the replaced function, its replacement, and the work of both."""
 
 
-async def rank_of(case: str, run_dir: Path, rank: int) -> None:
+async def run_rank(case: str, run_dir: Path, rank: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", STORE_VARIABLE: str(run_dir / "store")}
     init_ranks(choose("cpu", 0), RANKS_S)
     trainer.to_training_batch = sample  # type: ignore[assignment]
-    slow, owner, name, changed, work = CASES[case]
+    slow, owner, name, replacement, work = CASES[case]
     if rank == slow:
-        setattr(owner, name, changed)
+        setattr(owner, name, replacement)
     begin_s = time.monotonic()
     try:
-        said = await work(run_dir)
+        result = await work(run_dir)
     except WaitExpired as expired:
-        said = str(expired)
-    # At once: others write there, too.
-    os.write(sys.stdout.fileno(), json.dumps([case, rank, said, time.monotonic() - begin_s]).encode() + b"\n")
+        result = str(expired)
+    # In one write: other processes write there too.
+    os.write(sys.stdout.fileno(), json.dumps([case, rank, result, time.monotonic() - begin_s]).encode() + b"\n")
     os._exit(0)
 
 
@@ -204,7 +204,7 @@ def fork(case: str, run_dir: Path, rank: int) -> int:
     pid = os.fork()
     if pid == 0:
         die_with_parent()
-        asyncio.run(rank_of(case, run_dir, rank))
+        asyncio.run(run_rank(case, run_dir, rank))
     return pid
 
 

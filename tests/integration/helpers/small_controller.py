@@ -26,8 +26,8 @@ FLOW = Dataflow(
     "train",
     token_columns=("response",),
 )
-REGROUP_S = 4.0
-RETURN_S = 20.0
+REJOIN_TIMEOUT_S = 4.0
+RECONNECT_TIMEOUT_S = 20.0
 
 
 async def serve(run_dir: Path, address: str) -> None:
@@ -36,8 +36,8 @@ async def serve(run_dir: Path, address: str) -> None:
         steps=3,
         groups_per_step=1,
         completing_roles=("trainer",),
-        rejoin_timeout_s=REGROUP_S,
-        reconnect_timeout_s=RETURN_S,
+        rejoin_timeout_s=REJOIN_TIMEOUT_S,
+        reconnect_timeout_s=RECONNECT_TIMEOUT_S,
         worker_timeout_s=30.0,
     )
     ledger = Ledger(run_dir / "ledger.sqlite")

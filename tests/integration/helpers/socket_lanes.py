@@ -1,4 +1,4 @@
-"""Lanes between accelerators on a machine without any: their channel, over a group that is a socket."""
+"""Accelerator lanes on a machine without accelerators: the device channel over a socket as process group."""
 
 import socket
 from collections.abc import Callable
@@ -12,26 +12,26 @@ from flowrt.transport.lanes.device import DeviceChannel
 class SocketTransport:
     """The sender listens, and sends its port through the rendezvous store."""
 
-    def open(self, store: SignalStore, sending: bool, pace: TransferRateLimit) -> DeviceChannel:
+    def open(self, store: SignalStore, sending: bool, rate_limit: TransferRateLimit) -> DeviceChannel:
         if sending:
             with socket.create_server(("127.0.0.1", 0)) as server:
-                server.settimeout(pace.deadline_s)
+                server.settimeout(rate_limit.deadline_s)
                 store.set("port", str(server.getsockname()[1]))
                 connection, _ = server.accept()
         else:
             port = int(store.get("port"))
-            connection = socket.create_connection(("127.0.0.1", port), pace.deadline_s)
+            connection = socket.create_connection(("127.0.0.1", port), rate_limit.deadline_s)
         return DeviceChannel(
             group=SocketGroup(connection),
             abort=connection.close,
             store=store,
             device=torch.device("cpu"),
-            rate_limit=pace,
+            rate_limit=rate_limit,
         )
 
 
 class SocketGroup:
-    """The part of a two-rank group that a channel uses. It moves bytes only when the state of a work is read."""
+    """The part of a two-rank group that a channel uses. It transfers bytes only when a work is polled."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -45,7 +45,7 @@ class SocketGroup:
 
 
 class SocketWork:
-    """As works of nccl and hccl: also completed when it has failed."""
+    """Like the works of nccl and hccl: also completed after a failure."""
 
     def __init__(self, move: Callable[[memoryview], int], tensor: torch.Tensor) -> None:
         self._move = move

@@ -30,9 +30,9 @@ from flowrt.roles.algorithm import algorithm
 Group = dict[str, Any]
 
 
-def groups_of(cut: list[Any], rewards_N: Tensor, groups_N: Tensor) -> Groups:
+def groups_of(micro_batch: list[Any], rewards_N: Tensor, groups_N: Tensor) -> Groups:
     """The groups of a micro-batch."""
-    lengths = [len(tokens) for group in cut for tokens in group["responses"]]
+    lengths = [len(tokens) for group in micro_batch for tokens in group["responses"]]
     return Groups(
         rewards_N=rewards_N,
         group_N=groups_N,
@@ -59,15 +59,15 @@ def generate(policy: Any, tokenizer: Any, config: RunConfig, prompt: torch.Tenso
 
 def micro_batches(groups: list[Group], budget: int) -> list[list[Group]]:
     """Groups in order, cut as soon as a micro-batch holds ``budget`` tokens."""
-    cuts: list[list[Group]] = [[]]
+    batches: list[list[Group]] = [[]]
     tokens = 0
     for group in groups:
         if tokens >= budget:
-            cuts.append([])
+            batches.append([])
             tokens = 0
-        cuts[-1].append(group)
+        batches[-1].append(group)
         tokens += sum(len(group["prompt"]) + len(response) for response in group["responses"])
-    return cuts
+    return batches
 
 
 def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
@@ -84,31 +84,33 @@ def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
         groups = []
         for index in order[step * config.prompts_per_step : (step + 1) * config.prompts_per_step]:
             prompt = torch.tensor(tokenizer(problems[index].prompt)["input_ids"], dtype=torch.int32)
-            made = [generate(policy, tokenizer, config, prompt, index, m) for m in range(config.group_size)]
+            generated = [generate(policy, tokenizer, config, prompt, index, m) for m in range(config.group_size)]
             rewards = []
-            for response in made:
+            for response in generated:
                 ids = response.tokens.tolist()
                 text = "" if response.truncated else tokenizer.decode(ids, skip_special_tokens=True)
                 rewards.append(task_of(config).reward(text, problems[index].answer))
-            tokens = [response.tokens for response in made]
-            scored = score(reference, [prompt] * len(made), tokens, config.rollout.temperature, 1)
-            logprobs = [response.logprobs for response in made]
+            tokens = [response.tokens for response in generated]
+            scored = score(reference, [prompt] * len(generated), tokens, config.rollout.temperature, 1)
+            logprobs = [response.logprobs for response in generated]
             groups.append(
                 {"prompt": prompt, "responses": tokens, "logprobs": logprobs, "scored": scored, "rewards": rewards}
             )
         policy.train()
         trained = 0
-        for cut in micro_batches(groups, config.trainer.micro_batch_tokens):
-            rewards_N = torch.tensor([reward for group in cut for reward in group["rewards"]])
-            groups_N = torch.tensor([number for number, group in enumerate(cut, trained) for _ in group["rewards"]])
-            trained += len(cut)
+        for micro_batch in micro_batches(groups, config.trainer.micro_batch_tokens):
+            rewards_N = torch.tensor([reward for group in micro_batch for reward in group["rewards"]])
+            groups_N = torch.tensor(
+                [number for number, group in enumerate(micro_batch, trained) for _ in group["rewards"]]
+            )
+            trained += len(micro_batch)
             trainer.accumulate(
                 TrainingBatch(
-                    prompts=[group["prompt"] for group in cut for _ in group["responses"]],
-                    responses=[tokens for group in cut for tokens in group["responses"]],
-                    rollout_logprobs=[one for group in cut for one in group["logprobs"]],
-                    reference_logprobs=[one for group in cut for one in group["scored"]],
-                    advantages_N=GroupAdvantages()(groups_of(cut, rewards_N, groups_N)).advantages_N,
+                    prompts=[group["prompt"] for group in micro_batch for _ in group["responses"]],
+                    responses=[tokens for group in micro_batch for tokens in group["responses"]],
+                    rollout_logprobs=[one for group in micro_batch for one in group["logprobs"]],
+                    reference_logprobs=[one for group in micro_batch for one in group["scored"]],
+                    advantages_N=GroupAdvantages()(groups_of(micro_batch, rewards_N, groups_N)).advantages_N,
                     weights_N=torch.ones(len(rewards_N)),
                     groups_N=groups_N,
                 )
@@ -118,7 +120,7 @@ def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    # In a process of its own: the thread settings of whoever calls must not reach the arithmetic.
+    # In a separate process: the thread settings of the caller must not affect the arithmetic.
     run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = from_toml((run_dir / "config.toml").read_text())
     torch.save(sync_loop(config, model_dir(config)), out)

@@ -1,4 +1,4 @@
-"""A process of the tests of weights: it publishes or receives versions; its transfers can be held or damaged."""
+"""A process of the weight transfer tests: publishes or receives versions; transfers can be held or corrupted."""
 
 import asyncio
 import gc
@@ -41,7 +41,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def tensor_bytes() -> int:
-    """All memory of this process that some tensor still needs."""
+    """Memory of this process that tensors still reference."""
     found = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
@@ -85,7 +85,7 @@ class Wire:
 
 
 class Peer:
-    """The orders that the process carries out."""
+    """The commands that the process executes."""
 
     async def join(self, address: str, name: str, deadline_s: float, sizes: dict[str, int], receives: bool) -> None:
         self.session = await connect(address, name, "rollout" if receives else "trainer", JOIN_S)
@@ -125,23 +125,23 @@ class Peer:
 
     async def _receive(self, model: str) -> None:
         """Use every version that arrives, and record it."""
-        mine = {name: torch.zeros_like(tensor) for name, tensor in content(model, 0, self.sizes[model]).items()}
+        weights = {name: torch.zeros_like(tensor) for name, tensor in content(model, 0, self.sizes[model]).items()}
         while True:
             staged = await self.session.params.wait_staged(model)
-            staged.snapshot.restore(mine)
-            self.used.append((staged.model, staged.snapshot.version, digest(mine.values())))
+            staged.snapshot.restore(weights)
+            self.used.append((staged.model, staged.snapshot.version, digest(weights.values())))
             self.session.params.applied(model, staged.snapshot.version)
 
 
-def live(pipe: Connection) -> None:
-    """Carry out orders until the parent has ended."""
+def run_peer(pipe: Connection) -> None:
+    """Execute commands until the parent has ended."""
     die_with_parent()
     torch.set_num_threads(1)
-    run_loop(_obey(Peer(), pipe))
+    run_loop(_follow_commands(Peer(), pipe))
     os._exit(0)
 
 
-async def _obey(peer: Peer, pipe: Connection) -> None:
+async def _follow_commands(peer: Peer, pipe: Connection) -> None:
     while (message := await asyncio.to_thread(pipe.recv)) is not None:
-        order, values = message
-        pipe.send(await getattr(peer, order)(**values))
+        command, values = message
+        pipe.send(await getattr(peer, command)(**values))

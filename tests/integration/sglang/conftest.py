@@ -1,4 +1,4 @@
-"""A real SGLang server, where scripts/install_sglang has put one, and a model that makes long answers."""
+"""A real SGLang server, if scripts/install_sglang has installed one, and a model with long responses."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ VOCABULARY = 320
 TEMPERATURE = 0.7
 ROWS, LONG, SHORT = 8, 200, 6
 START_S = 900.0
-"""SGLang starts in half a minute on two idle cores, and its three processes import a great deal when they are not."""
+"""SGLang starts in half a minute on two idle cores, and takes far longer on a loaded machine."""
 
 
 def build(seed: int) -> Any:
-    """A model of random weights: it ends an answer about once in so many tokens as there are in its vocabulary."""
+    """A model of random weights: one token in VOCABULARY is the end of the response."""
     return build_model(
         vocab_size=VOCABULARY, hidden_size=64, layers=2, heads=2, intermediate_size=128, max_length=512, seed=seed
     ).eval()
@@ -43,20 +43,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def owned(checkpoint: Path) -> Iterator[SglangRollout]:
-    """An engine with a server of its own; the others of the module use that, too."""
+    """An engine with its own server, which the other engines of the module share."""
     with _owner(checkpoint) as engine:
         yield engine
 
 
 @pytest.fixture
 def owned_by_parts(checkpoint: Path) -> Iterator[SglangRollout]:
-    """Another one, whose server is given new weights part by part."""
+    """Another engine with its own server, which receives new weights in parts."""
     with _owner(checkpoint, weights="tensor") as engine:
         yield engine
 
 
 @contextmanager
-def _owner(checkpoint: Path, **more: Any) -> Iterator[SglangRollout]:
+def _owner(checkpoint: Path, **server_options: Any) -> Iterator[SglangRollout]:
     options = SglangOptions(
         python=str(PYTHON),
         device="cpu",
@@ -64,7 +64,7 @@ def _owner(checkpoint: Path, **more: Any) -> Iterator[SglangRollout]:
         arguments="--max-total-tokens 8192",
         max_server_restarts=3,
         start_s=START_S,
-        **more,
+        **server_options,
     )
     engine = _engine(options, checkpoint, LONG)
     try:
@@ -75,14 +75,14 @@ def _owner(checkpoint: Path, **more: Any) -> Iterator[SglangRollout]:
 
 
 @pytest.fixture
-def beside(
+def make_sharing_engine(
     owned: SglangRollout, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., SglangRollout]]:
-    """Engines on the server of ``owned``, for which they have the key; each begins by giving it version 0 again."""
+    """Creates engines that share the server of ``owned``, with its key; each starts by sending version 0 again."""
     monkeypatch.setenv("SGLANG_API_KEY", owned.server_key)
     engines: list[SglangRollout] = []
 
-    def make(
+    def create(
         tokens: int = LONG,
         *,
         truncation: Truncation | None = None,
@@ -95,7 +95,7 @@ def beside(
         engine.start()
         return engine
 
-    yield make
+    yield create
     for engine in engines:
         engine.close()
 
@@ -130,7 +130,7 @@ def prompts(count: int = ROWS, *, greedy: bool = False) -> list[Prompt]:
 
 
 def drain(engine: SglangRollout) -> list[Response]:
-    """All that runs, in the order of the prompts."""
+    """All responses, in the order of the prompts."""
     done: list[Response] = []
     while engine.running:
         done += engine.run(threading.Event())

@@ -1,4 +1,4 @@
-"""The stand-in in a process of its own, and engines that speak with it."""
+"""Fixtures: the stand-in in its own process, and engines that use it."""
 
 import json
 import subprocess
@@ -23,52 +23,52 @@ from tests.integration.conftest import wait_until
 
 STANDIN = Path(__file__).with_name("standin.py")
 TOKENS = 40
-DEADLINE_S = 60.0  # engines and stand-ins import torch, which takes long on a busy machine
+DEADLINE_S = 60.0  # engines and stand-ins take long to import on a loaded machine
 
 
-class Play:
-    """One stand-in on its own, and engines that are given its address."""
+class StandinProcess:
+    """A running stand-in process."""
 
-    def __init__(self, release: str, device: str, about: dict[str, int]) -> None:
+    def __init__(self, release: str, device: str, info: dict[str, int]) -> None:
         self.port = free_port()
-        words = [str(self.port), release, device, json.dumps(about)]
-        self.process = subprocess.Popen([sys.executable, str(STANDIN), *words])
+        arguments = [str(self.port), release, device, json.dumps(info)]
+        self.process = subprocess.Popen([sys.executable, str(STANDIN), *arguments])
         wait_until(self._answers, DEADLINE_S, lambda: f"the stand-in at {self.port} does not answer")
 
     def _answers(self) -> bool:
         try:
-            return bool(self.ask("/health"))
+            return bool(self.request("/health"))
         except OSError:
             return False
 
-    def ask(self, route: str, body: dict[str, Any] | None = None) -> Any:
+    def request(self, route: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
+        message = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{route}", data, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            return json.loads(answer.read())
+        with urllib.request.urlopen(message, timeout=DEADLINE_S) as response:
+            return json.loads(response.read())
 
 
 @pytest.fixture
-def play() -> Iterator[Callable[..., Play]]:
-    plays: list[Play] = []
+def start_standin() -> Iterator[Callable[..., StandinProcess]]:
+    standins: list[StandinProcess] = []
 
-    def start(release: str, device: str = "none", **about: int) -> Play:
-        plays.append(Play(release, device, about))
-        return plays[-1]
+    def start(release: str, device: str = "none", **info: int) -> StandinProcess:
+        standins.append(StandinProcess(release, device, info))
+        return standins[-1]
 
     yield start
-    for one in plays:
+    for one in standins:
         one.process.kill()
         one.process.wait(DEADLINE_S)
 
 
 @pytest.fixture
-def engine_of(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., SglangRollout]]:
+def make_engine(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., SglangRollout]]:
     engines: list[SglangRollout] = []
 
-    def make(*, begin: bool = True, **options: Any) -> SglangRollout:
+    def create(*, start: bool = True, **options: Any) -> SglangRollout:
         engine = SglangRollout(
             SglangOptions(**{"start_s": DEADLINE_S, "update_s": DEADLINE_S, "max_server_restarts": 1, **options}),
             checkpoint,
@@ -80,18 +80,18 @@ def engine_of(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Sglang
             log_path=tmp_path / "server.log",
         )
         engines.append(engine)
-        if begin:
+        if start:
             engine.start()
         return engine
 
-    yield make
+    yield create
     for engine in engines:
         engine.close()
 
 
 @pytest.fixture
-def in_place(tmp_path: Path) -> Callable[[str], Path]:
-    """A command that is started in place of SGLang's Python."""
+def fake_python(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a script with this command that is started in place of SGLang's Python."""
 
     def write(command: str) -> Path:
         python = tmp_path / "python"
@@ -117,15 +117,17 @@ def snapshot(model: Path, version: int) -> Snapshot:
     return Snapshot.take(version, named_parameters(load_model(model)))
 
 
-def is_whole(response: Response) -> bool:
-    """The stand-in's tokens are the versions that made them: spans and tokens must tell the same story."""
-    told = [version for version, count in _pairs(response.spans) for _ in range(count)]
-    return told == response.tokens.tolist() and len(told) == len(response.logprobs) == TOKENS
+def is_complete(response: Response) -> bool:
+    """The stand-in's tokens are the versions that generated them: spans and tokens must agree."""
+    versions = [version for version, count in _version_counts(response.spans) for _ in range(count)]
+    return versions == response.tokens.tolist() and len(versions) == len(response.logprobs) == TOKENS
 
 
-def _pairs(spans: tuple[int, ...]) -> list[tuple[int, int]]:
+def _version_counts(spans: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(spans[::2], spans[1::2], strict=True))
 
 
-def until_some_are_generated(one: Play) -> None:
-    wait_until(lambda: one.ask("/asked").count("/generate") >= 4, DEADLINE_S, lambda: "no sequence was begun")
+def wait_for_generation(standin: StandinProcess) -> None:
+    wait_until(
+        lambda: standin.request("/routes").count("/generate") >= 4, DEADLINE_S, lambda: "no sequence was started"
+    )

@@ -1,8 +1,8 @@
-"""Stands in for an SGLang server where none is installed: a process that keeps to the protocol and its traps.
+"""Stand-in for an SGLang server where none is installed: a process with the same protocol and its pitfalls.
 
-It takes only what the release that it plays takes, generates the version of its weights over and over, and can be told
-to die or to fail at some request. ``python standin.py PORT RELEASE [DEVICE [ABOUT]]`` (or in place of SGLang's Python);
-ABOUT is JSON that joins what it says of itself.
+It accepts the requests of one release, generates the version of its weights as every token, and can be configured to
+exit or fail at a request. ``python standin.py PORT RELEASE [DEVICE [INFO]]`` (or in place of SGLang's Python); INFO is
+JSON that is added to its server info.
 """
 
 import asyncio
@@ -25,37 +25,37 @@ class Standin:
     """One server's state."""
 
     def __init__(
-        self, release: str, wreck: str = "", device: str = "none", about: str = "{}", *, key: str = ""
+        self, release: str, crash_route: str = "", device: str = "none", info: str = "{}", *, key: str = ""
     ) -> None:
         self.key = key
-        self.takes = RELEASES[release]
+        self.accepted = RELEASES[release]
         self.release = release
-        self.wreck = wreck  # route: the process kills itself when it is asked for this
-        self.about = {"version": release, "tp_size": 1, "device": device, "dtype": "float32"} | json.loads(about)
+        self.crash_route = crash_route  # route: a request for it kills the process
+        self.info = {"version": release, "tp_size": 1, "device": device, "dtype": "float32"} | json.loads(info)
         self.version = "0"
         self.session = False
         self.paused = ""
-        self.cut = 0
-        self.fail_next = ""  # route: the next request for it is refused
-        self.status = 400  # 0: it is never answered
-        self.asked: list[str] = []
-        self.said: list[tuple[str, Any]] = []
+        self.aborts = 0
+        self.fail_next = ""  # route: the next request for it fails
+        self.status = 400  # of the failing request; 0: no response
+        self.routes: list[str] = []
+        self.bodies: list[tuple[str, Any]] = []
         self.loaded: dict[str, list[int]] = {}
-        self.changed = asyncio.Event()
+        self.state_changed = asyncio.Event()
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.Response:
         route = request.path
         if self.key and route != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        self.asked.append(route)
+        self.routes.append(route)
         body = await request.json() if request.can_read_body else {}
-        if route in ("/health", "/server_info", "/asked", "/said", "/loaded", "/fail_next"):
-            return self.tell(route, body)
-        self.said.append((route, {name: one for name, one in body.items() if isinstance(one, str | bool)}))
-        wrong = self.wrong(route, body)
-        if wrong:
-            return web.json_response({"success": False, "message": wrong}, status=400)
-        if route == self.wreck:
+        if route in ("/health", "/server_info", "/routes", "/bodies", "/loaded", "/fail_next"):
+            return self.report(route, body)
+        self.bodies.append((route, {name: one for name, one in body.items() if isinstance(one, str | bool)}))
+        refusal = self.refusal(route, body)
+        if refusal:
+            return web.json_response({"success": False, "message": refusal}, status=400)
+        if route == self.crash_route:
             os.kill(os.getpid(), signal.SIGKILL)
         if route == self.fail_next:
             self.fail_next = ""
@@ -64,68 +64,68 @@ class Standin:
             return web.json_response({"success": False, "message": f"{route} was told to fail"}, status=self.status)
         if route == "/generate":
             return await self.generate(body)
-        self.change(route, body)
+        self.apply(route, body)
         return web.json_response({"success": True, "message": "done"})
 
-    def tell(self, route: str, body: Any) -> web.Response:
+    def report(self, route: str, body: Any) -> web.Response:
         if route == "/fail_next":
             self.fail_next, self.status = body["route"], body.get("status", 400)
-        if route == "/asked":
-            return web.json_response(self.asked)
-        if route == "/said":
-            return web.json_response(self.said)
+        if route == "/routes":
+            return web.json_response(self.routes)
+        if route == "/bodies":
+            return web.json_response(self.bodies)
         if route == "/loaded":
             return web.json_response(self.loaded)
-        return web.json_response(self.about)
+        return web.json_response(self.info)
 
-    def wrong(self, route: str, body: dict[str, Any]) -> str:
-        """Why this release does not take the request."""
-        if route not in self.takes["routes"]:
+    def refusal(self, route: str, body: dict[str, Any]) -> str:
+        """Why this release refuses the request; empty if it accepts it."""
+        if route not in self.accepted["routes"]:
             return f"{self.release} has no {route}"
-        fields = self.takes["routes"][route]
+        fields = self.accepted["routes"][route]
         if not set(fields["required"]) <= set(body) <= {*fields["required"], *fields["optional"]}:
             return f"{route} has fields {sorted(body)}"
-        if not set(body.get("sampling_params", {})) <= set(self.takes["sampling_params"]):
+        if not set(body.get("sampling_params", {})) <= set(self.accepted["sampling_params"]):
             return f"sampling_params has fields {sorted(body['sampling_params'])}"
         if route == "/begin_weight_update" and self.session:
             return "a weight-update session is already open; call end_weight_update() first"
         if route == "/end_weight_update" and not self.session:
             return "no weight-update session is open; call begin_weight_update() first"
-        parts = route in ("/update_weights_from_tensor", "/update_weights_from_distributed")
+        partial = route in ("/update_weights_from_tensor", "/update_weights_from_distributed")
         if route == "/update_weights_from_disk":
             return self.unreadable(Path(body["model_path"]))
-        if parts and self.session != ("/begin_weight_update" in self.takes["routes"]):
+        if partial and self.session != ("/begin_weight_update" in self.accepted["routes"]):
             return f"{route} must run between begin_weight_update() and end_weight_update()"
         return ""
 
     def unreadable(self, directory: Path) -> str:
-        """Why the weights in a directory cannot be read from another process, as the server would."""
+        """Load the weights in a directory, as the server would. Returns the error; empty if there is none."""
         try:
             self.loaded = {name: list(one.shape) for name, one in load_file(directory / "model.safetensors").items()}
         except (OSError, SafetensorError) as error:
             return f"{directory} cannot be read: {error}"
         return ""
 
-    def change(self, route: str, body: dict[str, Any]) -> None:
+    def apply(self, route: str, body: dict[str, Any]) -> None:
         if route == "/pause_generation":
             self.paused = body["mode"]
-            self.cut += self.paused == "abort"
+            self.aborts += self.paused == "abort"
         elif route == "/continue_generation":
             self.paused = ""
         elif route in ("/begin_weight_update", "/end_weight_update"):
             self.session = route == "/begin_weight_update"
         self.version = body.get("weight_version", self.version)
-        self.changed.set()
-        self.changed.clear()
+        self.state_changed.set()
+        self.state_changed.clear()
 
     async def generate(self, body: dict[str, Any]) -> web.Response:
-        cut = self.cut
+        aborts = self.aborts
         tokens: list[int] = []
         spans: list[dict[str, Any]] = []
         count = body["sampling_params"]["max_new_tokens"]
-        while len(tokens) < count and cut == self.cut:
+        while len(tokens) < count and aborts == self.aborts:
             if self.paused:
-                await self.changed.wait()
+                await self.state_changed.wait()
                 continue
             tokens.append(int(self.version))
             if not spans or spans[-1]["version"] != self.version:
@@ -134,24 +134,24 @@ class Standin:
             await asyncio.sleep(TOKEN_S)
         finish = {"type": "length"} if len(tokens) == count else {"type": "abort", "message": "cut by a pause"}
         meta: dict[str, Any] = {"finish_reason": finish, "output_token_logprobs": [[-1.0, one, None] for one in tokens]}
-        if self.takes["token_versions"]:
+        if self.accepted["token_versions"]:
             meta["weight_versions"] = spans
         return web.json_response({"output_ids": tokens, "meta_info": meta})
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    says: list[str] = []
+    info: list[str] = []
     if "--port" in arguments:  # started in place of SGLang's Python
         port = int(arguments[arguments.index("--port") + 1])
-        release, wreck = os.environ["STANDIN"].split(",")
+        release, crash_route = os.environ["STANDIN"].split(",")
         named, _, key = Path(arguments[arguments.index("--config") + 1]).read_text().strip().partition(": ")
         assert named == "api-key"
     else:
-        port, release, wreck, key = int(arguments[0]), arguments[1], "", os.environ.get("STANDIN_KEY", "")
-        says = arguments[2:]
+        port, release, crash_route, key = int(arguments[0]), arguments[1], "", os.environ.get("STANDIN_KEY", "")
+        info = arguments[2:]
     app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{route:.*}", Standin(release, wreck, *says, key=key.strip("'")).answer)
+    app.router.add_route("*", "/{route:.*}", Standin(release, crash_route, *info, key=key.strip("'")).handle)
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 

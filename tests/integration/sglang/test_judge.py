@@ -1,4 +1,4 @@
-"""A real SGLang server as the judge of a run: killed while it judges, and not asked again about what it has judged."""
+"""A real SGLang server as a judge: it is killed while it judges, and cached scores are not requested again."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 RESPONSES = [str(number) for number in range(100, 124)]
 KEY = "the-key-of-the-judge"
-LOOK_S = 0.5
+POLL_S = 0.5
 ROW = b'{"answer": "1"}'
 
 
@@ -71,7 +71,7 @@ class Judge:
                 assert self._process is not None
                 assert self._process.poll() is None, self._log.read_text()[-3000:]
                 assert monotonic() < end_s, f"no answer after {START_S:.0f} s: {self._log.read_text()[-3000:]}"
-                await asyncio.sleep(LOOK_S)  # what is waited for is in another process
+                await asyncio.sleep(POLL_S)  # the server is another process
             else:
                 return
 
@@ -94,20 +94,25 @@ def judge(tmp_path: Path) -> Iterator[Judge]:
     server.kill()
 
 
-async def test_a_judge_that_is_killed_loses_no_reward_and_is_not_asked_twice(
+async def test_a_killed_judge_loses_no_reward_and_scores_are_not_requested_twice(
     judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    asked = JudgeOptions(url=judge.url, model="judge", prompt="{response}", pattern=r"(\d)", max_tokens=100)
+    judge_options = JudgeOptions(url=judge.url, model="judge", prompt="{response}", pattern=r"(\d)", max_tokens=100)
     options = RewardOptions(
-        functions=("judge",), judge=asked, retries=100, timeout_s=START_S, concurrency=4, key_variable="JUDGE_KEY"
+        functions=("judge",),
+        judge=judge_options,
+        retries=100,
+        timeout_s=START_S,
+        concurrency=4,
+        key_variable="JUDGE_KEY",
     )
     await judge.ready()
     scorer = RewardScorer(options, cache=tmp_path / "judge.sqlite")
     scoring = [asyncio.ensure_future(scorer.outcomes(response, ROW)) for response in RESPONSES]
     await asyncio.wait(scoring, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
     judge.kill()
-    assert not all(one.done() for one in scoring), "some are still to be judged"
+    assert not all(one.done() for one in scoring), "some responses are not judged yet"
     judge.start()
     first = [one for [one] in await asyncio.wait_for(asyncio.gather(*scoring), START_S)]
     await scorer.close()

@@ -1,4 +1,4 @@
-"""A server that the engine starts itself: it dies, it hangs, it cannot start, its worker dies."""
+"""A server that is started by the engine: it exits, hangs, cannot start, or its worker dies."""
 
 import os
 import signal
@@ -18,21 +18,36 @@ from flowrt.engines.sglang.server_process import KeyFile
 from flowrt.errors import EngineError
 from tests.integration.conftest import wait_until
 
-from .playing import DEADLINE_S, STANDIN, TOKENS, drain, engine_of, in_place, is_whole, play, prompts, snapshot
+from .playing import (
+    DEADLINE_S,
+    STANDIN,
+    TOKENS,
+    drain,
+    fake_python,
+    is_complete,
+    make_engine,
+    prompts,
+    snapshot,
+    start_standin,
+)
 
-__all__ = ["engine_of", "in_place", "play"]  # fixtures
+__all__ = ["fake_python", "make_engine", "start_standin"]  # fixtures
 
 
-@pytest.mark.parametrize("wreck", ["/generate", "/update_weights_from_disk"])
-def test_own_server_that_dies_is_restarted(
-    wreck: str, engine_of: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, in_place: Any
+@pytest.mark.parametrize("crash_route", ["/generate", "/update_weights_from_disk"])
+def test_own_server_that_exits_is_restarted_up_to_the_limit(
+    crash_route: str,
+    make_engine: Callable[..., Any],
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fake_python: Any,
 ) -> None:
-    """It dies at that request each time: once more than allowed is the end, and says so."""
-    python = in_place(f'exec {sys.executable} {STANDIN} "$@"')
-    monkeypatch.setenv("STANDIN", f"0.5.21,{wreck}")
-    engine = engine_of(python=str(python))
+    """It exits at each such request; the error names the limit of restarts."""
+    python = fake_python(f'exec {sys.executable} {STANDIN} "$@"')
+    monkeypatch.setenv("STANDIN", f"0.5.21,{crash_route}")
+    engine = make_engine(python=str(python))
     first = engine.server_pid
-    if wreck == "/generate":
+    if crash_route == "/generate":
         engine.add(prompts(2))
         with pytest.raises(EngineError, match=r"restarts \(1\)"):
             drain(engine)
@@ -43,10 +58,10 @@ def test_own_server_that_dies_is_restarted(
 
 
 def test_own_server_that_hangs_is_replaced_without_loss(
-    engine_of: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, in_place: Callable[..., Path]
+    make_engine: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fake_python: Callable[..., Path]
 ) -> None:
     monkeypatch.setenv("STANDIN", "0.5.21,")
-    engine = engine_of(python=str(in_place(f'exec {sys.executable} {STANDIN} "$@"')), request_s=2.0)
+    engine = make_engine(python=str(fake_python(f'exec {sys.executable} {STANDIN} "$@"')), request_s=2.0)
     engine.swap(snapshot(checkpoint, 1))
     engine.add(prompts(4))
     first = engine.server_pid
@@ -54,12 +69,12 @@ def test_own_server_that_hangs_is_replaced_without_loss(
     done = drain(engine)
     assert engine.server_pid != first
     assert len(done) == 4
-    assert all(is_whole(response) and response.spans == (1, TOKENS) for response in done.values())
+    assert all(is_complete(response) and response.spans == (1, TOKENS) for response in done.values())
 
 
-def test_waiting_call_returns_when_the_engine_is_closed(engine_of: Callable[..., Any], in_place: Any) -> None:
-    """A worker may be told to stop while its server starts; a thread that waited on would keep its process."""
-    engine = engine_of(begin=False, python=str(in_place("exec sleep 600")))
+def test_waiting_call_returns_when_the_engine_is_closed(make_engine: Callable[..., Any], fake_python: Any) -> None:
+    """A worker may be stopped while its server starts; a thread that kept waiting would keep the process alive."""
+    engine = make_engine(start=False, python=str(fake_python("exec sleep 600")))
     ended: list[str] = []
 
     def start() -> None:
@@ -77,9 +92,9 @@ def test_waiting_call_returns_when_the_engine_is_closed(engine_of: Callable[...,
     assert not Path(f"/proc/{server}").exists()
 
 
-def test_own_server_dies_with_its_worker(tmp_path: Path, in_place: Callable[[str], Path]) -> None:
-    """Whoever started it is killed, and cannot take anything along."""
-    python = in_place("exec sleep 600")
+def test_own_server_dies_with_its_worker(tmp_path: Path, fake_python: Callable[[str], Path]) -> None:
+    """The worker is killed by SIGKILL and cannot clean up."""
+    python = fake_python("exec sleep 600")
     code = (
         "import sys, time; from pathlib import Path\n"
         "from flowrt.engines.options import SglangOptions\n"
@@ -94,71 +109,71 @@ def test_own_server_dies_with_its_worker(tmp_path: Path, in_place: Callable[[str
     worker.kill()
     worker.wait(DEADLINE_S)
     worker.stdout.close()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE_S, lambda: f"the server {pid} lives on")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE_S, lambda: f"the server {pid} still runs")
 
 
 def test_server_environment_has_no_rank_variables_or_keys(
-    engine_of: Callable[..., Any], in_place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., Any], fake_python: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would take itself for a rank of its worker's torchrun; and keys are nobody else's."""
-    ours = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"]
-    ours += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH"]
-    ours += ["FLOWRT_RANKS_STORE", "FLOWRT_KEYS"]
-    for name in [*ours, "CUDA_VISIBLE_DEVICES"]:
+    """With these variables it would join the ranks of its worker's torchrun; keys are private to the worker."""
+    private = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"]
+    private += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH"]
+    private += ["FLOWRT_RANKS_STORE", "FLOWRT_KEYS"]
+    for name in [*private, "CUDA_VISIBLE_DEVICES"]:
         monkeypatch.setenv(name, "0")
     with pytest.raises(EngineError, match="ended before it was ready"):
-        engine_of(python=str(in_place(f"env > {tmp_path / 'seen'}")))
+        make_engine(python=str(fake_python(f"env > {tmp_path / 'seen'}")))
     seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
-    assert not seen & set(ours)
+    assert not seen & set(private)
     assert {"CUDA_VISIBLE_DEVICES", "PATH", "HF_HUB_OFFLINE"} <= seen
 
 
 def test_own_server_refuses_other_clients(
-    engine_of: Callable[..., Any], in_place: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_engine: Callable[..., Any], fake_python: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The key is neither in its list of arguments nor, once it is up, in a file."""
     monkeypatch.setenv("STANDIN", "0.5.21,")
-    engine = engine_of(python=str(in_place(f'exec {sys.executable} {STANDIN} "$@"')))
+    engine = make_engine(python=str(fake_python(f'exec {sys.executable} {STANDIN} "$@"')))
     engine.add(prompts(1))
     assert len(drain(engine)) == 1
     for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer 0"}):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(urllib.request.Request(f"{engine.url}/server_info", headers=headers), timeout=9.0)
-    words = Path(f"/proc/{engine.server_pid}/cmdline").read_text().split("\0")
-    assert Path(words[words.index("--config") + 1]) == tmp_path / "server.yaml"
+    command_line = Path(f"/proc/{engine.server_pid}/cmdline").read_text().split("\0")
+    assert Path(command_line[command_line.index("--config") + 1]) == tmp_path / "server.yaml"
     assert not list(tmp_path.glob("*.yaml"))
 
 
 def test_key_of_an_external_server_comes_from_the_environment(
-    engine_of: Callable[..., Any], play: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., Any], start_standin: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STANDIN_KEY", "theirs")
-    url = f"http://127.0.0.1:{play('0.5.21').port}"
+    url = f"http://127.0.0.1:{start_standin('0.5.21').port}"
     with pytest.raises(EngineError, match="HTTP 401"):
-        engine_of(url=url)
+        make_engine(url=url)
     monkeypatch.setenv("SGLANG_API_KEY", "theirs")
-    engine = engine_of(url=url)
+    engine = make_engine(url=url)
     engine.add(prompts(1))
     assert len(drain(engine)) == 1
 
 
 def test_files_with_the_key_are_private(tmp_path: Path) -> None:
-    told = KeyFile(tmp_path / "server.log")
-    key, [_, path] = told.arguments(["--tp", "2"])
+    key_file = KeyFile(tmp_path / "server.log")
+    key, [_, path] = key_file.arguments(["--tp", "2"])
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    assert told.arguments([])[0] != key  # of the next server
+    assert key_file.arguments([])[0] != key  # each server has a new key
     for named in (["--api-key", "mine"], ["--config=mine.yaml"], ["--tokenizer-worker-num", "4"]):
-        assert told.arguments(named) == ("", [])
+        assert key_file.arguments(named) == ("", [])
 
 
-def test_key_that_cannot_be_written_is_an_error_with_the_reason(tmp_path: Path) -> None:
+def test_key_that_cannot_be_written_raises_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"key of an SGLang server cannot be written: .*No such file"):
         KeyFile(tmp_path / "gone" / "server.log").arguments([])
 
 
 def test_server_that_cannot_start_is_reported_with_the_end_of_its_log(
-    engine_of: Callable[..., Any], in_place: Any
+    make_engine: Callable[..., Any], fake_python: Any
 ) -> None:
-    python = in_place("echo no such model >&2\nexit 7")
+    python = fake_python("echo no such model >&2\nexit 7")
     with pytest.raises(EngineError, match=r"ended before it was ready.*exit code 7.*no such model"):
-        engine_of(python=str(python))
+        make_engine(python=str(python))

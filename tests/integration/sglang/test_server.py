@@ -1,4 +1,4 @@
-"""A real SGLang server on a CPU: what it generates, and weights that change under it."""
+"""A real SGLang server on a CPU: generation, and weights that are updated meanwhile."""
 
 import os
 import signal
@@ -42,9 +42,9 @@ def snapshot(version: int) -> Snapshot:
     return Snapshot.take(version, named_parameters(BY_VERSION[version]))
 
 
-def distances(asked: list[Prompt], response: Response) -> list[float]:
-    """For each span of an answer, how far its log-probabilities are from what its version's model gives them."""
-    prompt = asked[response.key].tokens
+def distances(sent: list[Prompt], response: Response) -> list[float]:
+    """For each span of a response, the largest difference of log-probabilities from those of its version's model."""
+    prompt = sent[response.key].tokens
     assert len(response.tokens) == len(response.logprobs) == sum(response.spans[1::2])
     found, begin = [], 0
     for version, count in zip(response.spans[::2], response.spans[1::2], strict=True):
@@ -55,46 +55,46 @@ def distances(asked: list[Prompt], response: Response) -> list[float]:
     return found
 
 
-def all_close(asked: list[Prompt], responses: list[Response]) -> bool:
-    return len(responses) == len(asked) and all(max(distances(asked, one)) < CLOSE for one in responses)
+def all_close(sent: list[Prompt], responses: list[Response]) -> bool:
+    return len(responses) == len(sent) and all(max(distances(sent, one)) < CLOSE for one in responses)
 
 
-def begin_and_wait_until_it_runs(engine: SglangRollout, asked: list[Prompt], short: SglangRollout) -> None:
-    """A short sequence that was sent later, and has ended, has run beside all of these."""
-    engine.add(asked)
+def add_and_wait_until_running(engine: SglangRollout, sent: list[Prompt], short: SglangRollout) -> None:
+    """Add prompts; they all run once a short sequence that was sent later has finished."""
+    engine.add(sent)
     short.add(prompts(1))
     assert len(drain(short)) == 1
-    assert engine.running == len(asked)
+    assert engine.running == len(sent)
 
 
 def test_log_probabilities_are_those_of_transformers(owned: SglangRollout) -> None:
-    asked = prompts()
-    owned.add(asked)
+    sent = prompts()
+    owned.add(sent)
     responses = drain(owned)
-    assert all_close(asked, responses)
+    assert all_close(sent, responses)
     assert all(one.spans[::2] == (0,) for one in responses)
     assert sum(len(one.tokens) for one in responses) > ROWS * SHORT
     ended = [one for one in responses if len(one.tokens) < LONG]
-    assert all(one.tokens[-1] == 1 for one in ended)  # the end token is part of the answer
+    assert all(one.tokens[-1] == 1 for one in ended)  # the end token is part of the response
     assert all(1 not in one.tokens[:-1] for one in responses)
 
 
 def test_greedy_sequences_take_the_likeliest_token(owned: SglangRollout) -> None:
-    asked = prompts(3, greedy=True)
-    owned.add(asked)
+    sent = prompts(3, greedy=True)
+    owned.add(sent)
     for one in drain(owned):
-        ids = torch.cat([asked[one.key].tokens, one.tokens]).long().unsqueeze(0)
+        ids = torch.cat([sent[one.key].tokens, one.tokens]).long().unsqueeze(0)
         with torch.inference_mode():
-            likeliest = BY_VERSION[0](ids).logits[0].argmax(-1)[len(asked[one.key].tokens) - 1 : -1]
+            likeliest = BY_VERSION[0](ids).logits[0].argmax(-1)[len(sent[one.key].tokens) - 1 : -1]
         assert torch.equal(likeliest, one.tokens.long())
 
 
 def test_each_finished_sequence_frees_one_row(owned: SglangRollout) -> None:
-    asked = prompts()
-    owned.add(asked)
+    sent = prompts()
+    owned.add(sent)
     assert owned.room == 0
     with pytest.raises(EngineError, match="0 free rows"):
-        owned.add(asked[:1])
+        owned.add(sent[:1])
     first = owned.run(threading.Event())
     assert owned.room == len(first) > 0
     assert len(drain(owned)) == ROWS - len(first)
@@ -105,16 +105,16 @@ def test_each_finished_sequence_frees_one_row(owned: SglangRollout) -> None:
     "truncation",
     [Truncation(top_k=20), Truncation(top_k=64, top_p=0.9), Truncation(top_k=64, min_p=0.2), Truncation(64, 0.8, 0.1)],
 )
-def test_supports_are_those_of_the_server_and_log_probabilities_are_over_them(
-    truncation: Truncation, beside: Callable[..., Any]
+def test_log_probabilities_are_normalised_over_the_supports_of_the_server(
+    truncation: Truncation, make_sharing_engine: Callable[..., Any]
 ) -> None:
-    engine = beside(40, truncation=truncation)
-    asked = prompts()
-    engine.add(asked)
+    engine = make_sharing_engine(40, truncation=truncation)
+    sent = prompts()
+    engine.add(sent)
     for response in drain(engine):
         assert response.support is not None
         assert response.support.fits(response.tokens)
-        prompt = asked[response.key].tokens
+        prompt = sent[response.key].tokens
         renormalised, _ = response_logprobs(
             BY_VERSION[0], [prompt], [response.tokens], TEMPERATURE, supports=[response.support]
         )
@@ -125,47 +125,47 @@ def test_supports_are_those_of_the_server_and_log_probabilities_are_over_them(
         _, _, ours = draw_truncated(logprobs, torch.zeros(len(logprobs), 1), truncation)
         counts = [int(one.counts_T) for one in ours]
         different = sum(mine != theirs for mine, theirs in zip(counts, response.support.counts_T.tolist(), strict=True))
-        assert different <= 1, (counts, response.support.counts_T.tolist())  # rounding at the border
+        assert different <= 1, (counts, response.support.counts_T.tolist())  # rounding at the threshold
 
 
 @pytest.mark.parametrize("weights", ["disk", "tensor", "broadcast"])
-async def test_each_way_changes_the_weights_to_the_last_bit(
-    weights: str, owned: SglangRollout, beside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+async def test_each_transfer_method_updates_the_weights_bit_exactly(
+    weights: str, owned: SglangRollout, make_sharing_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is generated is the new model's, and the server's own checksums are those of what was sent.
+    """Responses are those of the new model, and the server's checksums are those of the weights that were sent.
 
-    In many parts, as a large model goes; and the engine itself asks for the checksums after each change.
+    The weights are sent in many parts, like a large model; the engine requests the checksums after each update.
     """
     monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
-    looked_at: list[int] = []
+    checked_versions: list[int] = []
 
     check = ExpectedChecksums.check
 
-    def noted(sums: ExpectedChecksums, told: Any) -> int:
-        looked_at.append(sums._version)
-        return check(sums, told)
+    def recording_check(sums: ExpectedChecksums, reply: Any) -> int:
+        checked_versions.append(sums._version)
+        return check(sums, reply)
 
-    monkeypatch.setattr(ExpectedChecksums, "check", noted)
-    engine = beside(SHORT, weights=weights)
+    monkeypatch.setattr(ExpectedChecksums, "check", recording_check)
+    engine = make_sharing_engine(SHORT, weights=weights)
     for version in (1, 2):
-        sent = snapshot(version)
-        assert len(sent.buckets) > 3
-        engine.swap(sent)
-        assert looked_at[-1] == version
-        asked = prompts()
-        engine.add(asked)
+        weights_sent = snapshot(version)
+        assert len(weights_sent.buckets) > 3
+        engine.swap(weights_sent)
+        assert checked_versions[-1] == version
+        sent = prompts()
+        engine.add(sent)
         responses = drain(engine)
         assert all(one.spans[0] == version for one in responses)
-        assert all_close(asked, responses)
+        assert all_close(sent, responses)
     layout = Layout(parameter_shapes_of(version))
-    async with SglangClient(engine.url) as stranger:
+    async with SglangClient(engine.url) as unauthorized:
         with pytest.raises(EngineError, match="HTTP 401"):
-            await stranger.post(checksum(), 30.0)
+            await unauthorized.post(checksum(), 30.0)
     async with SglangClient(engine.url, owned.server_key) as link:
-        told = await link.post(checksum(), 30.0)
-    assert ExpectedChecksums(layout, snapshot(2)).check(told) == len(told["ranks"][0]["checksums"])
+        reply = await link.post(checksum(), 30.0)
+    assert ExpectedChecksums(layout, snapshot(2)).check(reply) == len(reply["ranks"][0]["checksums"])
     with pytest.raises(EngineError, match=r"not those of version 1.*tensors differ"):
-        ExpectedChecksums(layout, snapshot(1)).check(told)
+        ExpectedChecksums(layout, snapshot(1)).check(reply)
 
 
 def parameter_shapes_of(version: int) -> dict[str, torch.Size]:
@@ -186,65 +186,67 @@ def test_the_layout_of_a_checkpoint_is_that_of_its_model(checkpoint: Any) -> Non
         ("abort", "tensor"),
     ],
 )
-def test_weights_change_during_running_sequences(pause: str, weights: str, beside: Callable[..., Any]) -> None:
-    """Each token's version is told right. Computed again, what comes after is the new model's; in place, nearly."""
-    engine, short = beside(LONG, pause=pause, weights=weights), beside(SHORT)
-    asked = prompts()
-    begin_and_wait_until_it_runs(engine, asked, short)
+def test_weights_change_during_running_sequences(
+    pause: str, weights: str, make_sharing_engine: Callable[..., Any]
+) -> None:
+    """Each token has the right version; later tokens are exactly the new model's if recomputed, nearly if in place."""
+    engine, short = make_sharing_engine(LONG, pause=pause, weights=weights), make_sharing_engine(SHORT)
+    sent = prompts()
+    add_and_wait_until_running(engine, sent, short)
     new = snapshot(1)
-    engine.prepare(new)()  # beside what runs, as a worker does
+    engine.prepare(new)()  # while sequences run, as in a worker
     engine.swap(new)
     responses = drain(engine)
     assert len(responses) == ROWS
     across = [one for one in responses if one.spans[::2] == (0, 1)]
     assert len(across) >= ROWS // 2, [one.spans for one in responses]
-    first, second = zip(*(distances(asked, one) for one in across), strict=True)
+    first, second = zip(*(distances(sent, one) for one in across), strict=True)
     assert max(first) < CLOSE
     assert (max(second) < CLOSE) == (pause != "in_place")
     assert {one.spans[0] for one in responses} <= {0, 1}
-    engine.add(asked)  # nothing of the old weights' keys is left for what begins now
+    engine.add(sent)  # new sequences use no KV cache of the old weights
     later = drain(engine)
-    assert all_close(asked, later)
+    assert all_close(sent, later)
     assert {one.spans[::2] for one in later} == {(1,)}
 
 
-def test_nothing_of_an_engine_that_is_closed_stays_in_a_server_that_goes_on(
-    beside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_a_closed_engine_leaves_no_process_group_in_the_server(
+    make_sharing_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its group for broadcasts is gone: whoever asks for it to be left is told that there is none."""
-    asked: list[Call] = []
+    """Its group for broadcasts is destroyed: a further request to leave it fails."""
+    calls: list[Call] = []
     post = SglangClient.post
 
-    async def noted(link: SglangClient, call: Call, deadline_s: float) -> Any:
-        asked.append(call)
+    async def recording_post(link: SglangClient, call: Call, deadline_s: float) -> Any:
+        calls.append(call)
         return await post(link, call, deadline_s)
 
-    monkeypatch.setattr(SglangClient, "post", noted)
-    engine, other = beside(SHORT, weights="broadcast"), beside(SHORT)
+    monkeypatch.setattr(SglangClient, "post", recording_post)
+    engine, other = make_sharing_engine(SHORT, weights="broadcast"), make_sharing_engine(SHORT)
     engine.swap(snapshot(1))
     engine.close()
-    [left] = [call for call in asked if call.route == "/destroy_weights_update_group"]
-    assert left.body["group_name"] in {call.body.get("group_name") for call in asked if call is not left}
+    [leave_call] = [call for call in calls if call.route == "/destroy_weights_update_group"]
+    assert leave_call.body["group_name"] in {call.body.get("group_name") for call in calls if call is not leave_call}
     with pytest.raises(EngineError, match="does not exist"):
-        other._run_in_loop(other._supervisor._client.post(left, 60.0))
+        other._run_in_loop(other._supervisor._client.post(leave_call, 60.0))
 
 
-# ---- the server dies; this comes last, for it costs a start
+# ---- failures of the server; last, because each costs a restart
 
 
 def test_server_killed_while_generating_restarts_and_completes_all_requests(
-    owned: SglangRollout, beside: Callable[..., Any]
+    owned: SglangRollout, make_sharing_engine: Callable[..., Any]
 ) -> None:
-    before, asked = owned.server_pid, prompts()
-    begin_and_wait_until_it_runs(owned, asked, beside(SHORT))
+    before, sent = owned.server_pid, prompts()
+    add_and_wait_until_running(owned, sent, make_sharing_engine(SHORT))
     os.killpg(before, signal.SIGKILL)
     responses = drain(owned)
-    assert [one.key for one in responses] == [one.key for one in asked]
-    assert all_close(asked, responses)
+    assert [one.key for one in responses] == [one.key for one in sent]
+    assert all_close(sent, responses)
     assert owned.server_pid != before
 
 
-def test_server_killed_between_two_parts_of_a_version_restarts_with_the_whole_version(
+def test_server_killed_between_two_parts_of_a_version_restarts_with_all_of_it(
     owned_by_parts: SglangRollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of version 1 is in use already when the server dies."""
@@ -253,7 +255,7 @@ def test_server_killed_between_two_parts_of_a_version_restarts_with_the_whole_ve
     before = owned.server_pid
     post = SglangClient.post
 
-    async def killing(self: SglangClient, call: Any, deadline_s: float) -> Any:
+    async def post_and_kill(self: SglangClient, call: Any, deadline_s: float) -> Any:
         answer = await post(self, call, deadline_s)
         if call.route.startswith("/update_weights_from"):
             parts.append(call.route)
@@ -261,26 +263,26 @@ def test_server_killed_between_two_parts_of_a_version_restarts_with_the_whole_ve
                 os.killpg(before, signal.SIGKILL)
         return answer
 
-    monkeypatch.setattr(SglangClient, "post", killing)
+    monkeypatch.setattr(SglangClient, "post", post_and_kill)
     owned.swap(snapshot(1))
     assert len(parts) > 1
     assert owned.server_pid != before
-    asked = prompts()
-    owned.add(asked)
+    sent = prompts()
+    owned.add(sent)
     responses = drain(owned)
     assert all(one.spans[-2] == 1 for one in responses)
-    assert all_close(asked, responses)
+    assert all_close(sent, responses)
 
 
-def test_a_server_that_could_not_load_a_part_is_replaced_by_one_that_has_all_of_them(
+def test_a_server_that_fails_to_load_a_part_is_replaced_by_one_with_all_parts(
     owned_by_parts: SglangRollout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A part of version 1 is in use already when the next one does not fit; SGLang 0.5.21 dies of that."""
+    """A part of version 1 is in use already when the next one does not fit; SGLang 0.5.21 exits on that."""
     monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
     before, parts = owned_by_parts.server_pid, list[Call]()
     post = SglangClient.post
 
-    async def spoiling(self: SglangClient, call: Call, deadline_s: float) -> Any:
+    async def post_wrong_part(self: SglangClient, call: Call, deadline_s: float) -> Any:
         if call.route.startswith("/update_weights_from"):
             parts.append(call)
             if len(parts) == 2:
@@ -288,35 +290,35 @@ def test_a_server_that_could_not_load_a_part_is_replaced_by_one_that_has_all_of_
                 call = Call(call.route, {**call.body, "serialized_named_tensors": wrong})
         return await post(self, call, deadline_s)
 
-    monkeypatch.setattr(SglangClient, "post", spoiling)
-    asked = prompts()
-    owned_by_parts.add(asked)
+    monkeypatch.setattr(SglangClient, "post", post_wrong_part)
+    sent = prompts()
+    owned_by_parts.add(sent)
     owned_by_parts.swap(snapshot(1))
     assert "version 1 by tensor: " in caplog.text
     assert len(parts) > 2
     assert owned_by_parts.server_pid != before
     responses = drain(owned_by_parts)
     assert all(one.spans[-2] == 1 for one in responses)
-    assert all_close(asked, responses)
+    assert all_close(sent, responses)
 
 
 def test_server_killed_during_a_weight_update_restarts_with_the_whole_version(owned: SglangRollout) -> None:
     before = owned.server_pid
     port = int(owned.url.rpartition(":")[2])
-    asked = prompts()
-    owned.add(asked)
-    os.killpg(before, signal.SIGSTOP)  # it takes the request for the change, and never answers
-    waiting = _connections(port)
+    sent = prompts()
+    owned.add(sent)
+    os.killpg(before, signal.SIGSTOP)  # it accepts the request for the update, and never answers
+    connections_before = _connections(port)
     swap = threading.Thread(target=owned.swap, args=(snapshot(2),))
     swap.start()
-    wait_until(lambda: _connections(port) > waiting, 30.0, lambda: "the change was never asked for")
-    assert owned.room == 0  # no work while the weights are in doubt
+    wait_until(lambda: _connections(port) > connections_before, 30.0, lambda: "no update was requested")
+    assert owned.room == 0  # no new requests while its weights are unknown
     os.killpg(before, signal.SIGKILL)
     swap.join(START_S)
     assert not swap.is_alive()
     responses = drain(owned)
     assert all(one.spans[-2] == 2 for one in responses)
-    assert all_close(asked, responses)
+    assert all_close(sent, responses)
     assert owned.room == ROWS
 
 

@@ -1,4 +1,4 @@
-"""New weights are made ready while the server generates: it stands still for loading them alone."""
+"""New weights are staged while the server generates; it pauses only to load them."""
 
 import os
 import signal
@@ -13,9 +13,19 @@ from safetensors.numpy import load_file
 from flowrt.engines.hf import load_model, named_parameters
 from flowrt.errors import EngineError
 
-from .playing import STANDIN, drain, engine_of, in_place, is_whole, play, prompts, snapshot, until_some_are_generated
+from .playing import (
+    STANDIN,
+    drain,
+    fake_python,
+    is_complete,
+    make_engine,
+    prompts,
+    snapshot,
+    start_standin,
+    wait_for_generation,
+)
 
-__all__ = ["engine_of", "in_place", "play"]  # fixtures
+__all__ = ["fake_python", "make_engine", "start_standin"]  # fixtures
 PAUSE, UPDATE = "/pause_generation", "/update_weights_from_disk"
 
 
@@ -24,50 +34,50 @@ def staged(folder: Path) -> list[Path]:
 
 
 def test_a_checkpoint_is_written_before_the_server_is_paused(
-    play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path, tmp_path: Path
+    start_standin: Callable[..., Any], make_engine: Callable[..., Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    one = play("0.5.21")
-    engine = engine_of(url=f"http://127.0.0.1:{one.port}", stage=str(tmp_path))
-    before = len(one.ask("/asked"))
+    standin = start_standin("0.5.21")
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}", stage=str(tmp_path))
+    before = len(standin.request("/routes"))
     engine.add(prompts(4))
-    until_some_are_generated(one)
+    wait_for_generation(standin)
     weights = snapshot(checkpoint, 1)
     engine.prepare(weights)()
-    assert PAUSE not in one.ask("/asked")[before:]
+    assert PAUSE not in standin.request("/routes")[before:]
     [directory] = staged(tmp_path)
     assert load_file(directory / "model.safetensors").keys() == named_parameters(load_model(checkpoint)).keys()
     assert engine.prepare(weights) is None
     engine.swap(weights)
-    assert [body["model_path"] for route, body in one.ask("/said") if route == UPDATE][1:] == [str(directory)]
+    assert [body["model_path"] for route, body in standin.request("/bodies") if route == UPDATE][1:] == [str(directory)]
     assert not staged(tmp_path)
     done = drain(engine)
     assert len(done) == 4
-    assert all(is_whole(response) and response.spans[-2] == 1 for response in done.values())
-    assert engine.prepare(snapshot(checkpoint, 2)) is None  # nothing runs that would have to stand
+    assert all(is_complete(response) and response.spans[-2] == 1 for response in done.values())
+    assert engine.prepare(snapshot(checkpoint, 2)) is None  # no sequence is running that a pause would delay
 
 
 def test_failed_staging_does_not_pause_the_server(
-    play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path, tmp_path: Path
+    start_standin: Callable[..., Any], make_engine: Callable[..., Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    one = play("0.5.21")
+    standin = start_standin("0.5.21")
     shared = tmp_path / "shared"
     shared.mkdir()
-    engine = engine_of(url=f"http://127.0.0.1:{one.port}", stage=str(shared), max_server_restarts=0)
-    before = len(one.ask("/asked"))
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}", stage=str(shared), max_server_restarts=0)
+    before = len(standin.request("/routes"))
     shared.rmdir()
     engine.add(prompts(4))
-    until_some_are_generated(one)
+    wait_for_generation(standin)
     weights = snapshot(checkpoint, 1)
-    engine.prepare(weights)()  # is told by the swap
+    engine.prepare(weights)()  # the swap raises its error
     assert engine.prepare(weights) is None
     with pytest.raises(EngineError, match="which is no directory of this host"):
         engine.swap(weights)
-    assert PAUSE not in one.ask("/asked")[before:]
+    assert PAUSE not in standin.request("/routes")[before:]
 
 
-def test_staged_weights_of_a_dead_server_go_to_its_replacement(
-    engine_of: Callable[..., Any],
-    in_place: Callable[[str], Path],
+def test_staged_weights_of_a_dead_server_are_loaded_by_its_replacement(
+    make_engine: Callable[..., Any],
+    fake_python: Callable[[str], Path],
     checkpoint: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -75,7 +85,7 @@ def test_staged_weights_of_a_dead_server_go_to_its_replacement(
     monkeypatch.setenv("STANDIN", "0.5.21,")
     shared = tmp_path / "shared"
     shared.mkdir()
-    engine = engine_of(python=str(in_place(f'exec {sys.executable} {STANDIN} "$@"')), stage=str(shared))
+    engine = make_engine(python=str(fake_python(f'exec {sys.executable} {STANDIN} "$@"')), stage=str(shared))
     engine.add(prompts(4))
     weights = snapshot(checkpoint, 1)
     engine.prepare(weights)()
@@ -87,15 +97,15 @@ def test_staged_weights_of_a_dead_server_go_to_its_replacement(
     assert engine.server_pid != first
     assert engine.version == 1
     assert len(done) == 4
-    assert all(is_whole(response) for response in done.values())
+    assert all(is_complete(response) for response in done.values())
     assert not staged(shared)
 
 
-def test_an_engine_that_is_closed_leaves_nothing_of_what_it_staged(
-    play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path, tmp_path: Path
+def test_a_closed_engine_removes_its_staged_weights(
+    start_standin: Callable[..., Any], make_engine: Callable[..., Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    one = play("0.5.21")
-    engine = engine_of(url=f"http://127.0.0.1:{one.port}", stage=str(tmp_path))
+    standin = start_standin("0.5.21")
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}", stage=str(tmp_path))
     engine.add(prompts(1))
     engine.prepare(snapshot(checkpoint, 1))()
     assert staged(tmp_path)

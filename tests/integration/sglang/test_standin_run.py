@@ -1,4 +1,4 @@
-"""A whole run whose rollout worker starts the stand-in as its server: everything but SGLang itself."""
+"""A whole run whose rollout worker starts the stand-in as its server."""
 
 import json
 import sys
@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 
-from .playing import STANDIN, in_place
+from .playing import STANDIN, fake_python
 
-__all__ = ["in_place"]  # a fixture
+__all__ = ["fake_python"]  # a fixture
 
 STEPS = 3
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.timeout(600)
-def test_a_run_takes_its_samples_from_a_server_and_gives_it_the_weights(
-    launch: Callable[..., Any], in_place: Callable[[str], Path], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_samples_from_its_server_and_updates_its_weights(
+    launch: Callable[..., Any], fake_python: Callable[[str], Path], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights change in flight; the server is gone with the run, and its log is in the run directory."""
+    """Weights are updated in flight; the server ends with the run, and its log is in the run directory."""
     monkeypatch.setenv("STANDIN", "0.5.21,")
-    python = in_place(f'echo started; exec {sys.executable} {STANDIN} "$@"')
+    python = fake_python(f'echo started; exec {sys.executable} {STANDIN} "$@"')
     run = launch(
         *("--model", str(checkpoint), "--steps", str(STEPS), "--prompts-per-step", "2", "--group-size", "2"),
         *("--rollout.engine", "sglang", "--rollout.sglang.python", str(python), "--rollout.workers", "1"),

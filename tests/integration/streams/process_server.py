@@ -1,4 +1,4 @@
-"""Forks the processes of these tests, with Python and torch loaded once; their standard pipes lead to the test."""
+"""Forks the processes of these tests, with Python and torch loaded once; their standard pipes are held by the test."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Roles = Mapping[str, Callable[..., Coroutine[Any, Any, None]]]
 
 
 def child(roles: Roles, role: str, options: dict[str, Any]) -> None:
-    """What a forked process does; it never returns."""
+    """Run a role in the forked process; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 1
     try:
@@ -35,7 +35,7 @@ def child(roles: Roles, role: str, options: dict[str, Any]) -> None:
 
 def fork_server(requests: socket.socket, roles: Roles) -> None:
     """Fork a child for each request, until the test closes the socket."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: their pipes close when they end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for children: their pipes close at exit
     while True:
         data, pipes, _, _ = socket.recv_fds(requests, 65536, 2)
         if not data:
@@ -54,4 +54,4 @@ def fork_server(requests: socket.socket, roles: Roles) -> None:
 
 if __name__ == "__main__":
     fork_server(socket.socket(fileno=int(sys.argv[1])), ROLES)
-    os._exit(0)  # to take torch down in order takes seconds
+    os._exit(0)  # an orderly exit with torch loaded takes seconds

@@ -1,4 +1,4 @@
-"""What the processes of these tests do: they read orders on standard input and write answers, JSON lines both."""
+"""The processes of these tests: they read commands on standard input and write answers, both as JSON lines."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from flowrt import api
 from flowrt.client.samples import Batch
 from flowrt.errors import FlowError, RemoteProtocolError
 
-DONE_S = 60.0
+CONNECT_TIMEOUT_S = 60.0
 
 
 def reply(**answer: Any) -> None:
@@ -27,7 +27,7 @@ def reply(**answer: Any) -> None:
 
 
 async def next_command() -> str:
-    """The next line from the test; empty when the test has gone."""
+    """The next line from the test; empty when the test has closed the pipe."""
     line: str = await asyncio.to_thread(sys.stdin.readline)
     return line.strip()
 
@@ -40,13 +40,13 @@ def row(prompt: int, length: int) -> torch.Tensor:
     return torch.full((length,), float(prompt))
 
 
-def spoilt(rows: list[torch.Tensor], how: str) -> list[torch.Tensor]:
-    """Rows that no column here takes: of another dtype, or with a dimension too many."""
-    return [one.unsqueeze(0) if how == "row2d" else one.double() for one in rows] if how else rows
+def with_wrong_type(rows: list[torch.Tensor], how: str) -> list[torch.Tensor]:
+    """Rows that no column here accepts: of another dtype, or with an extra dimension."""
+    return [tensor.unsqueeze(0) if how == "row2d" else tensor.double() for tensor in rows] if how else rows
 
 
-def assert_whole(batch: Batch) -> None:
-    """Each row of a batch has its own tensors and tags, those that its producer gave it."""
+def assert_rows_complete(batch: Batch) -> None:
+    """Each row of a batch has the tensors and tags that its producer gave it."""
     for index, prompt in enumerate(batch.grant.prompts):
         for column in batch.tensors.values():
             assert column[index].unique().tolist() in ([float(prompt)], []), f"row {prompt} has {column[index]}"
@@ -55,7 +55,7 @@ def assert_whole(batch: Batch) -> None:
 
 
 class SessionPeer:
-    """Does with its session what it is told to, one order at a time."""
+    """Executes commands with its session, one at a time."""
 
     def __init__(self, session: api.Session) -> None:
         self.session = session
@@ -78,7 +78,7 @@ class SessionPeer:
         wrong: str = "",
         **options: Any,
     ) -> dict[str, Any]:
-        rows = spoilt([row(prompt, length) for prompt in prompts], wrong)
+        rows = with_wrong_type([row(prompt, length) for prompt in prompts], wrong)
         if shared:
             rows = list(torch.cat(rows).split(length))
         numbers = [float(prompt) for prompt in prompts for _ in range(members)]
@@ -90,7 +90,7 @@ class SessionPeer:
     async def pull(self, stage: str = "read", slots: int = 1, **options: Any) -> dict[str, Any]:
         self.batch = None
         self.batch = await self.session.pull(stage, slots, **options)
-        assert_whole(self.batch)
+        assert_rows_complete(self.batch)
         grant = self.batch.grant
         return {
             "prompts": grant.prompts,
@@ -105,16 +105,16 @@ class SessionPeer:
         self,
         stage: str = "read",
         only: list[int] | None = None,
-        makes: dict[str, int] | None = None,
+        lengths: dict[str, int] | None = None,
         inline: tuple[str, ...] = (),
         spans: bool = False,
         wrong: str = "",
     ) -> dict[str, Any]:
-        """Of the batch that is held, the rows at these places; tensors and numbers are those of the prompt."""
+        """Commit the rows of the held batch at these places; tensors and numbers have the value of the prompt."""
         places = range(len(self.held)) if only is None else only
         prompts = [self.held.grant.prompts[place] for place in places]
-        columns = {name: [row(prompt, length) for prompt in prompts] for name, length in (makes or {}).items()}
-        columns = {name: spoilt(rows, wrong) for name, rows in columns.items()}
+        columns = {name: [row(prompt, length) for prompt in prompts] for name, length in (lengths or {}).items()}
+        columns = {name: with_wrong_type(rows, wrong) for name, rows in columns.items()}
         refused = await self.session.commit(
             stage,
             [self.held.slots[place] for place in places],
@@ -146,14 +146,14 @@ class SessionPeer:
         return {}
 
     async def measure(self) -> dict[str, Any]:
-        """Memory of this process, after all that it was sent so far: the answer to a request comes behind that."""
+        """Memory of this process after all messages sent to it: a rejected request is answered after them."""
         with contextlib.suppress(RemoteProtocolError):
             await self.session.pull("nothing", 1)
         tensors, size = self.session.store.statistics()
         return {"rss": rss_bytes(), "tensors": tensors, "bytes": size}
 
     async def hold(self, seconds: float) -> dict[str, Any]:
-        """Compute in one call that never lets go of the interpreter: no Python runs meanwhile, on no thread."""
+        """Compute in one call that never releases the interpreter lock: no thread runs Python meanwhile."""
         reply(holds=True)
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         return {"held": seconds}
@@ -165,7 +165,7 @@ class SessionPeer:
     async def produce(
         self, rows: int, at_once: int, first: int = 0, end: bool = True, mark_at: int = 0, **offer: Any
     ) -> dict[str, Any]:
-        """All rows from ``first`` on, so many at once; then the flow is exhausted. Says RSS at a mark."""
+        """Offer rows from ``first`` on, ``at_once`` at a time; then the flow is exhausted. Reports RSS at a mark."""
         for start in range(first, first + rows, at_once):
             if mark_at and start == mark_at:
                 reply(marked=rss_bytes())
@@ -183,12 +183,12 @@ class SessionPeer:
         spans: bool = False,
         mark_at: int = 0,
     ) -> dict[str, Any]:
-        """The stage to its end, or until so many batches were seen. Says the prompts, or RSS at a mark."""
+        """Read a stage to its end, or ``leave_after`` batches of it. Reports the prompts, or RSS at a mark."""
         prompts: list[int] = []
         rows = 0
         batches = api.stream(self.session, stage, slots, ahead)
         async for number, batch in _count(batches):
-            assert_whole(batch)
+            assert_rows_complete(batch)
             assert batch.grant.spans == (((0, 1),) * len(batch) if spans else ())
             if not mark_at:
                 prompts += batch.grant.prompts
@@ -200,11 +200,11 @@ class SessionPeer:
         await batches.aclose()
         return {"prompts": prompts, "rows": rows, **await self.measure()}
 
-    async def make(self, stage: str, slots: int, makes: dict[str, int], **commit: Any) -> dict[str, Any]:
-        """The stage to its end: its tensors and numbers for each row."""
+    async def run_stage(self, stage: str, slots: int, lengths: dict[str, int], **commit: Any) -> dict[str, Any]:
+        """Commit tensors and numbers for each row of a stage, to its end."""
         rows = 0
         while not (await self.pull(stage, slots))["closed"]:
-            assert (await self.commit(stage, None, makes, **commit))["refused"] == ()
+            assert (await self.commit(stage, None, lengths, **commit))["refused"] == ()
             rows += len(self.held)
         return {"rows": rows}
 
@@ -217,22 +217,22 @@ async def _count(batches: Any) -> Any:
 
 
 async def session_peer(address: str, name: str, role: str) -> None:
-    session = await api.connect(address, name, role, DONE_S)
-    reply(here=name)
-    commanded = SessionPeer(session)
-    leaving = asyncio.create_task(leave(session))
+    session = await api.connect(address, name, role, CONNECT_TIMEOUT_S)
+    reply(connected=name)
+    peer = SessionPeer(session)
+    watcher = asyncio.create_task(leave(session))
     while line := await next_command():
-        order: dict[str, Any] = json.loads(line)
+        command: dict[str, Any] = json.loads(line)
         try:
-            reply(**await getattr(commanded, order.pop("do"))(**order))
+            reply(**await getattr(peer, command.pop("do"))(**command))
         except FlowError as error:
             reply(error=type(error).__name__, text=str(error))
-    if leaving.cancel():
+    if watcher.cancel():
         await session.close()
 
 
 async def leave(session: api.Session) -> None:
-    """When the controller ends the run, say goodbye at once; orders that still come are answered with an error."""
+    """Close the session when the controller ends the run; later commands are answered with an error."""
     try:
         await session.wait_stopped()
     except FlowError:
@@ -240,7 +240,7 @@ async def leave(session: api.Session) -> None:
 
 
 async def controller(run_dir: str, stages: list[str], **settings: Any) -> None:
-    """A controller of a stream of rows, each with tensor ``data`` and number ``tag``, read by these stages."""
+    """A controller of a stream of rows with tensor ``data`` and number ``tag``, read by these stages."""
     columns = (api.Column("data", "float32", "group"),)
     flow = api.Dataflow(columns, tuple(api.Stage(name, ("data", "tag"), ()) for name in stages), tags=("tag",))
     policies = api.Policies(api.StrictLag(0), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
@@ -252,13 +252,13 @@ async def controller(run_dir: str, stages: list[str], **settings: Any) -> None:
 
 
 async def dataset(address: str, workers: int, slots: int, leave_after: int = 0) -> None:
-    """Read a stage through a DataLoader; says the tags seen and what is left of threads and processes."""
+    """Read a stage through a DataLoader; reports the tags read and the remaining threads and processes."""
     dataset = api.StreamDataset(address, "read", slots)
     rows = iter(DataLoader(dataset, batch_size=None, num_workers=workers))
     seen = []
-    for one in rows:
-        assert one["data"].unique().tolist() == [one["tag"]]
-        seen.append(int(one["tag"]))
+    for item in rows:
+        assert item["data"].unique().tolist() == [item["tag"]]
+        seen.append(int(item["tag"]))
         if len(seen) == leave_after:
             break
     del rows
@@ -269,7 +269,7 @@ async def dataset(address: str, workers: int, slots: int, leave_after: int = 0) 
 def left_over() -> dict[str, Any]:
     """Processes and Python threads besides this one."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {"children": children, "threads": [one.name for one in threading.enumerate()]}
+    return {"children": children, "threads": [thread.name for thread in threading.enumerate()]}
 
 
 ROLES: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {

@@ -1,4 +1,4 @@
-"""Back-pressure by rows and bytes: whoever is over the budget waits, with a deadline and a reason."""
+"""Back-pressure by rows and bytes: a producer over the budget waits, with a deadline and a reason."""
 
 import signal
 
@@ -8,21 +8,21 @@ from tests.integration.streams.conftest import Peer, Run, Start, Stream
 
 ROW_BYTES = 1000
 LENGTH = ROW_BYTES // 4
-TEN_ROWS = [
+BUDGETS = [
     pytest.param({"budget_rows": 10}, "room: 8 of 10 rows live", id="rows"),
     pytest.param({"budget_bytes": 10 * ROW_BYTES}, "room: 8000 of 10000 bytes live", id="bytes"),
 ]
 
 
 async def nearly_full(stream: Stream, session_peer: Start) -> tuple[Peer, Peer]:
-    """Eight rows are live of the ten that there is room for."""
+    """Eight rows are live under a budget of ten."""
     producer, reader = await session_peer(stream.address, "producer"), await session_peer(stream.address, "reader")
     await producer.do("offer", prompts=list(range(8)), length=LENGTH)
     return producer, reader
 
 
 async def read_all(stream: Stream, reader: Peer) -> list[int]:
-    """Every row that is live."""
+    """Read every live row."""
     prompts: list[int] = []
     while stream.table.slots:
         prompts += (await reader.do("pull", slots=3))["prompts"]
@@ -31,7 +31,7 @@ async def read_all(stream: Stream, reader: Peer) -> list[int]:
     return prompts
 
 
-@pytest.mark.parametrize(("budget", "reason"), TEN_ROWS)
+@pytest.mark.parametrize(("budget", "reason"), BUDGETS)
 async def test_a_producer_over_its_budget_waits_until_there_is_room(
     run: Run, session_peer: Start, budget: dict[str, int], reason: str
 ) -> None:
@@ -50,7 +50,7 @@ async def test_a_producer_over_its_budget_waits_until_there_is_room(
         assert await read_all(stream, reader) == list(range(2, 12))
 
 
-@pytest.mark.parametrize(("budget", "reason"), TEN_ROWS)
+@pytest.mark.parametrize(("budget", "reason"), BUDGETS)
 async def test_expired_offer_reports_what_it_waited_for_and_stores_nothing(
     run: Run, session_peer: Start, budget: dict[str, int], reason: str
 ) -> None:
@@ -93,7 +93,7 @@ async def test_cancelled_offer_unblocks_later_offers(run: Run, session_peer: Sta
 
 
 @pytest.mark.parametrize("budget", [{"budget_rows": 10}, {"budget_bytes": 10 * ROW_BYTES}])
-async def test_an_offer_over_the_whole_budget_is_refused_at_once_with_the_fix(
+async def test_an_offer_over_the_whole_budget_is_rejected_with_a_remedy(
     run: Run, session_peer: Start, budget: dict[str, int]
 ) -> None:
     async with run(**budget) as stream:
@@ -108,8 +108,8 @@ async def test_an_offer_over_the_whole_budget_is_refused_at_once_with_the_fix(
         assert "opened" in await producer.do("offer", prompts=list(range(10)), length=LENGTH)
 
 
-async def test_acknowledged_rows_equal_the_rows_read(run: Run, session_peer: Start) -> None:
-    """Many short deadlines under a small budget: each row is either acknowledged and read once, or neither."""
+async def test_exactly_the_acknowledged_rows_are_read(run: Run, session_peer: Start) -> None:
+    """Many short deadlines under a small budget: each row is both acknowledged and read once, or neither."""
     async with run(budget_rows=8) as stream:
         producer, reader = await session_peer(stream.address, "producer"), await session_peer(stream.address, "reader")
         reader.command("consume", slots=3)

@@ -1,4 +1,4 @@
-"""Who may write a column, and with what: a wrong dtype or shape, a slot of somebody else, columns of another stage."""
+"""Invalid writes to a column: a wrong dtype or shape, the lease of another worker, columns of another stage."""
 
 import asyncio
 from typing import Any
@@ -19,11 +19,11 @@ FLOW = api.Dataflow(COLUMNS, STAGES, tags=("tag",))
 
 
 class RawClient:
-    """Says any message over a real connection; hears what comes back."""
+    """Sends any message over a real connection and receives the replies."""
 
     def __init__(self, address: str, name: str) -> None:
-        self._heard: asyncio.Queue[m.Message] = asyncio.Queue()
-        self._link = ClientLink(self._heard.put_nowait, self._heard.put_nowait)  # type: ignore[arg-type]
+        self._received: asyncio.Queue[m.Message] = asyncio.Queue()
+        self._link = ClientLink(self._received.put_nowait, self._received.put_nowait)  # type: ignore[arg-type]
         self._link.connect(address)
         self.send(m.Hello(protocol=m.PROTOCOL, worker=name, role="raw", host="host", pid=1, lanes=("gloo",)))
 
@@ -32,7 +32,7 @@ class RawClient:
 
     async def answer(self, kind: type[Any]) -> Any:
         async with asyncio.timeout(10):
-            while not isinstance(message := await self._heard.get(), kind):
+            while not isinstance(message := await self._received.get(), kind):
                 continue
         return message
 
@@ -47,35 +47,35 @@ def commit(slots: tuple[int, ...], lease: int, parts: tuple[Part, ...], *inline:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"), [("double", r"1-D torch.float32, not 1-D torch.float64"), ("row2d", "not 2-D torch.float32")]
+    ("wrong", "expected"), [("double", r"1-D torch.float32, not 1-D torch.float64"), ("row2d", "not 2-D torch.float32")]
 )
-async def test_a_wrong_dtype_or_shape_is_refused_to_its_writer_alone(
-    run: Run, session_peer: Start, wrong: str, says: str
+async def test_a_wrong_dtype_or_shape_raises_in_its_writer_only(
+    run: Run, session_peer: Start, wrong: str, expected: str
 ) -> None:
     async with run(FLOW) as stream:
         maker, writer, reader = [await session_peer(stream.address, name) for name in ("maker", "writer", "reader")]
         await maker.do("offer", prompts=[1, 2, 3, 4])
         await maker.do("pull", stage="make", slots=2)
         await writer.do("pull", stage="make", slots=2)
-        await maker.do("commit", stage="make", makes={"text": 3}, inline=["score"])
+        await maker.do("commit", stage="make", lengths={"text": 3}, inline=["score"])
         stream.received.clear()
         before = await writer.do("measure")
-        writer.command("commit", stage="make", makes={"text": 3}, inline=["score"], wrong=wrong)
+        writer.command("commit", stage="make", lengths={"text": 3}, inline=["score"], wrong=wrong)
         answer = await writer.answer()
         assert answer["error"] == "LocalProtocolError"
         assert "column 'text'" in answer["text"]
-        assert says in answer["text"]
+        assert expected in answer["text"]
         writer.command("offer", prompts=[9], wrong=wrong)
         answer = await writer.answer()
         assert answer["error"] == "LocalProtocolError"
         assert "column 'data'" in answer["text"]
-        assert says in answer["text"]
+        assert expected in answer["text"]
         after = await writer.do("measure")
         assert (after["tensors"], after["bytes"]) == (before["tensors"], before["bytes"])
         assert not [message for _, message in stream.received if isinstance(message, m.Commit | m.Offer)]
-        # What was there stays right (the reader compares every number), and the writer may do better.
+        # Earlier rows are unchanged (the reader compares every number), and the writer can commit valid rows.
         assert (await reader.do("pull", slots=4))["prompts"] == [1, 2]
-        await writer.do("commit", stage="make", makes={"text": 3}, inline=["score"])
+        await writer.do("commit", stage="make", lengths={"text": 3}, inline=["score"])
         assert (await reader.do("pull", slots=4))["prompts"] == [3, 4]
 
 
@@ -93,7 +93,7 @@ async def test_commit_with_one_bad_row_stores_none(run: Run) -> None:
         await session.close()
 
 
-async def test_a_tag_reaches_the_stages_that_need_it_and_others_are_told_how_to_get_it(run: Run) -> None:
+async def test_a_tag_reaches_stages_that_need_it_and_raises_key_error_in_others(run: Run) -> None:
     async with run(FLOW) as stream:
         session = await api.connect(stream.address, "s", "s", 5)
         await session.offer_many("rows", [1], tensors={"data": [torch.ones(2)]}, tags={"tag": [3.0]})
@@ -119,13 +119,13 @@ async def test_commit_under_another_workers_lease_dismisses_its_sender_only(run:
         assert f"thief uses lease {held['lease']} for stage 'make', which is of maker" in stop.reason
         assert stop.code == EXIT_DISMISSED
         thief.close()
-        assert (await maker.do("commit", stage="make", makes={"text": 3}, inline=["score"]))["refused"] == []
-        # A second time, now that it is done: whose the lease was is not known any more.
+        assert (await maker.do("commit", stage="make", lengths={"text": 3}, inline=["score"]))["refused"] == []
+        # Again, after the lease has ended: its owner is no longer known.
         thief = RawClient(stream.address, "second")
         thief.send(commit(slots, held["lease"], parts, Values("score", (0.0, 0.0))))
         late = await thief.answer(m.Committed)
         assert (late.refused, late.reason) == (slots, "the lease on stage make had ended")
-        assert (await maker.do("commit", stage="make", makes={"text": 7}, inline=["score"]))["refused"] == list(slots)
+        assert (await maker.do("commit", stage="make", lengths={"text": 7}, inline=["score"]))["refused"] == list(slots)
         assert (await reader.do("pull", slots=4))["prompts"] == [5, 6]
         thief.close()
 
@@ -139,7 +139,7 @@ async def test_commit_under_another_workers_lease_dismisses_its_sender_only(run:
         ((Part("text", (0,), (1,)),), (Values("score", (0.0, 1.0)),)),
     ],
 )
-async def test_a_commit_with_wrong_columns_dismisses_its_worker_by_name(
+async def test_a_commit_with_wrong_columns_dismisses_its_worker(
     run: Run, parts: tuple[Part, ...], inline: tuple[Values, ...]
 ) -> None:
     async with run(FLOW) as stream:
@@ -165,5 +165,5 @@ async def test_a_commit_with_wrong_columns_dismisses_its_worker_by_name(
         assert stop.code == EXIT_DISMISSED
         assert "raw" not in stream.core.state.membership
         assert stream.server.ended is None
-        assert not stream.table.slots  # the only worker with the row is gone
+        assert not stream.table.slots  # the only worker with the row was dismissed
         raw.close()

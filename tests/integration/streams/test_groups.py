@@ -1,4 +1,4 @@
-"""Groups of four: trained whole, never mixed, in whatever order their members come; what becomes of lost members."""
+"""Groups of four samples: trained whole and unmixed in any order of commits; the policies for lost members."""
 
 import signal
 
@@ -20,21 +20,21 @@ ORDERS = {
     "in order": list(range(12)),
     "backwards": list(range(11, -1, -1)),
     "member by member": [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11],
-    "last of each at the end": [8, 0, 9, 1, 4, 10, 5, 2, 6, 7, 11, 3],
+    "last member of each at the end": [8, 0, 9, 1, 4, 10, 5, 2, 6, 7, 11, 3],
 }
 
 
 def history(stream: Stream, prompt: int) -> list[str]:
-    """What the ledger says of a prompt, in the order in which it happened."""
+    """The states of a prompt in the ledger, in chronological order."""
     ledger = stream.server.ledger
     ledger.commit()
     with LedgerReader(ledger._path) as reader:
         events = reader.history(prompt, None)
-    return [f"{one.state}: {one.reason}" if one.reason else one.state for one in events]
+    return [f"{event.state}: {event.reason}" if event.reason else event.state for event in events]
 
 
-async def people(stream: Stream, session_peer: Start, *names: str) -> list[Peer]:
-    """Processes by name; makers have the first weights."""
+async def connect_workers(stream: Stream, session_peer: Start, *names: str) -> list[Peer]:
+    """Processes by name; makers have the initial weights."""
     peers = [await session_peer(stream.address, name) for name in names]
     for name, peer in zip(names, peers, strict=True):
         if name.startswith("maker"):
@@ -57,7 +57,9 @@ async def test_groups_are_trained_whole_and_unmixed_in_any_order(
     run: Run, session_peer: Start, order: list[int]
 ) -> None:
     async with run(FLOW, steps=1, groups_per_step=PROMPTS) as stream:
-        source, maker, judge, trainer = await people(stream, session_peer, "source", "maker", "judge", "trainer")
+        source, maker, judge, trainer = await connect_workers(
+            stream, session_peer, "source", "maker", "judge", "trainer"
+        )
         await source.do("offer", prompts=[10, 11, 12], members=MEMBERS, flow="train", tags=[])
         held = await maker.do("pull", stage="make", slots=12)
         assert held["prompts"] == [10] * 4 + [11] * 4 + [12] * 4
@@ -65,16 +67,16 @@ async def test_groups_are_trained_whole_and_unmixed_in_any_order(
         trained: list[int] = []
         trainer.command("pull", stage="train", slots=0, step=0)
         for place in order:
-            await maker.do("commit", stage="make", only=[place], makes={"text": 2}, spans=True)
+            await maker.do("commit", stage="make", only=[place], lengths={"text": 2}, spans=True)
             await judge_all(judge, 1)
             done[10 + place // MEMBERS].add(place % MEMBERS)
-            whole = {prompt for prompt, members in done.items() if len(members) == MEMBERS}
-            while whole != set(trained):
+            complete = {prompt for prompt, members in done.items() if len(members) == MEMBERS}
+            while complete != set(trained):
                 batch = await trainer.answer()
                 assert batch["members"] == [0, 1, 2, 3]
                 [prompt] = set(batch["prompts"])
                 trained.append(prompt)
-                assert prompt in whole
+                assert prompt in complete
                 trainer.command("pull", stage="train", slots=0, step=0)
             waits = stream.waits.get("trainer")
             assert waits is None or waits.startswith("a full micro-batch of step 0: 0 of")
@@ -85,43 +87,43 @@ async def test_groups_are_trained_whole_and_unmixed_in_any_order(
             assert history(stream, prompt) == ["in_flight", "ready", "leased", "trained"]
 
 
-async def with_one_lost(stream: Stream, session_peer: Start, how: str) -> tuple[Peer, Peer, Peer, Peer]:
-    """Group 10 of four, whose first member is lost: said to be, or with the only process that held it."""
+async def group_with_a_lost_member(stream: Stream, session_peer: Start, how: str) -> tuple[Peer, Peer, Peer, Peer]:
+    """A group of four whose first member is lost: reported by its worker, or killed with its only holder."""
     names = ("source", "maker", "maker-2", "judge", "trainer")
-    source, maker, second, judge, trainer = await people(stream, session_peer, *names)
+    source, maker, second, judge, trainer = await connect_workers(stream, session_peer, *names)
     await source.do("offer", prompts=[10], members=MEMBERS, flow="train", tags=[])
     await maker.do("pull", stage="make", slots=1)
     await second.do("pull", stage="make", slots=3)
-    await second.do("commit", stage="make", makes={"text": 2}, spans=True)
+    await second.do("commit", stage="make", lengths={"text": 2}, spans=True)
     await judge_all(judge, 3)
     trainer.command("pull", stage="train", slots=0, step=0)
-    # Processes are heard of in any order: only from here on is the trainer known to wait.
+    # Messages of different processes arrive in any order: the trainer is known to wait only from here on.
     await stream.until(lambda: "trainer" in stream.waits)
-    if how == "said":
+    if how == "reported":
         await maker.do("lost", stage="make", reason="the environment broke")
     else:
-        await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
+        await maker.do("commit", stage="make", lengths={"text": 2}, spans=True)
         maker.signal(signal.SIGKILL)
         await stream.until(lambda: "maker" not in stream.core.state.membership)
     return source, second, judge, trainer
 
 
-REASONS = {"said": "make failed: the environment broke", "killed": "its holder left"}
+REASONS = {"reported": "make failed: the environment broke", "killed": "its holder left"}
 
 
 @pytest.mark.parametrize("how", REASONS)
 async def test_lost_member_is_regenerated(run: Run, session_peer: Start, how: str) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.REGENERATE) as stream:
-        _, maker, judge, trainer = await with_one_lost(stream, session_peer, how)
+        _, maker, judge, trainer = await group_with_a_lost_member(stream, session_peer, how)
         again = await maker.do("pull", stage="make", slots=4)
         assert (again["prompts"], again["members"]) == ([10], [0])
-        assert again["attempts"] == [1 if how == "said" else 0]
+        assert again["attempts"] == [1 if how == "reported" else 0]
         assert stream.waits["trainer"] == "a full micro-batch of step 0: 0 of 1 groups complete"
-        await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
+        await maker.do("commit", stage="make", lengths={"text": 2}, spans=True)
         await judge_all(judge, 4)
         assert (await trainer.answer())["members"] == [0, 1, 2, 3]
         await end_step(stream, trainer)
-        lost = [f"dropped: {REASONS[how]}", "in_flight: offered again"] if how == "said" else []
+        lost = [f"dropped: {REASONS[how]}", "in_flight: offered again"] if how == "reported" else []
         assert history(stream, 10) == ["in_flight", *lost, "ready", "leased", "trained"]
 
 
@@ -130,14 +132,14 @@ async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(
     run: Run, session_peer: Start, how: str
 ) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.DROP_GROUP) as stream:
-        source, maker, judge, trainer = await with_one_lost(stream, session_peer, how)
+        source, maker, judge, trainer = await group_with_a_lost_member(stream, session_peer, how)
         await stream.until(lambda: not stream.table.slots)
         assert (await maker.do("measure"))["tensors"] == 0
         reason = f"dropped: {REASONS[how]}; that was attempt 1 at sample 0"
         assert history(stream, 10) == ["in_flight", reason]
         await source.do("offer", prompts=[11], members=MEMBERS, flow="train", tags=[])
         await maker.do("pull", stage="make", slots=4)
-        await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
+        await maker.do("commit", stage="make", lengths={"text": 2}, spans=True)
         await judge_all(judge, 4)
         assert (await trainer.answer())["prompts"] == [11] * 4
         await end_step(stream, trainer)
@@ -148,7 +150,7 @@ async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(
 @pytest.mark.parametrize("how", REASONS)
 async def test_the_rest_of_a_group_that_lost_a_member_is_trained(run: Run, session_peer: Start, how: str) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.TRAIN_REMAINING) as stream:
-        _, _, _, trainer = await with_one_lost(stream, session_peer, how)
+        _, _, _, trainer = await group_with_a_lost_member(stream, session_peer, how)
         batch = await trainer.answer()
         assert (batch["prompts"], batch["members"]) == ([10, 10, 10], [1, 2, 3])
         await end_step(stream, trainer)
@@ -158,7 +160,7 @@ async def test_the_rest_of_a_group_that_lost_a_member_is_trained(run: Run, sessi
 
 async def test_sample_that_keeps_failing_is_dropped_after_the_attempt_limit(run: Run, session_peer: Start) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, attempts=3) as stream:
-        source, maker = await people(stream, session_peer, "source", "maker")
+        source, maker = await connect_workers(stream, session_peer, "source", "maker")
         await source.do("offer", prompts=[10], members=MEMBERS, flow="train", tags=[])
         for attempt in range(3):
             held = await maker.do("pull", stage="make", slots=1)

@@ -1,15 +1,15 @@
-"""Rows of a consumer that dies, stops or is late: they come back, are served again, and nothing is done twice."""
+"""Leased rows of a consumer that dies, stops or is late: they are requeued, and no row is committed twice."""
 
 import signal
 import time
 
 from tests.integration.streams.conftest import Peer, Run, Start, Stream
 
-BACK_S = 1.0
-STOPPED_LEASE_S = 0.6
+REQUEUE_S = 1.0
+SHORT_LEASE_S = 0.6
 
 
-async def held_by_first(stream: Stream, session_peer: Start) -> tuple[Peer, Peer, list[int]]:
+async def lease_five_rows(stream: Stream, session_peer: Start) -> tuple[Peer, Peer, list[int]]:
     """Eight rows, five of them leased by ``first``; ``second`` has read the others and waits for more."""
     producer, first, second = [await session_peer(stream.address, name) for name in ("producer", "first", "second")]
     await producer.do("offer", prompts=list(range(8)), length=4)
@@ -22,8 +22,8 @@ async def held_by_first(stream: Stream, session_peer: Start) -> tuple[Peer, Peer
     return first, second, held["slots"]
 
 
-async def read_by(stream: Stream, second: Peer) -> None:
-    """The five rows come to ``second``, and are the last."""
+async def read_requeued_rows(stream: Stream, second: Peer) -> None:
+    """``second`` receives the five rows; no others are left."""
     again = await second.answer()
     assert again["prompts"] == [0, 1, 2, 3, 4]
     assert (await second.do("commit"))["refused"] == []
@@ -33,28 +33,28 @@ async def read_by(stream: Stream, second: Peer) -> None:
 
 async def test_rows_of_a_killed_consumer_are_requeued_immediately(run: Run, session_peer: Start) -> None:
     async with run() as stream:
-        first, second, _ = await held_by_first(stream, session_peer)
+        first, second, _ = await lease_five_rows(stream, session_peer)
         killed_s = time.monotonic()
         first.signal(signal.SIGKILL)
-        await stream.until(lambda: not stream.waits, BACK_S)
-        await read_by(stream, second)
-        assert time.monotonic() - killed_s < BACK_S
+        await stream.until(lambda: not stream.waits, REQUEUE_S)
+        await read_requeued_rows(stream, second)
+        assert time.monotonic() - killed_s < REQUEUE_S
 
 
 async def test_rows_of_a_stopped_consumer_are_requeued_when_its_lease_expires(run: Run, session_peer: Start) -> None:
-    async with run(lease_s=STOPPED_LEASE_S) as stream:
-        first, second, slots = await held_by_first(stream, session_peer)
+    async with run(lease_s=SHORT_LEASE_S) as stream:
+        first, second, slots = await lease_five_rows(stream, session_peer)
         first.signal(signal.SIGSTOP)
-        await read_by(stream, second)
+        await read_requeued_rows(stream, second)
         first.signal(signal.SIGCONT)
         assert (await first.do("commit"))["refused"] == slots
-        # It is still in, and gets what comes next.
+        # It is still a member of the run.
         assert list(stream.server.status()["workers"]) == ["producer", "first", "second"]
 
 
-async def test_late_commit_does_not_affect_the_current_leaseholder(run: Run, session_peer: Start) -> None:
-    async with run(lease_s=STOPPED_LEASE_S) as stream:
-        first, second, slots = await held_by_first(stream, session_peer)
+async def test_a_late_commit_does_not_affect_the_current_lease(run: Run, session_peer: Start) -> None:
+    async with run(lease_s=SHORT_LEASE_S) as stream:
+        first, second, slots = await lease_five_rows(stream, session_peer)
         first.signal(signal.SIGSTOP)
         assert (await second.answer())["slots"] == slots
         first.signal(signal.SIGCONT)
@@ -66,9 +66,9 @@ async def test_late_commit_does_not_affect_the_current_leaseholder(run: Run, ses
 
 async def test_silent_consumer_loses_its_leases_and_receives_the_reason_later(run: Run, session_peer: Start) -> None:
     async with run(worker_timeout_s=2.0) as stream:
-        first, second, _ = await held_by_first(stream, session_peer)
+        first, second, _ = await lease_five_rows(stream, session_peer)
         first.signal(signal.SIGSTOP)
-        await read_by(stream, second)
+        await read_requeued_rows(stream, second)
         first.signal(signal.SIGCONT)
         first.command("commit")
         answer = await first.answer()
@@ -81,9 +81,9 @@ async def test_silent_consumer_loses_its_leases_and_receives_the_reason_later(ru
 
 async def test_consumer_whose_connection_was_closed_as_lost_receives_the_reason(run: Run, session_peer: Start) -> None:
     async with run() as stream:
-        first, second, _ = await held_by_first(stream, session_peer)
+        first, second, _ = await lease_five_rows(stream, session_peer)
         first.signal(signal.SIGSTOP)
-        await read_by(stream, second)  # after about 5 s: long before its lease ends or it counts as silent
+        await read_requeued_rows(stream, second)  # after about 5 s: long before its lease ends or it counts as silent
         first.signal(signal.SIGCONT)
         first.command("commit")
         answer = await first.answer()

@@ -1,4 +1,4 @@
-"""What is freed is given back to the system, and an endless stream grows nowhere."""
+"""Freed rows return their memory to the system, and a long stream does not grow any process."""
 
 import asyncio
 import time
@@ -9,24 +9,24 @@ import pytest
 from flowrt.transport.lanes.lane import IDLE_S
 from tests.integration.streams.conftest import Peer, Run, Start
 
-ROWS, KEPT = 256, 2
-LOOK_EVERY_S = 0.2
+ROWS, KEPT_ROWS = 256, 2
+POLL_INTERVAL_S = 0.2
 ROW_BYTES = 1 << 20
 SLACK_BYTES = 24 << 20
-LONG, MARK = 200_000, 50_000
+STREAM_ROWS, MARK_AT = 200_000, 50_000
 GROWTH_BYTES = 6 << 20
 
 
-async def falls_below(peer: Peer, rss: int, within_s: float) -> None:
-    """The process has less than so many bytes in memory before long."""
+async def wait_until_rss_below(peer: Peer, rss: int, within_s: float) -> None:
+    """Wait until the process has less than ``rss`` bytes in memory."""
     end_s = time.monotonic() + within_s
     while (found := (await peer.do("measure"))["rss"]) >= rss:
         assert time.monotonic() < end_s, f"after {within_s:.0f} s it has {found} bytes, not {rss}"
-        await asyncio.to_thread(time.sleep, LOOK_EVERY_S)
+        await asyncio.to_thread(time.sleep, POLL_INTERVAL_S)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shared", [False, True], ids=["tensors of their own", "views of one tensor"])
+@pytest.mark.parametrize("shared", [False, True], ids=["separate tensors", "views of one tensor"])
 async def test_freeing_nearly_all_rows_frees_their_memory(run: Run, session_peer: Start, shared: bool) -> None:
     async with run() as stream:
         producer, reader = await session_peer(stream.address, "producer"), await session_peer(stream.address, "reader")
@@ -41,25 +41,27 @@ async def test_freeing_nearly_all_rows_frees_their_memory(run: Run, session_peer
             full = await peer.do("measure")
             assert full["bytes"] == ROWS * ROW_BYTES
             assert full["rss"] - before[peer] > ROWS * ROW_BYTES - SLACK_BYTES
-        # One packet has brought all; the rows that stay are in its middle.
-        gone = [place for place in range(ROWS) if place not in (100, 200)]
-        await reader.do("commit", only=gone)
+        # All rows arrived in one packet; the rows that are kept are in its middle.
+        freed = [place for place in range(ROWS) if place not in (100, 200)]
+        await reader.do("commit", only=freed)
         await reader.do("forget_batch")
         for peer in (producer, reader):
             left = await peer.do("measure")
-            assert (left["tensors"], left["bytes"]) == (KEPT, KEPT * ROW_BYTES)
-        # Both ends of a lane keep the memory of their last message warm, until the lane has rested for a while.
-        for peer in (reader, producer):  # the sender's rest comes after the receiver's
-            await falls_below(peer, before[peer] + KEPT * ROW_BYTES + SLACK_BYTES, within_s=2 * IDLE_S + 5)
-        assert stream.table.bytes.total() == KEPT * ROW_BYTES
+            assert (left["tensors"], left["bytes"]) == (KEPT_ROWS, KEPT_ROWS * ROW_BYTES)
+        # Both ends of a lane keep the buffer of their last message until the lane has been idle for a while.
+        for peer in (reader, producer):  # the sender becomes idle after the receiver
+            await wait_until_rss_below(
+                peer, before[peer] + KEPT_ROWS * ROW_BYTES + SLACK_BYTES, within_s=2 * IDLE_S + 5
+            )
+        assert stream.table.bytes.total() == KEPT_ROWS * ROW_BYTES
 
 
-async def test_an_endless_stream_leaves_memory_flat(start: Start, session_peer: Start, tmp_path: Path) -> None:
+async def test_memory_does_not_grow_over_a_long_stream(start: Start, session_peer: Start, tmp_path: Path) -> None:
     controller = await start("controller", run_dir=str(tmp_path), stages=["read"], budget_rows=20_000)
     address = (await controller.answer())["address"]
     producer, reader = await session_peer(address, "producer"), await session_peer(address, "reader")
-    reader.command("consume", slots=1000, mark_at=MARK)
-    producer.command("produce", rows=LONG, at_once=1000, length=4, mark_at=MARK)
+    reader.command("consume", slots=1000, mark_at=MARK_AT)
+    producer.command("produce", rows=STREAM_ROWS, at_once=1000, length=4, mark_at=MARK_AT)
     early = {reader: (await reader.answer())["marked"], producer: (await producer.answer())["marked"]}
     controller.command("measure")
     early[controller] = (await controller.answer())["rss"]
@@ -69,7 +71,7 @@ async def test_an_endless_stream_leaves_memory_flat(start: Start, session_peer: 
     controller.command("measure")
     table = await controller.answer()
     late[controller] = table["rss"]
-    assert answer["rows"] == LONG
+    assert answer["rows"] == STREAM_ROWS
     assert answer["tensors"] == 0
     assert (table["rows"], table["groups"], table["leases"]) == (0, 0, 0)
     names = {producer: "producer", reader: "reader", controller: "controller"}

@@ -1,4 +1,4 @@
-"""A pull for rows that are not there yet: it waits silently, is woken by what satisfies it, has a deadline."""
+"""A pull for rows that do not exist yet: it waits without polling, is woken when rows are ready, and can expire."""
 
 import asyncio
 import signal
@@ -14,21 +14,21 @@ from flowrt.client.connection import Event
 from flowrt.protocol import messages as m
 from tests.integration.streams.conftest import Peer, Run, Start, Stream
 
-WOKEN_S = 1.0
-ROUND_TRIP_S = 1.0
+MAX_WAKE_S = 1.0
+MAX_ROUND_TRIP_S = 1.0
 COLUMNS = (api.Column("data", "float32", "group"),)
-JUDGED = api.Dataflow(
+TWO_STAGES = api.Dataflow(
     COLUMNS, (api.Stage("judge", ("data",), ("score",)), api.Stage("read", ("data", "score", "tag"), ())), tags=("tag",)
 )
 TWO_FLOWS = api.Dataflow(
     COLUMNS,
-    (api.Stage("read", ("data",), (), flow="rows"), api.Stage("look", ("tag",), (), flow="others")),
+    (api.Stage("read", ("data",), (), flow="rows"), api.Stage("inspect", ("tag",), (), flow="others")),
     tags=("tag",),
 )
 
 
 async def parked(stream: Stream, session_peer: Start, **pull: Any) -> Peer:
-    """A process whose pull is parked, and what it has said until then."""
+    """A process whose pull is parked."""
     reader = await session_peer(stream.address, "reader")
     reader.command("pull", **pull)
     await stream.until(lambda: "reader" in stream.waits)
@@ -41,26 +41,32 @@ async def test_parked_pull_is_woken_without_polling(run: Run, session_peer: Star
         stream.received.clear()
         longest_s = 0.0
         for prompt in range(20):
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             await other.do("offer", prompts=[prompt], flow="others")
-            assert (await other.do("pull", stage="look"))["prompts"] == [prompt]
-            await other.do("commit", stage="look")
-            longest_s = max(longest_s, time.monotonic() - began_s)
-        await stream.until(lambda: len([who for who, _ in stream.received if who == "reader"]) > 1)
-        assert {type(message) for who, message in stream.received if who == "reader"} == {m.Heartbeat}
+            assert (await other.do("pull", stage="inspect"))["prompts"] == [prompt]
+            await other.do("commit", stage="inspect")
+            longest_s = max(longest_s, time.monotonic() - start_s)
+        await stream.until(lambda: len([worker for worker, _ in stream.received if worker == "reader"]) > 1)
+        assert {type(message) for worker, message in stream.received if worker == "reader"} == {m.Heartbeat}
         assert (
-            len([who for who, message in stream.received if who == "other" and not isinstance(message, m.Heartbeat)])
+            len(
+                [
+                    worker
+                    for worker, message in stream.received
+                    if worker == "other" and not isinstance(message, m.Heartbeat)
+                ]
+            )
             == 60
         )
-        assert longest_s < ROUND_TRIP_S
-        began_s = time.monotonic()
+        assert longest_s < MAX_ROUND_TRIP_S
+        start_s = time.monotonic()
         await other.do("offer", prompts=[7, 8])
         assert (await reader.answer())["prompts"] == [7, 8]
-        assert time.monotonic() - began_s < WOKEN_S
+        assert time.monotonic() - start_s < MAX_WAKE_S
 
 
-async def test_a_parked_pull_is_woken_by_the_commit_that_makes_its_column(run: Run, session_peer: Start) -> None:
-    async with run(JUDGED) as stream:
+async def test_a_parked_pull_is_woken_by_the_commit_that_writes_its_column(run: Run, session_peer: Start) -> None:
+    async with run(TWO_STAGES) as stream:
         reader, judge = await parked(stream, session_peer, slots=8), await session_peer(stream.address, "judge")
         await judge.do("offer", prompts=[1, 2, 3])
         await judge.do("pull", stage="judge", slots=3)
@@ -72,7 +78,7 @@ async def test_a_parked_pull_is_woken_by_the_commit_that_makes_its_column(run: R
         assert (await reader.answer())["prompts"] == [1, 3]
 
 
-async def test_a_deadline_ends_a_pull_and_leaves_nothing_behind(run: Run, session_peer: Start) -> None:
+async def test_an_expired_pull_leaves_no_wait_and_no_lease(run: Run, session_peer: Start) -> None:
     async with run() as stream:
         reader = await parked(stream, session_peer, slots=8, deadline_s=0.4)
         answer = await reader.answer()
@@ -85,23 +91,23 @@ async def test_a_deadline_ends_a_pull_and_leaves_nothing_behind(run: Run, sessio
         assert (await other.do("pull", slots=8))["prompts"] == [1]
 
 
-async def test_a_grant_that_crosses_the_withdrawal_is_not_lost(run: Run, session_peer: Start) -> None:
+async def test_a_grant_that_crosses_a_cancellation_is_not_lost(run: Run, session_peer: Start) -> None:
     async with run() as stream:
         producer = await session_peer(stream.address, "producer")
         reader = await parked(stream, session_peer, slots=8, deadline_s=0.5)
         async with asyncio.timeout(5):
-            # It polls for a short while before it sleeps.
+            # The client polls for a short time before it sleeps.
             while psutil.Process(reader.pid).status() != psutil.STATUS_SLEEPING:  # noqa: ASYNC110 (another process)
                 await asyncio.sleep(0)
         reader.signal(signal.SIGSTOP)
         await producer.do("offer", prompts=[1, 2])
         await stream.until(lambda: stream.table.leases)
-        # While it stands still its deadline passes and the grant arrives: when it goes on, it has both.
+        # While the reader is stopped, its deadline passes and the grant arrives: it continues with both.
         producer.command("pull", slots=1, deadline_s=0.7)
         assert (await producer.answer())["error"] == "WaitExpired"
         reader.signal(signal.SIGCONT)
         assert (await reader.answer())["prompts"] == [1, 2]
-        assert ("reader", m.CancelRequest) in [(who, type(message)) for who, message in stream.received]
+        assert ("reader", m.CancelRequest) in [(worker, type(message)) for worker, message in stream.received]
         assert (await reader.do("commit"))["refused"] == []
         await stream.until(lambda: not stream.table.slots)
         stream.assert_empty()
@@ -118,43 +124,43 @@ async def test_pull_cancelled_at_the_moment_of_its_grant_leaves_no_lease(
         )
         pulling = asyncio.create_task(session.pull("read", slots=8))
         await stream.until(lambda: "s" in stream.waits)
-        plain, given_up = session._handle, asyncio.Event()
+        original, cancelled = session._handle, asyncio.Event()
 
-        async def give_up() -> None:
+        async def cancel_pull() -> None:
             for _ in range(rounds):
                 await asyncio.sleep(0)
             pulling.cancel()
             await asyncio.gather(pulling, return_exceptions=True)
-            given_up.set()
+            cancelled.set()
 
         def receive(event: Event) -> None:
             if isinstance(event, m.Grant) and rounds < 0:
                 pulling.cancel()
-            plain(event)
+            original(event)
             if isinstance(event, m.Grant):
-                giving_up.append(asyncio.create_task(give_up()))
+                cancellations.append(asyncio.create_task(cancel_pull()))
 
-        giving_up: list[asyncio.Task[None]] = []
+        cancellations: list[asyncio.Task[None]] = []
         session._handle = receive  # type: ignore[method-assign]
         await producer.do("offer", prompts=[1, 2], length=1 << 20)
         async with asyncio.timeout(5):
-            await given_up.wait()
+            await cancelled.wait()
         assert pulling.cancelled()
-        session._handle = plain  # type: ignore[method-assign]
+        session._handle = original  # type: ignore[method-assign]
         await stream.until(lambda: not stream.table.leases and not stream.waits)
         assert (await producer.do("pull", slots=8))["prompts"] == [1, 2]
         await session.close()
 
 
-async def test_an_offer_given_up_at_the_moment_it_opened_can_still_be_read(run: Run, session_peer: Start) -> None:
+async def test_an_offer_cancelled_at_the_moment_it_is_accepted_can_still_be_read(run: Run, session_peer: Start) -> None:
     async with run() as stream:
         reader, session = await parked(stream, session_peer, slots=8), await api.connect(stream.address, "s", "s", 5)
-        plain = session._handle
+        original = session._handle
 
         def receive(event: Event) -> None:
             if isinstance(event, m.OfferAccepted):
                 offering.cancel()
-            plain(event)
+            original(event)
 
         session._handle = receive  # type: ignore[method-assign]
         data = {"data": [torch.full((4,), 3.0)]}

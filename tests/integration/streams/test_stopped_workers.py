@@ -1,4 +1,4 @@
-"""A worker that computes is not dead, one that is stopped is, and one that hangs meets the deadline of its lease."""
+"""A busy worker stays in the run, a stopped worker is dismissed, and a hung worker loses its rows with its lease."""
 
 import asyncio
 import re
@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 HELD_S = 8.0
-NOTICED_S = 5.0
-STALL_S = 2.0
+DETECTION_S = 5.0
+NO_PROGRESS_TIMEOUT_S = 2.0
 
 
-async def two_rows(stream: Any, session_peer: Any) -> tuple[Any, Any]:
+async def lease_two_rows(stream: Any, session_peer: Any) -> tuple[Any, Any]:
     """``first`` has leased both rows there are; ``second`` waits for one."""
     producer, first, second = [await session_peer(stream.address, name) for name in ("producer", "first", "second")]
     await producer.do("offer", prompts=[0, 1], length=4)
@@ -22,47 +22,47 @@ async def two_rows(stream: Any, session_peer: Any) -> tuple[Any, Any]:
 
 
 async def test_a_worker_that_holds_the_interpreter_is_not_dismissed(run: Any, session_peer: Any) -> None:
-    """A busy interpreter is not death: nothing is taken from a worker that computes for longer than pings may take."""
-    async with run(worker_timeout_s=HELD_S / 3) as stream:  # far longer than a worker may be silent
-        first, _second = await two_rows(stream, session_peer)
-        begin_s = time.monotonic()
+    """A worker whose interpreter is busy for longer than the worker timeout keeps its leases."""
+    async with run(worker_timeout_s=HELD_S / 3) as stream:  # HELD_S is far longer than the timeout
+        first, _second = await lease_two_rows(stream, session_peer)
+        start_s = time.monotonic()
         assert await first.do("hold", seconds=HELD_S) == {"holds": True}
         assert await first.answer() == {"held": HELD_S}
-        assert time.monotonic() - begin_s >= HELD_S
+        assert time.monotonic() - start_s >= HELD_S
         assert (await first.do("commit"))["refused"] == []
         assert stream.server.ended is None
         assert "second" in stream.waits
 
 
-async def test_a_stopped_worker_is_noticed_within_5_s_by_default(run: Any, session_peer: Any) -> None:
-    """A process that is stopped closes no connection: its silence is noticed all the same, and its rows come back."""
+async def test_a_stopped_worker_is_detected_within_5_s_by_default(run: Any, session_peer: Any) -> None:
+    """A stopped process closes no connection: its silence is detected, and its rows are requeued."""
     async with run() as stream:
-        first, second = await two_rows(stream, session_peer)
+        first, second = await lease_two_rows(stream, session_peer)
         stopped_s = time.monotonic()
         first.signal(signal.SIGSTOP)
         assert (await second.answer())["prompts"] == [0, 1]
-        assert time.monotonic() - stopped_s < NOTICED_S + 0.5
+        assert time.monotonic() - stopped_s < DETECTION_S + 0.5
         assert "first" not in stream.core.state.membership
 
 
-async def test_a_hung_worker_meets_the_deadline_of_its_lease(run: Any, session_peer: Any) -> None:
-    """The engine sleeps and nobody knows: it sends its heartbeats, and loses what it holds when its lease ends."""
+async def test_a_hung_worker_loses_its_rows_when_its_lease_expires(run: Any, session_peer: Any) -> None:
+    """A worker that only sends heartbeats stays in the run and loses its rows when their lease ends."""
     async with run(lease_s=1.5) as stream:
-        first, second = await two_rows(stream, session_peer)
+        first, second = await lease_two_rows(stream, session_peer)
         assert (await second.answer())["prompts"] == [0, 1]
         assert "first" in stream.core.state.membership
         assert (await first.do("commit"))["refused"] != []
 
 
 async def test_run_stalled_by_a_stopped_worker_ends_with_the_wait_graph(run: Any, session_peer: Any) -> None:
-    """No progress and no message: after no_progress_timeout_s the run ends with code 3 and names who was waited for."""
-    async with run(no_progress_timeout_s=STALL_S) as stream:
-        first, second = await two_rows(stream, session_peer)
+    """Without progress for no_progress_timeout_s the run ends with code 3, and the reason names the stopped worker."""
+    async with run(no_progress_timeout_s=NO_PROGRESS_TIMEOUT_S) as stream:
+        first, second = await lease_two_rows(stream, session_peer)
         first.signal(signal.SIGSTOP)
-        begin_s = time.monotonic()
+        start_s = time.monotonic()
         answer = await second.answer()
         assert answer["error"] == "Stopped"
-        assert time.monotonic() - begin_s < STALL_S + 2.0
+        assert time.monotonic() - start_s < NO_PROGRESS_TIMEOUT_S + 2.0
         ended = stream.server.ended
         assert ended.code == 3
         assert re.match(r"no progress for \d+ s: ", ended.reason)
@@ -70,22 +70,22 @@ async def test_run_stalled_by_a_stopped_worker_ends_with_the_wait_graph(run: Any
         assert "first holds 2 slots of read" in ended.reason
 
 
-async def test_a_lane_wait_of_a_worker_is_seen_by_the_controller(run: Any, session_peer: Any) -> None:
-    """Weights or tensors that never come: the status says who waits on which lane, and whose turn it is."""
+async def test_the_wait_graph_shows_lane_waits_of_workers(run: Any, session_peer: Any) -> None:
+    """A transfer that never arrives: the wait graph names the waiting worker, the lane and the blocking worker."""
     async with run(transfer_idle_timeout_s=30.0) as stream:
         producer, reader = [await session_peer(stream.address, name) for name in ("producer", "reader")]
         await producer.do("offer", prompts=[0], length=4)
         producer.signal(signal.SIGSTOP)
         reader.command("pull", slots=1)
 
-        def on_lanes() -> list[Any]:
+        def lane_waits() -> list[Any]:
             graph = stream.core.wait_graph(stream.server._clock.now())
             return [edge for edge in graph.waits if edge.who == "reader" and "producer>reader" in edge.what]
 
-        async with asyncio.timeout(NOTICED_S):
-            while not on_lanes():
+        async with asyncio.timeout(DETECTION_S):
+            while not lane_waits():
                 await stream.until(lambda: True)
                 await asyncio.sleep(0.05)
-        [edge, *_] = on_lanes()
+        [edge, *_] = lane_waits()
         assert edge.blocked_on == ("producer",)
         assert edge.limit_s <= 30.0

@@ -1,4 +1,4 @@
-"""Rows through stages: visible whole, seen once by each stage, shared by its consumers, to an exact end."""
+"""Rows through stages: served complete, once per stage, shared by the consumers of a stage, to an exact end."""
 
 import signal
 from typing import Any
@@ -9,7 +9,7 @@ from flowrt import api
 from tests.integration.streams.conftest import Run, Start
 
 ROWS = 20_000
-MADE = api.Dataflow(
+GENERATED = api.Dataflow(
     (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot")),
     (
         api.Stage("make", ("data",), ("text", "score"), generates=True),
@@ -19,7 +19,7 @@ MADE = api.Dataflow(
     tags=("tag",),
 )
 STAGES = ("train", "judge", "log")
-BESIDE = api.Dataflow(
+PARALLEL_STAGES = api.Dataflow(
     (api.Column("data", "float32", "group"),),
     tuple(api.Stage(name, ("data", "tag"), ()) for name in STAGES),
     tags=("tag",),
@@ -30,36 +30,36 @@ def rows_of(*answers: dict[str, Any]) -> list[int]:
     return sorted(prompt for answer in answers for prompt in answer["prompts"])
 
 
-async def test_a_row_is_never_seen_without_its_tags_columns_and_versions(run: Run, session_peer: Start) -> None:
+async def test_a_row_is_served_only_with_all_its_tags_columns_and_versions(run: Run, session_peer: Start) -> None:
     """Readers compare each tensor, tag, number and version span of every row with its prompt, while it is written."""
-    async with run(MADE, budget_rows=4000) as stream:
+    async with run(GENERATED, budget_rows=4000) as stream:
         names = ("producer", "maker", "reader", "second", "peeker")
         producer, maker, reader, second, peeker = [await session_peer(stream.address, name) for name in names]
         reader.command("consume", slots=100, spans=True)
         second.command("consume", slots=100, spans=True)
         peeker.command("consume", stage="peek", slots=100, spans=True)
-        maker.command("make", stage="make", slots=100, makes={"text": 2}, inline=["score"], spans=True)
+        maker.command("run_stage", stage="make", slots=100, lengths={"text": 2}, inline=["score"], spans=True)
         producer.command("produce", rows=ROWS, at_once=100, length=2)
-        read, rest, peeked, made = [await one.answer() for one in (reader, second, peeker, maker)]
+        read, rest, peeked, generated = [await peer.answer() for peer in (reader, second, peeker, maker)]
         assert rows_of(read, rest) == rows_of(peeked) == list(range(ROWS))
-        assert made["rows"] == ROWS
+        assert generated["rows"] == ROWS
         stream.assert_empty()
 
 
-async def test_every_stage_sees_every_row_once_and_its_consumers_share_them(run: Run, session_peer: Start) -> None:
-    async with run(BESIDE, sources=2) as stream:
-        producers = [await session_peer(stream.address, f"producer-{one}") for one in range(2)]
+async def test_every_stage_reads_every_row_once_and_its_consumers_share_them(run: Run, session_peer: Start) -> None:
+    async with run(PARALLEL_STAGES, sources=2) as stream:
+        producers = [await session_peer(stream.address, f"producer-{number}") for number in range(2)]
         consumers = {}
         for stage in STAGES:
-            consumers[stage] = [await session_peer(stream.address, f"{stage}-{one}") for one in range(2)]
-            for one in consumers[stage]:
-                one.command("consume", stage=stage, slots=7)
+            consumers[stage] = [await session_peer(stream.address, f"{stage}-{number}") for number in range(2)]
+            for consumer in consumers[stage]:
+                consumer.command("consume", stage=stage, slots=7)
         for number, producer in enumerate(producers):
             producer.command("produce", rows=500, at_once=9, first=500 * number)
         for stage in STAGES:
-            seen = [await one.answer() for one in consumers[stage]]
+            seen = [await consumer.answer() for consumer in consumers[stage]]
             assert rows_of(*seen) == list(range(1000)), f"stage {stage}"
-            assert all(one["prompts"] for one in seen), f"stage {stage} was not shared"
+            assert all(answer["prompts"] for answer in seen), f"stage {stage} was not shared"
         stream.assert_empty()
 
 
@@ -79,9 +79,7 @@ async def test_stream_closes_only_after_every_source_completed(run: Run, session
         assert (await reader.do("pull"))["closed"]
 
 
-async def test_rows_of_a_consumer_killed_near_the_end_are_served_before_the_stream_closes(
-    run: Run, session_peer: Start
-) -> None:
+async def test_rows_of_a_killed_consumer_are_served_before_the_stream_closes(run: Run, session_peer: Start) -> None:
     async with run(sources=2) as stream:
         names = ("p", "q", "dying", "reader", "second")
         first, other, dying, reader, second = [await session_peer(stream.address, name) for name in names]
@@ -92,7 +90,7 @@ async def test_rows_of_a_consumer_killed_near_the_end_are_served_before_the_stre
         second.command("consume", slots=8)
         await first.do("exhausted")
         await other.do("exhausted")
-        # All but the ten are read, and both readers wait: nobody may be told the end yet.
+        # All but the ten are read, and both readers wait: the stream may not be closed yet.
         await stream.until(lambda: len(stream.table.slots) == 10 and len(stream.waits) == 2)
         dying.signal(signal.SIGKILL)
         seen = [await reader.answer(), await second.answer()]
@@ -110,7 +108,7 @@ async def test_closing_a_stream_returns_unprocessed_rows(run: Run, session_peer:
         left = await leaver.do("consume", slots=10, ahead=ahead, leave_after=3)
         assert left["prompts"] == list(range(30))
         await stream.until(lambda: not stream.table.leases)
-        # Two batches were committed when the next ones were asked for; the third was left, the fourth never seen.
+        # Two batches were committed by the pulls for the next ones; the third was unfinished, the fourth never read.
         assert rows_of(await reader.do("consume", slots=10, ahead=ahead)) == list(range(20, 50))
         stream.assert_empty()
 
@@ -132,7 +130,7 @@ async def test_a_stream_whose_process_is_killed_loses_no_row(run: Run, session_p
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(
+async def test_a_dataset_yields_every_row_once_and_leaves_no_process_or_thread(
     run: Run, session_peer: Start, start: Start, workers: int
 ) -> None:
     async with run() as stream:
@@ -142,13 +140,13 @@ async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(
         answer = await loader.answer()
         assert sorted(answer["prompts"]) == list(range(400))
         assert answer["children"] == []
-        assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # that one is multiprocessing's own
+        assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # QueueFeederThread: multiprocessing
         await stream.until(lambda: list(stream.server.status()["workers"]) == ["producer"])
         stream.assert_empty()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-async def test_a_dataset_that_is_left_gives_its_rows_back(
+async def test_a_dataset_closed_early_returns_its_rows(
     run: Run, session_peer: Start, start: Start, workers: int
 ) -> None:
     async with run() as stream:
@@ -158,12 +156,12 @@ async def test_a_dataset_that_is_left_gives_its_rows_back(
         answer = await loader.answer()
         assert len(answer["prompts"]) == 25
         assert answer["children"] == []
-        assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # that one is multiprocessing's own
+        assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # QueueFeederThread: multiprocessing
         await stream.until(lambda: not stream.table.leases)
         done = set(range(100)) - {slot.group.prompt for slot in stream.table.slots.values()}
         rest = rows_of(await reader.do("consume"))
         assert not done & set(rest)
         assert sorted(done | set(rest)) == list(range(100))
-        # What it had handed out is either done or served again; what it had not, is served again.
+        # Rows that the dataset yielded are committed or served again; all other rows are served again.
         assert done | (set(rest) & set(answer["prompts"])) >= set(answer["prompts"])
         stream.assert_empty()

@@ -1,4 +1,4 @@
-"""The adaptive coefficient of the divergence: its formula, its course, and that it needs nothing but the steps."""
+"""The adaptive KL coefficient: its formula, its value at each step, and its state across a resume."""
 
 import math
 from collections.abc import Callable
@@ -20,13 +20,15 @@ from flowrt.roles.algorithm import algorithm
 from tests.unit.recipes.test_algorithms import small_model, step_batch
 
 COEF = 0.5
-WORDS = ["--algorithm.kl.coef", str(COEF), "--algorithm.kl.target", "0.2", "--algorithm.kl.horizon", "128"]
-SMALL = ["--group-size", "4", "--prompts-per-step", "4", "--rollout.max-new-tokens", "12"]
+FLAGS = ["--algorithm.kl.coef", str(COEF), "--algorithm.kl.target", "0.2", "--algorithm.kl.horizon", "128"]
+SMALL_STEP = ["--group-size", "4", "--prompts-per-step", "4", "--rollout.max-new-tokens", "12"]
 
 
 @given(st.floats(1e-6, 1e3), st.floats(-10, 10), st.floats(1e-3, 10), st.integers(1, 512), st.integers(512, 10_000))
-def test_the_coefficient_follows_the_paper(coef: float, kl: float, target: float, samples: int, horizon: int) -> None:
-    """Ziegler et al., section 2.2, in other words."""
+def test_the_next_coefficient_equals_the_formula_of_the_paper(
+    coef: float, kl: float, target: float, samples: int, horizon: int
+) -> None:
+    """Ziegler et al., section 2.2, written independently."""
     found = AdaptiveKl(target, horizon).next_coef(coef, kl, samples)
     relative = (kl - target) / target
     error = relative if abs(relative) <= 0.2 else math.copysign(0.2, relative)
@@ -35,22 +37,22 @@ def test_the_coefficient_follows_the_paper(coef: float, kl: float, target: float
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_a_divergence_that_is_not_finite_changes_nothing(kl: float) -> None:
+def test_a_non_finite_divergence_keeps_the_coefficient(kl: float) -> None:
     assert AdaptiveKl(0.1, 100).next_coef(0.3, kl, 10) == 0.3
 
 
-def new_trainer(words: list[str]) -> TorchTrainer:
-    objective = algorithm(parse([*SMALL, *words]))
+def new_trainer(flags: list[str]) -> TorchTrainer:
+    objective = algorithm(parse([*SMALL_STEP, *flags]))
     return TorchTrainer(small_model(), TrainOptions(lr=1e-2, warmup_steps=1), objective, temperature=1.0)
 
 
-def batches(words: list[str]) -> TrainingBatch:
-    config = parse([*SMALL, *words])
+def batches(flags: list[str]) -> TrainingBatch:
+    config = parse([*SMALL_STEP, *flags])
     return step_batch(config, algorithm(config))
 
 
-def train(trainer: TorchTrainer, words: list[str], steps: int) -> list[dict[str, float]]:
-    batch, found = batches(words), []
+def train(trainer: TorchTrainer, flags: list[str], steps: int) -> list[dict[str, float]]:
+    batch, found = batches(flags), []
     for _ in range(steps):
         trainer.accumulate(batch)
         found.append(trainer.step())
@@ -58,29 +60,29 @@ def train(trainer: TorchTrainer, words: list[str], steps: int) -> list[dict[str,
 
 
 def test_a_step_uses_the_coefficient_that_it_reports() -> None:
-    """Each step's loss is that of a fixed coefficient, which is the metric."""
-    trainer = new_trainer(WORDS)
+    """The metric follows the formula; the first step equals one with a fixed coefficient of that value."""
+    trainer = new_trainer(FLAGS)
     adaptive = AdaptiveKl(0.2, 128)
     expected = COEF
-    for metrics in train(trainer, WORDS, 5):
+    for metrics in train(trainer, FLAGS, 5):
         assert metrics["kl_coef"] == expected
         expected = adaptive.next_coef(expected, metrics["kl"], 16)
     assert expected != COEF
-    first = train(new_trainer(WORDS), WORDS, 1)[0]
-    fixed = train(new_trainer(WORDS[:2]), WORDS[:2], 1)[0]
+    first = train(new_trainer(FLAGS), FLAGS, 1)[0]
+    fixed = train(new_trainer(FLAGS[:2]), FLAGS[:2], 1)[0]
     assert "kl_coef" not in fixed
     assert (first["loss"], first["grad_norm"]) == (fixed["loss"], fixed["grad_norm"])
 
 
-def test_a_gradient_has_the_coefficient_of_its_step() -> None:
-    trainer = new_trainer(WORDS)
-    train(trainer, WORDS, 2)
+def test_the_gradient_of_a_step_uses_the_coefficient_of_that_step() -> None:
+    trainer = new_trainer(FLAGS)
+    train(trainer, FLAGS, 2)
     coef = trainer._passes.numbers["kl_coef"]
     objective = Objective(kl=Kl(coef))
     fixed = TorchTrainer(trainer.model, TrainOptions(lr=1e-2, warmup_steps=1), objective, temperature=1.0)
     gradients: list[torch.Tensor] = []
     record: Callable[[torch.Tensor], None] = lambda gradient: gradients.append(gradient.clone())  # noqa: E731
-    batch = batches(WORDS)
+    batch = batches(FLAGS)
     for engine in (fixed, trainer):
         weights = [one.detach().clone() for one in trainer.model.parameters()]
         engine.on_gradient = record
@@ -92,26 +94,26 @@ def test_a_gradient_has_the_coefficient_of_its_step() -> None:
     assert torch.equal(gradients[0], gradients[1])
 
 
-def test_a_coefficient_that_is_resumed_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole = train(new_trainer(WORDS), WORDS, 6)
-    first = new_trainer(WORDS)
-    train(first, WORDS, 3)
+def test_a_resumed_coefficient_continues_bit_for_bit(tmp_path: Path) -> None:
+    uninterrupted = train(new_trainer(FLAGS), FLAGS, 6)
+    first = new_trainer(FLAGS)
+    train(first, FLAGS, 3)
     first.save(tmp_path)
-    resumed = new_trainer(WORDS)
+    resumed = new_trainer(FLAGS)
     resumed.load(tmp_path)
-    assert train(resumed, WORDS, 3) == whole[3:]
-    assert len({one["kl_coef"] for one in whole}) > 1
+    assert train(resumed, FLAGS, 3) == uninterrupted[3:]
+    assert len({one["kl_coef"] for one in uninterrupted}) > 1
 
 
-def test_a_step_that_is_discarded_leaves_the_coefficient() -> None:
-    trainer = new_trainer(WORDS)
-    trainer.accumulate(batches(WORDS))
+def test_a_discarded_step_leaves_the_coefficient_unchanged() -> None:
+    trainer = new_trainer(FLAGS)
+    trainer.accumulate(batches(FLAGS))
     trainer.discard()
-    assert train(trainer, WORDS, 1)[0]["kl_coef"] == COEF
+    assert train(trainer, FLAGS, 1)[0]["kl_coef"] == COEF
 
 
 @pytest.mark.parametrize(
-    ("words", "refused"),
+    ("flags", "message"),
     [
         (["--algorithm.kl.coef", "0", "--algorithm.kl.target", "0.1"], "algorithm.kl.coef is 0"),
         (["--algorithm", "rloo", "--algorithm.kl.target", "0.1"], "algorithm.kl.where is reward"),
@@ -121,6 +123,6 @@ def test_a_step_that_is_discarded_leaves_the_coefficient() -> None:
         (["--algorithm.kl.target", "nan"], "algorithm.kl.target"),
     ],
 )
-def test_what_cannot_act_is_refused(words: list[str], refused: str) -> None:
-    with pytest.raises(ConfigError, match=refused):
-        parse(words)
+def test_invalid_or_unused_adaptive_kl_options_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(flags)

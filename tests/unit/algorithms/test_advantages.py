@@ -22,7 +22,7 @@ def test_eps_is_added_to_the_std() -> None:
     torch.testing.assert_close(advantages[1].item(), 1 / (math.sqrt(2) + 0.5))
 
 
-def test_interleaved_groups_of_different_sizes() -> None:
+def test_interleaved_groups_are_centred_separately() -> None:
     rewards = torch.tensor([1.0, 10.0, 2.0, 30.0, 6.0])
     groups = torch.tensor([900, -4, 900, -4, 900])
     torch.testing.assert_close(
@@ -30,7 +30,7 @@ def test_interleaved_groups_of_different_sizes() -> None:
     )
 
 
-def test_batch_std_divides_by_the_spread_of_all_rewards() -> None:
+def test_batch_std_divides_by_the_std_of_all_rewards() -> None:
     advantages = group_advantages(
         torch.tensor([0.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1]), scale="batch_std", eps=0.0
     )
@@ -38,7 +38,7 @@ def test_batch_std_divides_by_the_spread_of_all_rewards() -> None:
     torch.testing.assert_close(advantages, torch.tensor([-0.5, 0.5, -1.0, 1.0]) / std)
 
 
-def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
+def test_leave_one_out_subtracts_the_mean_of_the_other_rewards() -> None:
     rewards, groups = torch.tensor([1.0, 5.0, 2.0, 7.0, 6.0]), torch.tensor([0, 1, 0, 1, 0])
     advantages = group_advantages(rewards, groups, **LEAVE_ONE_OUT)
     torch.testing.assert_close(advantages, torch.tensor([-3.0, -2.0, -1.5, 2.0, 4.5]))
@@ -48,7 +48,9 @@ def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [2, 3, 6, 7, 10])
 @pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, -1e-3, 0.0])
-def test_equal_rewards_give_exactly_zero(scale: Scale, dtype: torch.dtype, size: int, value: float) -> None:
+def test_equal_rewards_give_advantages_of_exactly_zero(
+    scale: Scale, dtype: torch.dtype, size: int, value: float
+) -> None:
     # eps=0 would turn any rounding residue into an advantage near 1; 0/0 would be NaN.
     rewards = torch.tensor([value] * size + [1.0, 0.0], dtype=dtype)
     groups = torch.tensor([0] * size + [1, 1])
@@ -56,7 +58,7 @@ def test_equal_rewards_give_exactly_zero(scale: Scale, dtype: torch.dtype, size:
     assert group_advantages(rewards, groups, **LEAVE_ONE_OUT)[:size].tolist() == [0.0] * size
 
 
-def test_a_group_of_one_is_refused_where_its_spread_is_needed() -> None:
+def test_a_group_of_one_is_refused_with_a_group_baseline() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([3, 3, 42])
     with pytest.raises(ValueError, match=r"group 42 has 1 sample.*raise --group-size, or use baseline none"):
         group_advantages(rewards, groups)
@@ -66,7 +68,7 @@ def test_a_group_of_one_is_refused_where_its_spread_is_needed() -> None:
     assert group_advantages(rewards, groups, baseline="none", scale="batch_std")[2] > 0
 
 
-def test_integer_and_half_rewards_come_back_as_float32() -> None:
+def test_advantages_of_integer_bool_and_bfloat16_rewards_are_float32() -> None:
     groups = torch.tensor([0, 0])
     for rewards in (torch.tensor([0, 1]), torch.tensor([False, True]), torch.tensor([0.0, 1.0]).bfloat16()):
         advantages = group_advantages(rewards, groups, scale="none")
@@ -74,7 +76,7 @@ def test_integer_and_half_rewards_come_back_as_float32() -> None:
         assert advantages.tolist() == [-0.5, 0.5]
 
 
-def test_bad_input_is_named() -> None:
+def test_invalid_input_raises_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match="reward of sample 1 is nan"):
         group_advantages(torch.tensor([0.0, float("nan")]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"rewards_N \[2\] and groups_N \[3\]"):

@@ -1,4 +1,4 @@
-"""Every part of an objective against its scalar formula, value and gradient, in float64; and that errors are seen."""
+"""Every part of an objective against its scalar formula, value and gradient, in float64; errors are detected."""
 
 import dataclasses
 import random
@@ -42,7 +42,7 @@ def test_kl_estimate_equals_its_formula(name: KlEstimator) -> None:
 
 @pytest.mark.slow
 def test_composed_objective_equals_its_formula() -> None:
-    """Drawn compositions of loss, correction, rejection, second moment, KL, entropy and aggregation."""
+    """Random compositions of loss, correction, rejection, second moment, KL, entropy and aggregation."""
     assert worst_objective(2 * CASES) <= BOUND
 
 
@@ -50,13 +50,13 @@ def test_online_dpo_equals_its_formula() -> None:
     assert worst_preference(CASES) <= BOUND
 
 
-def test_all_parts_are_compared() -> None:
+def test_every_part_of_an_objective_is_compared() -> None:
     names = parts()
     assert len([name for name in names if name.startswith("loss ")]) == len(LOSSES)
     assert {"objective", "online_dpo", "credit grpo", "kl unbiased"} <= set(names)
 
 
-def test_a_loss_with_another_bound_is_seen() -> None:
+def test_a_loss_with_another_clip_bound_is_detected() -> None:
     rng = random.Random(1)
     wrong = max(
         loss_error(Ppo(clip_low=0.2, clip_high=0.28), lambda one: ppo(one, high=0.3), draw(rng)) for _ in "12345"
@@ -64,8 +64,8 @@ def test_a_loss_with_another_bound_is_seen() -> None:
     assert wrong > 1e-3
 
 
-def test_a_gradient_through_a_stopped_factor_is_seen() -> None:
-    """The value alone would not show it."""
+def test_a_detached_factor_is_detected_by_its_gradient() -> None:
+    """The value is unchanged; only the gradient differs."""
     samples = [one for one in draw(random.Random(3)) if one.policy]
     tokens = tokens_of(samples)
     stopped = (tokens.logprobs_T.detach() * tokens.logprobs_T).sum()
@@ -73,15 +73,15 @@ def test_a_gradient_through_a_stopped_factor_is_seen() -> None:
 
 
 @pytest.mark.slow
-def test_every_part_of_an_objective_matters() -> None:
-    """A part that is left out of the objective but not of the formula gives an error in some case."""
+def test_leaving_out_any_part_of_an_objective_is_detected() -> None:
+    """A part that is left out of the objective but not of the formula causes an error in some case."""
     rng, default = dice("liveness"), Objective()
-    seen = dict.fromkeys(("correction", "rejection", "second_moment", "kl", "entropy", "aggregation"), 0.0)
+    worst_errors = dict.fromkeys(("correction", "rejection", "second_moment", "kl", "entropy", "aggregation"), 0.0)
     for _ in range(60):
         objective, loss = draw_objective(rng)
         passes = [draw(rng), draw(rng)]
         if any(one.policy for drawn in passes for one in drawn):
-            for part, worst in seen.items():
+            for part, worst in worst_errors.items():
                 other = dataclasses.replace(objective, **{part: getattr(default, part)})
-                seen[part] = max(worst, objective_error(other, loss, passes, objective))
-    assert min(seen.values()) > 1e-3, seen
+                worst_errors[part] = max(worst, objective_error(other, loss, passes, objective))
+    assert min(worst_errors.values()) > 1e-3, worst_errors

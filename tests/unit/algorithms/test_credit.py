@@ -1,4 +1,4 @@
-"""Advantages of drawn groups against plain loops, in float64; and which samples are trained."""
+"""Advantages of random groups against plain Python loops, in float64; the samples that are trained."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def test_credit_equals_its_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("whiten", [True, False])
-def test_a_step_whose_rewards_are_equal_has_advantages_of_exactly_zero(whiten: bool) -> None:
+def test_equal_rewards_in_a_step_give_advantages_of_exactly_zero(whiten: bool) -> None:
     """Seven times 0.1 over 7 is not 0.1 in binary, and the standard deviation is 0."""
     rule = GroupAdvantages(scale="batch_std", whiten=whiten)
     assert rule(groups_of([0.1] * 7, [0, 0, 0, 1, 1, 1, 1])).advantages_N.tolist() == [0.0] * 7
@@ -27,7 +27,7 @@ def test_a_step_whose_rewards_are_equal_has_advantages_of_exactly_zero(whiten: b
 
 
 @pytest.mark.parametrize("rule", [GroupAdvantages(), GroupAdvantages(baseline="leave_one_out", scale="none")])
-def test_a_group_whose_rewards_are_equal_has_advantages_of_exactly_zero(rule: GroupAdvantages) -> None:
+def test_equal_rewards_in_a_group_give_advantages_of_exactly_zero(rule: GroupAdvantages) -> None:
     assert rule(groups_of([0.1] * 7, [3] * 7)).advantages_N.tolist() == [0.0] * 7
 
 
@@ -35,16 +35,16 @@ def test_a_group_whose_rewards_are_equal_has_advantages_of_exactly_zero(rule: Gr
     "rule",
     [GroupAdvantages(), GroupAdvantages(scale="none"), GroupAdvantages(baseline="leave_one_out", scale="none")],
 )
-def test_a_group_of_one_is_refused_where_samples_are_compared(rule: GroupAdvantages) -> None:
+def test_a_group_of_one_is_refused_with_a_group_baseline(rule: GroupAdvantages) -> None:
     with pytest.raises(ValueError, match="group 4 has 1 sample"):
         rule(groups_of([1.0, 2.0, 3.0], [3, 3, 4]))
 
 
-def test_a_group_of_one_is_worth_its_reward_without_a_baseline() -> None:
+def test_without_a_baseline_the_advantage_of_a_group_of_one_is_its_reward() -> None:
     assert GroupAdvantages(baseline="none", scale="none")(groups_of([0.5], [4])).advantages_N.tolist() == [0.5]
 
 
-def test_the_scope_is_the_step_where_the_whole_batch_counts() -> None:
+def test_statistics_of_the_whole_batch_require_the_scope_step() -> None:
     assert GroupAdvantages().scope == "group"
     assert GroupAdvantages(scale="batch_std").scope == "step"
     assert GroupAdvantages(whiten=True).scope == "step"
@@ -59,7 +59,7 @@ def test_the_overlong_penalty_is_linear_over_its_cache() -> None:
     assert rule(groups_of([1.0, 1.0], [0, 0], lengths=[6, 10])).advantages_N.tolist() == [1.0, 0.0]
 
 
-def test_a_divergence_in_the_reward_is_subtracted_and_needs_a_reference() -> None:
+def test_a_kl_penalty_in_the_reward_is_subtracted_and_needs_a_reference() -> None:
     rule = GroupAdvantages(baseline="none", scale="none", kl_coef=0.5)
     assert rule(groups_of([1.0], [0], kl=[0.4])).advantages_N.tolist() == [0.8]
     with pytest.raises(ValueError, match="needs a reference"):
@@ -73,7 +73,7 @@ def test_truncated_samples_are_compared_but_not_trained() -> None:
     assert credit.trained_N.tolist() == [True, False]
 
 
-def test_the_best_of_each_group_are_trained_alone() -> None:
+def test_only_the_best_of_each_group_are_trained() -> None:
     credit = BestOfGroup(keep=2)(groups_of([0.0, 3.0, 3.0, 1.0, 7.0], [0, 0, 0, 0, 1]))
     assert credit.trained_N.tolist() == [False, True, True, False, True]
     assert credit.advantages_N.tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
@@ -87,7 +87,7 @@ def test_a_preference_pair_is_the_best_and_the_worst_of_a_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    "build",
     [
         lambda: GroupAdvantages(baseline="none", scale="group_mean"),
         lambda: OverlongPenalty(limit=4, cache=5),
@@ -95,12 +95,12 @@ def test_a_preference_pair_is_the_best_and_the_worst_of_a_group() -> None:
         lambda: BestOfGroup(keep=0),
     ],
 )
-def test_credit_that_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
+def test_invalid_credit_parameters_are_refused(build: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"(is|divides by)"):
-        make()
+        build()
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
+def test_a_non_finite_reward_is_refused(reward: float) -> None:
     with pytest.raises(ValueError, match="the reward of sample 1"):
         GroupAdvantages()(groups_of([0.0, reward], [0, 0]))

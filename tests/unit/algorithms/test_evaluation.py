@@ -1,7 +1,7 @@
-"""pass@k against all choices of k answers; standard errors against the textbook."""
+"""pass@k against all choices of k answers; standard errors against Python's statistics module."""
 
 import itertools
-import statistics as textbook
+import statistics as stdlib_statistics
 
 import pytest
 from hypothesis import given
@@ -12,11 +12,11 @@ from flowrt.recipes.metric_names import pass_ks
 
 
 @pytest.mark.parametrize("answers", range(1, 9))
-def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(answers: int) -> None:
+def test_pass_at_k_is_the_fraction_of_choices_with_a_correct_answer(answers: int) -> None:
     for solved in range(answers + 1):
-        right = [True] * solved + [False] * (answers - solved)
+        correct = [True] * solved + [False] * (answers - solved)
         for k in range(1, answers + 1):
-            choices = [any(one) for one in itertools.combinations(right, k)]
+            choices = [any(one) for one in itertools.combinations(correct, k)]
             assert pass_at_k(answers, solved, k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
 
 
@@ -33,8 +33,8 @@ def test_impossible_counts_are_refused(answers: int, solved: int, k: int) -> Non
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=20))
 def test_the_standard_error_is_that_of_the_mean(values: list[float]) -> None:
     mean, error = mean_and_error(values)
-    assert mean == pytest.approx(textbook.fmean(values))
-    assert error == pytest.approx(textbook.stdev(values) / len(values) ** 0.5, abs=1e-9)
+    assert mean == pytest.approx(stdlib_statistics.fmean(values))
+    assert error == pytest.approx(stdlib_statistics.stdev(values) / len(values) ** 0.5, abs=1e-9)
 
 
 def test_statistics_of_greedy_and_of_sampled_answers() -> None:

@@ -1,4 +1,4 @@
-"""The fused LM head against log-softmax of whole logits, in float64, for every cut of the vocabulary."""
+"""The fused LM head against log-softmax of whole logits, in float64, for several slice widths of the vocabulary."""
 
 import pytest
 import torch
@@ -24,15 +24,15 @@ def whole_logits(
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.7])
-@pytest.mark.parametrize("words", [1, 2, 7, 22, 23, 100])
+@pytest.mark.parametrize("slice_width", [1, 2, 7, 22, 23, 100])
 @pytest.mark.parametrize("parts", ["logprobs", "entropy", "both"])
 def test_values_and_gradients_equal_those_of_whole_logits(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, words: int, parts: str
+    monkeypatch: pytest.MonkeyPatch, temperature: float, slice_width: int, parts: str
 ) -> None:
-    monkeypatch.setattr(lm_head, "SLICE_ELEMENTS", 6 * words)
+    monkeypatch.setattr(lm_head, "SLICE_ELEMENTS", 6 * slice_width)
     weights_T = torch.linspace(-1, 2, 7, dtype=torch.float64)
     weights_U = torch.linspace(2, -1, 6, dtype=torch.float64)
-    slopes = []
+    gradients = []
     values = []
     for function in (fused_logprobs, whole_logits):
         hidden_UD, weight_VD, prediction_T, target_T = inputs()
@@ -44,12 +44,12 @@ def test_values_and_gradients_equal_those_of_whole_logits(
         if parts != "logprobs":
             loss = loss + (weights_U * entropy_U).sum()
         loss.backward()
-        slopes.append((hidden_UD.grad, weight_VD.grad))
+        gradients.append((hidden_UD.grad, weight_VD.grad))
     torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-11, atol=1e-12)
 
 
-def test_large_logits_neither_overflow_nor_lose_digits() -> None:
+def test_large_logits_neither_overflow_nor_lose_precision() -> None:
     hidden_UD, weight_VD, prediction_T, target_T = inputs()
     got, entropy_U = fused_logprobs(hidden_UD * 300, weight_VD, prediction_T, target_T)
     expected, expected_U = whole_logits(hidden_UD * 300, weight_VD, prediction_T, target_T, 1.0)
@@ -57,7 +57,7 @@ def test_large_logits_neither_overflow_nor_lose_digits() -> None:
     torch.testing.assert_close(entropy_U, expected_U, rtol=1e-9, atol=1e-9)
 
 
-def test_bfloat16_logits_lose_nothing_more() -> None:
+def test_bfloat16_logits_are_reduced_in_float32() -> None:
     hidden_UD, weight_VD, prediction_T, target_T = inputs(torch.bfloat16)
     got, _ = fused_logprobs(hidden_UD, weight_VD, prediction_T, target_T)
     rounded_UV = (hidden_UD @ weight_VD.T).detach().double()
@@ -66,7 +66,7 @@ def test_bfloat16_logits_lose_nothing_more() -> None:
     assert float((got.detach().double() - expected).abs().max()) < 1e-5
 
 
-def test_no_tokens_and_no_predictions_are_fine() -> None:
+def test_empty_inputs_give_empty_results_and_zero_gradients() -> None:
     hidden_UD, weight_VD, _, _ = inputs()
     none = torch.zeros(0, dtype=torch.int64)
     logprobs_T, entropy_U = fused_logprobs(hidden_UD[:0], weight_VD, none, none)
@@ -76,7 +76,7 @@ def test_no_tokens_and_no_predictions_are_fine() -> None:
     assert not weight_VD.grad.any()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_zero_temperature_and_unequal_widths_are_refused() -> None:
     hidden_UD, weight_VD, prediction_T, target_T = inputs()
     with pytest.raises(ValueError, match="temperature is 0"):
         fused_logprobs(hidden_UD, weight_VD, prediction_T, target_T, 0.0)

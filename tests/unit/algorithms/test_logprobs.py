@@ -25,7 +25,7 @@ class TinyTransformer(nn.Module):
         return logits
 
 
-def plain_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float) -> Tensor:
+def naive_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float) -> Tensor:
     full = torch.log_softmax(logits_BLV / temperature, dim=-1)
     return full[:, :-1].gather(-1, tokens_BL[:, 1:, None]).squeeze(-1)
 
@@ -37,11 +37,11 @@ def test_values_and_gradient_match_log_softmax(chunk: int, monkeypatch: pytest.M
     logits = (5 * torch.randn(3, 7, 6, generator=generator, dtype=torch.float64)).requires_grad_()
     tokens = torch.randint(6, (3, 7), generator=generator)
     upstream = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    got, expected = selected_logprobs(logits, tokens, 0.7), plain_logprobs(logits, tokens, 0.7)
+    got, expected = selected_logprobs(logits, tokens, 0.7), naive_logprobs(logits, tokens, 0.7)
     torch.testing.assert_close(got, expected)
-    (got_slope,) = torch.autograd.grad(got, logits, upstream)
-    (expected_slope,) = torch.autograd.grad(expected, logits, upstream)
-    torch.testing.assert_close(got_slope, expected_slope)
+    (got_gradient,) = torch.autograd.grad(got, logits, upstream)
+    (expected_gradient,) = torch.autograd.grad(expected, logits, upstream)
+    torch.testing.assert_close(got_gradient, expected_gradient)
 
 
 def test_bfloat16_logits_are_summed_in_float32() -> None:
@@ -49,7 +49,7 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     tokens = torch.tensor([[0, 17]])
     got = selected_logprobs(logits, tokens)
     assert got.dtype == torch.float32
-    exact = plain_logprobs(logits.detach().double(), tokens, 1.0)
+    exact = naive_logprobs(logits.detach().double(), tokens, 1.0)
     # bfloat16 arithmetic would be off by about 0.03 here.
     assert (got - exact).abs().max() < 1e-5
     got.sum().backward()
@@ -62,15 +62,15 @@ def test_huge_logits_do_not_overflow() -> None:
     assert selected_logprobs(logits, torch.tensor([[0, 1]])).item() == pytest.approx(-0.693147, rel=1e-5)
 
 
-def test_logits_are_the_only_vocabulary_sized_tensor_kept() -> None:
+def test_logits_are_the_only_vocabulary_sized_tensor_saved_for_backward() -> None:
     logits = torch.randn(2, 5, 100, requires_grad=True)
     saved: list[Tensor] = []
 
-    def remember(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         selected_logprobs(logits, torch.zeros(2, 5, dtype=torch.long), temperature=0.5)
     large = [tensor for tensor in saved if tensor.numel() >= logits.numel()]
     assert [tensor.data_ptr() for tensor in large] == [logits.data_ptr()]
@@ -85,20 +85,20 @@ def test_padding_changes_no_logprob_and_no_gradient() -> None:
     padded = pad_samples(prompts, responses, pad_id=0)
     flat_T = padded.response_T(selected_logprobs(model(padded.tokens_BL), padded.tokens_BL, 0.9))
     flat_T.sum().backward()
-    together = [parameter.grad for parameter in model.parameters()]
+    padded_gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
 
-    pieces = []
+    separate = []
     for prompt, response in zip(prompts, responses, strict=True):
         row = torch.cat([prompt, response])
         full = torch.log_softmax(model(row[None])[0] / 0.9, dim=-1)
-        pieces += [full[len(prompt) + i - 1, token] for i, token in enumerate(response.tolist())]
-    alone_T = torch.stack(pieces)
-    alone_T.sum().backward()
+        separate += [full[len(prompt) + i - 1, token] for i, token in enumerate(response.tolist())]
+    separate_T = torch.stack(separate)
+    separate_T.sum().backward()
 
-    torch.testing.assert_close(flat_T, alone_T)
+    torch.testing.assert_close(flat_T, separate_T)
     assert padded.sample_T.tolist() == [0] * 4 + [1] * 6 + [2]
-    for got, parameter in zip(together, model.parameters(), strict=True):
+    for got, parameter in zip(padded_gradients, model.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad)
 
 
@@ -110,12 +110,14 @@ def test_entropy_of_known_distributions(monkeypatch: pytest.MonkeyPatch) -> None
     entropy = prediction_entropy(logits)
     torch.testing.assert_close(entropy, torch.tensor([[4.0, 1.0, 2.0]]).log())
     assert not entropy.requires_grad
-    tilted = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
-    chances = torch.softmax(torch.tensor([0.0, 2.0]), dim=0)
-    torch.testing.assert_close(prediction_entropy(tilted, temperature=0.5)[0, 0], -(chances * chances.log()).sum())
+    uneven = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
+    probabilities = torch.softmax(torch.tensor([0.0, 2.0]), dim=0)
+    torch.testing.assert_close(
+        prediction_entropy(uneven, temperature=0.5)[0, 0], -(probabilities * probabilities.log()).sum()
+    )
 
 
-def test_bad_arguments_are_named() -> None:
+def test_invalid_arguments_raise_errors_that_name_them() -> None:
     logits, tokens = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="temperature is 0"):
         selected_logprobs(logits, tokens, 0)
@@ -125,6 +127,6 @@ def test_bad_arguments_are_named() -> None:
         selected_logprobs(logits[:, 1:], tokens)
 
 
-def test_rows_of_one_token_predict_nothing() -> None:
+def test_rows_of_one_token_have_no_predictions() -> None:
     assert selected_logprobs(torch.zeros(2, 1, 4), torch.zeros(2, 1, dtype=torch.long)).shape == (2, 0)
     assert prediction_entropy(torch.zeros(2, 1, 4)).shape == (2, 0)

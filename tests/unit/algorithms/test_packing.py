@@ -4,7 +4,7 @@ import torch
 from flowrt.algorithms import cut_by_tokens, pad_samples
 
 
-def test_rows_and_masks() -> None:
+def test_padded_rows_and_their_masks() -> None:
     padded = pad_samples(
         [torch.tensor([5, 6]), torch.tensor([7]), torch.tensor([8])],
         [torch.tensor([1, 0, 2]), torch.tensor([3]), torch.tensor([], dtype=torch.long)],
@@ -16,7 +16,7 @@ def test_rows_and_masks() -> None:
     assert padded.sample_T.tolist() == [0, 0, 0, 1]
 
 
-def test_flat_order_is_sample_major_and_shifted_by_one() -> None:
+def test_response_predictions_are_in_sample_order_and_shifted_by_one() -> None:
     padded = pad_samples(
         [torch.tensor([5, 6]), torch.tensor([7])], [torch.tensor([1, 2]), torch.tensor([3, 4])], pad_id=9
     )
@@ -27,7 +27,7 @@ def test_flat_order_is_sample_major_and_shifted_by_one() -> None:
         padded.response_T(torch.zeros(2, 4))
 
 
-def test_samples_that_cannot_be_padded_are_named() -> None:
+def test_samples_that_cannot_be_padded_are_refused() -> None:
     one, none = torch.tensor([1]), torch.tensor([], dtype=torch.long)
     with pytest.raises(ValueError, match="prompt of sample 1 is empty"):
         pad_samples([one, none], [one, one], pad_id=0)
@@ -37,20 +37,20 @@ def test_samples_that_cannot_be_padded_are_named() -> None:
         pad_samples([], [], pad_id=0)
 
 
-def test_cuts_by_padded_size_or_by_sum() -> None:
+def test_samples_are_cut_by_padded_size_or_by_total_length() -> None:
     lengths = [2, 3, 1, 1, 1, 9, 1]
-    # Padded: 2 rows x 3 = 6 fits, 3 x 3 doesn't; 9 exceeds the budget and stands alone.
+    # Padded: 2 rows x 3 = 6 fits, 3 x 3 doesn't; 9 exceeds the budget and is a part of its own.
     assert cut_by_tokens(lengths, 6) == [[0, 1], [2, 3, 4], [5], [6]]
     assert cut_by_tokens(lengths, 6, padded=False) == [[0, 1, 2], [3, 4], [5], [6]]
     assert cut_by_tokens([], 6) == []
 
 
-def test_a_longer_sample_makes_the_rows_before_it_longer_too() -> None:
+def test_a_longer_sample_increases_the_padded_size_of_earlier_rows() -> None:
     assert cut_by_tokens([1, 1, 4], 11) == [[0, 1], [2]]
     assert cut_by_tokens([1, 1, 4], 12) == [[0, 1, 2]]
 
 
-def test_cut_arguments_are_checked() -> None:
+def test_invalid_cut_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="budget_tokens is 0"):
         cut_by_tokens([1], 0)
     with pytest.raises(ValueError, match="length of sample 1 is -2"):

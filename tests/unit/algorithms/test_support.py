@@ -15,8 +15,8 @@ SUPPORT = Support(
 )
 
 
-def masked(logits_UV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The definition: softmax over the support alone."""
+def masked_logprobs(logits_UV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The definition: softmax over only the support."""
     rows = []
     for prediction, target, support in zip(PREDICTION_T.tolist(), TARGET_T.tolist(), SUPPORTS, strict=True):
         excluded = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, torch.tensor(support), False)
@@ -30,18 +30,21 @@ def test_values_and_gradients_are_those_of_a_masked_softmax(temperature: float, 
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(4, VOCABULARY, generator=generator, dtype=torch.float64) + offset).requires_grad_()
     upstream_T = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
-    got, expected = support_logprobs(logits, PREDICTION_T, TARGET_T, SUPPORT, temperature), masked(logits, temperature)
+    got, expected = (
+        support_logprobs(logits, PREDICTION_T, TARGET_T, SUPPORT, temperature),
+        masked_logprobs(logits, temperature),
+    )
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    (slope,) = torch.autograd.grad((got * upstream_T).sum(), logits)
-    (expected_slope,) = torch.autograd.grad((expected * upstream_T).sum(), logits)
-    torch.testing.assert_close(slope, expected_slope, rtol=1e-11, atol=1e-12)
+    (gradient,) = torch.autograd.grad((got * upstream_T).sum(), logits)
+    (expected_gradient,) = torch.autograd.grad((expected * upstream_T).sum(), logits)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-12)
     assert got[2] == 0  # the only token of its support
 
 
 def test_the_support_of_the_whole_vocabulary_gives_the_log_softmax() -> None:
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    every = Support(torch.arange(VOCABULARY).repeat(2), torch.tensor([VOCABULARY, VOCABULARY]))
-    got = support_logprobs(logits, torch.tensor([0, 1]), torch.tensor([3, 5]), every, 1.0)
+    whole = Support(torch.arange(VOCABULARY).repeat(2), torch.tensor([VOCABULARY, VOCABULARY]))
+    got = support_logprobs(logits, torch.tensor([0, 1]), torch.tensor([3, 5]), whole, 1.0)
     torch.testing.assert_close(got, logits.log_softmax(-1)[[0, 1], [3, 5]], rtol=1e-12, atol=1e-12)
 
 
@@ -65,7 +68,7 @@ def test_a_token_outside_of_its_support_is_refused() -> None:
         (Support(torch.tensor([4, 7, 2, 12]), torch.tensor([1, 0, 2, 1])), False),
     ],
 )
-def test_a_support_fits_if_it_has_each_token_once(support: Support, fits: bool) -> None:
+def test_a_support_fits_if_it_has_its_token_and_no_duplicates(support: Support, fits: bool) -> None:
     assert support.fits(TARGET_T) is fits
 
 

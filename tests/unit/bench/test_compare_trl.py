@@ -1,4 +1,4 @@
-"""The bound that bench/compare_trl.py states, of a timeline made by hand: the busier role counts, a worker's mean."""
+"""The bound of bench/compare_trl.py on a hand-written timeline: mean busy time per worker of the busier role."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ OTHERS = [("reward", "reward-0", "score", 0.0, 20.0)]
 @pytest.mark.parametrize(
     ("rollouts", "busiest_s"),
     [
-        # 2.5 + 3 seconds of the first worker; 4 of the second, which does two things at once for one of them.
+        # 2.5 + 3 seconds of the first worker; 4 of the second, whose two spans overlap for 1 second.
         ([("rollout-0", 0.0, 5.0), ("rollout-0", 7.0, 12.0), ("rollout-1", 2.5, 5.0), ("rollout-1", 4.0, 6.5)], 4.75),
         ([("rollout-0", 0.0, 3.0)], 3.5),
     ],

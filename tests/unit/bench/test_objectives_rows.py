@@ -13,35 +13,35 @@ from flowrt.recipes.config_io import parse
 
 
 @pytest.mark.parametrize("lag", staleness.LAGS)
-def test_every_sample_is_as_old_as_asked_once_there_are_so_many_versions(lag: int) -> None:
+def test_every_sample_has_the_given_lag_once_enough_versions_exist(lag: int) -> None:
     run = StaleRun((), seed=0, steps=staleness.STEPS, lag=lag)
     ages = [step - run.generating_version(step) for step in range(run.steps)]
     assert ages[lag:] == [lag] * (run.steps - lag)
     assert ages[:lag] == list(range(lag))
 
 
-def test_the_curriculum_is_trained_like_the_default_task() -> None:
+def test_the_curriculum_row_uses_the_optimiser_settings_of_the_default_task() -> None:
     default = parse([])
     custom = parse(["--recipe", "custom", "--data", __file__, "--reward", f"{__file__}:reward", *training_flags()])
     assert (custom.trainer.lr, custom.trainer.beta2) == (default.trainer.lr, default.trainer.beta2)
     assert custom.trainer.warmup_steps == default.trainer.warmup_steps
 
 
-def test_both_sides_of_the_curriculum_are_accepted_and_filtered_groups_cost_tokens() -> None:
+def test_curriculum_flags_are_accepted_and_filtered_groups_cost_tokens() -> None:
     for side, flags in CURRICULUM.items():
         config = parse(["--group-size", "8", *flags])
         assert config.curriculum.policy == side
     assert generated_tokens({"tokens": 100, "groups": 2, "filtered_groups": 3}) == 250.0
 
 
-def test_a_tree_to_compare_with_needs_an_interpreter(tmp_path: Path) -> None:
+def test_a_tree_to_compare_with_needs_a_checkout_and_an_interpreter(tmp_path: Path) -> None:
     assert "no checkout" in default_speed.refusal(str(tmp_path))
     (tmp_path / "flowrt").mkdir()
     (tmp_path / "flowrt" / "cli.py").touch()
     assert "virtual environment" in default_speed.refusal(str(tmp_path))
 
 
-def test_a_commit_to_compare_with_is_unpacked_beside_this_tree(tmp_path: Path) -> None:
+def test_a_commit_to_compare_with_is_unpacked_into_the_given_directory(tmp_path: Path) -> None:
     assert "neither a directory nor a commit" in default_speed.refusal("no such commit")
     if not default_speed.commit_of("HEAD"):
         pytest.skip("these files are in no repository")
@@ -51,7 +51,7 @@ def test_a_commit_to_compare_with_is_unpacked_beside_this_tree(tmp_path: Path) -
         assert tree.path.is_relative_to(tmp_path)
 
 
-def test_every_objective_of_the_curve_is_accepted() -> None:
+def test_every_objective_of_the_staleness_row_is_accepted() -> None:
     for flags in staleness.OBJECTIVES.values():
         assert parse(["--steps", "1", *flags]).algorithm.kl.coef == 0
 
@@ -72,8 +72,8 @@ def test_bounds_are_named_with_their_direction() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_samples_are_generated_by_the_version_that_is_held_back(tmp_path: Path) -> None:
-    """Their divergence from the trained weights is 0 for the newest version alone."""
+def test_samples_are_generated_by_the_given_older_version(tmp_path: Path) -> None:
+    """Their divergence from the trained weights is 0 only for the newest version."""
     torch.set_num_threads(1)
     model = embedded_model(str(tmp_path / "start"), "--sft.steps", "0")
     flags = ["--model", str(model), "--run-dir", str(tmp_path), "--prompts-per-step", "4", "--group-size", "4"]

@@ -32,7 +32,7 @@ from tests.simulation.scenario import MODEL
 WAIT_S = 20.0
 
 
-class Delivered:
+class InstantLanes:
     """Lanes over which every transfer arrives at once."""
 
     def receive_each(self, _: LaneTurn, tensors: Iterable[torch.Tensor]) -> "asyncio.Future[None]":
@@ -44,7 +44,7 @@ class Delivered:
 
 
 class ScriptedConnection:
-    """A connection on which these messages have arrived, and none comes afterwards."""
+    """A connection that delivers these messages and no others."""
 
     address = "tcp://127.0.0.1:1"
     is_away = False
@@ -108,7 +108,7 @@ async def test_a_background_task_that_fails_ends_the_session_with_its_error() ->
     await session.close()
 
 
-async def test_an_order_that_cannot_be_carried_out_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_fails_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("can't allocate memory: 9 GB")
 
@@ -160,15 +160,15 @@ async def test_a_delta_that_cannot_be_applied_is_reported_to_the_controller(monk
     async def fail(*_: object) -> Snapshot:
         raise RuntimeError("changes beyond the end")
 
-    said: list[Message] = []
-    told = asyncio.Event()
+    sent: list[Message] = []
+    is_sent = asyncio.Event()
 
     def send(message: Message) -> None:
-        said.append(message)
-        told.set()
+        sent.append(message)
+        is_sent.set()
 
     tasks = Tasks()
-    params = WeightTransfers(Delivered(), send, tasks.spawn, WAIT_S)  # type: ignore[arg-type]
+    params = WeightTransfers(InstantLanes(), send, tasks.spawn, WAIT_S)  # type: ignore[arg-type]
     monkeypatch.setattr(WeightTransfers, "_apply_delta", fail)
     params.receive(
         ReceiveWeights(
@@ -177,9 +177,9 @@ async def test_a_delta_that_cannot_be_applied_is_reported_to_the_controller(monk
         )
     )
     async with asyncio.timeout(WAIT_S):
-        await told.wait()
+        await is_sent.wait()
     tasks.check()
-    (failed,) = said
+    (failed,) = sent
     assert isinstance(failed, FetchFailed)
     assert "changes beyond the end" in failed.reason
 

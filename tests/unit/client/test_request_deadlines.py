@@ -1,4 +1,4 @@
-"""Many deadlines and one timer: each that is not dropped comes due once, in its time, whatever becomes of others."""
+"""Many deadlines and one timer: each that is not removed expires once and on time."""
 
 import asyncio
 
@@ -8,53 +8,53 @@ from flowrt.runtime.waits import wait_until
 LIMIT_S = 20.0
 
 
-def due_of(seconds: dict[int, float], dropped: set[int]) -> list[int]:
-    """Add these deadlines, drop some of them, and wait until the last of the others has come due."""
+def expiry_order(seconds: dict[int, float], removed: set[int]) -> list[int]:
+    """Add these deadlines, remove some of them, and wait until the last of the others has expired."""
 
     async def wait() -> list[int]:
-        came: list[int] = []
+        expired: list[int] = []
         last = asyncio.Event()
 
-        def due(number: int) -> None:
-            came.append(number)
-            if len(came) == len(seconds) - len(dropped):
+        def on_expiry(number: int) -> None:
+            expired.append(number)
+            if len(expired) == len(seconds) - len(removed):
                 last.set()
             if number == 0:
-                raise ValueError("a mistake of whoever is called")
+                raise ValueError("an error of the callback")
 
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        deadlines = Deadlines(due)
+        deadlines = Deadlines(on_expiry)
         for number, limit_s in seconds.items():
             deadlines.add(number, limit_s)
-        for number in dropped:
+        for number in removed:
             deadlines.remove(number)
         await wait_until(last.wait(), LIMIT_S, "the last deadline", "its timer")
         deadlines.close()
-        return came
+        return expired
 
     return asyncio.run(wait())
 
 
-def test_each_comes_due_once_and_in_its_time() -> None:
-    assert due_of({1: 0.15, 2: 0.05, 3: 0.1}, set()) == [2, 3, 1]
+def test_each_deadline_expires_once_and_in_order() -> None:
+    assert expiry_order({1: 0.15, 2: 0.05, 3: 0.1}, set()) == [2, 3, 1]
 
 
-def test_what_was_dropped_never_comes_due_and_holds_up_nobody() -> None:
-    assert due_of({1: 0.05, 2: 0.1, 3: 0.02}, {3}) == [1, 2]
+def test_a_removed_deadline_never_expires_and_delays_no_other() -> None:
+    assert expiry_order({1: 0.05, 2: 0.1, 3: 0.02}, {3}) == [1, 2]
 
 
-def test_a_mistake_about_one_does_not_keep_another_waiting() -> None:
-    assert due_of({0: 0.05, 1: 0.05, 2: 0.05}, set()) == [0, 1, 2]
+def test_an_error_in_one_callback_does_not_delay_the_others() -> None:
+    assert expiry_order({0: 0.05, 1: 0.05, 2: 0.05}, set()) == [0, 1, 2]
 
 
-def test_nothing_comes_due_after_the_end() -> None:
+def test_no_deadline_expires_after_close() -> None:
     async def wait() -> list[int]:
-        came: list[int] = []
-        deadlines, other = Deadlines(came.append), asyncio.Event()
+        expired: list[int] = []
+        deadlines, other = Deadlines(expired.append), asyncio.Event()
         deadlines.add(1, 0.01)
         deadlines.close()
         asyncio.get_running_loop().call_later(0.05, other.set)
         await wait_until(other.wait(), LIMIT_S, "a later timer", "the loop")
-        return came
+        return expired
 
     assert asyncio.run(wait()) == []

@@ -1,4 +1,4 @@
-"""Training goes on while a version is summed up and compared with the one before it."""
+"""Training continues while the checksum and the delta of a version are computed."""
 
 import asyncio
 import threading
@@ -22,59 +22,59 @@ from flowrt.transport.weights.snapshot import Snapshot
 WAIT_S = 20.0
 
 
-async def test_a_trainer_waits_for_the_copy_alone_and_versions_are_offered_in_order() -> None:
-    said: list[Message] = []
+async def test_publishing_waits_only_for_the_copy_and_versions_are_sent_in_order() -> None:
+    sent: list[Message] = []
     spawned: list[asyncio.Task[None]] = []
 
     def spawn(work: Coroutine[Any, Any, None]) -> None:
         spawned.append(asyncio.create_task(work))
 
-    # The thread that sums up is held: nothing can be offered before it is let go.
+    # The checksum thread is blocked: nothing can be published before it is released.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    held = threading.Event()
-    holding = asyncio.get_running_loop().run_in_executor(None, held.wait, WAIT_S)
-    params = WeightTransfers(LaneSet("trainer", {}, 1.0, lambda *_: None), said.append, spawn, 1.0)
+    release = threading.Event()
+    blocked = asyncio.get_running_loop().run_in_executor(None, release.wait, WAIT_S)
+    params = WeightTransfers(LaneSet("trainer", {}, 1.0, lambda *_: None), sent.append, spawn, 1.0)
     async with asyncio.timeout(WAIT_S):
-        await params.publish_in_background("policy", version(1))  # returns, though nothing is summed up
-        assert said == []
+        await params.publish_in_background("policy", version(1))  # returns before the checksum is computed
+        assert sent == []
         second = asyncio.create_task(params.publish_in_background("policy", version(2), {1: 0.5}))
         done, _ = await asyncio.wait([second], timeout=0.1)
         assert not done, "the second version waits for the first"
-        held.set()
-        await holding
+        release.set()
+        await blocked
         await second
         await params.wait_published()
         await asyncio.gather(*spawned)
-    assert [message.forms[0].version for message in said if isinstance(message, Publish)] == [1, 2]
-    assert [message.divergence for message in said if isinstance(message, Publish)] == [(), ((1, 0.5),)]
+    assert [message.forms[0].version for message in sent if isinstance(message, Publish)] == [1, 2]
+    assert [message.divergence for message in sent if isinstance(message, Publish)] == [(), ((1, 0.5),)]
 
 
-async def test_a_trainer_stops_no_longer_than_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the copy is taken, the thread that would sum it up is held: the trainer goes on, and changes its weights."""
-    said: list[Message] = []
+async def test_a_trainer_may_change_its_weights_once_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum thread is blocked after the copy; the trainer continues and changes its weights."""
+    sent: list[Message] = []
     spawned: list[asyncio.Task[None]] = []
-    executor, held, take = ThreadPoolExecutor(1), threading.Event(), Snapshot.take
+    executor, release, take = ThreadPoolExecutor(1), threading.Event(), Snapshot.take
     asyncio.get_running_loop().set_default_executor(executor)
 
-    def take_and_hold(number: int, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+    def take_and_block(number: int, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
         taken = take(number, tensors)
-        executor.submit(held.wait, WAIT_S)
+        executor.submit(release.wait, WAIT_S)
         return taken
 
-    monkeypatch.setattr(Snapshot, "take", take_and_hold)
+    monkeypatch.setattr(Snapshot, "take", take_and_block)
     lanes = LaneSet("trainer", {}, 1.0, lambda *_: None)
-    params = WeightTransfers(lanes, said.append, lambda work: spawned.append(asyncio.create_task(work)), WAIT_S)
+    params = WeightTransfers(lanes, sent.append, lambda work: spawned.append(asyncio.create_task(work)), WAIT_S)
     session: Any = SimpleNamespace(params=params, timeline=Timeline(DrivenClock()))
     weights = {"w": torch.full((100,), 1.0)}
     engine: Any = SimpleNamespace(parameters=lambda: weights)
     async with asyncio.timeout(WAIT_S / 2):
         await trainer.publish(session, engine, RankCollectives(), 1, is_leader=True, kl={0: 0.5})
-        assert said == []
+        assert sent == []
         weights["w"].zero_()
-        held.set()
+        release.set()
         await params.wait_published()
         await asyncio.gather(*spawned)
-    [published] = said
+    [published] = sent
     assert isinstance(published, Publish)
     assert published.forms[0].checksum == version(1).checksum()
     assert published.divergence == ((0, 0.5),)

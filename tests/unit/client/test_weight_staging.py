@@ -1,4 +1,4 @@
-"""A version that comes late: it never takes the place of a newer one."""
+"""Staging of received versions: their order, reuse of memory, and pinning."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ WAIT_S = 20.0
 GPU = torch.device("cuda", 0)
 
 
-class Delivered:
-    """Lanes over which everything comes at once: each byte is the version's number."""
+class InstantLanes:
+    """Lanes over which every transfer arrives at once; each byte is the number of the version."""
 
     def receive_each(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> "asyncio.Future[None]":
         for tensor in tensors:
@@ -31,7 +31,7 @@ class Delivered:
 
 
 def order(version: int, size: int) -> ReceiveWeights:
-    """To receive a version of ``size`` bytes, each of them its number."""
+    """An order to receive a version of ``size`` bytes, each equal to its number."""
     turn = LaneTurn(
         sender="trainer", receiver="rollout0", kind="weights", incarnation=0, sequence=version, transport="shm"
     )
@@ -42,14 +42,14 @@ def order(version: int, size: int) -> ReceiveWeights:
 
 
 @pytest.mark.parametrize("in_use", [True, False])
-async def test_an_older_version_that_was_ordered_while_a_newer_one_came_is_held_but_not_used(in_use: bool) -> None:
-    said: list[Message] = []
+async def test_an_older_version_that_arrives_late_does_not_replace_a_newer_one(in_use: bool) -> None:
+    sent: list[Message] = []
     spawned: list[asyncio.Task[None]] = []
 
     def spawn(work: Coroutine[Any, Any, None]) -> None:
         spawned.append(asyncio.create_task(work))
 
-    params = WeightTransfers(cast(LaneSet, Delivered()), said.append, spawn, WAIT_S)
+    params = WeightTransfers(cast(LaneSet, InstantLanes()), sent.append, spawn, WAIT_S)
     params.applied("policy", 0)
     for version in (2, 1):
         params.receive(order(version, 100))
@@ -57,19 +57,19 @@ async def test_an_older_version_that_was_ordered_while_a_newer_one_came_is_held_
             await asyncio.gather(*spawned)
         if in_use and version == 2:
             params.applied("policy", 2)
-    assert [one.version for one in said if isinstance(one, WeightsStaged)] == [2, 1]
+    assert [one.version for one in sent if isinstance(one, WeightsStaged)] == [2, 1]
     staged = params.staged("policy")
     assert (staged is None) if in_use else (staged is not None and staged.snapshot.version == 2)
     assert {one.version for one in params.servable()} == {1, 2}
 
 
-async def test_memory_of_old_versions_is_used_again_unless_somebody_looks_at_it() -> None:
+async def test_memory_of_evicted_versions_is_reused_unless_it_is_referenced() -> None:
     spawned: list[asyncio.Task[None]] = []
     params = WeightTransfers(
-        cast(LaneSet, Delivered()), lambda _: None, lambda work: spawned.append(asyncio.create_task(work)), WAIT_S
+        cast(LaneSet, InstantLanes()), lambda _: None, lambda work: spawned.append(asyncio.create_task(work)), WAIT_S
     )
     params.applied("policy", 0)
-    places, kept = [], []
+    addresses, kept = [], []
     for version in range(1, 7):
         params.receive(order(version, 100_000))
         async with asyncio.timeout(WAIT_S):
@@ -77,22 +77,22 @@ async def test_memory_of_old_versions_is_used_again_unless_somebody_looks_at_it(
         staged = params.staged("policy")
         assert staged is not None
         assert staged.snapshot.buckets[0].eq(version).all()
-        places.append(staged.snapshot.buckets[0].data_ptr())
+        addresses.append(staged.snapshot.buckets[0].data_ptr())
         kept += [staged.snapshot] if version == 3 else []
         params.applied("policy", version)
         params.evict(EvictVersion("policy", version - 1))
         spawned.clear()
         del staged
-    assert places[2] == places[0]
-    assert places[2] not in places[3:]
-    assert len(set(places)) == 3
+    assert addresses[2] == addresses[0]
+    assert addresses[2] not in addresses[3:]
+    assert len(set(addresses)) == 3
     assert kept[0].buckets[0].eq(3).all()
 
 
-async def test_what_a_device_reads_is_pinned_before_it_is_staged_not_within_the_swap(
+async def test_buckets_for_a_device_are_pinned_before_staging_not_during_the_swap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the second version on: the first swap shows where the model is."""
+    """From the second version on: the device of the model is known after the first swap."""
     pinned: dict[int, torch.Tensor] = {}
     threads: list[int] = []
 
@@ -109,11 +109,11 @@ async def test_what_a_device_reads_is_pinned_before_it_is_staged_not_within_the_
     monkeypatch.setattr(snapshots, "copying", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(snapshots, "for_device", pin)
     model = {"w": torch.zeros(100, dtype=torch.uint8)}
-    said: list[tuple[Message, int]] = []
+    sent: list[tuple[Message, int]] = []
     spawned: list[asyncio.Task[None]] = []
     params = WeightTransfers(
-        cast(LaneSet, Delivered()),
-        lambda one: said.append((one, len(pinned))),
+        cast(LaneSet, InstantLanes()),
+        lambda one: sent.append((one, len(pinned))),
         lambda work: spawned.append(asyncio.create_task(work)),
         WAIT_S,
     )
@@ -128,6 +128,6 @@ async def test_what_a_device_reads_is_pinned_before_it_is_staged_not_within_the_
         assert model["w"].eq(version).all()
         params.applied("policy", version)
         assert len(pinned) == version
-    assert [count for one, count in said if isinstance(one, WeightsStaged)] == [0, 2, 3]
+    assert [count for one, count in sent if isinstance(one, WeightsStaged)] == [0, 2, 3]
     assert [thread == threading.get_ident() for thread in threads] == [True, False, False]
     assert params.servable()[-1].version == 3

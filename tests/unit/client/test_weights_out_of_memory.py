@@ -1,4 +1,4 @@
-"""A version that does not fit into this worker's memory: that is said, and neither end of its lane is left waiting."""
+"""A version that does not fit into memory: the failure is reported, and no end of its lane keeps waiting."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -18,7 +18,7 @@ DEADLINE_S = 10.0
 
 
 class Lanes(LaneSet):
-    """Notes which turns were refused; what is received arrives at once."""
+    """Records the refused turns; every transfer arrives at once."""
 
     def __init__(self) -> None:
         super().__init__("r", {}, DEADLINE_S, lambda *_: None)
@@ -43,13 +43,13 @@ def fetch(sequence: int, sizes: tuple[int, ...]) -> ReceiveWeights:
 
 
 @pytest.mark.parametrize("kind", [OSError, MemoryError, RuntimeError, None])
-async def test_a_version_without_room_is_a_fetch_that_failed(
+async def test_a_version_that_does_not_fit_into_memory_is_a_failed_fetch(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception] | None
 ) -> None:
-    said: list[Message] = []
+    sent: list[Message] = []
     spawned: list[Coroutine[Any, Any, None]] = []
     lanes = Lanes()
-    params = WeightTransfers(lanes, said.append, spawned.append, DEADLINE_S)
+    params = WeightTransfers(lanes, sent.append, spawned.append, DEADLINE_S)
     if kind is not None:
 
         def take(size: int) -> torch.Tensor:
@@ -59,11 +59,11 @@ async def test_a_version_without_room_is_a_fetch_that_failed(
     order = fetch(0, (8, TOO_LARGE))
     params.receive(order)
     (work,) = spawned
-    assert said == []  # or it would be ordered again at once, without end
+    assert sent == []  # an immediate report would be followed by an immediate retry
     monkeypatch.setattr("flowrt.client.weights.NO_MEMORY_RETRY_S", 0.0)
     async with asyncio.timeout(DEADLINE_S):
         await work
-    (failed,) = said
+    (failed,) = sent
     assert isinstance(failed, FetchFailed)
     assert (failed.turn, failed.weights) == (order.turn, order.weights)
     assert failed.reason.startswith(f"there is no memory here for the {TOO_LARGE + 8} bytes of version 1 of policy: ")
@@ -71,7 +71,7 @@ async def test_a_version_without_room_is_a_fetch_that_failed(
     assert params.servable() == ()
 
 
-async def test_a_version_whose_changes_came_and_that_has_no_room_is_a_fetch_that_failed(
+async def test_a_delta_of_a_version_that_does_not_fit_into_memory_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     params = WeightTransfers(Lanes(), lambda _: None, lambda work: work.close(), DEADLINE_S)

@@ -1,4 +1,4 @@
-"""The status that observers get: bounded, with what is wrong first, and with all that an observer follows."""
+"""The status for observers: bounded in size, with alarms first, and the workers that an observer follows."""
 
 import json
 from typing import Any
@@ -16,8 +16,8 @@ from tests.simulation.scenario import offer_one
 WORKERS = 1000
 
 
-def crowd(name: str = "more") -> CoreDriver:
-    """A run that a thousand further workers have joined, and wait in."""
+def crowded_run(name: str = "more") -> CoreDriver:
+    """A run with a thousand additional workers that wait."""
     driver = CoreDriver()
     driver.offer()
     for number in range(WORKERS):
@@ -34,13 +34,13 @@ def brief(driver: CoreDriver, **cut_off: float) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_many_workers_are_counted_and_those_with_an_alarm_are_listed() -> None:
-    driver = crowd()
-    lost = f"more-{WORKERS - 1}"
-    found = brief(driver, **{lost: 9.5})
+def test_many_workers_are_counted_and_disconnected_ones_are_listed() -> None:
+    driver = crowded_run()
+    disconnected = f"more-{WORKERS - 1}"
+    found = brief(driver, **{disconnected: 9.5})
     assert len(json.dumps(found)) <= MAX_BRIEF_BYTES
     assert len(found["workers"]) <= MAX_WORKERS
-    assert next(iter(found["workers"])) == lost
+    assert next(iter(found["workers"])) == disconnected
     whole = status(driver.core, driver.now, 600.0, {}, {}, {})
     assert len(found["workers"]) + found["others"] == len(whole["workers"])
     assert found["counts"]["states"]["reward"]["waiting"] == WORKERS
@@ -50,15 +50,15 @@ def test_many_workers_are_counted_and_those_with_an_alarm_are_listed() -> None:
 
 
 @pytest.mark.slow
-def test_long_names_make_it_list_fewer() -> None:
-    driver = crowd("é" * 150)
+def test_long_worker_names_shorten_the_list() -> None:
+    driver = crowded_run("é" * 150)
     found = brief(driver)
     assert len(json.dumps(found)) <= MAX_BRIEF_BYTES
     assert 0 < len(found["workers"]) < MAX_WORKERS
     assert len(found["workers"]) + found["others"] == len(driver.core.state.membership.members())
 
 
-def test_reasons_and_numbers_that_workers_choose_are_bounded() -> None:
+def test_reasons_and_metric_names_of_workers_do_not_exceed_the_size_limit() -> None:
     driver = CoreDriver()
     for at in range(300):
         driver.core.state.dropped.count(f"{at} {'x' * 500}")
@@ -67,9 +67,9 @@ def test_reasons_and_numbers_that_workers_choose_are_bounded() -> None:
     assert len(text) <= MAX_BRIEF_BYTES
 
 
-def test_an_observer_is_told_of_all_that_it_follows() -> None:
-    driver = crowd()
-    names = [f"more-{WORKERS - 2}", "nobody", "rollout0"]
+def test_followed_workers_are_reported_as_present_and_drained() -> None:
+    driver = crowded_run()
+    names = [f"more-{WORKERS - 2}", "absent", "rollout0"]
     assert followed(driver.core, names) == {"present": [names[0], "rollout0"], "with_results": [], "drained": []}
     driver.event(WorkerConnected(WorkerId("watcher"), OBSERVER, "host"))
     driver.send("watcher", m.Drain(1, "rollout0"))

@@ -1,4 +1,4 @@
-"""The word that a batch is done, in the pull for the next one: stages that make nothing need no commit."""
+"""Completion of a batch in the pull for the next one: stages that write no columns need no commit."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ FLOW = Dataflow(
 )
 
 
-class Desk:
-    """A controller's mind and three workers."""
+class ControllerHarness:
+    """The core of a controller, and three workers."""
 
     def __init__(self) -> None:
         self.core = Core(Settings(lease_s=LEASE_S), FLOW, POLICIES)
@@ -44,7 +44,7 @@ class Desk:
         return [(one.worker, one.message) for one in commands if isinstance(one, Send)]
 
     def send(self, worker: WorkerId, message: m.Message) -> Any:
-        """The one answer to it; None while it is parked."""
+        """The answer to a message; None while the request is parked."""
         answers = self.event(MessageReceived(worker, message))
         return answers[0][1] if answers else None
 
@@ -71,22 +71,22 @@ class Desk:
         return self.send(worker, m.Pull(request=2, stage=stage, slots=slots, tokens=0, step=-1, done=done))
 
 
-def test_a_pull_says_that_an_earlier_batch_is_done() -> None:
-    desk = Desk()
-    desk.offer(4)
-    first = desk.pull(READER, "read", 2)
-    second = desk.pull(READER, "read", 2, first.lease)
+def test_a_pull_marks_an_earlier_batch_as_done() -> None:
+    harness = ControllerHarness()
+    harness.offer(4)
+    first = harness.pull(READER, "read", 2)
+    second = harness.pull(READER, "read", 2, first.lease)
     assert (first.slots, second.slots, second.refused) == ((0, 1), (2, 3), ())
-    table = desk.core.state.table
+    table = harness.core.state.table
     assert [table.is_done(slot, "read") for slot in table.slots.values()] == [True, True, False, False]
     assert list(table.leases) == [second.lease]
 
 
-def test_rows_of_which_everything_is_done_leave_the_board() -> None:
-    desk = Desk()
-    desk.offer(3)
-    scored = desk.pull(OTHER, "score", 3)
-    read = desk.pull(READER, "read", 3)
+def test_rows_done_in_every_stage_leave_the_table() -> None:
+    harness = ControllerHarness()
+    harness.offer(3)
+    scored = harness.pull(OTHER, "score", 3)
+    read = harness.pull(READER, "read", 3)
     commit = m.Commit(
         request=3,
         stage="score",
@@ -96,45 +96,45 @@ def test_rows_of_which_everything_is_done_leave_the_board() -> None:
         inline=(Values("y", (0.0,) * 3),),
         spans=(),
     )
-    assert desk.send(OTHER, commit).refused == ()
-    assert desk.pull(READER, "read", 3, read.lease) is None  # parked: there is nothing more
-    table = desk.core.state.table
+    assert harness.send(OTHER, commit).refused == ()
+    assert harness.pull(READER, "read", 3, read.lease) is None  # parked: no row is left
+    table = harness.core.state.table
     assert (table.groups, table.slots, table.leases, table.rows["rows"]) == ({}, {}, {}, 0)
 
 
-def test_done_too_late_is_refused_and_says_so() -> None:
-    desk = Desk()
-    desk.offer(2)
-    first = desk.pull(READER, "read", 2)
-    desk.now += LEASE_S + 1
-    desk.event(Tick())
-    again = desk.pull(OTHER, "read", 1)
-    answer = desk.pull(READER, "read", 1, first.lease)
+def test_a_completion_after_the_lease_expired_is_refused_in_the_grant() -> None:
+    harness = ControllerHarness()
+    harness.offer(2)
+    first = harness.pull(READER, "read", 2)
+    harness.now += LEASE_S + 1
+    harness.event(Tick())
+    again = harness.pull(OTHER, "read", 1)
+    answer = harness.pull(READER, "read", 1, first.lease)
     assert (again.slots, answer.slots, answer.refused) == ((0,), (1,), (first.lease,))
 
 
-def test_somebody_elses_lease_is_not_ended() -> None:
-    desk = Desk()
-    desk.offer(2)
-    first = desk.pull(READER, "read", 1)
+def test_completing_the_lease_of_another_worker_raises_and_keeps_the_lease() -> None:
+    harness = ControllerHarness()
+    harness.offer(2)
+    first = harness.pull(READER, "read", 1)
     with pytest.raises(RemoteProtocolError, match="which is of reader"):
-        desk.core.transition(
+        harness.core.transition(
             MessageReceived(OTHER, m.Pull(request=2, stage="read", slots=1, tokens=0, step=-1, done=(first.lease,))),
-            desk.now,
+            harness.now,
         )
-    assert first.lease in desk.core.state.table.leases
+    assert first.lease in harness.core.state.table.leases
 
 
-def test_a_parked_pull_still_says_what_was_refused() -> None:
-    desk = Desk()
-    desk.offer(1)
-    first = desk.pull(READER, "read", 1)
-    desk.event(WorkerDisconnected(READER, "killed"))
-    desk.core.handle(WorkerConnected(READER, "any", "host"), desk.now)
-    assert desk.pull(OTHER, "read", 1).slots == first.slots
-    assert desk.pull(READER, "read", 1, first.lease) is None
+def test_a_parked_pull_reports_refused_completions_in_its_grant() -> None:
+    harness = ControllerHarness()
+    harness.offer(1)
+    first = harness.pull(READER, "read", 1)
+    harness.event(WorkerDisconnected(READER, "killed"))
+    harness.core.handle(WorkerConnected(READER, "any", "host"), harness.now)
+    assert harness.pull(OTHER, "read", 1).slots == first.slots
+    assert harness.pull(READER, "read", 1, first.lease) is None
     values = (Values("x", (1.0,)),)
-    answers = desk.event(
+    answers = harness.event(
         MessageReceived(
             MAKER,
             m.Offer(request=1, flow="rows", prompts=(1,), epoch=0, members=1, at_least=0, lengths=(), tags=values),
@@ -144,21 +144,21 @@ def test_a_parked_pull_still_says_what_was_refused() -> None:
     assert (grant.slots, grant.refused) == ((1,), (first.lease,))
 
 
-def test_a_withdrawn_pull_too() -> None:
-    desk = Desk()
-    desk.offer(1)
-    first = desk.pull(READER, "read", 1)
-    assert desk.pull(READER, "read", 1, first.lease) is None
-    desk.send(READER, m.CancelRequest(2))
-    assert desk.pull(READER, "read", 1, first.lease) is None
-    assert f"the leases ({first.lease},)" in desk.send(READER, m.CancelRequest(2)).reason
+def test_a_cancelled_pull_reports_refused_completions() -> None:
+    harness = ControllerHarness()
+    harness.offer(1)
+    first = harness.pull(READER, "read", 1)
+    assert harness.pull(READER, "read", 1, first.lease) is None
+    harness.send(READER, m.CancelRequest(2))
+    assert harness.pull(READER, "read", 1, first.lease) is None
+    assert f"the leases ({first.lease},)" in harness.send(READER, m.CancelRequest(2)).reason
 
 
-def test_what_makes_columns_is_not_done_by_a_pull() -> None:
-    desk = Desk()
-    desk.offer(1)
-    grant = desk.pull(OTHER, "score", 1)
-    refused = desk.pull(OTHER, "score", 1, grant.lease)
+def test_a_stage_that_writes_columns_cannot_be_completed_by_a_pull() -> None:
+    harness = ControllerHarness()
+    harness.offer(1)
+    grant = harness.pull(OTHER, "score", 1)
+    refused = harness.pull(OTHER, "score", 1, grant.lease)
     assert isinstance(refused, m.Rejected)
     assert "commit" in refused.reason
-    assert grant.lease in desk.core.state.table.leases
+    assert grant.lease in harness.core.state.table.leases

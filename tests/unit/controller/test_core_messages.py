@@ -1,4 +1,4 @@
-"""The mind, one message at a time: what is refused, what is made again, what is told to whom."""
+"""The core, one message at a time: what is rejected, what is generated again, what is sent to which worker."""
 
 import contextlib
 from typing import Any
@@ -14,7 +14,7 @@ from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import LEASE_S, MODEL, leases_of, offer_one, whole
 
 
-def granted_talk() -> tuple[CoreDriver, m.Grant]:
+def driver_with_grant() -> tuple[CoreDriver, m.Grant]:
     driver = CoreDriver()
     driver.offer()
     grant = driver.pull("rollout0", "rollout")
@@ -22,8 +22,8 @@ def granted_talk() -> tuple[CoreDriver, m.Grant]:
     return driver, grant
 
 
-def test_a_late_commit_is_refused() -> None:
-    driver, grant = granted_talk()
+def test_a_commit_after_the_lease_expired_is_refused() -> None:
+    driver, grant = driver_with_grant()
     driver.now += LEASE_S + 1
     driver.event(Tick())
     ((_, answer),) = driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)
@@ -31,8 +31,8 @@ def test_a_late_commit_is_refused() -> None:
     assert driver.pull("rollout1", "rollout") is not None
 
 
-def test_a_commit_of_another_workers_lease_dismisses_who_said_it_and_the_lease_goes_on() -> None:
-    driver, grant = granted_talk()
+def test_a_commit_under_the_lease_of_another_worker_dismisses_only_the_sender() -> None:
+    driver, grant = driver_with_grant()
     reason, _ = driver.dismissed("rollout1", driver.generated(grant))
     assert f"rollout1 uses lease {grant.lease} for stage 'rollout', which is of rollout0" in reason
     ((_, answer),) = driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)
@@ -47,8 +47,8 @@ SPAN_0 = ((0, 3),)
 MALFORMED: dict[str, dict[str, Any]] = {
     "unknown stage": {"stage": "sing"},
     "no columns": {"parts": ()},
-    "a column less": {"parts": (Part("response", (0,), (3,)),)},
-    "a column more": {"inline": (Values("reward", (1.0,)),)},
+    "a missing column": {"parts": (Part("response", (0,), (3,)),)},
+    "an extra column": {"inline": (Values("reward", (1.0,)),)},
     "no leases": {"leases": ()},
     "more slots than leases": {"slots": (0, 1)},
     "too few lengths": {"parts": (Part("response", (0,), ()), Part("logprobs", (0,), (3,)))},
@@ -67,14 +67,14 @@ MALFORMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_commit_is_illegal_and_changes_nothing(name: str) -> None:
-    driver, grant = granted_talk()
+    driver, grant = driver_with_grant()
     driver.assert_illegal("rollout0", changed(driver.generated(grant), **MALFORMED[name]))
     ((_, answer),) = driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)
     assert answer.refused == ()
 
 
-def test_spans_come_from_the_stage_that_generates_only() -> None:
-    driver, grant = granted_talk()
+def test_spans_from_a_stage_that_does_not_generate_are_illegal() -> None:
+    driver, grant = driver_with_grant()
     driver.send("rollout0", driver.generated(grant))
     score = driver.pull("reward0", "reward")
     assert score is not None
@@ -93,7 +93,7 @@ def test_spans_come_from_the_stage_that_generates_only() -> None:
     )
 
 
-def test_training_is_ended_by_the_step_not_by_a_commit() -> None:
+def test_a_commit_of_the_train_stage_is_illegal() -> None:
     driver = CoreDriver()
     driver.ready_to_train()
     grant = driver.pull("trainer0", "train", 0)
@@ -122,7 +122,7 @@ TURN = LaneTurn(sender="trainer0", receiver="rollout1", kind="weights", incarnat
     [m.WeightsStaged(MODEL, 1), m.FetchFailed(TURN, whole(1), ""), m.Publish((whole(0),), ()), m.Publish((), ())],
 )
 @pytest.mark.parametrize("worker", ["reward0"])
-def test_weights_that_nobody_asked_for_are_illegal_or_nothing(worker: str, message: m.Message) -> None:
+def test_unrequested_weight_messages_change_nothing(worker: str, message: m.Message) -> None:
     driver = CoreDriver()
     before = driver.snapshot()
     with contextlib.suppress(RemoteProtocolError):
@@ -130,7 +130,7 @@ def test_weights_that_nobody_asked_for_are_illegal_or_nothing(worker: str, messa
     assert driver.snapshot() == before
 
 
-def test_what_only_the_controller_says_is_illegal() -> None:
+def test_controller_messages_and_unknown_models_are_illegal_from_a_worker() -> None:
     driver = CoreDriver()
     driver.assert_illegal("rollout0", m.OfferAccepted(1, 1))
     driver.assert_illegal("rollout0", m.WeightsActivated("another model", 1))
@@ -147,7 +147,9 @@ def test_what_only_the_controller_says_is_illegal() -> None:
         (("prompt", "prompt", "answer"), (4, 4, 1)),
     ],
 )
-def test_an_offer_that_can_never_be_worked_on_is_not_opened(columns: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+def test_an_offer_with_wrong_columns_or_lengths_is_not_opened(
+    columns: tuple[str, ...], lengths: tuple[int, ...]
+) -> None:
     driver = CoreDriver()
     try:
         offered = tuple(ColumnLengths(column, (length,)) for column, length in zip(columns, lengths, strict=True))
@@ -161,8 +163,8 @@ def test_an_offer_that_can_never_be_worked_on_is_not_opened(columns: tuple[str, 
     assert driver.core.state.table.groups == {}
 
 
-def test_an_owner_is_only_asked_for_what_has_reached_it() -> None:
-    # rollout0 is to receive the prompt but has not said anything since: rollout1 must not be sent to it.
+def test_a_receiver_becomes_a_sender_only_after_its_transfer_is_confirmed() -> None:
+    # rollout0 is to receive the prompt and has not confirmed it: rollout1 must not fetch from it.
     driver = CoreDriver()
     driver.send(
         "source0",
@@ -174,8 +176,8 @@ def test_an_owner_is_only_asked_for_what_has_reached_it() -> None:
     assert [one.turn.sender for one in second.incoming] == ["source0"]
 
 
-def test_tensors_that_died_on_their_way_are_made_again() -> None:
-    # The only owner dies while it sends; the receiver, who counts as a holder, then says that nothing came.
+def test_tensors_lost_in_a_transfer_are_generated_again() -> None:
+    # The only owner dies while it sends; the receiver, which counts as a holder, then reports the failed transfer.
     driver = CoreDriver()
     driver.offer()
     grant = driver.pull("rollout0", "rollout")
@@ -190,7 +192,7 @@ def test_tensors_that_died_on_their_way_are_made_again() -> None:
     assert again.slots == grant.slots
 
 
-def test_a_failed_transfer_is_believed_even_when_its_lease_has_ended() -> None:
+def test_a_failed_transfer_counts_after_its_lease_has_expired() -> None:
     driver = CoreDriver()
     driver.offer()
     grant = driver.pull("rollout0", "rollout")
@@ -224,7 +226,7 @@ def test_a_failed_transfer_counts_for_all_slots_of_a_group() -> None:
     assert {("response", slot) for slot in first.slots} <= coming
 
 
-def test_a_dead_rollout_shows_in_the_ledger() -> None:
+def test_a_disconnected_rollout_worker_is_recorded_in_the_ledger() -> None:
     driver = CoreDriver()
     driver.ready_to_train()
     records = [
@@ -233,14 +235,14 @@ def test_a_dead_rollout_shows_in_the_ledger() -> None:
     assert records[-1:] == ["in_flight"]
 
 
-def test_a_source_that_leaves_takes_its_prompts_along_without_a_crash() -> None:
+def test_a_pull_after_the_source_disconnected_does_not_raise() -> None:
     driver = CoreDriver()
     driver.offer()
     driver.event(WorkerDisconnected(WorkerId("source0"), ""))
     driver.pull("rollout0", "rollout")
 
 
-def test_an_evaluation_that_waits_for_new_weights_holds_up_nobody() -> None:
+def test_an_evaluation_that_waits_for_weights_does_not_block_training() -> None:
     driver = CoreDriver(bound=1)
     driver.offer("eval", at_least=1)
     driver.offer("train", prompt=1)
@@ -249,14 +251,14 @@ def test_an_evaluation_that_waits_for_new_weights_holds_up_nobody() -> None:
     assert grant.prompts == (1,)
 
 
-def test_an_evaluation_is_opened_past_training_prompts_that_wait_for_admission() -> None:
+def test_an_evaluation_is_opened_before_prompts_that_wait_for_admission() -> None:
     driver = CoreDriver(bound=0)
     driver.offer("train", prompt=0)
     driver.offer("train", prompt=1)
     assert len(driver.sent(driver.offer("eval", prompt=2), m.OfferAccepted)) == 1
 
 
-def test_a_stall_is_seen_on_a_clock_that_starts_at_zero() -> None:
+def test_a_stall_is_detected_on_a_clock_that_starts_at_zero() -> None:
     driver = CoreDriver()
     driver.configure(no_progress_timeout_s=10.0)
     driver.offer()
@@ -264,8 +266,8 @@ def test_a_stall_is_seen_on_a_clock_that_starts_at_zero() -> None:
     assert [type(command) for command in driver.event(Tick())] == [EndRun]
 
 
-def test_illegal_talk_is_no_progress() -> None:
-    driver, grant = granted_talk()
+def test_an_illegal_message_is_no_progress() -> None:
+    driver, grant = driver_with_grant()
     driver.now = 5.0
     driver.assert_illegal("rollout0", changed(driver.generated(grant), parts=()))
 
@@ -274,28 +276,28 @@ def publish(driver: CoreDriver, version: int) -> list[Command]:
     return driver.send("trainer0", m.Publish((whole(version),), ()))
 
 
-def test_a_version_is_fetched_by_each_receiver_and_the_old_one_retired() -> None:
+def test_a_version_is_fetched_by_each_receiver_and_the_old_one_is_evicted() -> None:
     driver = CoreDriver()
     fetched = driver.sent(publish(driver, 1), m.ReceiveWeights)
-    assert [(who, fetch.weights.version, fetch.turn.sender) for who, fetch in fetched] == [
+    assert [(worker, fetch.weights.version, fetch.turn.sender) for worker, fetch in fetched] == [
         ("rollout0", 1, "trainer0"),
-        ("rollout1", 1, "rollout0"),  # passed on while it arrives
+        ("rollout1", 1, "rollout0"),  # relayed while it arrives
     ]
     assert driver.sent(publish(driver, 2), m.ReceiveWeights) == []
     first = driver.send("rollout0", m.WeightsStaged(MODEL, 1))
     assert driver.sent(first, m.ReceiveWeights)[0][1].weights.version == 2
-    # Each drops the old version when it has the new one and nobody fetches the old one from it.
-    assert [(who, retire.version) for who, retire in driver.sent(first, m.EvictVersion)] == [("trainer0", 1)]
+    # A worker evicts the old version when it has the new one and no other worker fetches the old one from it.
+    assert [(worker, eviction.version) for worker, eviction in driver.sent(first, m.EvictVersion)] == [("trainer0", 1)]
     last = driver.send("rollout1", m.WeightsStaged(MODEL, 1))
     assert driver.sent(last, m.ReceiveWeights)[0][1].weights.version == 2
     staged = driver.send("rollout0", m.WeightsStaged(MODEL, 2)) + driver.send("rollout1", m.WeightsStaged(MODEL, 2))
-    assert [(who, retire.version) for who, retire in driver.sent(staged, m.EvictVersion)] == [
+    assert [(worker, eviction.version) for worker, eviction in driver.sent(staged, m.EvictVersion)] == [
         ("rollout0", 1),
         ("rollout1", 1),
     ]
 
 
-def test_nobody_fetches_from_a_holder_that_is_gone() -> None:
+def test_no_worker_fetches_from_a_disconnected_holder() -> None:
     driver = CoreDriver()
     publish(driver, 1)
     driver.send("rollout0", m.WeightsStaged(MODEL, 1))
@@ -306,8 +308,8 @@ def test_nobody_fetches_from_a_holder_that_is_gone() -> None:
     }
 
 
-def test_word_of_an_old_fetch_does_not_end_the_new_one() -> None:
-    # The holder dies, the controller orders another fetch, and only then the receiver says that the first one failed.
+def test_a_late_failure_of_an_old_fetch_does_not_end_the_new_one() -> None:
+    # The holder dies, the controller starts another fetch, and only then the receiver reports the failure of the first.
     driver = CoreDriver()
     driver.send("rollout1", m.WeightsActivated(MODEL, 0))
     publish(driver, 1)

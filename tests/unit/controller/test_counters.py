@@ -1,4 +1,4 @@
-"""Names and reasons are the workers' own, and of no end: what is told of them is bounded."""
+"""Names and reasons chosen by workers: their number and length are limited."""
 
 import logging
 from pathlib import Path
@@ -24,24 +24,24 @@ from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import leases_of
 
 
-def test_reasons_beyond_the_first_count_together_and_none_is_lost() -> None:
-    tally = BoundedCounter()
+def test_reasons_beyond_the_limit_are_counted_together() -> None:
+    counter = BoundedCounter()
     for number in range(MAX_NAMES + 50):
-        tally.count(f"reason {number}")
-    tally.count("reason 0", 2)
-    assert len(tally) == MAX_NAMES + 1
-    assert tally["reason 0"] == 3
-    assert tally[OTHER_REASONS] == 50
-    assert sum(tally.values()) == MAX_NAMES + 52
+        counter.count(f"reason {number}")
+    counter.count("reason 0", 2)
+    assert len(counter) == MAX_NAMES + 1
+    assert counter["reason 0"] == 3
+    assert counter[OTHER_REASONS] == 50
+    assert sum(counter.values()) == MAX_NAMES + 52
 
 
-def test_a_long_reason_is_cut() -> None:
-    tally = BoundedCounter()
-    tally.count("x" * 10 * MAX_NAME_CHARS)
-    assert list(tally) == ["x" * MAX_NAME_CHARS]
+def test_a_long_reason_is_truncated() -> None:
+    counter = BoundedCounter()
+    counter.count("x" * 10 * MAX_NAME_CHARS)
+    assert list(counter) == ["x" * MAX_NAME_CHARS]
 
 
-def test_samples_that_are_lost_for_ever_new_reasons_do_not_fill_the_memory() -> None:
+def test_reasons_of_lost_samples_are_truncated() -> None:
     driver = CoreDriver(bound=0, groups_per_step=1, steps=3, members=1)
     driver.offer(prompt=0)
     for number in range(3):
@@ -58,33 +58,33 @@ def test_samples_that_are_lost_for_ever_new_reasons_do_not_fill_the_memory() -> 
     assert all(len(reason) <= MAX_NAME_CHARS for reason in dropped)
 
 
-def test_names_of_numbers_are_bounded() -> None:
-    some = tuple((f"number {number}", 1.0) for number in range(MAX_NAMES))
-    assert validate_names(some, {}) == validate_names(some, dict(some)) == ""
-    assert "more than 256; name fewer" in validate_names(some, {"another": 1.0})
+def test_number_and_length_of_metric_names_are_limited() -> None:
+    numbers = tuple((f"number {number}", 1.0) for number in range(MAX_NAMES))
+    assert validate_names(numbers, {}) == validate_names(numbers, dict(numbers)) == ""
+    assert "more than 256; name fewer" in validate_names(numbers, {"another": 1.0})
     assert f"over the limit of {MAX_NAME_CHARS}" in validate_names([("x" * (MAX_NAME_CHARS + 1), 1.0)], {})
 
 
-def test_what_is_left_out_of_a_report_is_its_numbers_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = RunMetrics(tmp_path, 0.0)
+def test_only_the_metrics_of_an_invalid_report_are_discarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = RunMetrics(tmp_path, 0.0)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     times = TimeRecorder(tmp_path, 0.0, 0.0, 0, 1.0)
     times.account.joined("rollout-0", "rollout", 0.0)
-    books = RunRecorder(ledger, journal, times=times)
+    recorder = RunRecorder(ledger, metrics, times=times)
     span = BusySpan("train", 0.0, 1.0)
     with caplog.at_level(logging.WARNING):
-        books.record_report("rollout-0", m.Report((span,), (("x" * 1000, 1.0),), ()), 0)
+        recorder.record_report("rollout-0", m.Report((span,), (("x" * 1000, 1.0),), ()), 0)
     assert "left out the numbers that rollout-0 has reported: a number's name has 1000 characters" in caplog.text
-    assert journal.numbers == {}
-    books.record_report("rollout-0", m.Report((span,), (("eval", 1.0),), ()), 0)
-    assert journal.numbers == {"eval": 1.0}
-    journal.close()
+    assert metrics.numbers == {}
+    recorder.record_report("rollout-0", m.Report((span,), (("eval", 1.0),), ()), 0)
+    assert metrics.numbers == {"eval": 1.0}
+    metrics.close()
     ledger.close()
     times.close(1.0, ())
     assert len(list(read_timeline(tmp_path))) == 2
 
 
-def test_a_step_with_too_many_numbers_is_refused_and_changes_nothing() -> None:
+def test_a_step_with_too_many_metrics_is_rejected_and_stays_open() -> None:
     driver = CoreDriver(bound=0, groups_per_step=1, steps=3)
     driver.ready_to_train()
     assert driver.pull("trainer0", "train", 0) is not None

@@ -1,4 +1,4 @@
-"""Workers that are to leave: what they still get, when they may go, and who may not."""
+"""Draining workers: what they may finish, when they are stopped, and which workers cannot drain."""
 
 import dataclasses
 from typing import Any
@@ -18,24 +18,24 @@ OBSERVER = "observer"
 
 @pytest.fixture
 def driver() -> CoreDriver:
-    """Everybody is in, somebody watches, and rollout workers and a trainer are needed."""
+    """All workers and an observer have joined; rollout and reward workers are replaceable, the trainer is critical."""
     driver = CoreDriver(steps=4)
     driver.configure(replaceable_roles=("rollout", "reward"), critical_roles=("trainer",))
     driver.event(WorkerConnected(WorkerId("watcher"), OBSERVER, "host"))
     return driver
 
 
-def test_it_finishes_what_it_has_and_goes_when_nothing_is_lost_with_it(driver: CoreDriver) -> None:
+def test_a_draining_worker_stops_after_its_samples_are_trained(driver: CoreDriver) -> None:
     driver.offer()
     grant = driver.pull("rollout0", "rollout")
     assert grant is not None
     parked = m.Pull(request=9, stage="rollout", slots=1, tokens=0, step=-1)
     driver.send("rollout0", parked)
-    told = driver.send("watcher", m.Drain(1, "rollout0"))
-    assert driver.sent(told, m.Drain) == [("rollout0", m.Drain(1, "rollout0"))]
-    [(who, refusal)] = driver.sent(told, m.Rejected)
-    assert (who, refusal.request, refusal.reason) == ("rollout0", 9, "rollout0 is leaving the run")
-    # It is at work, then it alone has what it made.
+    commands = driver.send("watcher", m.Drain(1, "rollout0"))
+    assert driver.sent(commands, m.Drain) == [("rollout0", m.Drain(1, "rollout0"))]
+    [(receiver, refusal)] = driver.sent(commands, m.Rejected)
+    assert (receiver, refusal.request, refusal.reason) == ("rollout0", 9, "rollout0 is leaving the run")
+    # First it generates, then it is the only holder of its tensors.
     assert driver.sent(driver.event(Tick()), m.Stop) == []
     assert driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)[0][1].refused == ()
     assert driver.sent(driver.event(Tick()), m.Stop) == []
@@ -44,15 +44,15 @@ def test_it_finishes_what_it_has_and_goes_when_nothing_is_lost_with_it(driver: C
     assert trained is not None
     assert driver.sent(driver.event(Tick()), m.Stop) == []
     driver.send("trainer0", m.StepCompleted(0, ()))
-    [(who, stop)] = driver.sent(driver.event(Tick()), m.Stop)
-    assert (who, stop.code) == ("rollout0", 0)
-    assert driver.sent(driver.event(Tick()), m.Stop) == []  # once
+    [(receiver, stop)] = driver.sent(driver.event(Tick()), m.Stop)
+    assert (receiver, stop.code) == ("rollout0", 0)
+    assert driver.sent(driver.event(Tick()), m.Stop) == []  # sent only once
     driver.send("rollout0", m.Leave(""))
     assert driver.core.ended is None
     assert dict(driver.core.state.dropped) == {}
 
 
-def test_it_gets_nothing_new(driver: CoreDriver) -> None:
+def test_a_draining_worker_gets_no_new_slots(driver: CoreDriver) -> None:
     driver.send("watcher", m.Drain(1, "rollout0"))
     driver.offer()
     assert driver.pull("rollout0", "rollout") is None
@@ -62,33 +62,33 @@ def test_it_gets_nothing_new(driver: CoreDriver) -> None:
 @pytest.mark.parametrize(
     ("worker", "reason"),
     [
-        ("nobody", "there is no worker 'nobody' in this run"),
+        ("absent", "there is no worker 'absent' in this run"),
         ("reward0", "reward0 is the only reward worker; start another one first"),
         ("trainer0", "the work of a trainer cannot be passed on"),
         ("source0", "the work of a source cannot be passed on"),
     ],
 )
-def test_who_cannot_leave_stays_and_the_asker_hears_why(driver: CoreDriver, worker: str, reason: str) -> None:
-    said = driver.send("watcher", m.Drain(5, worker))
-    [(who, refusal)] = driver.sent(said, m.Rejected)
-    assert (who, refusal.request) == ("watcher", 5)
+def test_an_impossible_drain_is_rejected_with_the_reason(driver: CoreDriver, worker: str, reason: str) -> None:
+    commands = driver.send("watcher", m.Drain(5, worker))
+    [(receiver, refusal)] = driver.sent(commands, m.Rejected)
+    assert (receiver, refusal.request) == ("watcher", 5)
     assert reason in refusal.reason
-    assert driver.sent(said, m.Drain) == []
+    assert driver.sent(commands, m.Drain) == []
 
 
-def test_whoever_has_to_go_itself_is_not_kept(driver: CoreDriver) -> None:
+def test_the_only_worker_of_a_role_may_drain_itself(driver: CoreDriver) -> None:
     assert driver.sent(driver.send("reward0", m.Drain(0, "reward0")), m.Drain) == [("reward0", m.Drain(0, "reward0"))]
     assert driver.sent(driver.event(Tick()), m.Stop)[0][0] == "reward0"
 
 
-def test_only_observers_send_others_away(driver: CoreDriver) -> None:
+def test_only_an_observer_drains_other_workers(driver: CoreDriver) -> None:
     driver.assert_illegal("reward0", m.Drain(0, "rollout0"))
 
 
-# ---- roles that are empty for a while
+# ---- vacant roles
 
 
-def test_a_needed_role_may_be_empty_for_a_while(driver: CoreDriver) -> None:
+def test_a_required_role_may_be_vacant_until_the_timeout(driver: CoreDriver) -> None:
     driver.event(WorkerDisconnected(WorkerId("reward0"), "killed"))
     driver.now += driver.core.settings.role_vacancy_timeout_s - 1
     driver.event(Tick())
@@ -99,7 +99,7 @@ def test_a_needed_role_may_be_empty_for_a_while(driver: CoreDriver) -> None:
     assert driver.core.ended is None
 
 
-def test_a_needed_role_that_stays_empty_ends_the_run_with_the_reason(driver: CoreDriver) -> None:
+def test_a_role_vacant_beyond_the_timeout_ends_the_run_with_the_reason(driver: CoreDriver) -> None:
     driver.event(WorkerDisconnected(WorkerId("reward0"), "killed"))
     driver.now += driver.core.settings.role_vacancy_timeout_s + 1
     driver.event(Tick())
@@ -107,13 +107,13 @@ def test_a_needed_role_that_stays_empty_ends_the_run_with_the_reason(driver: Cor
     assert "no reward worker for 61 s: reward0: killed" in driver.core.ended.reason
 
 
-def test_a_vital_worker_ends_the_run_at_once(driver: CoreDriver) -> None:
+def test_the_loss_of_a_critical_worker_ends_the_run_at_once(driver: CoreDriver) -> None:
     driver.event(WorkerDisconnected(WorkerId("trainer0"), "killed"))
     assert driver.core.ended is not None
     assert driver.core.ended.reason == "trainer0: killed (on host 'host')"
 
 
-def test_a_role_whose_last_worker_leaves_in_order_is_vacant_at_once(driver: CoreDriver) -> None:
+def test_a_role_whose_last_worker_drains_is_vacant_at_once(driver: CoreDriver) -> None:
     driver.send("reward0", m.Drain(0, "reward0"))
     assert driver.core.state.membership.vacancies(driver.now) == {
         "reward": (0.0, "reward0 was terminated, and leaves in order")
@@ -144,21 +144,21 @@ def test_a_worker_with_others_of_its_role_leaves_no_vacancy(driver: CoreDriver) 
     assert list(driver.core.state.membership.vacancies(driver.now)) == ["rollout"]
 
 
-def test_the_last_rollout_worker_does_not_hold_up_its_replacement(driver: CoreDriver) -> None:
-    """It holds a sample that the trainer will need, and the next prompt needs a rollout worker."""
+def test_the_last_rollout_worker_stops_before_its_samples_are_trained(driver: CoreDriver) -> None:
+    """It holds a sample that the trainer needs, but without a replacement no worker takes the next prompt."""
     driver.event(WorkerDisconnected(WorkerId("rollout1"), "killed"))
     driver.offer(prompt=0)
     grant = driver.pull("rollout0", "rollout")
     assert grant is not None
     driver.send("rollout0", m.Drain(0, "rollout0"))
     driver.offer(prompt=1)
-    assert driver.sent(driver.event(Tick()), m.Stop) == [], "it is at work"
+    assert driver.sent(driver.event(Tick()), m.Stop) == [], "it still generates"
     driver.send("rollout0", driver.generated(grant))
-    [(who, stop)] = driver.sent(driver.event(Tick()), m.Stop)
-    assert (who, stop.code) == ("rollout0", 0)
+    [(receiver, stop)] = driver.sent(driver.event(Tick()), m.Stop)
+    assert (receiver, stop.code) == ("rollout0", 0)
 
 
-def test_an_operator_who_drains_a_worker_is_remembered(driver: CoreDriver) -> None:
+def test_a_drained_worker_is_remembered_until_it_joins_again(driver: CoreDriver) -> None:
     driver.send("watcher", m.Drain(1, "rollout0"))
     driver.send("rollout0", m.Leave(""))
     assert driver.core.state.membership.drained == {"rollout0"}
@@ -179,7 +179,7 @@ def test_workers_with_results_are_those_that_opened_prompts_or_committed(driver:
     assert membership.with_results() == {"source0"}
 
 
-def test_the_time_without_progress_counts_once_every_role_has_joined() -> None:
+def test_the_no_progress_timeout_starts_once_every_role_has_joined() -> None:
     driver = CoreDriver(steps=4)
     driver.configure(
         replaceable_roles=("rollout", "judge"),
@@ -198,7 +198,7 @@ def test_the_time_without_progress_counts_once_every_role_has_joined() -> None:
     assert "no progress for 6 s" in driver.core.ended.reason
 
 
-def test_a_role_that_never_joins_is_named() -> None:
+def test_a_run_that_a_role_never_joins_ends_and_names_the_role() -> None:
     driver = CoreDriver(steps=4)
     driver.configure(
         replaceable_roles=("rollout", "judge"),
@@ -213,10 +213,10 @@ def test_a_role_that_never_joins_is_named() -> None:
     assert "no worker of these roles has joined within 21 s: judge" in driver.core.ended.reason
 
 
-# ---- rollout workers that come late
+# ---- rollout workers that join late
 
 
-def test_a_late_worker_catches_up_from_a_neighbour_before_it_begins(driver: CoreDriver) -> None:
+def test_a_late_worker_fetches_the_newest_weights_before_it_gets_slots(driver: CoreDriver) -> None:
     driver.send("trainer0", m.Publish((whole(1),), ()))
     driver.send("rollout0", m.WeightsStaged(MODEL, 1))
     driver.send("rollout0", m.WeightsActivated(MODEL, 1))
@@ -224,15 +224,15 @@ def test_a_late_worker_catches_up_from_a_neighbour_before_it_begins(driver: Core
     driver.offer()
     driver.event(WorkerConnected(WorkerId("rollout1"), "rollout", "host"))
     fetches = driver.sent(driver.send("rollout1", m.WeightsActivated(MODEL, 0)), m.ReceiveWeights)
-    assert driver.pull("rollout1", "rollout") is None, "it began with the weights of the start"
-    [(who, fetch)] = fetches
-    assert (who, fetch.turn.sender, fetch.weights.version) == ("rollout1", "rollout0", 1)
+    assert driver.pull("rollout1", "rollout") is None, "it generates with the initial weights"
+    [(receiver, fetch)] = fetches
+    assert (receiver, fetch.turn.sender, fetch.weights.version) == ("rollout1", "rollout0", 1)
     driver.send("rollout1", m.WeightsStaged(MODEL, 1))
     granted = driver.sent(driver.send("rollout1", m.WeightsActivated(MODEL, 1)), m.Grant)
-    assert [who for who, _ in granted] == ["rollout1"]
+    assert [receiver for receiver, _ in granted] == ["rollout1"]
 
 
-def test_an_observer_that_joins_does_not_put_off_the_end_of_a_stalled_run() -> None:
+def test_an_observer_that_joins_does_not_delay_the_end_of_a_stalled_run() -> None:
     driver = CoreDriver(steps=4)
     driver.configure(no_progress_timeout_s=5.0, worker_timeout_s=1e9)
     driver.now = 4.0
@@ -256,7 +256,7 @@ def test_an_observer_that_joins_does_not_put_off_the_end_of_a_stalled_run() -> N
         "connect_timeout_s",
     ],
 )
-def test_the_controller_is_told_what_the_configuration_says(name: str) -> None:
+def test_controller_settings_are_taken_from_the_configuration(name: str) -> None:
     base = defaults("arithmetic")
     change: dict[str, Any] = {name: "gloo" if name == "lanes" else 1234.5}
     changed = dataclasses.replace(base, controller=dataclasses.replace(base.controller, **change))

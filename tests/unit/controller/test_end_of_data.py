@@ -1,20 +1,20 @@
-"""When the prompts run out the last step is smaller, and whoever offers more is told only at the end."""
+"""The end of data: the last step is smaller, and later offers are answered when it has ended."""
 
 from flowrt.protocol import messages as m
 from tests.simulation.core_driver import CoreDriver
 
 
-def test_the_last_step_takes_what_is_there() -> None:
+def test_end_of_data_closes_the_last_step_with_fewer_groups() -> None:
     driver = CoreDriver(groups_per_step=2, steps=5)
     driver.ready_to_train()
     assert driver.pull("trainer0", "train", 0) is not None
-    assert driver.pull("trainer0", "train", 0) is None  # the step has a place left: it waits for another group
+    assert driver.pull("trainer0", "train", 0) is None  # the step needs one more group
     granted = driver.sent(driver.send("source0", m.EndOfData("train")), m.Grant)
-    assert [(who, grant.closed) for who, grant in granted] == [("trainer0", True)]
+    assert [(worker, grant.closed) for worker, grant in granted] == [("trainer0", True)]
     assert driver.core.state.window.quota == 1
 
 
-def test_an_offer_after_the_last_prompt_is_answered_by_the_end_of_the_last_step() -> None:
+def test_an_offer_after_the_end_of_data_is_answered_when_the_last_step_ends() -> None:
     driver = CoreDriver(groups_per_step=2, steps=5)
     driver.ready_to_train()
     driver.send("source0", m.EndOfData("train"))
@@ -26,7 +26,7 @@ def test_an_offer_after_the_last_prompt_is_answered_by_the_end_of_the_last_step(
     assert driver.core.state.window.over
 
 
-def test_nothing_to_train_at_all_is_over_at_once() -> None:
+def test_a_run_without_data_is_over_at_once() -> None:
     driver = CoreDriver(groups_per_step=2, steps=5)
     driver.send("source0", m.EndOfData("train"))
     assert [opened.first for _, opened in driver.sent(driver.offer(prompt=9), m.OfferAccepted)] == [-1]

@@ -1,4 +1,4 @@
-"""Group filters and the curriculum by themselves, and the share of groups that a filter drops at a known solve rate."""
+"""Group filters and curricula in isolation, and the share of groups that a filter drops at a known solve rate."""
 
 import math
 from collections.abc import Sequence
@@ -41,14 +41,14 @@ from flowrt.simulation.cluster import FLOW, ClusterPlan, ClusterSimulation
 
 
 def group(rewards: Sequence[float]) -> Group:
-    [made], slots = new_groups("train", (7,), 0, len(rewards), 0, 0, 0)
+    [created], slots = new_groups("train", (7,), 0, len(rewards), 0, 0, 0)
     for slot, reward in zip(slots, rewards, strict=True):
         slot.inline = {"reward": reward}
-    return made
+    return created
 
 
 @pytest.mark.parametrize(
-    ("decision", "why"),
+    ("decision", "reason"),
     [
         (KEPT, ""),
         (REFUSED, "the filter function"),
@@ -59,16 +59,16 @@ def group(rewards: Sequence[float]) -> Group:
         (7.5, "an unknown decision of the filter function"),
     ],
 )
-def test_a_decision_of_a_filter_function_is_a_constant_reason(decision: float, why: str) -> None:
-    one = group([0.0, 1.0])
-    for slot in one.slots:
+def test_each_decision_of_a_filter_function_has_a_fixed_reason(decision: float, reason: str) -> None:
+    decided = group([0.0, 1.0])
+    for slot in decided.slots:
         slot.inline = {**slot.inline, DECISION: decision}
-    assert UserFunction().refusal(one) == why
-    assert AllOf((ZeroVariance(), UserFunction())).refusal(one) == why
+    assert UserFunction().refusal(decided) == reason
+    assert AllOf((ZeroVariance(), UserFunction())).refusal(decided) == reason
 
 
 @pytest.mark.parametrize(
-    ("group_filter", "rewards", "why"),
+    ("group_filter", "rewards", "reason"),
     [
         (KeepAll(), [1.0, 1.0], ""),
         (ZeroVariance(), [1.0, 1.0], "equal rewards"),
@@ -84,25 +84,27 @@ def test_a_decision_of_a_filter_function_is_a_constant_reason(decision: float, w
         (AllOf((ZeroVariance(), RewardBand(0.0, 0.8))), [1.0, 0.0], ""),
     ],
 )
-def test_a_filter_refuses_what_it_says(group_filter: GroupFilter, rewards: list[float], why: str) -> None:
-    assert group_filter.refusal(group(rewards)) == why
+def test_each_filter_refuses_groups_with_its_reason(
+    group_filter: GroupFilter, rewards: list[float], reason: str
+) -> None:
+    assert group_filter.refusal(group(rewards)) == reason
 
 
-def test_a_group_without_a_reward_has_no_mean() -> None:
-    some = group([1.0, 0.0])
-    some.slots[0].inline = {}
-    assert mean_reward(some) is None
+def test_a_group_with_a_missing_reward_has_no_mean() -> None:
+    incomplete = group([1.0, 0.0])
+    incomplete.slots[0].inline = {}
+    assert mean_reward(incomplete) is None
     assert mean_reward(group([1.0, 0.0])) == 0.5
 
 
-def test_a_filter_of_a_column_that_does_not_exist_is_refused() -> None:
+def test_a_filter_of_an_unknown_column_raises_a_config_error() -> None:
     policies = Policies(StrictLag(1), Fifo(), GroupCount(1), DelayedUpdate(), group_filter=ZeroVariance())
     with pytest.raises(ConfigError, match="ZeroVariance reads column 'reward', which is no inline column"):
         Core(Settings(), FLOW, policies)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (math.nan, 1.0)])
-def test_an_empty_band_is_refused(low: float, high: float) -> None:
+def test_an_empty_reward_band_raises_a_config_error(low: float, high: float) -> None:
     with pytest.raises(ConfigError, match="no mean reward is between"):
         RewardBand(low, high)
 
@@ -112,7 +114,7 @@ def test_an_empty_band_is_refused(low: float, high: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rate", "members"), [(0.5, 4), (0.8, 4), (0.1, 8)])
-def test_the_dropped_share_is_that_of_equal_rewards(rate: float, members: int) -> None:
+def test_the_dropped_share_is_the_probability_of_equal_rewards(rate: float, members: int) -> None:
     """All rewards of a group are equal with probability p^n + (1 - p)^n; within 3 sigma of a binomial."""
     plan = ClusterPlan(
         workers=4,
@@ -129,10 +131,10 @@ def test_the_dropped_share_is_that_of_equal_rewards(rate: float, members: int) -
     )
     simulation = ClusterSimulation(plan)
     simulation.run()
-    counts = [dict(closed.counts) for _, closed in simulation.steps]
+    step_counts = [dict(closed.counts) for _, closed in simulation.steps]
     assert [closed.groups for _, closed in simulation.steps] == [16] * 60
-    assert [one["zero_variance_groups"] for one in counts] == [0] * 60
-    dropped = sum(one["filtered_groups"] for one in counts)
+    assert [counts["zero_variance_groups"] for counts in step_counts] == [0] * 60
+    dropped = sum(counts["filtered_groups"] for counts in step_counts)
     assert simulation.core.state.dropped == {"filtered: equal rewards": dropped}
     opened = 60 * 16 + dropped
     share = rate**members + (1 - rate) ** members
@@ -142,7 +144,7 @@ def test_the_dropped_share_is_that_of_equal_rewards(rate: float, members: int) -
 # ---- the curriculum
 
 
-def test_uniform_skips_nothing_and_keeps_no_history() -> None:
+def test_the_uniform_curriculum_skips_nothing_and_keeps_no_history() -> None:
     assert EveryPrompt().history == 0
     assert not EveryPrompt().skips(1, 5, [])
 
@@ -166,16 +168,16 @@ def test_prompts_are_sampled_with_the_probability_of_their_solve_rate(rewards: l
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(2, 16))
-def test_prompts_are_sampled_as_their_groups_have_different_rewards(rewards: list[float], size: int) -> None:
+def test_the_sampling_probability_is_that_of_different_rewards_in_a_group(rewards: list[float], size: int) -> None:
     rate = sum(rewards) / len(rewards)
     different = (1 - rate**size - (1 - rate) ** size) / (1 - 2 * 0.5**size)
     assert SolveRate(history=4, floor=0.2, group_size=size).probability(rewards) == pytest.approx(0.2 + 0.8 * different)
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([2, 8]))
-def test_a_prior_averages_over_the_solve_rates_that_fit(solved: list[int], prior: float, size: int) -> None:
-    """After groups of ``size`` samples, against quadrature; the substitution r = sin(t)^2 has no singular end."""
-    good = sum(min(one, size) for one in solved)
+def test_a_prior_averages_over_the_posterior_of_the_solve_rate(solved: list[int], prior: float, size: int) -> None:
+    """After groups of ``size`` samples, compared with quadrature; r = sin(t)^2 removes the end singularities."""
+    good = sum(min(count, size) for count in solved)
     bad = size * len(solved) - good
     different = total = 0.0
     for point in range(1, 2000):
@@ -185,7 +187,7 @@ def test_a_prior_averages_over_the_solve_rates_that_fit(solved: list[int], prior
         total += weight
         different += weight * (1 - rate**size - (1 - rate) ** size)
     curriculum = SolveRate(history=4, floor=0.2, prior=prior, group_size=size)
-    probability = curriculum.probability([min(one, size) / size for one in solved])
+    probability = curriculum.probability([min(count, size) / size for count in solved])
     assert probability == pytest.approx(0.2 + 0.8 * different / total / (1 - 2 * 0.5**size), abs=1e-3)
 
 
@@ -195,7 +197,7 @@ def test_rewards_are_scaled_to_solve_rates() -> None:
     assert curriculum.probability([-1.0]) == curriculum.probability([1.0]) == 0.1
 
 
-def test_the_draw_depends_on_seed_epoch_and_prompt_alone() -> None:
+def test_the_draw_depends_on_seed_epoch_and_prompt_only() -> None:
     def skipped(seed: int, epoch: int) -> list[bool]:
         return [SolveRate(history=1, floor=0.5, seed=seed).skips(prompt, epoch, [1.0]) for prompt in range(64)]
 
@@ -204,11 +206,13 @@ def test_the_draw_depends_on_seed_epoch_and_prompt_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("history", "floor", "failed", "words"),
+    ("history", "floor", "failed", "message"),
     [(0, 0.5, 0.0, "undefined"), (1, 0.0, 0.0, "least probability"), (1, 0.5, 1.0, "not below solved_reward")],
 )
-def test_a_curriculum_that_cannot_be_is_refused(history: int, floor: float, failed: float, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_curriculum_parameters_raise_a_config_error(
+    history: int, floor: float, failed: float, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         SolveRate(history=history, floor=floor, failed_reward=failed)
     with pytest.raises(ConfigError, match="a prior of -1"):
         SolveRate(history=1, floor=0.5, prior=-1)
@@ -231,8 +235,8 @@ def test_outcomes_count_once_their_step_is_closed() -> None:
 
 def test_the_last_outcomes_are_kept_in_order_of_step_and_epoch() -> None:
     history = RewardHistory(2)
-    for one in (outcome(0, epoch=2, reward=0.2), outcome(0, epoch=1, reward=0.1)):
-        history.add(one)
+    for result in (outcome(0, epoch=2, reward=0.2), outcome(0, epoch=1, reward=0.1)):
+        history.add(result)
     history.close_step()
     assert history.rewards(7) == [0.1, 0.2]
     history.add(outcome(1, epoch=3, reward=0.3))
@@ -241,21 +245,21 @@ def test_the_last_outcomes_are_kept_in_order_of_step_and_epoch() -> None:
     assert history.rewards(8) == []
 
 
-def test_a_restored_history_is_the_one_that_was_there() -> None:
+def test_a_restored_history_equals_the_original() -> None:
     outcomes = [outcome(step, prompt % 3, step, step / 10) for step in range(6) for prompt in range(2)]
-    lived, restored = RewardHistory(2), RewardHistory(2)
+    original, restored = RewardHistory(2), RewardHistory(2)
     for step in range(5):
-        for one in outcomes:
-            if one.step == step:
-                lived.add(one)
-        lived.close_step()
-    for one in outcomes:
-        if one.step == 5:
-            lived.add(one)
+        for result in outcomes:
+            if result.step == step:
+                original.add(result)
+        original.close_step()
+    for result in outcomes:
+        if result.step == 5:
+            original.add(result)
     restored.restore(outcomes, 5)
-    for history in (lived, restored):
+    for history in (original, restored):
         history.close_step()
-    assert [lived.rewards(prompt) for prompt in range(3)] == [restored.rewards(prompt) for prompt in range(3)]
+    assert [original.rewards(prompt) for prompt in range(3)] == [restored.rewards(prompt) for prompt in range(3)]
 
 
 def test_the_ledger_keeps_rewards_until_they_are_rolled_back(tmp_path: Path) -> None:

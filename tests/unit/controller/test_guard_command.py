@@ -1,4 +1,4 @@
-"""guards.command: it gets the event, one at a time, and its failure is a sentence."""
+"""guards.command: it receives one event at a time, and each failure is reported in one sentence."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def script(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-async def told(command: GuardCommand, *events: dict[str, object]) -> None:
+async def send_and_wait(command: GuardCommand, *events: dict[str, object]) -> None:
     for event in events:
         command.send(event)
     task = command._task
@@ -24,10 +24,10 @@ async def told(command: GuardCommand, *events: dict[str, object]) -> None:
         await task
 
 
-async def test_it_gets_each_event_as_json(tmp_path: Path) -> None:
+async def test_the_command_receives_each_event_as_json(tmp_path: Path) -> None:
     failures: list[str] = []
     command = GuardCommand(f"{script(tmp_path, 'cat >> got.jsonl')} with arguments", tmp_path, failures.append)
-    await told(command, {"kind": "guard", "step": 3}, {"kind": "guard", "step": 4})
+    await send_and_wait(command, {"kind": "guard", "step": 3}, {"kind": "guard", "step": 4})
     lines = [json.loads(line) for line in (tmp_path / "got.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4]
     assert lines[0]["run_dir"] == str(tmp_path)
@@ -41,28 +41,28 @@ async def test_it_gets_each_event_as_json(tmp_path: Path) -> None:
         ("exit 4", "ended with exit code 4"),
     ],
 )
-async def test_a_failure_is_a_sentence(tmp_path: Path, text: str, problem: str) -> None:
+async def test_a_failure_is_reported_with_the_exit_code_and_stderr(tmp_path: Path, text: str, problem: str) -> None:
     failures: list[str] = []
     program = script(tmp_path, text)
     command = GuardCommand(program, tmp_path, failures.append)
-    await told(command, {"step": 1})
+    await send_and_wait(command, {"step": 1})
     assert failures == [f"guards.command {program} {problem}"]
 
 
-async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+async def test_a_missing_program_is_reported(tmp_path: Path) -> None:
     failures: list[str] = []
     program = str(tmp_path / "nothing")
     command = GuardCommand(program, tmp_path, failures.append)
-    await told(command, {"step": 1})
+    await send_and_wait(command, {"step": 1})
     assert failures == [f"guards.command {program} cannot be started: No such file or directory"]
 
 
 @pytest.mark.slow
-async def test_one_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+async def test_a_hanging_command_is_killed_with_its_child_processes(tmp_path: Path) -> None:
     failures: list[str] = []
     program = script(tmp_path, "sleep 600 & echo $! > child; wait")
     command = GuardCommand(program, tmp_path, failures.append, timeout_s=0.5)
-    await told(command, {"step": 1})
+    await send_and_wait(command, {"step": 1})
     assert failures == [f"guards.command {program} did not end within 0 s and was killed"]
     child = psutil.Process(_pid(tmp_path)) if psutil.pid_exists(_pid(tmp_path)) else None
     assert child is None or child.wait(5.0) is None
@@ -72,16 +72,16 @@ def _pid(tmp_path: Path) -> int:
     return int((tmp_path / "child").read_text())
 
 
-async def test_only_a_few_events_wait(tmp_path: Path) -> None:
+async def test_events_beyond_the_queue_limit_are_reported_as_not_run(tmp_path: Path) -> None:
     failures: list[str] = []
     program = script(tmp_path, "cat > /dev/null")
     command = GuardCommand(program, tmp_path, failures.append)
     events: list[dict[str, object]] = [{"step": step} for step in range(MAX_WAITING + 2)]
-    await told(command, *events)
+    await send_and_wait(command, *events)
     assert failures == [f"guards.command was not run: {MAX_WAITING} events wait for it already"] * 2
 
 
-async def test_without_a_command_nothing_is_run(tmp_path: Path) -> None:
+async def test_an_empty_command_runs_nothing(tmp_path: Path) -> None:
     command = GuardCommand("", tmp_path, pytest.fail)
-    await told(command, {"step": 1})
+    await send_and_wait(command, {"step": 1})
     await command.finish()

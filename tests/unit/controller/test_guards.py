@@ -35,11 +35,11 @@ def train(driver: CoreDriver, step: int, **metrics: float) -> list[Command]:
 
 
 def closed(commands: list[Command]) -> StepClosed:
-    return next(one for one in commands if isinstance(one, StepClosed))
+    return next(command for command in commands if isinstance(command, StepClosed))
 
 
 def logged(commands: list[Command]) -> list[str]:
-    return [one.text for one in commands if isinstance(one, LogEvent) and one.kind == "guard"]
+    return [command.text for command in commands if isinstance(command, LogEvent) and command.kind == "guard"]
 
 
 def test_a_rule_warns_once_in_fifty_steps() -> None:
@@ -52,7 +52,7 @@ def test_a_rule_warns_once_in_fifty_steps() -> None:
     assert [closed(commands).fired for commands in found[:3]] == [(), (("loss", 2),), (("loss", 3),)]
 
 
-def test_a_limit_is_relative_to_the_median_of_the_steps_before() -> None:
+def test_a_limit_is_relative_to_the_median_of_previous_steps() -> None:
     driver = guarded_driver(GuardRule("grad_norm", above=3.0, median_of=4))
     norms = [1.0, 100.0, 2.0, float("nan"), 2.0, 6.0, 6.1, 7.0]
     found = [train(driver, step, grad_norm=norm) for step, norm in enumerate(norms)]
@@ -67,22 +67,22 @@ def test_a_limit_is_relative_to_the_median_of_the_steps_before() -> None:
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0])
-def test_a_median_that_is_not_positive_is_no_limit(norm: float) -> None:
+def test_a_median_that_is_not_positive_sets_no_limit(norm: float) -> None:
     driver = guarded_driver(GuardRule("grad_norm", above=3.0, median_of=2))
-    found = [train(driver, step, grad_norm=one) for step, one in enumerate([norm, norm, 5.0, 5.0, 5.0, 16.0])]
+    found = [train(driver, step, grad_norm=value) for step, value in enumerate([norm, norm, 5.0, 5.0, 5.0, 16.0])]
     assert [step for step, commands in enumerate(found) if closed(commands).fired] == [5]
 
 
-def test_the_status_has_what_fires_and_what_was_logged() -> None:
+def test_the_status_lists_firing_guards_and_the_log() -> None:
     driver = guarded_driver(GuardRule("loss", above=1.0))
     for step, loss in enumerate([0.0, 2.0, 2.0]):
         train(driver, step, loss=loss)
-    said = status(driver.core, 0.0, 60.0, {}, {}, {})["guards"]
+    guards_status = status(driver.core, 0.0, 60.0, {}, {}, {})["guards"]
     text = "guard loss above 1 for 1 step (warn): loss is 2, outside its limit for"
-    assert said == {"firing": [f"{text} 2 consecutive steps"], "log": [[1, f"{text} 1 step"]]}
+    assert guards_status == {"firing": [f"{text} 2 consecutive steps"], "log": [[1, f"{text} 1 step"]]}
 
 
-def test_a_hold_is_recorded_and_ends_by_itself() -> None:
+def test_a_hold_is_recorded_and_ends_after_its_steps() -> None:
     driver = guarded_driver(GuardRule("loss", above=1.0, action="hold", hold_steps=2))
     assert driver.core.state.admission(driver.core.env).may_train(5, 4)
     commands = train(driver, 0, loss=2.0)
@@ -96,7 +96,7 @@ def test_a_hold_is_recorded_and_ends_by_itself() -> None:
     assert driver.core.state.admission(driver.core.env) is driver.core.env.policies.admission
 
 
-def test_a_finished_sample_of_older_weights_is_generated_again() -> None:
+def test_a_hold_drops_finished_samples_of_older_weights() -> None:
     driver = guarded_driver(GuardRule("loss", above=1.0, action="hold"))
     driver.ready_to_train()
     assert driver.pull("trainer0", "train", 0) is not None
@@ -112,21 +112,21 @@ def test_a_finished_sample_of_older_weights_is_generated_again() -> None:
 def test_a_stop_ends_the_run_after_a_checkpoint(value: float) -> None:
     driver = guarded_driver(GuardRule("loss", above=1.0, action="stop"))
     commands = train(driver, 0, loss=value)
-    assert [one for one in commands if isinstance(one, EndRun)] == []
+    assert [command for command in commands if isinstance(command, EndRun)] == []
     assert driver.sent(commands, m.Drain) == [("trainer0", m.Drain(0, "trainer0"))]
     driver.send("trainer0", m.CheckpointWritten(9, 1))
-    [end] = [one for one in driver.send("trainer0", m.RoleCompleted()) if isinstance(one, EndRun)]
+    [end] = [command for command in driver.send("trainer0", m.RoleCompleted()) if isinstance(command, EndRun)]
     assert end == EndRun(
         f"guard loss above 1 for 1 step (stop): loss is {value:g}, outside its limit for 1 step; saved after 1 steps",
         EXIT_GUARD,
     )
 
 
-def test_a_trainer_that_does_not_save_is_not_waited_for_forever() -> None:
+def test_a_stop_without_a_checkpoint_ends_the_run_after_a_timeout() -> None:
     driver = guarded_driver(GuardRule("loss", above=1.0, action="stop"))
     train(driver, 0, loss=2.0)
     driver.now = 1000.0
-    [end] = [one for one in driver.event(Tick()) if isinstance(one, EndRun)]
+    [end] = [command for command in driver.event(Tick()) if isinstance(command, EndRun)]
     assert end.code == EXIT_GUARD
     assert "trainer0 has not saved" in end.reason
 
@@ -137,11 +137,11 @@ def test_a_stop_in_the_last_step_lets_the_run_complete() -> None:
     assert logged(commands)
     assert driver.sent(commands, m.Drain) == []
     driver.send("trainer0", m.RoleCompleted())
-    [end] = [one for one in driver.send("source0", m.RoleCompleted()) if isinstance(one, EndRun)]
+    [end] = [command for command in driver.send("source0", m.RoleCompleted()) if isinstance(command, EndRun)]
     assert end.code == 0
 
 
 @pytest.mark.parametrize(("above", "below"), [(None, None), (1.0, 0.0)])
-def test_a_rule_has_one_limit(above: float | None, below: float | None) -> None:
+def test_a_rule_without_exactly_one_limit_raises_a_config_error(above: float | None, below: float | None) -> None:
     with pytest.raises(ConfigError, match="exactly one"):
         GuardRule("loss", above=above, below=below)

@@ -1,4 +1,4 @@
-"""Warnings about waits, disks and evaluations: when they are given, how often, and when not."""
+"""Warnings about waits, disks and evaluations: their conditions and their frequency."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +12,10 @@ def waits(age_s: float, now: float) -> Wait:
     return [("rollout-0", "slots", now - age_s), ("trainer", "groups", now)]
 
 
-def test_a_wait_far_above_the_usual_one_is_named_once_in_fifty_steps() -> None:
+def test_an_unusually_long_wait_is_reported_once_in_fifty_steps() -> None:
     health = Health()
-    for look in range(MIN_LOOKS):
-        assert not health.oldest_wait(waits(10.0, look), look, step=1 + look)
+    for check in range(MIN_LOOKS):
+        assert not health.oldest_wait(waits(10.0, check), check, step=1 + check)
     assert not health.oldest_wait(waits(59.0, 100.0), 100.0, step=30)
     text = health.oldest_wait(waits(61.0, 100.0), 100.0, step=30)
     assert text == "rollout-0 has waited 61 s for slots; the oldest wait is usually 10.0 s"
@@ -25,18 +25,18 @@ def test_a_wait_far_above_the_usual_one_is_named_once_in_fifty_steps() -> None:
 
 
 @given(st.lists(st.floats(0, 29.9), max_size=60))
-def test_no_wait_of_less_than_half_a_minute_is_an_alarm(ages: list[float]) -> None:
+def test_a_wait_below_30_s_is_never_reported(ages: list[float]) -> None:
     health = Health()
     assert not any(health.oldest_wait(waits(age_s, 1000.0), 1000.0, step=1) for age_s in ages)
 
 
-def test_before_the_first_step_nothing_is_unusual() -> None:
+def test_no_wait_is_reported_before_the_first_step() -> None:
     health = Health()
     assert not any(health.oldest_wait(waits(1.0, at), at, step=0) for at in range(2 * MIN_LOOKS))
     assert not health.oldest_wait(waits(600.0, 1000.0), 1000.0, step=0)
 
 
-def test_a_disk_with_less_than_a_twentieth_left() -> None:
+def test_a_disk_with_less_than_5_percent_free_is_reported() -> None:
     health = Health()
     assert not health.disk(50, 1000, "/run", step=0)
     assert health.disk(49 * 10**9, 10**12, "/run", step=0) == "the disk of /run has 49.0 GB left, 4.9 %"
@@ -50,7 +50,7 @@ def history(*means: float, error: float = 0.01) -> dict[tuple[str, int], dict[st
     return {("aime", 10 * at): line for at, line in enumerate(lines)}
 
 
-def test_an_evaluation_below_its_best_twice_in_a_row() -> None:
+def test_two_consecutive_evaluations_below_the_best_are_reported() -> None:
     assert not Health().evaluation("aime", history(0.5, 0.9, 0.7), 30)
     assert not Health().evaluation("aime", history(0.5, 0.9, 0.7, 0.89), 30)
     assert not Health().evaluation("aime", history(0.5, 0.9, 0.7, 0.7, error=0.1), 30)

@@ -1,4 +1,4 @@
-"""Leases: their numbers after a controller has come back, and their length beside that of a stall."""
+"""Leases: their numbers after a controller restart, and their duration relative to the no-progress timeout."""
 
 from flowrt.controller.settings import Settings
 from flowrt.protocol import messages as m
@@ -6,8 +6,8 @@ from flowrt.recipes.config_io import parse
 from tests.simulation.core_driver import CoreDriver
 
 
-def test_a_lease_of_before_has_a_number_of_before() -> None:
-    """Else the same number would be given to somebody else one day, and take the first one's slots out of the world."""
+def test_renewing_a_lease_numbered_from_first_lease_on_is_illegal() -> None:
+    """The number would be issued to another worker later, and the slots of the renewed lease would be lost."""
     driver = CoreDriver()
     driver.offer()
     (slot,) = driver.core.state.table.slots.values()
@@ -20,8 +20,8 @@ def test_a_lease_of_before_has_a_number_of_before() -> None:
     assert grant.slots == (slot.id,)
 
 
-def test_work_that_is_held_comes_back_before_a_run_counts_as_stalled() -> None:
-    """A rollout worker that hangs is one of several: its lease ends, and somebody else does it."""
+def test_leases_expire_before_the_no_progress_timeout() -> None:
+    """The lease of a hung rollout worker ends in time for another worker to do its work."""
     controller = parse([]).controller
     assert controller.lease_s < controller.no_progress_timeout_s
     assert Settings().lease_s < Settings().no_progress_timeout_s

@@ -1,4 +1,4 @@
-"""To the owner first: which slot a puller gets, how long others wait, and how many bytes stay where they are."""
+"""Dispatch by locality: which slot a puller gets, how often others overtake it, and how many bytes move."""
 
 import random
 
@@ -23,7 +23,7 @@ def ids(slots: list[Slot]) -> list[int]:
     return [slot.id for slot in slots]
 
 
-def test_a_puller_gets_what_it_holds_most_of() -> None:
+def test_a_puller_gets_the_slots_of_which_it_holds_the_most_bytes() -> None:
     queue = Sticky(4).queue(ROLLOUT)
     queue.add(SampleFactory().many(8))
     assert ids(queue.take(holding({1: 5, 3: 9, 6: 99}, requests=3))) == [3, 1, 0]
@@ -31,47 +31,49 @@ def test_a_puller_gets_what_it_holds_most_of() -> None:
     assert ids(queue.take(holding({}, requests=9))) == [2, 4, 5, 7]
 
 
-def test_only_what_may_start_is_looked_at() -> None:
+def test_only_slots_that_may_start_are_candidates() -> None:
     queue = Sticky(4).queue(ROLLOUT)
     queue.add(SampleFactory().many(8))
     assert ids(queue.take(holding({1: 1, 2: 2}, requests=9, not_yet=2))) == [1, 0]
     assert len(queue) == 6
 
 
-@pytest.mark.parametrize("look", [2, 3, 8])
-def test_the_bound_on_overtaking_is_met_exactly_by_the_worst_puller(look: int) -> None:
-    policy, issuing = Sticky(look), SampleFactory()
+@pytest.mark.parametrize("candidates", [2, 3, 8])
+def test_the_worst_puller_reaches_the_overtaking_bound_exactly(candidates: int) -> None:
+    policy, factory = Sticky(candidates), SampleFactory()
     queue = policy.queue(ROLLOUT)
-    queue.add(first := issuing.many(1))
-    queue.add(issuing.many(look))
+    queue.add(first := factory.many(1))
+    queue.add(factory.many(candidates))
     overtaken = 0
     while queue.take(Puller(WorkerId("w0"), 1, None, lambda slot: slot.id)) != first:
-        queue.add(issuing.many(1))
+        queue.add(factory.many(1))
         overtaken += 1
     assert overtaken == policy.most_overtaking
 
 
-def test_no_candidates_are_refused() -> None:
+def test_zero_candidates_raise_a_config_error() -> None:
     with pytest.raises(ConfigError, match="candidates"):
         Sticky(0)
 
 
 def bytes_moved(dispatch: Dispatch, workers: int, seed: int) -> float:
-    """Of all bytes, the part that was taken by a worker that did not hold it; holders and pullers are random."""
-    chance, slots = random.Random(seed), SampleFactory().many(512)
-    holder = [chance.randrange(workers) for _ in slots]
-    size = [max(1, int(1_000 * chance.lognormvariate(0, 1))) for _ in slots]
+    """The share of bytes taken by a worker that did not hold them; holders and pullers are random."""
+    rng, slots = random.Random(seed), SampleFactory().many(512)
+    holder = [rng.randrange(workers) for _ in slots]
+    size = [max(1, int(1_000 * rng.lognormvariate(0, 1))) for _ in slots]
     queue, moved = dispatch.queue(ROLLOUT), 0
     queue.add(slots)
     while len(queue):
-        worker = chance.randrange(workers)
+        worker = rng.randrange(workers)
         puller = Puller(WorkerId(f"w{worker}"), 1, None, lambda slot: size[slot.id] * (holder[slot.id] == worker))  # noqa: B023
         moved += sum(size[slot.id] for slot in queue.take(puller) if holder[slot.id] != worker)
     return moved / sum(size)
 
 
-@pytest.mark.parametrize(("workers", "look", "most"), [(4, 4, 0.40), (4, 16, 0.08), (8, 16, 0.16), (8, 32, 0.08)])
-def test_fewer_bytes_move_than_first_issued_first_served(workers: int, look: int, most: float) -> None:
+@pytest.mark.parametrize(
+    ("workers", "candidates", "max_moved"), [(4, 4, 0.40), (4, 16, 0.08), (8, 16, 0.16), (8, 32, 0.08)]
+)
+def test_sticky_dispatch_moves_fewer_bytes_than_fifo(workers: int, candidates: int, max_moved: float) -> None:
     for seed in range(3):
         assert bytes_moved(Fifo(), workers, seed) > 0.65
-        assert bytes_moved(Sticky(look), workers, seed) < most
+        assert bytes_moved(Sticky(candidates), workers, seed) < max_moved

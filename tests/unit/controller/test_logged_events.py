@@ -1,4 +1,4 @@
-"""Events that the core logs: workers that join, restart and leave, versions, checkpoints, orders to leave."""
+"""Events that the core logs: joining, restarting, leaving and draining workers, and published versions."""
 
 from collections.abc import Iterable
 
@@ -15,14 +15,14 @@ ROLLOUT = WorkerId("rollout7")
 
 
 def logged(commands: Iterable[Command]) -> list[LogEvent]:
-    return [one for one in commands if isinstance(one, LogEvent)]
+    return [command for command in commands if isinstance(command, LogEvent)]
 
 
 def joined(term: int = 0) -> WorkerConnected:
     return WorkerConnected(worker=ROLLOUT, role="rollout", host="h1", lanes=(), term=term)
 
 
-def test_a_worker_joins_is_lost_and_is_restarted() -> None:
+def test_joining_loss_and_restart_of_a_worker_are_logged() -> None:
     driver = CoreDriver()
     [first] = logged(driver.event(joined()))
     assert (first.kind, first.worker, first.text) == (
@@ -37,7 +37,7 @@ def test_a_worker_joins_is_lost_and_is_restarted() -> None:
     assert (again.kind, again.text) == ("restarted", "rollout7 (rollout on host 'h1') has been restarted")
 
 
-def test_one_that_leaves_by_itself_says_how() -> None:
+def test_the_log_distinguishes_early_exits_from_completed_ones() -> None:
     driver = CoreDriver()
     driver.event(joined())
     [gone] = logged(driver.event(WorkerDisconnected(ROLLOUT, "")))
@@ -48,15 +48,15 @@ def test_one_that_leaves_by_itself_says_how() -> None:
     assert gone.text.endswith("has completed its part and left")
 
 
-def test_an_observer_is_no_event() -> None:
+def test_joining_and_leaving_of_an_observer_are_not_logged() -> None:
     driver = CoreDriver()
-    watcher = WorkerId("watcher")
-    connected = WorkerConnected(worker=watcher, role=OBSERVER, host="h1")
+    observer = WorkerId("watcher")
+    connected = WorkerConnected(worker=observer, role=OBSERVER, host="h1")
     assert logged(driver.event(connected)) == []
-    assert logged(driver.event(WorkerDisconnected(watcher, "gone"))) == []
+    assert logged(driver.event(WorkerDisconnected(observer, "gone"))) == []
 
 
-def test_a_version_and_a_worker_that_drains() -> None:
+def test_published_versions_and_drains_are_logged() -> None:
     driver = CoreDriver()
     [published] = logged(driver.send("trainer0", m.Publish((whole(1),), ())))
     assert (published.kind, published.worker, published.fields) == ("published", "trainer0", (("version", 1),))
@@ -64,7 +64,7 @@ def test_a_version_and_a_worker_that_drains() -> None:
     assert (drained.kind, drained.text) == ("drained", "rollout0 is to leave without losing a sample")
 
 
-def test_only_an_observer_writes_an_event_and_only_of_some_kinds() -> None:
+def test_only_an_observer_writes_events_and_only_of_permitted_kinds() -> None:
     driver = CoreDriver()
     driver.event(WorkerConnected(worker=WorkerId("launcher"), role=OBSERVER, host="h1"))
     [event] = logged(driver.send("launcher", m.Notice("exporter", "exporter-mine exited")))

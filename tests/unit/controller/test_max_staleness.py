@@ -23,12 +23,12 @@ def test_an_over_age_sample_is_refused_dropped_and_offered_again() -> None:
     first = driver.pull("rollout0", "rollout")
     assert first is not None
     assert first.attempts == (0,)
-    # It says that old weights made the tokens, although it had newer ones: one version too many for bound 0.
-    heard = driver.send("rollout0", driver.generated(first))
-    [(_, answer)] = driver.sent(heard, m.Committed)
+    # The commit reports that version 0 generated the tokens: one version too old for bound 0.
+    commands = driver.send("rollout0", driver.generated(first))
+    [(_, answer)] = driver.sent(commands, m.Committed)
     assert answer.refused == first.slots
     assert answer.reason == "older than the staleness bound"
-    states = [(record.state, record.reason) for record in heard if isinstance(record, AppendLedger)]
+    states = [(record.state, record.reason) for record in commands if isinstance(record, AppendLedger)]
     assert states == [("dropped", "over-age"), ("in_flight", "offered again")]
     assert driver.core.state.dropped == {"over-age": 1}
     again = driver.pull("rollout0", "rollout")
@@ -64,7 +64,7 @@ def test_an_over_age_member_follows_the_policy(policy: OnLostSample) -> None:
     )
     grants = [driver.pull("rollout0", "rollout") for _ in range(3)]
     granted = [grant for grant in grants if grant is not None]
-    # The first member says that old weights made it, the others were made with the new ones.
+    # Version 0 generated the first member, version 1 the others.
     answers = [
         answer
         for grant, version in zip(granted, (0, 1, 1), strict=True)
@@ -86,7 +86,7 @@ def test_an_over_age_member_follows_the_policy(policy: OnLostSample) -> None:
     assert driver.core.state.dropped == {"over-age": 1}
 
 
-def test_an_offer_of_several_prompts_cannot_hold_up_the_step_that_needs_it() -> None:
+def test_the_last_offer_may_open_more_groups_than_the_run_needs() -> None:
     driver = CoreDriver(bound=0, groups_per_step=3, steps=1)
     for number, prompts in enumerate([(0, 1), (2, 3)]):
         offer = m.Offer(
@@ -103,7 +103,7 @@ def test_an_offer_of_several_prompts_cannot_hold_up_the_step_that_needs_it() -> 
     assert driver.sent(driver.offer(prompt=5), m.OfferAccepted) == []
 
 
-def test_a_prompt_that_nobody_can_send_any_more_is_dropped_when_the_trainer_gives_it_back() -> None:
+def test_a_returned_group_without_a_source_and_an_owner_is_dropped() -> None:
     driver = CoreDriver()
     driver.ready_to_train()
     grant = driver.pull("trainer0", "train", 0)

@@ -1,4 +1,4 @@
-"""Rows of several columns that one worker has come in one transfer: a transfer a column would cost as much again."""
+"""Rows of several columns with the same owner are sent in one transfer, not in one for each column."""
 
 from flowrt.controller.events import WorkerDisconnected
 from flowrt.ids import WorkerId
@@ -8,13 +8,13 @@ from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import offer_one
 
 
-def forget_copies(driver: CoreDriver) -> None:
-    """The reward worker leaves: what it was sent to score has one owner again, whoever made it."""
+def disconnect_reward_worker(driver: CoreDriver) -> None:
+    """Remove the copies that were sent for scoring: each column has one owner again."""
     driver.event(WorkerDisconnected(WorkerId("reward0"), ""))
 
 
-def test_all_columns_of_one_owner_come_together() -> None:
-    """Two columns that rollout0 made, in one transfer, though reward0 has a copy of one; the prompt comes along."""
+def test_all_columns_of_one_owner_are_sent_in_one_transfer() -> None:
+    """Two columns of rollout0 and the prompt, although reward0 has a copy of one column."""
     driver = CoreDriver()
     driver.ready_to_train()
     commands = driver.send("trainer0", m.Pull(request=1, stage="train", slots=1, tokens=0, step=0))
@@ -31,21 +31,21 @@ def test_all_columns_of_one_owner_come_together() -> None:
     assert (sender, order.turn, order.parts) == ("rollout0", incoming.turn, incoming.parts)
 
 
-def test_rows_of_one_owner_come_together_and_those_of_another_in_a_transfer_of_their_own() -> None:
+def test_rows_of_two_owners_are_sent_in_one_transfer_per_owner() -> None:
     driver = CoreDriver(members=3)
     driver.send(
         "source0",
         offer_one(request=0, members=3),
     )
-    made: dict[str, list[int]] = {"rollout0": [], "rollout1": []}
+    slots_by_worker: dict[str, list[int]] = {"rollout0": [], "rollout1": []}
     for worker in ("rollout0", "rollout1", "rollout0"):
         generate = driver.pull(worker, "rollout")
         assert generate is not None
         driver.send(worker, driver.generated(generate))
-        made[worker] += generate.slots
+        slots_by_worker[worker] += generate.slots
     for _ in range(3):
         driver.score()
-    forget_copies(driver)
+    disconnect_reward_worker(driver)
     grant = driver.pull("trainer0", "train", 0)
     assert grant is not None
     assert len(grant.slots) == 3
@@ -55,5 +55,5 @@ def test_rows_of_one_owner_come_together_and_those_of_another_in_a_transfer_of_t
         for incoming in grant.incoming
     } == {
         worker: [Part(column, tuple(slots), (3,) * len(slots)) for column in ("response", "logprobs")]
-        for worker, slots in made.items()
+        for worker, slots in slots_by_worker.items()
     }

@@ -1,4 +1,4 @@
-"""Most urgent first: ranks, ageing, slots that may not start, and what a pull costs."""
+"""Priority dispatch: order, ageing, slots that may not start, and the cost of a pull."""
 
 import math
 from collections.abc import Collection
@@ -36,35 +36,35 @@ def ids(slots: list[Slot]) -> list[int]:
     return [slot.id for slot in slots]
 
 
-def test_the_most_urgent_come_first_and_equals_in_order_of_issue() -> None:
+def test_slots_are_taken_by_urgency_and_then_in_order_of_issue() -> None:
     queue = filled(Priority(urgency, ageing=0.001), [0, 5, 1, 5, 9])
     assert ids(queue.take(pull(3))) == [4, 1, 3]
     assert ids(queue.take(pull(9))) == [2, 0]
 
 
-def test_a_later_group_starts_behind_by_its_ageing() -> None:
+def test_ageing_lowers_the_rank_of_later_groups() -> None:
     assert ids(filled(Priority(urgency, ageing=2), [0, 2, 5]).take(pull(3))) == [2, 0, 1]
 
 
 @pytest.mark.parametrize(("ageing", "expected"), [(1.0, 6), (0.5, 13), (0.3, 23), (7.0, 0), (100.0, 0)])
-def test_the_bound_on_overtaking_is_met_exactly_by_the_worst_arrivals(ageing: float, expected: int) -> None:
-    policy, issuing = Priority(urgency, ageing), SampleFactory()
+def test_worst_case_arrivals_reach_the_overtaking_bound_exactly(ageing: float, expected: int) -> None:
+    policy, factory = Priority(urgency, ageing), SampleFactory()
     queue = policy.queue(ROLLOUT)
-    calm = issuing.many(1)[0]
-    calm.inline = {"urgency": 0.0}
-    queue.add([calm])
+    lowest = factory.many(1)[0]
+    lowest.inline = {"urgency": 0.0}
+    queue.add([lowest])
     overtaken = 0
-    while True:  # one most urgent slot comes for every one that leaves
-        slot = issuing.many(1)[0]
+    while True:  # each slot that is taken is replaced by one of the largest urgency
+        slot = factory.many(1)[0]
         slot.inline = {"urgency": 7.0}
         queue.add([slot])
-        if queue.take(pull(1)) == [calm]:
+        if queue.take(pull(1)) == [lowest]:
             break
         overtaken += 1
     assert overtaken == policy.most_overtaking(7.0) == expected
 
 
-def test_a_slot_keeps_the_urgency_it_came_with_until_it_comes_again() -> None:
+def test_the_urgency_of_a_slot_is_read_when_it_enters_the_queue() -> None:
     policy, slots = Priority(urgency, ageing=0.001), SampleFactory().many(2)
     queue = policy.queue(ROLLOUT)
     for slot in slots:
@@ -79,23 +79,23 @@ def test_a_slot_keeps_the_urgency_it_came_with_until_it_comes_again() -> None:
     assert ids(queue.take(pull(1))) == [1]
 
 
-def test_urgent_slots_that_wait_for_weights_do_not_hide_old_ones_that_may_start() -> None:
+def test_urgent_slots_waiting_for_weights_do_not_block_older_startable_slots() -> None:
     queue = filled(Priority(urgency, ageing=0.001, max_skips=4), [0, 0, *[9.0] * 50])
-    late = set(range(2, 52))
-    assert ids(queue.take(pull(5, not_yet=late))) == [0, 1]
-    assert queue.take(pull(5, not_yet=late)) == []
+    blocked = set(range(2, 52))
+    assert ids(queue.take(pull(5, not_yet=blocked))) == [0, 1]
+    assert queue.take(pull(5, not_yet=blocked)) == []
     assert len(queue) == 50
     assert ids(queue.take(pull(2))) == [2, 3]
 
 
-def test_one_that_waits_for_its_own_weights_holds_up_nobody() -> None:
+def test_a_slot_that_requires_newer_weights_blocks_no_other_slot() -> None:
     queue = filled(Priority(urgency, ageing=0.001, max_skips=1), [0, 1, 9, 9])
     assert ids(queue.take(pull(9, elsewhere={2, 3}))) == [1, 0]
     assert ids(queue.take(pull(9))) == [2, 3]
 
 
 @pytest.mark.parametrize("ageing", [0.0, -1.0, math.nan, math.inf])
-def test_a_priority_without_ageing_is_refused(ageing: float) -> None:
+def test_invalid_ageing_and_max_skips_are_refused(ageing: float) -> None:
     with pytest.raises(ConfigError, match="ageing"):
         Priority(urgency, ageing)
     with pytest.raises(ConfigError, match="max_skips"):
@@ -103,13 +103,13 @@ def test_a_priority_without_ageing_is_refused(ageing: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_an_urgency_that_cannot_be_compared_is_refused(value: float) -> None:
+def test_an_urgency_that_is_not_finite_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="slot 0"):
         filled(Priority(urgency, 1.0), [value])
 
 
 class Counted(float):
-    """Counts how often ranks are compared."""
+    """A number that counts comparisons of ranks."""
 
     compared = 0
 
@@ -127,8 +127,8 @@ class Counted(float):
     __hash__ = float.__hash__
 
 
-def comparisons_a_turn(ready: int) -> float:
-    """Of taking one and adding one, with so many ready."""
+def comparisons_per_round(ready: int) -> float:
+    """Mean number of comparisons in a round of takes and adds, with ``ready`` slots in the queue."""
     urgencies = [Counted((index * 7919 % 1009) / 1009) for index in range(ready)]
     queue = filled(Priority(urgency, ageing=1e-9), list(urgencies))
     Counted.compared = 0
@@ -140,13 +140,13 @@ def comparisons_a_turn(ready: int) -> float:
     return Counted.compared / 300
 
 
-def test_a_pull_costs_log_n() -> None:
-    few, many = comparisons_a_turn(1_000), comparisons_a_turn(100_000)
+def test_a_pull_needs_a_logarithmic_number_of_comparisons() -> None:
+    few, many = comparisons_per_round(1_000), comparisons_per_round(100_000)
     assert few > 10
     assert many <= few * math.log(100_000) / math.log(1_000) * 1.25
 
 
-def test_what_leaves_from_the_middle_is_swept() -> None:
+def test_discarded_slots_are_removed_from_the_heap() -> None:
     policy, slots = Priority(urgency, ageing=1.0), SampleFactory().many(100)
     queue = policy.queue(ROLLOUT)
     for slot in slots:

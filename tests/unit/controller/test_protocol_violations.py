@@ -1,4 +1,4 @@
-"""A worker that breaks the protocol is dismissed by name: its leases go back, the run goes on."""
+"""A worker that breaks the protocol is dismissed by name: its leases are released, the run continues."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
 from tests.simulation.scenario import MODEL, Scenario, offer_one, whole
 
 
-def granted_talk(**scenario: Any) -> tuple[CoreDriver, m.Grant]:
+def granted_driver(**scenario: Any) -> tuple[CoreDriver, m.Grant]:
     driver = CoreDriver(**scenario)
     driver.offer()
     grant = driver.pull("rollout0", "rollout")
@@ -33,7 +33,7 @@ def changed(commit: m.Commit, **fields: Any) -> m.Commit:
     return m.Commit(**{name: getattr(commit, name) for name in m.Commit.__slots__} | fields)
 
 
-WRONG_COMMITS: dict[str, tuple[dict[str, Any], str]] = {
+INVALID_COMMITS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown stage": ({"stage": "sing"}, "stage 'sing', which is not in this dataflow"),
     "missing column": ({"parts": (Part("response", (0,), (3,)),)}, "the stage makes"),
     "wrong length": ({"leases": ()}, "rows for 1 slots"),
@@ -42,14 +42,14 @@ WRONG_COMMITS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG_COMMITS)
-def test_a_wrong_commit_dismisses_its_worker_and_the_sample_goes_to_another(kind: str) -> None:
-    fields, words = WRONG_COMMITS[kind]
-    driver, grant = granted_talk()
+@pytest.mark.parametrize("kind", INVALID_COMMITS)
+def test_an_invalid_commit_dismisses_its_worker_and_the_sample_is_granted_again(kind: str) -> None:
+    fields, expected = INVALID_COMMITS[kind]
+    driver, grant = granted_driver()
     reason, commands = driver.dismissed("rollout0", changed(driver.generated(grant), **fields))
     assert reason.startswith("protocol violation: ")
     assert "rollout0" in reason
-    assert words in reason
+    assert expected in reason
     assert not [one for one in commands if isinstance(one, EndRun)]
     again = driver.pull("rollout1", "rollout")
     assert again is not None
@@ -58,7 +58,7 @@ def test_a_wrong_commit_dismisses_its_worker_and_the_sample_goes_to_another(kind
     assert answer.refused == ()
 
 
-def test_a_trainer_that_breaks_the_protocol_ends_a_run_that_cannot_go_on_without_it() -> None:
+def test_a_protocol_violation_of_a_critical_worker_ends_the_run() -> None:
     driver = CoreDriver()
     driver.configure(critical_roles=("trainer",))
     _, commands = driver.dismissed("trainer0", m.StepCompleted(7, ()))
@@ -68,7 +68,7 @@ def test_a_trainer_that_breaks_the_protocol_ends_a_run_that_cannot_go_on_without
 
 
 @pytest.mark.parametrize("divergence", [math.nan, math.inf, -1.0])
-def test_a_divergence_that_is_no_number_ends_the_run_of_the_trainer_that_says_it(divergence: float) -> None:
+def test_a_publication_with_an_invalid_divergence_dismisses_the_trainer(divergence: float) -> None:
     driver = CoreDriver()
     driver.configure(critical_roles=("trainer",))
     reason, _ = driver.dismissed("trainer0", m.Publish((whole(1),), ((0, divergence),)))
@@ -76,7 +76,7 @@ def test_a_divergence_that_is_no_number_ends_the_run_of_the_trainer_that_says_it
     assert driver.core.state.models.policy.newest == 0
 
 
-def test_after_the_end_of_the_run_violations_change_nothing() -> None:
+def test_violations_after_the_end_of_the_run_change_nothing() -> None:
     driver = CoreDriver()
     driver.core.state.end("the run is complete", 0)
     before = driver.snapshot()
@@ -84,7 +84,7 @@ def test_after_the_end_of_the_run_violations_change_nothing() -> None:
     assert driver.snapshot() == before
 
 
-def test_a_worker_that_is_not_in_the_run_is_told_so_and_changes_nothing() -> None:
+def test_a_message_of_an_unknown_worker_dismisses_it_and_changes_nothing() -> None:
     driver = CoreDriver()
     before = driver.snapshot()
     (command,) = driver.core.handle(MessageReceived(WorkerId("stranger"), m.WeightsActivated(MODEL, 0)), 0.0)
@@ -96,7 +96,7 @@ def test_a_worker_that_is_not_in_the_run_is_told_so_and_changes_nothing() -> Non
 # ---- roles
 
 
-WITHOUT_THE_RIGHT: dict[str, tuple[str, m.Message, str]] = {
+FORBIDDEN_MESSAGES: dict[str, tuple[str, m.Message, str]] = {
     "stop": ("reward0", m.Stop("complete", 0), "only observer may"),
     "exhausted": ("reward0", m.EndOfData("train"), "only source may"),
     "publish": ("reward0", m.Publish((whole(10**9),), ()), "only trainer may"),
@@ -114,20 +114,20 @@ WITHOUT_THE_RIGHT: dict[str, tuple[str, m.Message, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WITHOUT_THE_RIGHT)
-def test_what_a_role_has_no_right_to_say_dismisses_the_speaker_alone(kind: str) -> None:
-    worker, message, words = WITHOUT_THE_RIGHT[kind]
+@pytest.mark.parametrize("kind", FORBIDDEN_MESSAGES)
+def test_a_message_forbidden_for_a_role_dismisses_only_its_sender(kind: str) -> None:
+    worker, message, expected = FORBIDDEN_MESSAGES[kind]
     driver = CoreDriver()
     driver.configure(critical_roles=("trainer",))
     driver.assert_illegal(worker, message)
     reason, commands = driver.dismissed(worker, message)
     assert reason.startswith(f"protocol violation: {worker} ")
-    assert words in reason
+    assert expected in reason
     assert driver.core.ended is None
     assert not [one for one in commands if isinstance(one, EndRun)]
 
 
-def test_a_version_of_a_stranger_does_not_make_the_trainers_next_one_illegal() -> None:
+def test_a_forbidden_publication_does_not_affect_the_next_of_the_trainer() -> None:
     driver = CoreDriver()
     driver.configure(critical_roles=("trainer",))
     driver.dismissed("reward0", m.Publish((whole(10**9),), ()))
@@ -136,7 +136,7 @@ def test_a_version_of_a_stranger_does_not_make_the_trainers_next_one_illegal() -
     assert driver.core.ended is None
 
 
-def test_an_observer_cancels_the_run_but_not_with_success() -> None:
+def test_an_observer_may_cancel_the_run_but_not_with_exit_code_0() -> None:
     driver = CoreDriver()
     for name in ("observer-1", "observer-2"):
         driver.event(WorkerConnected(WorkerId(name), "observer", "host"))
@@ -148,7 +148,7 @@ def test_an_observer_cancels_the_run_but_not_with_success() -> None:
 
 
 @pytest.mark.parametrize(
-    ("worker", "request_", "words"),
+    ("worker", "request_", "expected"),
     [
         (
             "reward0",
@@ -163,18 +163,16 @@ def test_an_observer_cancels_the_run_but_not_with_success() -> None:
         ),
     ],
 )
-def test_a_request_without_the_right_to_it_is_refused_and_changes_nothing(
-    worker: str, request_: m.Message, words: str
-) -> None:
+def test_a_forbidden_request_is_rejected_and_changes_nothing(worker: str, request_: m.Message, expected: str) -> None:
     driver = CoreDriver()
     driver.ready_to_train()
     before = driver.snapshot()
     ((_, refused),) = driver.sent(driver.send(worker, request_), m.Rejected)
-    assert re.search(words, refused.reason)
+    assert re.search(expected, refused.reason)
     assert driver.snapshot() == before
 
 
-def test_a_prompt_number_out_of_range_is_refused_and_a_large_one_is_a_prompt_like_any_other() -> None:
+def test_negative_prompt_numbers_are_rejected_and_large_ones_are_accepted() -> None:
     driver = CoreDriver()
     before = driver.snapshot()
     ((_, refused),) = driver.sent(driver.offer(prompt=-1), m.Rejected)
@@ -190,7 +188,7 @@ def offer_of(prompt: int) -> m.Offer:
     return offer_one(request=1, prompt=prompt, members=1)
 
 
-def test_a_step_is_ended_only_by_a_worker_that_trains_where_no_role_is_named_for_it() -> None:
+def test_without_checkpointing_roles_only_a_worker_that_trains_may_end_a_step() -> None:
     core = make_core(Scenario(members=1, groups_per_step=1, references=0), checkpointing_roles=(), source_roles=())
     driver = CoreDriver.__new__(CoreDriver)
     driver.core, driver.now = core, 0.0
@@ -204,8 +202,8 @@ def test_a_step_is_ended_only_by_a_worker_that_trains_where_no_role_is_named_for
 # ---- leases
 
 
-def test_a_lease_that_is_another_workers_or_was_never_given_dismisses_who_uses_it() -> None:
-    driver, grant = granted_talk()
+def test_use_of_a_foreign_or_unknown_lease_dismisses_the_worker() -> None:
+    driver, grant = granted_driver()
     foreign = m.ReleaseLease(stage="rollout", slots=grant.slots, leases=(grant.lease,), lost=True, reason="")
     reason, _ = driver.dismissed("reward0", foreign)
     assert f"reward0 uses lease {grant.lease}, which is of rollout0" in reason
@@ -215,8 +213,8 @@ def test_a_lease_that_is_another_workers_or_was_never_given_dismisses_who_uses_i
     assert answer.refused == ()
 
 
-def test_a_lease_on_another_stage_dismisses_who_uses_it() -> None:
-    driver, grant = granted_talk()
+def test_use_of_a_lease_for_another_stage_dismisses_the_worker() -> None:
+    driver, grant = granted_driver()
     commit = m.Commit(
         request=9,
         stage="reward",
@@ -230,8 +228,8 @@ def test_a_lease_on_another_stage_dismisses_who_uses_it() -> None:
     assert f"uses lease {grant.lease} for stage 'reward', which is on stage 'rollout'" in reason
 
 
-def test_a_pull_with_a_foreign_lease_dismisses_who_sends_it_and_registers_nothing() -> None:
-    driver, grant = granted_talk()
+def test_a_pull_with_a_foreign_lease_dismisses_the_worker_and_changes_nothing() -> None:
+    driver, grant = granted_driver()
     pull = m.Pull(request=9, stage="evaluate", slots=1, tokens=0, step=-1, done=(grant.lease,))
     driver.assert_illegal("evaluate0", pull)
     reason, _ = driver.dismissed("evaluate0", pull)
@@ -242,8 +240,8 @@ def test_a_pull_with_a_foreign_lease_dismisses_who_sends_it_and_registers_nothin
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), 1e308])
-def test_a_reward_that_no_trainer_can_use_dismisses_who_commits_it(reward: float) -> None:
-    driver, generated = granted_talk()
+def test_a_reward_that_is_not_finite_or_too_large_dismisses_the_worker(reward: float) -> None:
+    driver, generated = granted_driver()
     driver.send("rollout0", driver.generated(generated))
     grant = driver.pull("reward0", "reward")
     assert grant is not None
@@ -262,26 +260,26 @@ def test_a_reward_that_no_trainer_can_use_dismisses_who_commits_it(reward: float
     assert driver.pull("reward1", "reward") is not None
 
 
-def test_a_span_with_a_negative_number_of_tokens_dismisses_who_commits_it() -> None:
-    driver, grant = granted_talk()
+def test_a_version_span_with_negative_tokens_dismisses_the_worker() -> None:
+    driver, grant = granted_driver()
     reason, _ = driver.dismissed("rollout0", changed(driver.generated(grant), spans=((0, -3),)))
     assert "pairs of a published version" in reason
 
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(150), deadline=None)
-def test_whatever_is_illegal_costs_the_run_what_a_crash_of_its_speaker_costs(seed: int) -> None:
-    noise, driver = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
+def test_an_illegal_message_has_the_same_effect_as_a_crash_of_its_sender(seed: int) -> None:
+    fuzzer, driver = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
     driver.offer()
     for _ in range(12):
-        speaker, message = noise.random.choice(NAMES[:6]), noise.message()
-        if isinstance(message, m.Offer) or speaker not in driver.core.state.membership:
+        sender, message = fuzzer.random.choice(NAMES[:6]), fuzzer.message()
+        if isinstance(message, m.Offer) or sender not in driver.core.state.membership:
             continue
         try:
-            copy.deepcopy(driver.core, dict(SHARED)).transition(MessageReceived(WorkerId(speaker), message), driver.now)
+            copy.deepcopy(driver.core, dict(SHARED)).transition(MessageReceived(WorkerId(sender), message), driver.now)
         except RemoteProtocolError:
-            driver.dismissed(speaker, message)
+            driver.dismissed(sender, message)
         else:
-            driver.send(speaker, message)
+            driver.send(sender, message)
         if driver.core.ended is not None:
             return

@@ -1,4 +1,4 @@
-"""Shares of a step: exactness for small steps, the spread of tokens, and when a step cannot be shared evenly."""
+"""Rank balancing: quality for small steps, the spread of tokens, and steps that cannot be balanced."""
 
 import heapq
 import itertools
@@ -35,17 +35,17 @@ def spread(sums: Sequence[int]) -> float:
 
 def step(groups: int, members: int, seed: int) -> list[int]:
     """Tokens of each group; lengths are log-normal of sigma 1 over all samples, 0.9 between and 0.44 within prompts."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
 
     def group() -> int:
-        centre = chance.gauss(0, 0.9)
-        return sum(max(1, round(400 * math.exp(centre + chance.gauss(0, 0.44)))) for _ in range(members))
+        centre = rng.gauss(0, 0.9)
+        return sum(max(1, round(400 * math.exp(centre + rng.gauss(0, 0.44)))) for _ in range(members))
 
     return [group() for _ in range(groups)]
 
 
 def test_known_partitions() -> None:
-    assert largest_differences([8, 7, 6, 5, 4], 2) == [16, 14]  # the best is 15, 15: it is a heuristic
+    assert largest_differences([8, 7, 6, 5, 4], 2) == [16, 14]  # the optimum is 15, 15: this is a heuristic
     assert largest_differences([5, 5, 5, 5], 4) == [5, 5, 5, 5]
     assert largest_differences([10, 6, 5, 5, 4], 2) == [15, 15]
     assert karmarkar_karp([3], 3) == [[0], [], []]
@@ -54,14 +54,14 @@ def test_known_partitions() -> None:
 
 
 @pytest.mark.parametrize("ways", [2, 3])
-def test_small_steps_are_shared_nearly_as_well_as_possible(ways: int) -> None:
-    """The heaviest share is at most 7/6 of the best for two (a known bound), and was never over 4/3 for three."""
-    chance, exact = random.Random(0), 0
+def test_partitions_of_small_steps_are_near_optimal(ways: int) -> None:
+    """The heaviest share is at most 7/6 of the optimum for two (a known bound), and here at most 4/3 for three."""
+    rng, exact = random.Random(0), 0
     for _ in range(60):
-        weights = [chance.randrange(1, 100) for _ in range(chance.randrange(1, 9))]
+        weights = [rng.randrange(1, 100) for _ in range(rng.randrange(1, 9))]
         best = min(
-            max(sum(w for w, way in zip(weights, ways_of, strict=True) if way == one) for one in range(ways))
-            for ways_of in itertools.product(range(ways), repeat=len(weights))
+            max(sum(w for w, way in zip(weights, assignment, strict=True) if way == part) for part in range(ways))
+            for assignment in itertools.product(range(ways), repeat=len(weights))
         )
         found = max(largest_differences(weights, ways))
         exact += found == best
@@ -79,21 +79,21 @@ def test_ranks_get_equal_tokens_within_two_percent(groups: int, members: int, ra
         assert spread(round_robin(weights, ranks)) >= 0.1
 
 
-def test_a_group_that_is_longer_than_a_share_cannot_be_shared() -> None:
-    """With few groups a rank, two percent is out of reach for anybody: what is left is that one group."""
-    missed = 0
+def test_a_group_larger_than_a_share_limits_the_balance() -> None:
+    """With few groups per rank, two percent is often out of reach: one group exceeds the share of a rank."""
+    unbalanced = 0
     for seed in range(20):
         weights = step(16, 8, seed)
         sums = largest_differences(weights, 4)
-        missed += spread(sums) > 0.02
+        unbalanced += spread(sums) > 0.02
         if max(weights) > sum(weights) / 4:
             assert max(sums) == max(weights)
-    assert missed > 5
+    assert unbalanced > 5
 
 
 def test_a_balanced_split_keeps_the_groups_and_their_order() -> None:
-    issuing = SampleFactory()
-    groups = [issuing.group(2) for _ in range(5)]
+    factory = SampleFactory()
+    groups = [factory.group(2) for _ in range(5)]
     assert Balanced(2).whole_step
     shares = Balanced(2).split(groups, [10, 20, 30, 40, 20])
     assert shares is not None
@@ -105,12 +105,12 @@ def test_a_balanced_split_keeps_the_groups_and_their_order() -> None:
 
 def test_one_rank_is_served_on_demand() -> None:
     groups = [SampleFactory().group() for _ in range(3)]
-    for sharing in (OnDemand(), Balanced(1)):
-        assert not sharing.whole_step
-        assert sharing.split(groups, [1, 2, 3]) is None
+    for policy in (OnDemand(), Balanced(1)):
+        assert not policy.whole_step
+        assert policy.split(groups, [1, 2, 3]) is None
 
 
-@pytest.mark.parametrize("refused", [lambda: Balanced(0), lambda: karmarkar_karp([1], 0)])
-def test_nothing_is_shared_among_nobody(refused: Callable[[], object]) -> None:
+@pytest.mark.parametrize("create", [lambda: Balanced(0), lambda: karmarkar_karp([1], 0)])
+def test_zero_ranks_are_refused(create: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
-        refused()
+        create()

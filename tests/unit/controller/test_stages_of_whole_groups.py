@@ -40,7 +40,7 @@ def pull(driver: CoreDriver, worker: str, slots: int, request: int = 1) -> m.Gra
 
 
 def commit(grant: m.Grant, *decisions: float, request: int = 9, **fields: Any) -> m.Commit:
-    made: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "request": request,
         "stage": "filter",
         "slots": grant.slots,
@@ -49,14 +49,14 @@ def commit(grant: m.Grant, *decisions: float, request: int = 9, **fields: Any) -
         "inline": (Values(DECISION, decisions),),
         "spans": (),
     }
-    return m.Commit(**made | fields)
+    return m.Commit(**defaults | fields)
 
 
 def ready(driver: CoreDriver, stage: str) -> int:
     return driver.core.state.table.count_ready(stage)
 
 
-def test_whole_groups_are_granted_at_least_one_and_no_part_of_another() -> None:
+def test_pulls_are_granted_whole_groups_and_at_least_one() -> None:
     driver = scored_groups(3)
     assert pull(driver, "filter0", 1).groups == (0, 0)
     assert pull(driver, "filter0", 3, request=2).groups == (1, 1)
@@ -65,7 +65,7 @@ def test_whole_groups_are_granted_at_least_one_and_no_part_of_another() -> None:
     assert ready(driver, "filter") == 0
 
 
-def test_a_kept_group_becomes_ready_to_train_and_a_refused_one_is_dropped() -> None:
+def test_a_kept_group_becomes_ready_to_train_and_a_rejected_one_is_dropped() -> None:
     driver = scored_groups(2)
     grant = pull(driver, "filter0", 64)
     driver.send("filter0", commit(grant, 1.0, 1.0, -2.0, -2.0))
@@ -110,7 +110,7 @@ def test_a_lost_sample_undoes_the_decision_on_its_whole_group() -> None:
     assert ready(driver, "filter") == 1
 
 
-def test_one_lost_sample_ends_the_lease_on_the_others() -> None:
+def test_a_lost_sample_ends_the_leases_on_the_rest_of_its_group() -> None:
     driver = scored_groups(1)
     grant = pull(driver, "filter0", 64)
     lost = m.ReleaseLease(

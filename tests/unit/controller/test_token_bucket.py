@@ -1,4 +1,4 @@
-"""Token bucket: what passes over any time is at most a burst and the rate."""
+"""Token bucket: at most the capacity, and the rate times the elapsed time, passes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def test_no_more_passes_than_capacity_and_rate_allow(requests: list[tuple[float,
     assert passed <= 100.0 + 10.0 * now_s + 1e-6
 
 
-def test_a_full_bucket_passes_its_capacity_at_once_and_again_when_it_is_full_again() -> None:
+def test_a_full_bucket_passes_its_capacity_at_once_and_again_when_refilled() -> None:
     bucket = TokenBucket(8.0, 2.0)
     assert bucket.take(8.0, 1.0)
     assert not bucket.take(1.0, 1.0)

@@ -40,12 +40,12 @@ def choose(
     return [group.id for group in chosen]
 
 
-def test_expected_step_counts_what_is_ahead() -> None:
+def test_the_expected_step_counts_the_groups_ahead() -> None:
     window, groups = window_of(*[None] * 5, step=3)
     assert [window.expected_step(group) for group in groups] == [3, 3, 4, 4, 5]
 
 
-def test_groups_taken_count_as_ahead_until_the_step_closes() -> None:
+def test_taken_groups_count_as_ahead_until_the_step_closes() -> None:
     window, groups = window_of(*[None] * 4, step=3)
     window.take(groups[3:])
     assert [window.expected_step(group) for group in groups] == [3, 4, 4, 3]
@@ -54,7 +54,7 @@ def test_groups_taken_count_as_ahead_until_the_step_closes() -> None:
     assert [window.expected_step(group) for group in groups[1:3]] == [4, 4]
 
 
-def test_a_group_that_is_put_back_is_in_its_old_place() -> None:
+def test_a_group_that_is_put_back_regains_its_place() -> None:
     window, groups = window_of(*[None] * 3)
     window.take(groups[:2])
     window.put_back(groups[0])
@@ -62,7 +62,7 @@ def test_a_group_that_is_put_back_is_in_its_old_place() -> None:
     assert (window.places, window.live) == (1, 3)
 
 
-def test_dropped_groups_leave_from_either_side() -> None:
+def test_dropped_groups_are_removed_from_taken_and_waiting() -> None:
     window, groups = window_of(*[None] * 3)
     window.take(groups[1:2])
     window.leave(groups[1])
@@ -70,7 +70,7 @@ def test_dropped_groups_leave_from_either_side() -> None:
     assert (window.taken, window.waiting) == ({}, [0])
 
 
-def test_enough_is_open_when_the_live_groups_complete_the_run() -> None:
+def test_enough_groups_are_open_when_they_complete_the_run() -> None:
     window = TrainingWindow(2, 2, False)
     for number in range(4):
         assert not window.enough_opened()
@@ -80,7 +80,7 @@ def test_enough_is_open_when_the_live_groups_complete_the_run() -> None:
     assert window.over
 
 
-def test_the_oldest_ready_groups_go_first() -> None:
+def test_the_oldest_ready_groups_are_chosen_first() -> None:
     window, groups = window_of(0, 0, 0, 0)
     assert choose(window, groups, [3, 1, 2], 1, GroupCount(2)) == [1, 2]
 
@@ -93,32 +93,32 @@ def test_a_micro_batch_waits_until_it_is_full() -> None:
     assert choose(window, groups, [0, 1, 2], 1, TokenBudget(11)) == [0, 1, 2]
 
 
-def test_the_rest_of_a_step_is_always_full() -> None:
+def test_the_rest_of_a_step_counts_as_a_full_micro_batch() -> None:
     window, groups = window_of(0, 0, 0)
     window.take(groups[:1])
     assert choose(window, groups, [1, 2], 1, TokenBudget(10**9)) == [1]
 
 
-def test_places_are_kept_for_groups_that_would_be_too_old_for_the_next_step() -> None:
+def test_places_are_reserved_for_groups_too_old_for_the_next_step() -> None:
     window, groups = window_of(0, 0, 1, 1, step=1)
     assert choose(window, groups, [2, 3], 1, GroupCount(1)) == []
     assert choose(window, groups, [1, 2, 3], 1, GroupCount(1)) == [1]
     assert choose(window, groups, [2, 3], 2, GroupCount(1)) == [2]
 
 
-def test_an_urgent_group_goes_before_an_older_one_that_can_wait() -> None:
+def test_an_urgent_group_is_chosen_before_an_earlier_one_that_can_wait() -> None:
     window, groups = window_of(1, 0, 1, step=1)
     assert choose(window, groups, [0, 1, 2], 1, GroupCount(1)) == [1]
 
 
-def test_places_are_kept_for_the_urgent_groups_of_later_steps_too() -> None:
-    # Bound 2: groups 0 to 3 can wait for step 2, but that has two places only; so two of them belong into step 1.
+def test_places_are_reserved_for_urgent_groups_of_later_steps_too() -> None:
+    # Bound 2: groups 0 to 3 can wait for step 2, but it has only two places, so two of them belong to step 1.
     window, groups = window_of(0, 0, 0, 0, 1, 1, step=1)
     assert choose(window, groups, [4, 5], 2, GroupCount(1)) == []
     assert choose(window, groups, [1, 4, 5], 2, GroupCount(1)) == [1]
 
 
-def test_in_order_takes_the_unbroken_beginning_only() -> None:
+def test_strict_issue_order_takes_only_a_contiguous_prefix() -> None:
     window, groups = window_of(0, 0, 0, 0, strict_issue_order=True)
     assert choose(window, groups, [1, 2, 3], 1, GroupCount(1)) == []
     assert choose(window, groups, [0, 2, 3], 1, GroupCount(1)) == [0]
@@ -126,7 +126,7 @@ def test_in_order_takes_the_unbroken_beginning_only() -> None:
     assert choose(window, groups, [3, 1, 0], 1, GroupCount(2)) == [0, 1]
 
 
-def test_a_choice_costs_the_same_however_many_groups_wait() -> None:
+def test_the_cost_of_a_choice_does_not_grow_with_the_waiting_groups() -> None:
     def calls(waiting: int) -> int:
         window, groups = window_of(*[0] * waiting, per_step=16)
         profile = cProfile.Profile()
@@ -138,7 +138,7 @@ def test_a_choice_costs_the_same_however_many_groups_wait() -> None:
     assert calls(4096) < 1.5 * calls(64)
 
 
-def test_an_older_version_that_is_noted_makes_a_group_urgent() -> None:
+def test_recording_an_older_version_makes_a_group_urgent() -> None:
     window, groups = window_of(1, 1, 1, step=1)
     groups[2].slots[0].spans = (0, 4)
     assert choose(window, groups, [0, 1, 2], 1, GroupCount(1)) == [0]

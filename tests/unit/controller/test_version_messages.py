@@ -1,4 +1,4 @@
-"""Who fetches what from whom after something went wrong, message by message."""
+"""Weight fetches after failures, message by message: receiver, sender and version."""
 
 import itertools
 
@@ -29,13 +29,13 @@ def failed(order: m.ReceiveWeights) -> m.FetchFailed:
     return m.FetchFailed(order.turn, order.weights, "the lane broke")
 
 
-def test_a_relay_that_failed_does_not_fetch_from_the_one_that_waits_for_it() -> None:
+def test_a_failed_relay_does_not_fetch_from_the_receiver_that_waits_for_it() -> None:
     driver = CoreDriver()
     orders = published(driver)
     assert fetches(driver, driver.send(FIRST, failed(orders[FIRST]))) == [(FIRST, "trainer0")]
 
 
-def test_a_relay_is_not_to_blame_for_what_failed_above_it() -> None:
+def test_a_relay_is_not_avoided_after_a_failure_upstream() -> None:
     driver = CoreDriver()
     orders = published(driver)
     driver.send(FIRST, failed(orders[FIRST]))
@@ -49,7 +49,7 @@ def test_a_holder_that_did_not_deliver_is_avoided() -> None:
     assert fetches(driver, driver.send(SECOND, failed(orders[SECOND]))) == [(SECOND, "trainer0")]
 
 
-def test_a_failure_is_told_of_one_transfer_only() -> None:
+def test_a_repeated_failure_report_of_one_transfer_is_ignored() -> None:
     driver = CoreDriver()
     orders = published(driver)
     driver.send(FIRST, failed(orders[FIRST]))
@@ -59,18 +59,18 @@ def test_a_failure_is_told_of_one_transfer_only() -> None:
     assert driver.core.state.models.policy.fetching[WorkerId(SECOND)].holder == FIRST
 
 
-def test_what_came_whole_from_a_holder_that_is_gone_can_be_fetched_and_retired() -> None:
+def test_a_version_staged_from_a_disconnected_holder_can_be_evicted() -> None:
     driver = CoreDriver()
     published(driver)
     driver.event(WorkerDisconnected(WorkerId(FIRST), ""))
     driver.send("trainer0", m.Publish((whole(2),), ()))
-    # All of version 1 had arrived before the holder died; its receiver's next fetch is under way already.
+    # All of version 1 arrived before the holder disconnected; the next fetch is in progress.
     driver.send(SECOND, m.WeightsStaged(MODEL, 1))
-    retired = driver.sent(driver.send(SECOND, m.WeightsStaged(MODEL, 2)), m.EvictVersion)
-    assert (SECOND, 1) in [(who, order.version) for who, order in retired]
+    evictions = driver.sent(driver.send(SECOND, m.WeightsStaged(MODEL, 2)), m.EvictVersion)
+    assert (SECOND, 1) in [(who, order.version) for who, order in evictions]
 
 
-def test_a_version_that_died_with_its_publisher_is_not_waited_for() -> None:
+def test_a_version_lost_with_its_publisher_is_not_waited_for() -> None:
     driver = CoreDriver(bound=1)
     published(driver)
     for receiver in (FIRST, SECOND):
@@ -84,13 +84,15 @@ def test_a_version_that_died_with_its_publisher_is_not_waited_for() -> None:
     driver.event(WorkerConnected(WorkerId("rollout2"), "rollout", "host"))
     assert fetches(driver, driver.send("rollout2", m.WeightsActivated(MODEL, 0))) == [("rollout2", SECOND)]
     driver.offer()
-    assert driver.pull("rollout2", "rollout") is None  # it came in the middle: it begins with what it fetches
+    assert (
+        driver.pull("rollout2", "rollout") is None
+    )  # it joined during the run and starts with the version that it fetches
     driver.send("rollout2", m.WeightsStaged(MODEL, 1))
     granted = driver.sent(driver.send("rollout2", m.WeightsActivated(MODEL, 1)), m.Grant)
     assert [who for who, _ in granted] == ["rollout2"]
 
 
-def test_who_needs_a_version_that_is_gone_waits_for_the_next_and_says_so() -> None:
+def test_a_wait_for_a_lost_version_is_reported_and_ends_with_the_next_one() -> None:
     driver = CoreDriver()
     published(driver)
     driver.event(WorkerDisconnected(WorkerId("trainer0"), ""))
@@ -106,7 +108,7 @@ def test_who_needs_a_version_that_is_gone_waits_for_the_next_and_says_so() -> No
     assert (FIRST, "trainer1") in fetches(driver, driver.send("trainer1", m.Publish((whole(2),), ())))
 
 
-def test_what_came_whole_just_before_its_publisher_died_is_the_latest_again() -> None:
+def test_a_version_staged_after_its_publisher_died_becomes_the_latest() -> None:
     driver = CoreDriver()
     published(driver)
     driver.event(WorkerDisconnected(WorkerId("trainer0"), ""))
@@ -117,38 +119,38 @@ def test_what_came_whole_just_before_its_publisher_died_is_the_latest_again() ->
     assert driver.core.state.models.policy.latest == 1
 
 
-def test_a_transfer_that_fails_for_ever_is_no_progress() -> None:
+def test_a_transfer_that_always_fails_does_not_count_as_progress() -> None:
     driver = CoreDriver()
     driver.configure(no_progress_timeout_s=10.0)
     order = published(driver)[FIRST]
     while driver.core.ended is None:
         driver.now += 1.0
-        told = driver.send(FIRST, failed(order))
-        commands = driver.event(Tick())  # it is told to try again then, if it was given a rest
-        order = dict(driver.sent([*told, *commands], m.ReceiveWeights)).get(FIRST, order)
+        replies = driver.send(FIRST, failed(order))
+        commands = driver.event(Tick())  # sends the retry, if it was delayed
+        order = dict(driver.sent([*replies, *commands], m.ReceiveWeights)).get(FIRST, order)
         assert driver.now < 20.0
     assert [type(command) for command in commands] == [EndRun]
 
 
-def test_a_receiver_whose_fetches_keep_failing_is_told_to_try_less_and_less_often() -> None:
+def test_the_retry_delay_of_failing_fetches_grows_up_to_a_limit() -> None:
     driver = CoreDriver()
     orders = published(driver)
-    began_s: list[float] = []
+    started_s: list[float] = []
     driver.send(SECOND, m.WeightsStaged(MODEL, 1))
     [(_, order)] = driver.sent(
         driver.send(FIRST, failed(orders[FIRST])), m.ReceiveWeights
-    )  # of another holder, at once
-    while len(began_s) < 9:
+    )  # from another holder, without delay
+    while len(started_s) < 9:
         commands = driver.send(FIRST, failed(order))
         while not (again := driver.sent(commands, m.ReceiveWeights)):
             driver.now += 0.05
             commands = driver.event(Tick())
         [(_, order)] = again
-        began_s.append(driver.now)
-    waited_s = [later - earlier for earlier, later in itertools.pairwise(began_s)]
-    assert waited_s == sorted(waited_s)
-    assert waited_s[0] == pytest.approx(0.2, abs=0.051)
-    assert waited_s[-1] == pytest.approx(5.0, abs=0.051)
+        started_s.append(driver.now)
+    delays_s = [later - earlier for earlier, later in itertools.pairwise(started_s)]
+    assert delays_s == sorted(delays_s)
+    assert delays_s[0] == pytest.approx(0.2, abs=0.051)
+    assert delays_s[-1] == pytest.approx(5.0, abs=0.051)
     driver.send(FIRST, m.WeightsStaged(MODEL, 1))
     [(_, order), _] = driver.sent(driver.send("trainer0", m.Publish((whole(2),), ())), m.ReceiveWeights)
-    assert fetches(driver, driver.send(order.turn.receiver, failed(order)))  # what came since then counts
+    assert fetches(driver, driver.send(order.turn.receiver, failed(order)))  # a success resets the delay

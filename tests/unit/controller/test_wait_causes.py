@@ -20,7 +20,7 @@ def run(
     tail: float = 0.01,
     bound: int = 1,
 ) -> AttributedRun:
-    """Four rollout workers, of which a step takes about 2 s of generation."""
+    """Four rollout workers that generate a step in about 2 s."""
     lengths = Lengths(LogNormal(100, tail, 4000), correlation=0.0, seed=3)
     return attribute(
         ClusterPlan(
@@ -47,7 +47,7 @@ def test_the_seconds_of_all_workers_add_up(found: AttributedRun) -> None:
     assert all(kind in KINDS for step in found.steps for counts in step.seconds.values() for kind in counts)
 
 
-def test_behind_a_slow_trainer_rollout_workers_wait_at_the_gate() -> None:
+def test_with_a_slow_trainer_rollout_workers_wait_at_the_gate() -> None:
     found = run(train_s=6.0)
     shares = found.shares("rollout")
     assert shares["gate"] > 0.5, shares
@@ -55,28 +55,28 @@ def test_behind_a_slow_trainer_rollout_workers_wait_at_the_gate() -> None:
     assert found.shares("trainer")["busy"] > 0.8
 
 
-def test_behind_a_slow_link_they_wait_for_weights() -> None:
+def test_with_a_slow_link_rollout_workers_wait_for_weights() -> None:
     found = run(transfer_s=5.0, bound=0)
     shares = found.shares("rollout")
     assert shares["weights"] > 0.5, shares
     assert found.first_root("rollout", "weights").startswith(("trainer", "rollout"))
 
 
-def test_the_root_of_weights_is_the_worker_that_has_them_not_a_relay_that_waits_too() -> None:
+def test_the_root_of_a_wait_for_weights_is_the_holder_not_a_waiting_relay() -> None:
     driver = CoreDriver(refresh=DelayedUpdate(), bound=0, steps=9)
     for worker in ("rollout0", "rollout1"):
         assert driver.pull(worker, "rollout") is None
     driver.offer(at_least=1)
     driver.now = 1.0
     sending = driver.sent(driver.send("trainer0", m.Publish((whole(1),), ())), m.SendWeights)
-    assert [worker for worker, _ in sending] == ["trainer0", "rollout0"], "the second one gets them through the first"
+    assert [worker for worker, _ in sending] == ["trainer0", "rollout0"], "rollout1 receives them through rollout0"
     driver.now = 2.0
     driver.event(Tick())
     roots = {str(one.worker): (one.cause, one.root) for one in driver.core.waits.open_waits(2.0)}
     assert roots["rollout0"] == roots["rollout1"] == (Cause.WEIGHTS, "trainer0")
 
 
-def test_behind_a_straggler_they_wait_for_the_worker_that_has_it() -> None:
+def test_with_a_straggler_the_root_of_waits_is_its_rollout_worker() -> None:
     found = run(tail=1.5, bound=0, train_s=0.05)
     shares = found.shares("rollout")
     assert shares["gate"] > 0.3, shares
@@ -84,7 +84,7 @@ def test_behind_a_straggler_they_wait_for_the_worker_that_has_it() -> None:
     assert found.first_root("trainer", "samples").startswith("rollout")
 
 
-def test_little_is_unexplained() -> None:
+def test_at_most_3_percent_of_the_time_has_no_cause() -> None:
     for found in (run(train_s=6.0), run(transfer_s=5.0, bound=0), run(tail=1.5)):
         for role in ("rollout", "trainer"):
             assert found.shares(role).get("other", 0.0) <= 0.03, found.shares(role)

@@ -1,4 +1,4 @@
-"""Who waits for whom, as the controller sees it: each wait names who has to act, and what nobody will untie."""
+"""The wait-for graph of the controller: the workers that block each wait, and deadlocks."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from flowrt.protocol import messages as m
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import MODEL, offer_one, whole
 
-NOBODY: Mapping[str, float] = {}
+NONE_CUT_OFF: Mapping[str, float] = {}
 
 
 def graph(driver: CoreDriver) -> WaitGraph:
@@ -28,7 +28,7 @@ def wait_of(driver: CoreDriver, worker: str) -> Edge:
     return edge
 
 
-def test_a_reward_worker_waits_for_whoever_generates() -> None:
+def test_a_reward_worker_is_blocked_on_the_generating_worker() -> None:
     driver = CoreDriver()
     driver.offer()
     assert driver.pull("rollout0", "rollout") is not None
@@ -47,7 +47,7 @@ def test_a_reward_worker_waits_for_whoever_generates() -> None:
     assert states["trainer0"][0] == "idle"
 
 
-def test_a_trainer_waits_for_the_last_stage_that_is_missing() -> None:
+def test_a_trainer_is_blocked_on_the_worker_of_the_missing_stage() -> None:
     driver = CoreDriver()
     driver.offer()
     grant = driver.pull("rollout0", "rollout")
@@ -55,7 +55,7 @@ def test_a_trainer_waits_for_the_last_stage_that_is_missing() -> None:
     assert driver.pull("trainer0", "train", step=0) is None
     assert wait_of(driver, "trainer0").blocked_on == ("rollout0",)
     driver.send("rollout0", driver.generated(grant))
-    # It could be scored, and nobody has ever asked for that.
+    # It is ready for reward, but no worker has pulled that stage.
     edge = wait_of(driver, "trainer0")
     assert edge.blocked_on == ()
     assert "no worker can satisfy this" in str(edge)
@@ -64,7 +64,7 @@ def test_a_trainer_waits_for_the_last_stage_that_is_missing() -> None:
     assert wait_of(driver, "trainer0").blocked_on == ("reward0",)
 
 
-def test_an_offer_waits_for_the_trainer_and_a_rollout_for_the_source() -> None:
+def test_an_offer_is_blocked_on_the_trainer_and_a_pull_on_the_source() -> None:
     driver = CoreDriver(bound=0)
     assert driver.pull("trainer0", "train", step=0) is None
     driver.offer(prompt=0)
@@ -73,12 +73,12 @@ def test_an_offer_waits_for_the_trainer_and_a_rollout_for_the_source() -> None:
     assert driver.pull("rollout1", "rollout") is None
     assert wait_of(driver, "source0").blocked_on == ("trainer0",)
     assert wait_of(driver, "rollout1").blocked_on == ("source0",)
-    # Everybody waits, and all for rollout0, which is at work.
+    # Every wait is blocked in the end on rollout0, which is at work.
     assert graph(driver).deadlocks == ()
 
 
-def gated_talk() -> CoreDriver:
-    """Step 0 is trained, and its weights were never published: nobody may generate for step 1."""
+def waiting_for_publication() -> CoreDriver:
+    """Step 0 is trained, and its weights were never published: no worker may generate for step 1."""
     driver = CoreDriver(bound=0, steps=3)
     driver.ready_to_train()
     grant = driver.pull("trainer0", "train", step=0)
@@ -89,12 +89,12 @@ def gated_talk() -> CoreDriver:
     return driver
 
 
-def test_a_rollout_that_may_not_start_waits_for_newer_weights() -> None:
-    driver = gated_talk()
+def test_a_rollout_worker_that_may_not_start_waits_for_newer_weights() -> None:
+    driver = waiting_for_publication()
     edge = wait_of(driver, "rollout0")
     assert edge.what.startswith("newer weights: 1 slots ready for rollout, but version 0")
     assert edge.blocked_on == ("trainer0",)
-    # It is published: from now on it is on its way, and then the worker's own turn.
+    # After the publication the worker waits for the transfer, then for its own activation.
     driver.send("trainer0", m.Publish((whole(1),), ()))
     driver.now = 3.0
     [fetch] = [edge for edge in graph(driver).waits if edge.what == f"version 1 of {MODEL}" and edge.who == "rollout0"]
@@ -103,9 +103,9 @@ def test_a_rollout_that_may_not_start_waits_for_newer_weights() -> None:
     assert wait_of(driver, "rollout0").blocked_on == ("rollout0",)
 
 
-def test_each_waiting_for_the_others_next_version_is_a_deadlock() -> None:
-    """Trainer waits for samples, generation waits for weights: nobody will act, and the status says so."""
-    driver = gated_talk()
+def test_a_cycle_of_trainer_and_rollout_worker_is_a_deadlock() -> None:
+    """The trainer waits for samples, the rollout worker for weights; the status reports the deadlock."""
+    driver = waiting_for_publication()
     assert graph(driver).deadlocks == ()  # the trainer may be about to publish
     driver.send("trainer0", m.Pull(request=6, stage="train", slots=1, tokens=0, step=1))
     assert graph(driver).deadlocks == (("rollout0", "trainer0"),)
@@ -116,15 +116,15 @@ def test_each_waiting_for_the_others_next_version_is_a_deadlock() -> None:
     assert "deadlock" not in printed(driver)
 
 
-def printed(driver: CoreDriver, cut_off: Mapping[str, float] = NOBODY) -> str:
-    """What ``flowrt status`` shows of it where there are no colours, every stretch of white space made one space."""
+def printed(driver: CoreDriver, cut_off: Mapping[str, float] = NONE_CUT_OFF) -> str:
+    """Output of ``flowrt status`` without colours, each run of white space reduced to one space."""
     console = Console(width=200, file=StringIO(), color_system=None)
     console.print(draw(json.loads(json.dumps(status(driver.core, driver.now, 600.0, {}, {}, cut_off)))))
     assert isinstance(console.file, StringIO)
     return " ".join(console.file.getvalue().replace("│", " ").split())
 
 
-def test_what_a_worker_says_that_it_waits_for_is_listed_with_its_deadline() -> None:
+def test_a_wait_reported_by_a_worker_is_listed_with_its_deadline() -> None:
     driver = CoreDriver()
     driver.send("trainer0", m.Report((), (), (("a piece over lane rollout0>trainer0", "rollout0", 9.0, 10.0),)))
     assert not wait_of(driver, "trainer0").overdue
@@ -141,14 +141,14 @@ def test_what_a_worker_says_that_it_waits_for_is_listed_with_its_deadline() -> N
     assert len(str(graph(driver).as_json())) < 10_000
 
 
-def test_who_is_cut_off_is_named_first() -> None:
+def test_a_worker_without_network_traffic_is_named_first() -> None:
     driver = CoreDriver()
     assert "nothing has come" not in printed(driver)
-    said = printed(driver, {"rollout0": 6.4})
-    assert said.startswith("no network traffic from rollout0 for 6 s: its link or its machine is down")
+    output = printed(driver, {"rollout0": 6.4})
+    assert output.startswith("no network traffic from rollout0 for 6 s: its link or its machine is down")
 
 
-def test_a_source_that_died_is_nobody() -> None:
+def test_no_wait_is_blocked_on_a_disconnected_source() -> None:
     driver = CoreDriver()
     assert driver.pull("rollout0", "rollout") is None
     driver.offer()
@@ -158,7 +158,7 @@ def test_a_source_that_died_is_nobody() -> None:
     assert wait_of(driver, "rollout1").blocked_on == ()
 
 
-def test_a_stall_says_who_waited_for_whom() -> None:
+def test_the_reason_of_a_stall_lists_waits_and_leases() -> None:
     driver = CoreDriver()
     driver.configure(no_progress_timeout_s=10.0)
     driver.offer()
@@ -182,15 +182,15 @@ def test_the_status_is_bounded_and_lists_the_oldest_waits_first() -> None:
             "source0",
             offer_one(request=500 + number, prompt=number, members=1),
         )
-    told = status(driver.core, driver.now, 600.0, {}, {}, {})
-    assert len(told["waits"]) == MAX_WAITS
-    waits = told["graph"]["waits"]
+    reported = status(driver.core, driver.now, 600.0, {}, {}, {})
+    assert len(reported["waits"]) == MAX_WAITS
+    waits = reported["graph"]["waits"]
     assert len(waits) == MAX_WAITS
     ages = [wait["age_s"] for wait in waits]
     assert ages == sorted(ages, reverse=True)
     assert ages[0] == driver.now
-    assert told["graph"]["more"] > 3 * MAX_WAITS
-    assert len(json.dumps(told)) < 40_000
+    assert reported["graph"]["more"] > 3 * MAX_WAITS
+    assert len(json.dumps(reported)) < 40_000
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_the_status_is_bounded_and_lists_the_oldest_waits_first() -> None:
         ({"a": ["b", "c"], "b": ["a"]}, [], ()),  # c may act
         ({"a": ["b"], "b": ["c"], "c": ["b"], "d": ["e"], "e": ["d"]}, [], (("a", "b", "c"), ("d", "e"))),
         ({"a": ["a"]}, [], (("a",),)),
-        ({"a": []}, [], ()),  # nobody could: said of the wait itself
+        ({"a": []}, [], ()),  # no worker can act: reported with the wait, not as a deadlock
     ],
 )
-def test_deadlocks(
+def test_deadlocks_are_cycles_without_a_worker_that_can_act(
     blocked_on: dict[str, list[str]], at_work: list[str], deadlocks: tuple[tuple[str, ...], ...]
 ) -> None:
     edges = [
-        Edge(who=who, what="it", blocked_on=tuple(turn), age_s=0.0, limit_s=1.0, blocks=True)
-        for who, turn in blocked_on.items()
+        Edge(who=who, what="it", blocked_on=tuple(blockers), age_s=0.0, limit_s=1.0, blocks=True)
+        for who, blockers in blocked_on.items()
     ]
     assert find_deadlocks(edges, at_work) == deadlocks

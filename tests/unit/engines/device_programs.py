@@ -1,7 +1,7 @@
-"""Whole programs of the torch engines on a simulated NPU, each against the same on the CPU.
+"""Whole programs of the torch engines on a simulated NPU, each compared with its run on the CPU.
 
-Run by `test_devices` in a process of its own, with `main`: prints a JSON object with the traceback of each program,
-empty if it has passed.
+`test_devices` runs `main` in a separate process: it prints a JSON object with the traceback of each program, empty if
+the program has passed.
 """
 
 import copy
@@ -37,8 +37,8 @@ from tests.simulated_device import SimulatedDevice, on_device, simulate_npu
 
 KINDS = {name: DECODERS[name] for name in ("gpt2", "llama", "gemma2")}
 KINDS["qwen3"] = (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=8))
-NEW, ROWS = 8, 4
-WORD = 7
+NEW_TOKENS, ROWS = 8, 4
+STOP_TOKEN = 7
 PROGRAMS: dict[str, Callable[[SimulatedDevice], None]] = {}
 
 
@@ -49,8 +49,8 @@ def program(run: Callable[[SimulatedDevice], None]) -> Callable[[SimulatedDevice
 
 def model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
-    make, config = KINDS[kind]
-    return make(copy.deepcopy(config)).to(dtype).eval()
+    model_class, config = KINDS[kind]
+    return model_class(copy.deepcopy(config)).to(dtype).eval()
 
 
 def prompts(count: int = 6, greedy: Sequence[int] = (1,)) -> list[Prompt]:
@@ -60,40 +60,42 @@ def prompts(count: int = 6, greedy: Sequence[int] = (1,)) -> list[Prompt]:
 
 
 class After:
-    """Set after so many steps."""
+    """An interrupt that is set at the N-th poll: the engine returns after N steps."""
 
-    def __init__(self, looks: int) -> None:
-        self._looks = looks
+    def __init__(self, steps: int) -> None:
+        self._steps_left = steps
 
     def is_set(self) -> bool:
-        self._looks -= 1
-        return self._looks <= 0
+        self._steps_left -= 1
+        return self._steps_left <= 0
 
     def wait(self, timeout: float | None = None) -> bool:
         return self.is_set()
 
 
 def engine(one: Any, **options: Any) -> TorchRollout:
-    return TorchRollout(one, stop=StopConditions((1, 2, 3)), rows=ROWS, max_new_tokens=NEW, temperature=0.9, **options)
+    return TorchRollout(
+        one, stop=StopConditions((1, 2, 3)), rows=ROWS, max_new_tokens=NEW_TOKENS, temperature=0.9, **options
+    )
 
 
-def finish(rollout: TorchRollout, left: list[Prompt], done: dict[int, Response]) -> dict[int, Response]:
+def finish(rollout: TorchRollout, todo: list[Prompt], done: dict[int, Response]) -> dict[int, Response]:
     never = threading.Event()
-    while left or rollout.running:
-        while left and rollout.room:
-            rollout.add([left.pop(0)])
+    while todo or rollout.running:
+        while todo and rollout.room:
+            rollout.add([todo.pop(0)])
         done |= {one.key: one for one in rollout.run(never)}
     return done
 
 
-def same(here: dict[int, Response], there: dict[int, Response], nats: float = 1e-5) -> None:
-    """The responses of the CPU and of the device, which have to be in host memory."""
-    assert here.keys() == there.keys()
-    for key, one in here.items():
-        other = there[key]
+def assert_same_responses(on_cpu: dict[int, Response], on_npu: dict[int, Response], tolerance: float = 1e-5) -> None:
+    """Compare the responses of the CPU and of the device, all in host memory."""
+    assert on_cpu.keys() == on_npu.keys()
+    for key, one in on_cpu.items():
+        other = on_npu[key]
         assert other.tokens.device.type == other.logprobs.device.type == "cpu"
         assert torch.equal(one.tokens, other.tokens), (one.tokens, other.tokens)
-        assert float((one.logprobs - other.logprobs).abs().max()) <= nats
+        assert float((one.logprobs - other.logprobs).abs().max()) <= tolerance
         assert (one.spans, one.truncated) == (other.spans, other.truncated)
         if one.support is not None:
             assert other.support is not None
@@ -101,10 +103,10 @@ def same(here: dict[int, Response], there: dict[int, Response], nats: float = 1e
 
 
 def generates(kind: str, device: SimulatedDevice, **options: Any) -> None:
-    here = finish(engine(model(kind), **options), prompts(), {})
-    there = finish(engine(on_device(model(kind), device.device), **options), prompts(), {})
-    same(here, there)
-    assert len({len(one.tokens) for one in here.values()}) > 1  # some end early
+    on_cpu = finish(engine(model(kind), **options), prompts(), {})
+    on_npu = finish(engine(on_device(model(kind), device.device), **options), prompts(), {})
+    assert_same_responses(on_cpu, on_npu)
+    assert len({len(one.tokens) for one in on_cpu.values()}) > 1  # some end early
 
 
 for _kind in KINDS:
@@ -117,7 +119,7 @@ def draws_from_truncated_distributions(device: SimulatedDevice) -> None:
 
 
 @program
-def waits_once_a_decode_step(device: SimulatedDevice) -> None:
+def waits_for_the_device_once_a_decode_step(device: SimulatedDevice) -> None:
     rollout = engine(on_device(model("qwen3"), device.device))
     rollout.add(prompts(ROWS, greedy=()))
     rollout.run(After(1))
@@ -130,46 +132,46 @@ def waits_once_a_decode_step(device: SimulatedDevice) -> None:
 
 @program
 def ends_at_a_stop_string(device: SimulatedDevice) -> None:
-    class Words:
-        """A tokenizer whose tokens are letters."""
+    class LetterTokenizer:
+        """A tokenizer with a letter for each token."""
 
         eos_token_id = 1
 
         def decode(self, tokens: Sequence[int], **_: Any) -> str:
             return "".join(chr(60 + token) for token in tokens)
 
-    stop = StopConditions((1,), (chr(60 + WORD),), Words())
+    stop = StopConditions((1,), (chr(60 + STOP_TOKEN),), LetterTokenizer())
 
     def responses(one: Any) -> dict[int, Response]:
-        rollout = TorchRollout(one, stop=stop, rows=ROWS, max_new_tokens=NEW, temperature=3.0)
+        rollout = TorchRollout(one, stop=stop, rows=ROWS, max_new_tokens=NEW_TOKENS, temperature=3.0)
         return finish(rollout, prompts(16, greedy=()), {})
 
-    here = responses(model("llama"))
-    same(here, responses(on_device(model("llama"), device.device)))
-    assert any(one.tokens[-1] == WORD for one in here.values())
+    on_cpu = responses(model("llama"))
+    assert_same_responses(on_cpu, responses(on_device(model("llama"), device.device)))
+    assert any(one.tokens[-1] == STOP_TOKEN for one in on_cpu.values())
 
 
 def updates(device: SimulatedDevice, *, recompute: bool) -> None:
     def responses(one: Any) -> dict[int, Response]:
         rollout = TorchRollout(
-            one, stop=StopConditions(), rows=ROWS, max_new_tokens=3 * NEW, temperature=0.9, recompute=recompute
+            one, stop=StopConditions(), rows=ROWS, max_new_tokens=3 * NEW_TOKENS, temperature=0.9, recompute=recompute
         )
         rollout.add(prompts(1, greedy=()))
-        done = {one.key: one for one in rollout.run(After(NEW))}
+        done = {one.key: one for one in rollout.run(After(NEW_TOKENS))}
         rollout.add([replace(one, key=one.key + 1) for one in prompts(ROWS - 1, greedy=())])
-        done |= {one.key: one for one in rollout.run(After(NEW))}
+        done |= {one.key: one for one in rollout.run(After(NEW_TOKENS))}
         snapshot = Snapshot.take(7, named_parameters(model("llama", 1)))
         while (work := rollout.prepare(snapshot)) is not None:
             work()
-            # Long enough for the first sequence to end: the last one takes its row, in the shadow's cache too.
-            done |= {one.key: one for one in rollout.run(After(1 if done else NEW + 2))}
+            # Long enough for the first sequence to end: the last one reuses its row, also in the cache of the shadow.
+            done |= {one.key: one for one in rollout.run(After(1 if done else NEW_TOKENS + 2))}
         rollout.swap(snapshot)
         rollout.add([Prompt(90, torch.tensor([4, 5, 6], dtype=torch.int32), 9)] if rollout.room else [])
         return finish(rollout, [], done)
 
-    here = responses(model("llama"))
-    same(here, responses(on_device(model("llama"), device.device)))
-    assert any(7 in one.spans[::2] and 0 in one.spans[::2] for one in here.values())
+    on_cpu = responses(model("llama"))
+    assert_same_responses(on_cpu, responses(on_device(model("llama"), device.device)))
+    assert any(7 in one.spans[::2] and 0 in one.spans[::2] for one in on_cpu.values())
 
 
 @program
@@ -228,14 +230,14 @@ def train(one: TorchTrainer, steps: range) -> list[dict[str, float]]:
     return metrics
 
 
-def near(here: Any, there: Any, limit: float = 1e-4) -> None:
-    """The weights and metrics of two trainers."""
-    for mine, theirs in zip(here[1], there[1], strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            assert abs(value - theirs[name]) <= limit * max(1.0, abs(value)), (name, value, theirs[name])
-    for name, weights in here[0].parameters().items():
-        assert float((weights - there[0].parameters()[name].cpu()).abs().max()) <= limit, name
+def assert_same_trainers(on_cpu: Any, on_npu: Any, tolerance: float = 1e-4) -> None:
+    """Compare the weights and metrics of two trainers."""
+    for expected, actual in zip(on_cpu[1], on_npu[1], strict=True):
+        assert expected.keys() == actual.keys()
+        for name, value in expected.items():
+            assert abs(value - actual[name]) <= tolerance * max(1.0, abs(value)), (name, value, actual[name])
+    for name, weights in on_cpu[0].parameters().items():
+        assert float((weights - on_npu[0].parameters()[name].cpu()).abs().max()) <= tolerance, name
 
 
 def _moment_devices(one: TorchTrainer) -> set[torch.device]:
@@ -244,18 +246,18 @@ def _moment_devices(one: TorchTrainer) -> set[torch.device]:
     return {value.device for state in states for key, value in state.items() if key != "step"}
 
 
-def trains(kind: str, device: SimulatedDevice, limit: float = 1e-4, **more: Any) -> None:
-    here, there = trainer(model(kind), **more), trainer(on_device(model(kind), device.device), **more)
+def trains(kind: str, device: SimulatedDevice, tolerance: float = 1e-4, **more: Any) -> None:
+    on_cpu, on_npu = trainer(model(kind), **more), trainer(on_device(model(kind), device.device), **more)
     gradients: list[torch.Tensor] = []
-    here.on_gradient = there.on_gradient = lambda gradient: gradients.append(gradient.detach().cpu().clone())
-    near((here, train(here, range(1))), (there, train(there, range(1))), limit)
+    on_cpu.on_gradient = on_npu.on_gradient = lambda gradient: gradients.append(gradient.detach().cpu().clone())
+    assert_same_trainers((on_cpu, train(on_cpu, range(1))), (on_npu, train(on_npu, range(1))), tolerance)
     half = len(gradients) // 2
-    for mine, theirs in zip(gradients[:1], gradients[half : half + 1], strict=True):
-        assert float((mine - theirs).norm() / mine.norm()) < limit
-    # Adam makes a step of whole size from a gradient of rounding errors, such as that of a bias of keys.
-    near((here, train(here, range(1, 2))), (there, train(there, range(1, 2))), 2e-2)
-    assert all(one.device == device.device for one in there.parameters().values())
-    assert _moment_devices(there) == {device.device}
+    for expected, actual in zip(gradients[:1], gradients[half : half + 1], strict=True):
+        assert float((expected - actual).norm() / expected.norm()) < tolerance
+    # Adam takes a full-size step from a gradient of rounding errors, such as that of the bias of the keys.
+    assert_same_trainers((on_cpu, train(on_cpu, range(1, 2))), (on_npu, train(on_npu, range(1, 2))), 2e-2)
+    assert all(one.device == device.device for one in on_npu.parameters().values())
+    assert _moment_devices(on_npu) == {device.device}
 
 
 for _kind in KINDS:
@@ -286,76 +288,76 @@ def trains_several_updates_a_step(device: SimulatedDevice) -> None:
 @program
 def trains_in_bfloat16(device: SimulatedDevice) -> None:
     narrow = torch.bfloat16
-    here, there = (
+    on_cpu, on_npu = (
         trainer(model("llama"), narrow=narrow),
         trainer(on_device(model("llama"), device.device), narrow=narrow),
     )
-    near((here, train(here, range(2))), (there, train(there, range(2))), 0.05)
-    assert {one.dtype for one in there.parameters().values()} == {narrow}
-    assert {one.dtype for one in there._parameters} == {torch.float32}
-    assert all(one.device == device.device for one in there._parameters)
+    assert_same_trainers((on_cpu, train(on_cpu, range(2))), (on_npu, train(on_npu, range(2))), 0.05)
+    assert {one.dtype for one in on_npu.parameters().values()} == {narrow}
+    assert {one.dtype for one in on_npu._parameters} == {torch.float32}
+    assert all(one.device == device.device for one in on_npu._parameters)
 
 
 @program
 def continues_from_a_checkpoint(device: SimulatedDevice) -> None:
-    """Written on the device and on the CPU, read on the other; and the weights, on their way to rollout workers."""
+    """Written on the device, read on the device and on the CPU; then the snapshot and the export of the weights."""
     for narrow in (None, torch.bfloat16):
-        whole = trainer(on_device(model("llama"), device.device), narrow=narrow)
-        train(whole, range(2))
-        for place in (device.device, torch.device("cpu")):
+        original = trainer(on_device(model("llama"), device.device), narrow=narrow)
+        train(original, range(2))
+        for location in (device.device, torch.device("cpu")):
             with tempfile.TemporaryDirectory() as name:
-                whole.save(Path(name))
-                resumed = trainer(on_device(model("llama", 5), place), narrow=narrow)
+                original.save(Path(name))
+                resumed = trainer(on_device(model("llama", 5), location), narrow=narrow)
                 resumed.load(Path(name))
-                assert _moment_devices(resumed) == {place}
-            for mine, theirs in zip(whole._parameters, resumed._parameters, strict=True):
-                assert theirs.device == place
-                assert torch.equal(mine.cpu(), theirs.cpu())
-            states = zip(whole._optimizer.state.values(), resumed._optimizer.state.values(), strict=True)
-            for mine, theirs in states:
-                assert all(torch.equal(value.cpu(), theirs[key].cpu()) for key, value in mine.items())
-        before = copy.deepcopy([one.detach().cpu() for one in whole._parameters])
-        train(whole, range(2, 3))
+                assert _moment_devices(resumed) == {location}
+            for expected, actual in zip(original._parameters, resumed._parameters, strict=True):
+                assert actual.device == location
+                assert torch.equal(expected.cpu(), actual.cpu())
+            states = zip(original._optimizer.state.values(), resumed._optimizer.state.values(), strict=True)
+            for expected, actual in states:
+                assert all(torch.equal(value.cpu(), actual[key].cpu()) for key, value in expected.items())
+        before = copy.deepcopy([one.detach().cpu() for one in original._parameters])
+        train(original, range(2, 3))
         train(resumed, range(2, 3))
-        moved = max(
-            float((one.cpu() - other).abs().max()) for one, other in zip(whole._parameters, before, strict=True)
+        largest_change = max(
+            float((one.cpu() - other).abs().max()) for one, other in zip(original._parameters, before, strict=True)
         )
-        limit = 1e-4 if narrow is None else 0.05
-        for mine, theirs in zip(whole._parameters, resumed._parameters, strict=True):
-            assert float((mine.cpu() - theirs.cpu()).abs().max()) <= limit
-        assert moved > 0
-        taken = Snapshot.take(3, whole.parameters())
-        assert all(bucket.device.type == "cpu" for bucket in taken.buckets)
-        target = {name: torch.zeros_like(one) for name, one in whole.parameters().items()}
-        taken.restore(target)
-        for name, one in whole.parameters().items():
+        tolerance = 1e-4 if narrow is None else 0.05
+        for expected, actual in zip(original._parameters, resumed._parameters, strict=True):
+            assert float((expected.cpu() - actual.cpu()).abs().max()) <= tolerance
+        assert largest_change > 0
+        snapshot = Snapshot.take(3, original.parameters())
+        assert all(bucket.device.type == "cpu" for bucket in snapshot.buckets)
+        target = {name: torch.zeros_like(one) for name, one in original.parameters().items()}
+        snapshot.restore(target)
+        for name, one in original.parameters().items():
             assert target[name].device == device.device
             assert torch.equal(target[name].cpu(), one.cpu()), name
         with tempfile.TemporaryDirectory() as name:
-            whole.export(Path(name) / "final")
-            exported = type(whole.model).from_pretrained(Path(name) / "final", dtype=torch.float32)
-        for mine, other in zip(whole._parameters, exported.parameters(), strict=True):
-            assert torch.equal(mine.cpu(), other)
+            original.export(Path(name) / "final")
+            exported = type(original.model).from_pretrained(Path(name) / "final", dtype=torch.float32)
+        for expected, other in zip(original._parameters, exported.parameters(), strict=True):
+            assert torch.equal(expected.cpu(), other)
 
 
 @program
-def scores_by_a_reference(device: SimulatedDevice) -> None:
+def scores_with_a_reference_model(device: SimulatedDevice) -> None:
     batch = samples(0)
-    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.2)):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.2)):
         found = [
             score_on(
                 where, on_device(model("gemma2", dtype=dtype), where.torch), batch.prompts, batch.responses, 0.9, 64
             )
             for where in (Device("cpu"), Device("npu"))
         ]
-        for mine, theirs in zip(*found, strict=True):
-            assert theirs.device.type == "cpu"
-            assert float((mine - theirs).abs().max()) <= limit
+        for expected, actual in zip(*found, strict=True):
+            assert actual.device.type == "cpu"
+            assert float((expected - actual).abs().max()) <= tolerance
 
 
 @program
-def refuses_a_tensor_of_the_host(device: SimulatedDevice) -> None:
-    """The simulation itself: a program that mixes devices fails."""
+def refuses_to_mix_devices_in_one_operation(device: SimulatedDevice) -> None:
+    """Test of the simulation: a program that mixes devices fails."""
     ones = torch.ones(3, device=device.device)
     mixed: list[Callable[[], torch.Tensor]] = [lambda: ones + torch.ones(3), lambda: ones[torch.tensor([0, 1])]]
     for one in mixed:
@@ -372,15 +374,15 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = sys.argv[1:] or list(PROGRAMS)
     device, calls = simulate_npu()
-    failed: dict[str, str] = {}
-    # The CPU takes the attention kernel that a device without one of its own takes.
+    tracebacks: dict[str, str] = {}
+    # The CPU uses the attention kernel of a device that has none of its own.
     with device, sdpa_kernel(SDPBackend.MATH):
         for name in chosen:
-            begin_s = time.process_time()
+            start_s = time.process_time()
             try:
                 PROGRAMS[name](device)
-                failed[name] = ""
-            except BaseException:  # noqa: BLE001 (each is reported; that of a checkpoint is no Exception)
-                failed[name] = traceback.format_exc()
-            print(f"{name}: {time.process_time() - begin_s:.1f} s", file=sys.stderr)  # noqa: T201
-    print(json.dumps({"programs": failed, "npu_calls": sorted(set(calls.calls))}))  # noqa: T201
+                tracebacks[name] = ""
+            except BaseException:  # noqa: BLE001 (every failure is reported; CheckpointException is no Exception)
+                tracebacks[name] = traceback.format_exc()
+            print(f"{name}: {time.process_time() - start_s:.1f} s", file=sys.stderr)  # noqa: T201
+    print(json.dumps({"programs": tracebacks, "npu_calls": sorted(set(calls.calls))}))  # noqa: T201

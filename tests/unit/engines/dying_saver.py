@@ -1,6 +1,6 @@
-"""Saves checkpoints, and dies just before its n-th change of the run directory: python dying_saver.py DIRECTORY.
+"""Save checkpoints and exit just before the n-th change of the run directory: python dying_saver.py DIRECTORY.
 
-Forks for each n with everything loaded once, and prints what each death has left, a JSON line each.
+Forks once for each n, and prints the state that each crash leaves, one JSON line each.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from flowrt.roles.checkpoints import Checkpoints
 
 CHANGES = {"os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree"}
 STEPS = 3
-DIED = 9
+CRASH_CODE = 9
 
 
-class Ledger:
-    """As much of a session as saving needs: it answers that the ledger is on disk, and writes down that it did."""
+class StubSession:
+    """The part of a session that saving needs: it confirms each checkpoint, and records its step in a file."""
 
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
@@ -57,26 +57,26 @@ async def save(run_dir: Path, step: int, last: int) -> None:
     """Save after each step from ``step`` to ``last``, keeping one."""
     config = RunConfig(run_dir=str(run_dir), checkpoint=CheckpointConfig(every=1, keep=1))
     for number in range(step, last + 1):
-        session: Any = Ledger(run_dir / "saved", number - 1)
+        session: Any = StubSession(run_dir / "saved", number - 1)
         saver = Checkpoints(session, config, engine_after(number), RankCollectives())
         await saver.save(number)
 
 
-def die_before(change: int, run_dir: Path) -> None:
-    """Arrange for this process to die when it is about to change the run directory for the n-th time."""
-    seen = 0
+def crash_before(change: int, run_dir: Path) -> None:
+    """Make this process exit just before its n-th change of the run directory."""
+    count = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
+        nonlocal count
         if event in CHANGES and str(run_dir) in str(arguments[0]):
-            seen += 1
-            if seen == change:
-                os._exit(DIED)
+            count += 1
+            if count == change:
+                os._exit(CRASH_CODE)
 
     sys.addaudithook(hook)
 
 
-def in_a_fork(work: Any) -> int:
+def run_in_fork(work: Any) -> int:
     pid = os.fork()
     if pid == 0:
         work()
@@ -93,24 +93,24 @@ def weight_of(run_dir: Path, step: int) -> float:
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
     tokenizer = wrap_tokenizer(Arithmetic(0, 0).tokenizer())
-    code, change = DIED, 0
-    while code == DIED:
+    code, change = CRASH_CODE, 0
+    while code == CRASH_CODE:
         change += 1
         run_dir = directory / f"run-{change}"
         tokenizer.save_pretrained(run_dir / "model")
-        assert in_a_fork(lambda: asyncio.run(save(run_dir, 1, 1))) == 0  # noqa: B023
+        assert run_in_fork(lambda: asyncio.run(save(run_dir, 1, 1))) == 0  # noqa: B023
 
-        def killed() -> None:
-            die_before(change, run_dir)  # noqa: B023
+        def save_and_crash() -> None:
+            crash_before(change, run_dir)  # noqa: B023
             asyncio.run(save(run_dir, 2, STEPS))  # noqa: B023
 
-        code = in_a_fork(killed)
-        left = checkpoint_steps(run_dir)
-        said = int((run_dir / "saved").read_text())
-        weights = [weight_of(run_dir, step) for step in left]
-        assert in_a_fork(lambda: asyncio.run(save(run_dir, left[-1] + 1, left[-1] + 1))) == 0  # noqa: B023
+        code = run_in_fork(save_and_crash)
+        remaining = checkpoint_steps(run_dir)
+        ledger_step = int((run_dir / "saved").read_text())
+        weights = [weight_of(run_dir, step) for step in remaining]
+        assert run_in_fork(lambda: asyncio.run(save(run_dir, remaining[-1] + 1, remaining[-1] + 1))) == 0  # noqa: B023
         after = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-        print(json.dumps([change, code, left, said, weights, after]))  # noqa: T201
+        print(json.dumps([change, code, remaining, ledger_step, weights, after]))  # noqa: T201
 
 
 if __name__ == "__main__":

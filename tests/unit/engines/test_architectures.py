@@ -1,4 +1,4 @@
-"""The rollout engine on other decoders than the embedded one: greedy answers are those of transformers."""
+"""The rollout engine with other decoders than the built-in one: greedy answers equal those of transformers."""
 
 import threading
 from typing import Any
@@ -34,10 +34,10 @@ WINDOWED: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_layers_see_no_farther_than_their_window(name: str) -> None:
-    kind, config = WINDOWED[name]
+def test_layers_attend_only_within_their_sliding_window(name: str) -> None:
+    model_class, config = WINDOWED[name]
     torch.manual_seed(0)
-    model = kind(config).float().eval()
+    model = model_class(config).float().eval()
     prompts = [torch.randint(2, 40, (length,), dtype=torch.int32) for length in (3, 40, 12)]
     engine = TorchRollout(model, stop=StopConditions((99,)), rows=3, max_new_tokens=20, temperature=1.0)
     engine.add([Prompt(key, tokens, key) for key, tokens in enumerate(prompts)])
@@ -50,11 +50,11 @@ def test_layers_see_no_farther_than_their_window(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_greedy_answers_and_log_probabilities(name: str) -> None:
-    kind, config = DECODERS[name]
+def test_greedy_answers_and_log_probabilities_equal_those_of_transformers(name: str) -> None:
+    model_class, config = DECODERS[name]
     torch.manual_seed(0)
     config._attn_implementation = "eager" if name == "gemma2" else "sdpa"
-    model = kind(config).float().eval()
+    model = model_class(config).float().eval()
     prompts = [torch.randint(2, 40, (length,), dtype=torch.int32) for length in (3, 9, 5, 70)]
     engine = TorchRollout(model, stop=StopConditions((1,)), rows=3, max_new_tokens=20, temperature=1.0)
     todo = [Prompt(key, tokens, key, greedy=True) for key, tokens in enumerate(prompts)]

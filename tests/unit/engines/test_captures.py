@@ -1,4 +1,4 @@
-"""What a training engine notes of samples that are stored: log-probabilities before the step, advantages."""
+"""What a training engine captures of stored samples: log-probabilities before the step, and advantages."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ def batch(engine: TorchTrainer, rows: Sequence[int], captures: list[Capture | No
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_log_probabilities_are_those_before_the_step(preset: str) -> None:
+def test_captured_log_probabilities_are_those_before_the_step(preset: str) -> None:
     engine = trainer(preset)
     whole = batch(engine, range(4), None)
     expected_T, _ = response_logprobs(engine.model, whole.prompts, whole.responses, 1.0)
@@ -64,7 +64,7 @@ def test_the_log_probabilities_are_those_before_the_step(preset: str) -> None:
         one = captures[row]
         assert one is not None
         assert one.logprobs_T is not None
-        if updates == 1 or engine._passes.needs_forward or row == 0:  # else some are first computed after an update
+        if updates == 1 or engine._passes.needs_forward or row == 0:  # else some are only computed after an update
             torch.testing.assert_close(one.logprobs_T, expected[row], atol=1e-5, rtol=1e-5)
     if engine._passes.algorithm.needs.scope == "step" and whole.credit is not None:
         credit = engine._passes.algorithm.credit(whole.credit)
@@ -74,7 +74,7 @@ def test_the_log_probabilities_are_those_before_the_step(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_noting_them_changes_no_weight(preset: str) -> None:
+def test_captures_change_no_weight(preset: str) -> None:
     weights = []
     for captures in (None, [Capture(0.0), None, Capture(0.0), Capture(0.0)]):
         engine = trainer(preset)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whenever its writer dies, and the one before it is there until then."""
+"""A checkpoint is complete or absent whenever its writer crashes, and the previous one exists until then."""
 
 import json
 import subprocess
@@ -12,19 +12,21 @@ FIRST, LAST = 1, 3
 
 
 @pytest.mark.slow
-def test_whatever_change_a_trainer_dies_before_the_newest_checkpoint_is_whole(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, str(PROGRAM), str(tmp_path)], capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    deaths = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert len(deaths) > 10
-    for change, _, left, said, weights, after in deaths:
-        # Whole: each holds the state after its own steps. There: never less than before, never more than the ledger.
-        assert left, f"nothing is left when it dies before change {change}"
-        assert weights == [float(step) for step in left]
-        assert FIRST <= left[-1] <= said
-        # Whoever goes on from there leaves nothing of it behind.
-        assert after == [f"step-{left[-1] + 1:06}"]
-    newest = [left[-1] for _, _, left, _, _, _ in deaths]
+def test_a_complete_checkpoint_remains_wherever_the_trainer_crashes(tmp_path: Path) -> None:
+    completed = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
+    assert completed.returncode == 0, completed.stderr
+    crashes = [json.loads(line) for line in completed.stdout.splitlines()]
+    assert len(crashes) > 10
+    for change, _, remaining, ledger_step, weights, after in crashes:
+        # Each holds the state after its own steps; the newest is between the first one and that of the ledger.
+        assert remaining, f"no checkpoint is left after a crash before change {change}"
+        assert weights == [float(step) for step in remaining]
+        assert FIRST <= remaining[-1] <= ledger_step
+        # The next save removes everything that the crash left behind.
+        assert after == [f"step-{remaining[-1] + 1:06}"]
+    newest = [remaining[-1] for _, _, remaining, _, _, _ in crashes]
     assert newest == sorted(newest)
     assert set(newest) == set(range(FIRST, LAST + 1))
-    assert [code for _, code, *_ in deaths] == [9] * (len(deaths) - 1) + [0]
+    assert [code for _, code, *_ in crashes] == [9] * (len(crashes) - 1) + [0]

@@ -1,4 +1,4 @@
-"""Compiled decode steps: the same answers as plain ones, compiled once whatever runs, or refused."""
+"""Compiled decode steps: the same answers as uncompiled ones, and a single compilation; or a refusal."""
 
 import copy
 import re
@@ -28,26 +28,26 @@ from tests.decoders import COMMON, DECODERS
 
 EOS, TOKENS = 1, 40
 LENGTHS = (5, 9, 3, 9, 30, 5, 4, 70, 6)
-COMPILED_NO_MORE = torch._dynamo.config.patch(error_on_recompile=True)
+NO_RECOMPILATION = torch._dynamo.config.patch(error_on_recompile=True)
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # torch.compile looks at what warns, and ignores the warnings itself
+    pytest.mark.filterwarnings("ignore"),  # torch.compile triggers warnings that it ignores itself
     pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU"),
 ]
 
 
 WIDE = "qwen3 of width 64"
-"""As wide as a cache has places at first: PyTorch must not take the two for the same."""
+"""The head width equals the initial length of a cache: PyTorch must not unify the two sizes."""
 
 
-def make(name: str, seed: int = 0) -> Any:
+def build(name: str, seed: int = 0) -> Any:
     if name == WIDE:
-        kind, config = Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=64)
+        model_class, config = Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=64)
     else:
-        kind, config = copy.deepcopy(DECODERS[name])
+        model_class, config = copy.deepcopy(DECODERS[name])
     torch.manual_seed(seed)
     config._attn_implementation = "sdpa"
-    return kind(config).float().eval()
+    return model_class(config).float().eval()
 
 
 def engine_of(model: Any, rows: int, *, compiled: bool) -> TorchRollout:
@@ -65,7 +65,7 @@ def prompts() -> list[Prompt]:
 
 
 def answers(engine: TorchRollout, arrivals: int) -> dict[int, Response]:
-    """New prompts join ``arrivals`` at a time while others run; the last of them runs alone."""
+    """Answers to prompts that are added ``arrivals`` at a time while others run; the last one runs by itself."""
     todo, done = prompts(), dict[int, Response]()
     while todo or engine.running:
         count = min(engine.room, len(todo), arrivals)
@@ -75,34 +75,34 @@ def answers(engine: TorchRollout, arrivals: int) -> dict[int, Response]:
     return done
 
 
-def assert_same(found: dict[int, Response], wanted: dict[int, Response]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, response in wanted.items():
+def assert_same(found: dict[int, Response], expected: dict[int, Response]) -> None:
+    assert found.keys() == expected.keys()
+    for key, response in expected.items():
         assert torch.equal(found[key].tokens, response.tokens)
         assert found[key].spans == response.spans
         torch.testing.assert_close(found[key].logprobs, response.logprobs, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", WIDE))])
-def test_answers_are_those_of_plain_steps_and_nothing_is_compiled_again(name: str) -> None:
-    """Two kinds of heads: two that share keys, and one with keys of its own. 64 places are not enough: caches grow."""
-    engine = engine_of(make(name), 8, compiled=True)
+def test_compiled_answers_equal_uncompiled_ones_without_recompilation(name: str) -> None:
+    """With heads that share keys, and with heads of separate keys. 64 positions are not enough: caches grow."""
+    engine = engine_of(build(name), 8, compiled=True)
     for arrivals in (8, 1, 3):
-        with COMPILED_NO_MORE:
+        with NO_RECOMPILATION:
             found = answers(engine, arrivals)
-        assert_same(found, answers(engine_of(make(name), 8, compiled=False), arrivals))
+        assert_same(found, answers(engine_of(build(name), 8, compiled=False), arrivals))
 
 
-def test_a_row_alone_repeats_bit_for_bit() -> None:
-    engine = engine_of(make("qwen2"), 1, compiled=True)
-    with COMPILED_NO_MORE:
+def test_a_single_compiled_row_repeats_bit_for_bit() -> None:
+    engine = engine_of(build("qwen2"), 1, compiled=True)
+    with NO_RECOMPILATION:
         first, second = answers(engine, 1), answers(engine, 1)
     assert all(torch.equal(first[key].logprobs, second[key].logprobs) for key in first)
-    assert_same(first, answers(engine_of(make("qwen2"), 1, compiled=False), 1))
+    assert_same(first, answers(engine_of(build("qwen2"), 1, compiled=False), 1))
 
 
-class Steps:
-    """Set after so many looks: the engine comes back after that many steps."""
+class After:
+    """An interrupt that is set at the N-th poll: the engine returns after N steps."""
 
     def __init__(self, count: int) -> None:
         self._left = count
@@ -115,44 +115,44 @@ class Steps:
         return self.is_set()
 
 
-def across_swaps(engine: TorchRollout) -> dict[int, Response]:
-    """Two swaps in flight, each by a second copy of the model that went ahead."""
+def answers_across_swaps(engine: TorchRollout) -> dict[int, Response]:
+    """Two in-flight swaps, each to a second copy of the model that was prepared before."""
     engine.add(prompts())
-    done = {one.key: one for one in engine.run(Steps(3))}
+    done = {one.key: one for one in engine.run(After(3))}
     for version in (1, 2):
-        snapshot = Snapshot.take(version, named_parameters(make("qwen2", seed=version)))
+        snapshot = Snapshot.take(version, named_parameters(build("qwen2", seed=version)))
         while (work := engine.prepare(snapshot)) is not None:
             work()
-            done |= {one.key: one for one in engine.run(Steps(2))}
+            done |= {one.key: one for one in engine.run(After(2))}
         engine.swap(snapshot)
-        done |= {one.key: one for one in engine.run(Steps(3))}
+        done |= {one.key: one for one in engine.run(After(3))}
     while engine.running:
         done |= {one.key: one for one in engine.run(threading.Event())}
     return done
 
 
-def test_a_second_copy_takes_over_in_flight_and_is_not_compiled_again() -> None:
-    engine = engine_of(make("qwen2"), 9, compiled=True)
-    with COMPILED_NO_MORE:
-        found = across_swaps(engine)
-    assert_same(found, across_swaps(engine_of(make("qwen2"), 9, compiled=False)))
+def test_an_in_flight_swap_to_a_second_copy_causes_no_recompilation() -> None:
+    engine = engine_of(build("qwen2"), 9, compiled=True)
+    with NO_RECOMPILATION:
+        found = answers_across_swaps(engine)
+    assert_same(found, answers_across_swaps(engine_of(build("qwen2"), 9, compiled=False)))
     assert 3 in {len(one.spans) // 2 for one in found.values()}
 
 
-def test_what_is_computed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a model would be whose layers do more with what came before than attend to it."""
-    right = compiled_steps.step_compiled
+def test_a_model_with_other_results_when_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example a model whose layers use earlier tokens outside of attention."""
+    original = compiled_steps.step_compiled
 
-    def off(cached: CachedModel, tokens_R: torch.Tensor) -> torch.Tensor:
-        return right(cached, tokens_R) * 1.01
+    def inaccurate(cached: CachedModel, tokens_R: torch.Tensor) -> torch.Tensor:
+        return original(cached, tokens_R) * 1.01
 
-    monkeypatch.setattr("flowrt.engines.torch.compile.step_compiled", off)
+    monkeypatch.setattr("flowrt.engines.torch.compile.step_compiled", inaccurate)
     with pytest.raises(EngineError, match=r"Qwen2ForCausalLM cannot be compiled: log-probabilities differ by .* nats"):
-        engine_of(make("qwen2"), 4, compiled=True)
+        engine_of(build("qwen2"), 4, compiled=True)
 
 
-def test_the_configuration_decides(tmp_path: Path) -> None:
-    save_model(make(WIDE), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
+def test_the_configuration_enables_compilation(tmp_path: Path) -> None:
+    save_model(build(WIDE), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
     flags = ["arithmetic", "--model", str(tmp_path / "model"), "--rollout.max-running-requests", "4"]
     compiled, plain = (rollout_engine(parse([*flags, "--rollout.compile", one])) for one in ("True", "False"))
     assert isinstance(compiled, TorchRollout)
@@ -162,27 +162,29 @@ def test_the_configuration_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "why"),
+    ("error", "reason"),
     [
-        (RuntimeError("no C++ compiler\nand a long list of what was tried"), "no C++ compiler"),
+        (RuntimeError("no C++ compiler\nand a long list of attempts"), "no C++ compiler"),
         (AssertionError(), "AssertionError"),
         (FailOnRecompileLimitHit("too many models"), "too many models"),
     ],
 )
-def test_what_cannot_be_traced_is_refused(error: Exception, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> torch.Tensor:
+def test_a_model_that_cannot_be_compiled_is_refused_with_the_reason(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> torch.Tensor:
         raise error
 
-    monkeypatch.setattr("flowrt.engines.torch.compile.step_compiled", broken)
-    with pytest.raises(EngineError, match=re.escape(f"compiled: {why}; leave out --rollout.compile")):
-        engine_of(make("qwen2"), 4, compiled=True)
+    monkeypatch.setattr("flowrt.engines.torch.compile.step_compiled", failing)
+    with pytest.raises(EngineError, match=re.escape(f"compiled: {reason}; leave out --rollout.compile")):
+        engine_of(build("qwen2"), 4, compiled=True)
 
 
-def test_other_attention_is_refused_before_anything_is_compiled() -> None:
-    kind, config = copy.deepcopy(DECODERS["gemma2"])
+def test_unsupported_attention_is_refused_before_compilation() -> None:
+    model_class, config = copy.deepcopy(DECODERS["gemma2"])
     config._attn_implementation = "eager"
     with pytest.raises(EngineError, match="its attention is not SDPA"):
-        engine_of(kind(config), 4, compiled=True)
+        engine_of(model_class(config), 4, compiled=True)
     windowed = MistralForCausalLM(MistralConfig(**COMMON, sliding_window=16, attn_implementation="sdpa"))
     with pytest.raises(EngineError, match="layers without full attention"):
         engine_of(windowed, 4, compiled=True)

@@ -1,4 +1,4 @@
-"""Descriptors of engines: what each states about itself, and that no other module asks for an engine's name."""
+"""Engine descriptors: the properties that each declares; no other module compares the names of engines."""
 
 import asyncio
 import dataclasses
@@ -27,7 +27,7 @@ from flowrt.roles.trainer import check_supports
 
 ROOT = Path(__file__).resolve().parents[3]
 FSDP = ["--trainer.engine", "fsdp"]
-ASKED = re.compile(
+NAME_COMPARISON = re.compile(
     r"\.engine\s*(==|!=|in\b)|[\"'](torch|fsdp|sglang)[\"']\s*(==|!=)|(==|!=)\s*[\"'](torch|fsdp|sglang)[\"']"
 )
 
@@ -37,18 +37,20 @@ def test_the_table_has_every_engine_that_a_configuration_can_name() -> None:
     assert set(ROLLOUT_ENGINES) == set(get_args(RolloutEngineName))
 
 
-def test_the_table_loads_no_torch() -> None:
+def test_the_engine_table_imports_neither_torch_nor_aiohttp() -> None:
     code = "import flowrt.engines.table, sys; sys.exit('torch' in sys.modules or 'aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
 
 
 def test_no_module_compares_the_name_of_an_engine() -> None:
     product = [path for package in ("flowrt", "workers", "launch") for path in (ROOT / package).rglob("*.py")]
-    found = [f"{path}: {line}" for path in product for line in path.read_text().splitlines() if ASKED.search(line)]
+    found = [
+        f"{path}: {line}" for path in product for line in path.read_text().splitlines() if NAME_COMPARISON.search(line)
+    ]
     assert found == []
 
 
-def test_what_the_trainer_publishes_is_what_the_rollout_engine_is_checked_against() -> None:
+def test_a_rollout_engine_is_checked_against_the_published_weights() -> None:
     fsdp, torch = TRAIN_ENGINES["fsdp"], TRAIN_ENGINES["torch"]
     whole = parse([*FSDP, "--trainer.fsdp.dtype", "bfloat16"]).trainer
     adapters = parse([*FSDP, "--trainer.lora.rank", "4"]).trainer
@@ -61,26 +63,26 @@ def test_what_the_trainer_publishes_is_what_the_rollout_engine_is_checked_agains
         ROLLOUT_ENGINES["sglang"].check(parse([]).rollout, fsdp.published(adapters), deterministic=False)
 
 
-def test_passes_are_in_lock_step_only_where_parameters_are_gathered_in_each() -> None:
-    kinds = [([], False), (FSDP, False), ([*FSDP, "--trainer.fsdp.gather", "pass"], True)]
-    for flags, lock_step in kinds:
+def test_passes_are_in_lock_step_only_if_each_gathers_parameters() -> None:
+    cases = [([], False), (FSDP, False), ([*FSDP, "--trainer.fsdp.gather", "pass"], True)]
+    for flags, lock_step in cases:
         trainer = parse(flags).trainer
         assert TRAIN_ENGINES[trainer.engine].is_lock_step(trainer) is lock_step
 
 
-def test_a_server_is_split_over_the_product_of_its_parallel_sizes() -> None:
-    split = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
-    rollout = parse([*split, "--rollout.sglang.arguments=--tp 2 --pp-size=3 --max-total-tokens 64"]).rollout
+def test_a_server_uses_as_many_devices_as_the_product_of_its_parallel_sizes() -> None:
+    flags = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
+    rollout = parse([*flags, "--rollout.sglang.arguments=--tp 2 --pp-size=3 --max-total-tokens 64"]).rollout
     assert ROLLOUT_ENGINES["sglang"].devices(rollout) == 6
     assert ROLLOUT_ENGINES["torch"].devices(rollout) == 1
 
 
-def test_only_an_engine_with_a_process_of_its_own_is_started_and_closed() -> None:
+def test_the_sglang_engine_is_external_and_the_torch_engine_is_not() -> None:
     assert issubclass(SglangRollout, ExternalEngine)
     assert not issubclass(TorchRollout, ExternalEngine)
 
 
-def test_a_worker_checks_its_engine_although_the_launcher_did(tmp_path: Path) -> None:
+def test_a_worker_repeats_the_engine_check_of_the_launcher(tmp_path: Path) -> None:
     config = parse(["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable])
     server = dataclasses.replace(config.rollout.sglang, python=str(tmp_path / "gone"))
     moved = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=server))
@@ -89,7 +91,7 @@ def test_a_worker_checks_its_engine_although_the_launcher_did(tmp_path: Path) ->
 
 
 class Plain:
-    """A training engine that says nothing about supports."""
+    """A training engine that declares nothing about supports."""
 
 
 class Applying:
@@ -110,7 +112,7 @@ def test_truncated_sampling_is_refused_with_an_engine_that_ignores_supports(engi
     check_supports(truncated, Applying())
 
 
-def test_a_run_with_a_class_that_ignores_supports_ends_before_it_starts(tmp_path: Path) -> None:
+def test_a_run_with_an_engine_class_that_ignores_supports_is_refused(tmp_path: Path) -> None:
     config = parse(["--rollout.top-k", "8", "--run-dir", str(tmp_path / "run")])
     engine: Any = Plain
     with pytest.raises(ConfigError, match="training engine Plain"):

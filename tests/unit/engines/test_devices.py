@@ -23,17 +23,17 @@ main()
 
 @pytest.fixture(scope="module")
 def report() -> Any:
-    """What happened to each program, by name, and which functions of torch_npu were called."""
-    words = [sys.executable, "-c", CODE]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
+    """The traceback of each program by name, and the functions of torch_npu that were called."""
+    command = [sys.executable, "-c", CODE]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
-def test_a_program_on_a_device_finds_what_it_finds_on_the_cpu(name: str, report: Any) -> None:
+def test_a_program_gives_the_same_results_on_the_device_as_on_the_cpu(name: str, report: Any) -> None:
     assert report["programs"][name] == "", report["programs"][name]
 
 
-def test_weights_are_copied_on_a_stream_of_their_own_which_waits_for_what_was_queued(report: Any) -> None:
+def test_weights_are_copied_on_a_separate_stream_after_queued_work(report: Any) -> None:
     assert {"Stream", "wait_stream", "record_event", "synchronize", "set_device"} <= set(report["npu_calls"])

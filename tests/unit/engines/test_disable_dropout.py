@@ -1,4 +1,4 @@
-"""Dropout is off in training: the trained policy is the sampled one."""
+"""Dropout is disabled in training: the trained policy equals the sampled one."""
 
 from collections.abc import Callable
 
@@ -25,16 +25,16 @@ def qwen2(dropout: float) -> PreTrainedModel:
 
 
 def gpt2(dropout: float) -> PreTrainedModel:
-    kinds = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, **kinds))
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, **rates))
 
 
 @pytest.mark.parametrize("dropout", [0.5, 1])  # config.json may have an integer
-@pytest.mark.parametrize("kind", [qwen2, gpt2])
-def test_training_computes_what_sampling_does(kind: Callable[[float], PreTrainedModel], dropout: float) -> None:
+@pytest.mark.parametrize("build", [qwen2, gpt2])
+def test_training_logits_equal_those_of_sampling(build: Callable[[float], PreTrainedModel], dropout: float) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = kind(dropout)
+    model = build(dropout)
     sampled = model.eval()(TOKENS).logits
     assert not torch.equal(model.train()(TOKENS).logits, sampled)
     assert torch.equal(disable_dropout(model).train()(TOKENS).logits, sampled)

@@ -1,4 +1,4 @@
-"""What a training engine saves is all that its next steps depend on; what it discards leaves no trace."""
+"""A training engine saves the complete state of its next steps; a discarded gradient has no effect."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +23,7 @@ from flowrt.engines.training.state import files_of
 from flowrt.errors import EngineError
 
 FILE_BYTES = 4000
-WARMUP = 6  # longer than the steps before the save: the count of steps shows in the learning rate
+WARMUP = 6  # longer than the steps before the save: the learning rate depends on the step count
 
 
 def trainer(seed: int = 3, hidden_size: int = 32) -> TorchTrainer:
@@ -63,17 +63,17 @@ def assert_same(one: TorchTrainer, other: TorchTrainer) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_the_model_is_written_as_it_was_read(tmp_path: Path) -> None:
-    """In the type that it had, with all its end tokens; training goes on in float32."""
-    begun = trainer().model.to(torch.bfloat16)
-    begun.generation_config.eos_token_id = [1, 2]
-    begun.save_pretrained(tmp_path / "begun")
+def test_an_exported_model_keeps_its_dtype_and_end_tokens(tmp_path: Path) -> None:
+    """In its own dtype, or in float32; the trained parameters stay in float32."""
+    original = trainer().model.to(torch.bfloat16)
+    original.generation_config.eos_token_id = [1, 2]
+    original.save_pretrained(tmp_path / "original")
     options, loss = TrainOptions(), Objective()
     cases: list[tuple[Literal["source", "float32"], torch.dtype]]
     cases = [("source", torch.bfloat16), ("float32", torch.float32)]
     for final_dtype, expected in cases:
         options = dataclasses.replace(options, final_dtype=final_dtype)
-        model = load_model(tmp_path / "begun")
+        model = load_model(tmp_path / "original")
         engine = TorchTrainer(model, options, loss, temperature=1.0)
         train(engine, range(1))
         engine.export(tmp_path / final_dtype)
@@ -84,14 +84,14 @@ def test_the_model_is_written_as_it_was_read(tmp_path: Path) -> None:
         assert {tensor.dtype for tensor in engine.parameters().values()} == {torch.float32}
 
 
-def test_divergence_is_measured_for_each_age_however_the_step_is_cut() -> None:
+def test_the_divergence_per_age_does_not_depend_on_micro_batches() -> None:
     one, other = trainer(), trainer()
-    both = dataclasses.replace(batch(1), ages=[torch.tensor([2, 2, 0, 0, 0]), torch.ones(7), torch.tensor([0, 99])])
-    one.accumulate(both)
+    whole = dataclasses.replace(batch(1), ages=[torch.tensor([2, 2, 0, 0, 0]), torch.ones(7), torch.tensor([0, 99])])
+    one.accumulate(whole)
     with torch.no_grad():
-        logprobs_T, _ = response_logprobs(one.model, both.prompts, both.responses, 1.0)
-    ratio_T = (logprobs_T - torch.cat(list(both.rollout_logprobs))).double()
-    k3_T, ages_T = ratio_T.expm1() - ratio_T, torch.cat([ages.long() for ages in both.ages or ()]).clamp(max=AGES - 1)
+        logprobs_T, _ = response_logprobs(one.model, whole.prompts, whole.responses, 1.0)
+    ratio_T = (logprobs_T - torch.cat(list(whole.rollout_logprobs))).double()
+    k3_T, ages_T = ratio_T.expm1() - ratio_T, torch.cat([ages.long() for ages in whole.ages or ()]).clamp(max=AGES - 1)
     measured = one.step()
     for age in range(AGES):
         expected = k3_T[ages_T == age].mean().item() if bool((ages_T == age).any()) else None
@@ -99,14 +99,14 @@ def test_divergence_is_measured_for_each_age_however_the_step_is_cut() -> None:
     for row in range(3):
         other.accumulate(
             TrainingBatch(
-                prompts=both.prompts[row : row + 1],
-                responses=both.responses[row : row + 1],
-                rollout_logprobs=both.rollout_logprobs[row : row + 1],
+                prompts=whole.prompts[row : row + 1],
+                responses=whole.responses[row : row + 1],
+                rollout_logprobs=whole.rollout_logprobs[row : row + 1],
                 reference_logprobs=None,
-                advantages_N=both.advantages_N[row : row + 1],
-                weights_N=both.weights_N[row : row + 1],
-                groups_N=both.groups_N[row : row + 1],
-                ages=(both.ages or ())[row : row + 1],
+                advantages_N=whole.advantages_N[row : row + 1],
+                weights_N=whole.weights_N[row : row + 1],
+                groups_N=whole.groups_N[row : row + 1],
+                ages=(whole.ages or ())[row : row + 1],
             )
         )
     assert {name: value for name, value in other.step().items() if name.startswith("divergence")} == {
@@ -116,22 +116,22 @@ def test_divergence_is_measured_for_each_age_however_the_step_is_cut() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_fresh_engine_goes_on_bit_for_bit(tmp_path: Path, steps_before: int) -> None:
+def test_a_restored_engine_continues_bit_for_bit(tmp_path: Path, steps_before: int) -> None:
     first = trainer()
     train(first, range(steps_before))
     first.save(tmp_path)
     random_after = torch.rand(4)
     after = train(first, range(steps_before, 8))
     second = trainer(seed=4)
-    second.accumulate(batch(99))  # what was begun before the load is void
+    second.accumulate(batch(99))  # the load discards this gradient
     second.load(tmp_path)
     assert torch.equal(torch.rand(4), random_after)
     assert train(second, range(steps_before, 8)) == after
     assert_same(first, second)
 
 
-def test_weights_alone_would_not_do(tmp_path: Path) -> None:
-    """The check above would notice an optimiser or a count of steps that was not taken up."""
+def test_an_incompletely_restored_state_gives_other_steps(tmp_path: Path) -> None:
+    """The test above would detect an optimiser state or a step count that is not restored."""
     first = trainer()
     train(first, range(3))
     first.save(tmp_path)
@@ -145,7 +145,7 @@ def test_weights_alone_would_not_do(tmp_path: Path) -> None:
     assert train(third, range(3, 4))[0]["lr"] < train(trainer(), range(4))[-1]["lr"]
 
 
-def test_a_discarded_gradient_leaves_no_trace() -> None:
+def test_a_discarded_gradient_has_no_effect() -> None:
     plain, interrupted = trainer(), trainer()
     train(plain, range(2))
     train(interrupted, range(1))
@@ -161,14 +161,14 @@ def test_a_discarded_gradient_leaves_no_trace() -> None:
     assert any(not torch.equal(tensor, names[name]) for name, tensor in kept.parameters().items())
 
 
-def test_nothing_in_it_is_pickled(tmp_path: Path) -> None:
+def test_the_saved_state_contains_no_pickle(tmp_path: Path) -> None:
     engine = trainer()
     train(engine, range(1))
     engine.save(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
 
 
-def test_an_empty_directory_a_damaged_file_and_another_model_are_named(tmp_path: Path) -> None:
+def test_a_missing_damaged_or_mismatched_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="holds no state of a training engine"):
         trainer().load(tmp_path)
     trainer(hidden_size=64).save(tmp_path)
@@ -181,20 +181,20 @@ def test_an_empty_directory_a_damaged_file_and_another_model_are_named(tmp_path:
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 40))
-def test_files_are_as_full_as_they_may_be(sizes: list[int], most: int) -> None:
-    """In order, none above its size but for a tensor that is larger itself, and none that would fit into the last."""
-    files = files_of({str(at): size for at, size in enumerate(sizes)}, most)
-    assert list(files) == [str(at) for at in range(len(sizes))]
+def test_state_files_are_filled_up_to_their_limit(sizes: list[int], limit: int) -> None:
+    """In order; only a file of one tensor exceeds the limit, and no first tensor would fit into the file before."""
+    files = files_of({str(index): size for index, size in enumerate(sizes)}, limit)
+    assert list(files) == [str(index) for index in range(len(sizes))]
     filled: dict[int, list[int]] = {}
     for name, file in files.items():
         filled.setdefault(file, []).append(sizes[int(name)])
     assert list(filled) == list(range(1, len(filled) + 1))
-    assert all(sum(one) <= most or sum(map(bool, one)) == 1 for one in filled.values())
-    assert all(sum(filled[file]) + filled[file + 1][0] > most for file in range(1, len(filled)))
+    assert all(sum(one) <= limit or sum(map(bool, one)) == 1 for one in filled.values())
+    assert all(sum(filled[file]) + filled[file + 1][0] > limit for file in range(1, len(filled)))
 
 
-def test_a_state_in_many_files_is_one_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large one is never put together in memory as a whole."""
+def test_a_state_in_several_files_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a large state is never in memory as a whole."""
     monkeypatch.setattr(state, "FILE_BYTES", FILE_BYTES)
     engine, other = trainer(), trainer(seed=4)
     train(engine, range(2))

@@ -1,4 +1,4 @@
-"""Layers that FSDP2 has sharded, compiled: as fast as others, and once, whatever comes."""
+"""Compiled layers that FSDP2 has sharded: a constant head width, and a single compilation."""
 
 import logging
 import shutil
@@ -28,9 +28,9 @@ SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 def checkpoint(tmp_path: Path) -> Iterator[Path]:
     """A model's directory, for a job of one rank: this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    kind, config = DECODERS["qwen2"]
+    model_class, config = DECODERS["qwen2"]
     torch.manual_seed(0)
-    save_model(kind(config).float(), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
+    save_model(model_class(config).float(), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
     yield tmp_path / "model"
     dist.destroy_process_group()
 
@@ -42,11 +42,11 @@ def trainer(checkpoint: Path, dtype: Any, gather: Any) -> FsdpTrainer:
 
 
 def batch(seed: int) -> TrainingBatch:
-    dice = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(2, 40, (length,), generator=dice) for length in (9, 4 + seed, 17)] * 3
-    responses = [torch.randint(2, 40, (3 + seed * row,), generator=dice) for row in range(len(prompts))]
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(2, 40, (length,), generator=generator) for length in (9, 4 + seed, 17)] * 3
+    responses = [torch.randint(2, 40, (3 + seed * row,), generator=generator) for row in range(len(prompts))]
     logprobs = [torch.full((len(response),), -3.0) for response in responses]
-    advantages_N = torch.randn(len(prompts), generator=dice)
+    advantages_N = torch.randn(len(prompts), generator=generator)
     return TrainingBatch(
         prompts=prompts,
         responses=responses,
@@ -58,20 +58,20 @@ def batch(seed: int) -> TrainingBatch:
     )
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile looks at what warns, and ignores the warnings itself
+@pytest.mark.filterwarnings("ignore")  # torch.compile triggers warnings that it ignores itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(
     ("dtype", "gather"), [pytest.param("bfloat16", "step", marks=pytest.mark.long), ("float32", "pass")]
 )
 @pytest.mark.slow
-def test_the_width_of_heads_is_compiled_as_a_number_that_stays(
+def test_the_head_width_is_compiled_as_a_constant(
     checkpoint: Path,
     caplog: pytest.LogCaptureFixture,
     dtype: Literal["bfloat16", "float32"],
     gather: Literal["step", "pass"],
 ) -> None:
-    """A loop over a width that is not known is several times as slow as one over 8 numbers."""
-    torch._dynamo.reset()  # what other tests have compiled must not do for this model
+    """A loop over a symbolic width is several times slower than one over a constant 8."""
+    torch._dynamo.reset()  # code that other tests have compiled must not be reused
     engine = trainer(checkpoint, dtype, gather)
     with caplog.at_level(logging.INFO, SYMBOLS):
         for seed in range(2):
@@ -86,8 +86,8 @@ def test_the_width_of_heads_is_compiled_as_a_number_that_stays(
             assert engine.step()["grad_norm"] > 0
 
 
-def test_the_optimiser_is_one_operation_on_a_cpu_and_pytorchs_choice_elsewhere(checkpoint: Path) -> None:
-    """On accelerators False would be an operation for each parameter."""
+def test_the_optimiser_is_fused_on_a_cpu_and_pytorchs_default_elsewhere(checkpoint: Path) -> None:
+    """On accelerators False would mean one operation per parameter."""
     engine = trainer(checkpoint, "float32", "step")
     assert engine._optimizer.defaults["fused"] is True
     assert [use_fused_adamw(kind) for kind in ("cuda", "npu")] == [None, None]

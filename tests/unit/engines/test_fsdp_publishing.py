@@ -1,4 +1,4 @@
-"""What publishing needs of the device: ranks in lock step have no room for the whole model there."""
+"""Device memory of publishing: ranks in lock step cannot hold the whole model on the device."""
 
 from collections.abc import Iterator
 from weakref import WeakSet
@@ -13,25 +13,25 @@ from flowrt.engines.options import FsdpOptions, LoraOptions
 from flowrt.transport.devices import Device
 
 
-class Whole:
+class GatheredTensor:
     """A tensor that was gathered on the device."""
 
     def to(self, device: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(3, device=device, dtype=dtype)
 
 
-def test_one_whole_tensor_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: WeakSet[Whole] = WeakSet()
+def test_publishing_holds_one_gathered_tensor_at_a_time_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: WeakSet[GatheredTensor] = WeakSet()
 
-    def whole_tensors(*_: object, **__: object) -> Iterator[tuple[str, Whole]]:
+    def gathered_tensors(*_: object, **__: object) -> Iterator[tuple[str, GatheredTensor]]:
         for name in "abc":
             assert not alive
-            whole = Whole()
-            alive.add(whole)
-            yield name, whole
-            del whole
+            gathered = GatheredTensor()
+            alive.add(gathered)
+            yield name, gathered
+            del gathered
 
-    monkeypatch.setattr(sharding, "full_tensors", whole_tensors)
+    monkeypatch.setattr(sharding, "full_tensors", gathered_tensors)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     engine = FsdpTrainer.__new__(FsdpTrainer)
     engine.model, engine._device, engine._lora = None, Device("cpu"), LoraOptions()

@@ -18,21 +18,21 @@ from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.unit.engines.test_inflight_update import After, make_model
 
-NEW = 70  # more than a cache has places at first
+NEW_TOKENS = 70  # more than the initial length of a cache
 LENGTHS = (5, 9, 3, 9, 60, 5, 4, 90, 6)
 
 
-def repeated(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-    """As a graph does: repeats the call on its static inputs, and rewrites its output."""
+def simulated_capture(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    """A stand-in for a capture: its replay repeats the call on its static inputs and overwrites its output."""
     out = call()
     return lambda: out.copy_(call()), out
 
 
-class Watched(GraphedStep):
-    """Fails if a graph is repeated after its cache was replaced; counts the captures."""
+class CheckedStep(GraphedStep):
+    """Fails if a graph is replayed after its cache was replaced; counts the captures."""
 
     def __init__(self) -> None:
-        super().__init__(repeated)
+        super().__init__(simulated_capture)
         self.captures = 0
 
     def _make(self, cached: CachedModel, tokens_R: torch.Tensor, positions_R: torch.Tensor, places: int) -> _Graph:
@@ -48,7 +48,7 @@ class Watched(GraphedStep):
 
 
 def addresses_of(cached: CachedModel) -> list[int]:
-    return [slab.data_ptr() for layer in cached.cache.layers for slab in (layer.keys, layer.values)]
+    return [tensor.data_ptr() for layer in cached.cache.layers for tensor in (layer.keys, layer.values)]
 
 
 def prompts() -> list[Prompt]:
@@ -60,17 +60,19 @@ def prompts() -> list[Prompt]:
 
 
 def answers(step: GraphedStep | None, *, update: bool, rows: int = 5) -> dict[int, Response]:
-    """Prompts join two at a time while others run; with ``update``, the weights change while they do."""
-    engine = TorchRollout(make_model(0), stop=StopConditions((1,)), rows=rows, max_new_tokens=NEW, temperature=1.0)
+    """Answers to prompts that are added two at a time while others run; ``update`` swaps weights in flight."""
+    engine = TorchRollout(
+        make_model(0), stop=StopConditions((1,)), rows=rows, max_new_tokens=NEW_TOKENS, temperature=1.0
+    )
     engine._cached.step = step
     todo, done = prompts(), dict[int, Response]()
     snapshots = [Snapshot.take(one, named_parameters(make_model(one))) for one in (1, 2)] if update else []
-    looks: list[Any] = [After(4), After(9)]
+    interrupts: list[Any] = [After(4), After(9)]
     while todo or engine.running:
         count = min(engine.room, len(todo), 2)
         engine.add(todo[:count])
         todo = todo[count:]
-        done |= {one.key: one for one in engine.run(looks.pop() if looks else threading.Event())}
+        done |= {one.key: one for one in engine.run(interrupts.pop() if interrupts else threading.Event())}
         if snapshots and engine.running:
             while (work := engine.prepare(snapshots[0])) is not None:
                 work()
@@ -80,28 +82,28 @@ def answers(step: GraphedStep | None, *, update: bool, rows: int = 5) -> dict[in
 
 
 @pytest.mark.parametrize("update", [False, True])
-def test_graphs_give_the_tokens_of_plain_steps(update: bool) -> None:
-    step = Watched()
+def test_graphed_steps_give_the_tokens_of_plain_steps(update: bool) -> None:
+    step = CheckedStep()
     plain, graphed = answers(None, update=update), answers(step, update=update)
     assert plain.keys() == graphed.keys()
     for key, one in plain.items():
         assert torch.equal(one.tokens, graphed[key].tokens)
         assert float((one.logprobs - graphed[key].logprobs).abs().max()) < 1e-4
         assert one.spans == graphed[key].spans
-    # Sizes of 1, 2, 4 and all 5 rows, 64, 128 and 256 places, and two models: few captures for hundreds of steps.
+    # Sizes of 1, 2, 4 and all 5 rows, 64, 128 and 256 positions, and two models: few captures for hundreds of steps.
     assert 3 < step.captures <= 4 * 3 * (2 if update else 1)
 
 
 @pytest.mark.slow
-def test_a_single_row_is_graphed_too() -> None:
-    plain, graphed = answers(None, update=False, rows=1), answers(Watched(), update=False, rows=1)
+def test_a_single_graphed_row_gives_the_tokens_of_plain_steps() -> None:
+    plain, graphed = answers(None, update=False, rows=1), answers(CheckedStep(), update=False, rows=1)
     assert all(torch.equal(one.tokens, graphed[key].tokens) for key, one in plain.items())
 
 
 @given(st.integers(1, 10_000), st.sampled_from([1, 64]))
-def test_sizes_are_few_and_at_most_twice_as_large(number: int, least: int) -> None:
-    size = size_at_least(number, least)
+def test_graph_sizes_are_powers_of_two_times_the_minimum(number: int, minimum: int) -> None:
+    size = size_at_least(number, minimum)
     assert size >= number
-    assert size == least or size < 2 * number
-    assert size % least == 0
-    assert (size // least).bit_count() == 1
+    assert size == minimum or size < 2 * number
+    assert size % minimum == 0
+    assert (size // minimum).bit_count() == 1

@@ -1,4 +1,4 @@
-"""Keys and values in huge pages: zeros as any others, in memory that is given back."""
+"""Keys and values in huge pages: ordinary zeros, in memory that is released."""
 
 import gc
 import re
@@ -10,8 +10,8 @@ import torch
 from flowrt.engines.torch import cached_model
 from flowrt.engines.torch.cached_model import PAGE_BYTES, RowCache, zeros
 
-SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""Linux has it where it has huge pages."""
+THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""Exists on Linux systems with transparent huge pages."""
 
 
 def mapped_bytes() -> int:
@@ -19,28 +19,28 @@ def mapped_bytes() -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_they_are_zeros_of_the_type_and_begin_where_a_page_does(dtype: torch.dtype) -> None:
+def test_large_zeros_have_the_dtype_and_are_page_aligned(dtype: torch.dtype) -> None:
     like = torch.ones(1, dtype=dtype)
     large = zeros((3, 5, PAGE_BYTES // 8), like)
     assert large.shape == (3, 5, PAGE_BYTES // 8)
     assert large.dtype is dtype
     assert large.is_contiguous()
     assert not large.any()
-    assert large.data_ptr() % PAGE_BYTES == 0 or not SWITCH.exists()
+    assert large.data_ptr() % PAGE_BYTES == 0 or not THP_SETTING.exists()
     large.fill_(1)
     assert int(large.sum(dtype=torch.float64)) == large.numel()
     assert zeros((2, 3), like).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
-@pytest.mark.skipif(not SWITCH.exists(), reason="this system has no huge pages")
-def test_the_system_was_asked_for_them() -> None:
+@pytest.mark.skipif(not THP_SETTING.exists(), reason="this system has no huge pages")
+def test_huge_pages_are_requested_from_the_system() -> None:
     large = zeros((8, PAGE_BYTES // 4), torch.zeros(1))
     large.fill_(1)
     assert "hg" in flags_of(large.data_ptr())
 
 
 def flags_of(address: int) -> list[str]:
-    """What Linux says of the mapping that has this address."""
+    """The VmFlags of the mapping that contains this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -50,25 +50,25 @@ def flags_of(address: int) -> list[str]:
     return []
 
 
-@pytest.mark.skipif(not SWITCH.exists(), reason="this system has no huge pages")
-def test_memory_that_nobody_looks_at_is_given_back() -> None:
+@pytest.mark.skipif(not THP_SETTING.exists(), reason="this system has no huge pages")
+def test_memory_without_references_is_released() -> None:
     views = [zeros((32, PAGE_BYTES // 4), torch.zeros(1))[3]]
     before = mapped_bytes()
-    assert views[0].sum() == 0  # a view keeps it
+    assert views[0].sum() == 0  # a view keeps the memory
     views.clear()
     gc.collect()
     assert before - mapped_bytes() >= 32 * PAGE_BYTES
 
 
 @pytest.mark.parametrize("system", ["has none", "refuses"])
-def test_without_them_there_is_other_memory(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_memory_is_used_where_huge_pages_are_unavailable(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_model, "ADVICE", None if system == "has none" else -1)
     large = zeros((4, PAGE_BYTES), torch.zeros(1))
     assert large.shape == (4, PAGE_BYTES)
     assert not large.any()
 
 
-def test_a_cache_that_grows_keeps_what_it_had() -> None:
+def test_a_growing_cache_keeps_its_contents() -> None:
     with torch.inference_mode():
         cache = RowCache(1, 70)
         layer = cache.layers[0]
@@ -81,4 +81,4 @@ def test_a_cache_that_grows_keeps_what_it_had() -> None:
         assert torch.equal(layer.keys[:, :, :60], keys)
         assert torch.equal(layer.values[:, :, :60], values)
         assert not layer.keys[:, :, 60:].any()
-        assert layer.keys.data_ptr() % PAGE_BYTES == 0 or not SWITCH.exists()
+        assert layer.keys.data_ptr() % PAGE_BYTES == 0 or not THP_SETTING.exists()

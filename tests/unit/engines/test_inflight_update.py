@@ -1,4 +1,4 @@
-"""Weights swapped between two tokens: what runs goes on with the new ones, and its spans say so."""
+"""Weights swapped between two tokens: running sequences continue with the new ones, as their spans record."""
 
 import threading
 from pathlib import Path
@@ -38,14 +38,14 @@ def prompts(greedy: bool) -> list[Prompt]:
 
 
 class After:
-    """Set after so many looks: the engine comes back after that many steps."""
+    """An interrupt that is set at the N-th poll: the engine returns after N steps."""
 
-    def __init__(self, looks: int) -> None:
-        self._looks = looks
+    def __init__(self, steps: int) -> None:
+        self._steps_left = steps
 
     def is_set(self) -> bool:
-        self._looks -= 1
-        return self._looks <= 0
+        self._steps_left -= 1
+        return self._steps_left <= 0
 
     def wait(self, timeout: float | None = None) -> bool:
         return self.is_set()
@@ -54,7 +54,7 @@ class After:
 def generate(
     first: int, second: int | None, steps: int, greedy: bool = False, recompute: bool = True
 ) -> dict[int, Response]:
-    """Begin with model ``first``, swap to ``second`` after ``steps`` tokens; responses by prompt."""
+    """Responses by prompt: begin with model ``first``, swap to ``second`` after ``steps`` tokens."""
     engine = TorchRollout(
         make_model(first), stop=StopConditions(), rows=8, max_new_tokens=TOKENS, temperature=1.0, recompute=recompute
     )
@@ -69,14 +69,14 @@ def generate(
 
 
 @pytest.mark.parametrize("steps", [1, 2, 11])
-def test_the_spans_say_which_weights_made_which_tokens(steps: int) -> None:
+def test_spans_record_the_version_of_each_token(steps: int) -> None:
     for response in generate(1, 2, steps).values():
         assert response.spans == (0, steps, 1, TOKENS - steps)
 
 
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_with_recomputed_keys_the_rest_is_what_the_new_weights_say_of_it(steps: int, greedy: bool) -> None:
+def test_with_recomputed_keys_later_tokens_follow_only_the_new_weights(steps: int, greedy: bool) -> None:
     old, new = make_model(1), make_model(2)
     todo = prompts(greedy)
     done = generate(1, 2, steps, greedy)
@@ -91,15 +91,15 @@ def test_with_recomputed_keys_the_rest_is_what_the_new_weights_say_of_it(steps: 
         assert (by_old[steps:] - by_new[steps:]).abs().max() > 0.1
 
 
-def test_without_recomputing_the_old_keys_stay() -> None:
+def test_without_recomputation_the_old_keys_are_kept() -> None:
     kept, fresh = generate(1, 2, 7, recompute=False), generate(1, 2, 7, recompute=True)
     assert any(not torch.equal(kept[key].tokens, fresh[key].tokens) for key in kept)
     assert [one.spans for one in kept.values()] == [one.spans for one in fresh.values()]
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_what_the_configuration_chooses_decides_by_whose_keys_the_rest_is_made(tmp_path: Path, recompute: bool) -> None:
-    """Recomputed, what comes after is what a fresh forward pass over the whole prefix says; kept, it is not."""
+def test_the_configuration_selects_recomputed_or_kept_keys(tmp_path: Path, recompute: bool) -> None:
+    """Only with recomputed keys are later log-probabilities those of a forward pass over the whole prefix."""
     old, new, todo = make_model(1), make_model(2), prompts(greedy=False)
     save_model(old, wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
     flags = [
@@ -117,38 +117,38 @@ def test_what_the_configuration_chooses_decides_by_whose_keys_the_rest_is_made(t
     engine.add(todo)
     engine.run(After(3))
     engine.swap(Snapshot.take(1, named_parameters(new)))
-    across = []
+    mixed = []
     while engine.running:
-        across += [one for one in engine.run(threading.Event()) if len(one.spans) == 4]
+        mixed += [one for one in engine.run(threading.Event()) if len(one.spans) == 4]
     distances = []
-    for response in across:
+    for response in mixed:
         before = response.spans[1]
         (fresh,) = score(new, [todo[response.key].tokens], [response.tokens], 1.0, 10_000)
         distances.append(float((response.logprobs[before:] - fresh[before:]).abs().max()))
-    assert len(across) >= 2
+    assert len(mixed) >= 2
     assert all(distance < 1e-5 if recompute else distance > 1e-2 for distance in distances), distances
 
 
-def test_prepared_beside_generation_the_rest_is_the_same_and_the_swap_has_little_left_to_compute() -> None:
-    """Sequences end, and others begin, while a second copy of the model follows; then it takes over."""
+def test_a_swap_prepared_during_generation_leaves_little_to_compute() -> None:
+    """Sequences end and begin while a second copy of the model catches up; then it replaces the first."""
     engine = TorchRollout(make_model(1), stop=StopConditions(), rows=9, max_new_tokens=TOKENS, temperature=1.0)
     todo, done = prompts(greedy=False), dict[int, Response]()
     for version, model in enumerate((make_model(2), make_model(3)), 1):
         engine.add([Prompt(one.key + 10 * version, one.tokens, one.seed + version) for one in todo][: engine.room])
         engine.run(After(8 if version == 1 else 5))
         snapshot = Snapshot.take(version, named_parameters(model))
-        behind: list[int] = []
+        lags: list[int] = []
         while (work := engine.prepare(snapshot)) is not None:
-            beside = threading.Thread(target=work)
-            beside.start()
-            done |= {one.key: one for one in engine.run(After(5 - 2 * len(behind)))}
-            beside.join(20.0)
-            if not behind:
+            preparation = threading.Thread(target=work)
+            preparation.start()
+            done |= {one.key: one for one in engine.run(After(5 - 2 * len(lags)))}
+            preparation.join(20.0)
+            if not lags:
                 engine.add([Prompt(99 + version, todo[0].tokens, 7)])
-            behind.append(engine._shadow.lag(engine._sequences()))
-        assert 2 <= len(behind) <= MAX_ROUNDS
-        assert behind[-1] <= FEW_TOKENS
-        assert version == 1 or set(done) == {10, 11, 12, 13}  # they ended meanwhile
+            lags.append(engine._shadow.lag(engine._sequences()))
+        assert 2 <= len(lags) <= MAX_ROUNDS
+        assert lags[-1] <= FEW_TOKENS
+        assert version == 1 or set(done) == {10, 11, 12, 13}  # they ended during the preparation
         engine.swap(snapshot)
         assert engine.version == version
     while engine.running:
@@ -157,16 +157,16 @@ def test_prepared_beside_generation_the_rest_is_the_same_and_the_swap_has_little
     assert {response.spans[::2] for response in done.values()} == {(0, 1), (0, 1, 2), (1, 2)}
     for key, response in done.items():
         tokens = todo[0 if key > 90 else key % 10].tokens
-        by = [score(make_model(1 + one), [tokens], [response.tokens], 1.0, 10_000)[0] for one in range(3)]
-        made = 0
+        by_version = [score(make_model(1 + one), [tokens], [response.tokens], 1.0, 10_000)[0] for one in range(3)]
+        start = 0
         for version, count in zip(response.spans[::2], response.spans[1::2], strict=True):
-            told, wanted = response.logprobs[made : made + count], by[version][made : made + count]
-            torch.testing.assert_close(told, wanted, atol=1e-5, rtol=0)
-            made += count
+            recorded, expected = response.logprobs[start : start + count], by_version[version][start : start + count]
+            torch.testing.assert_close(recorded, expected, atol=1e-5, rtol=0)
+            start += count
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_the_same_weights_change_nothing(recompute: bool) -> None:
+def test_a_swap_to_the_same_weights_changes_no_token(recompute: bool) -> None:
     swapped, plain = generate(1, 1, 9, recompute=recompute), generate(1, None, 9)
     for key, response in swapped.items():
         assert torch.equal(response.tokens, plain[key].tokens)

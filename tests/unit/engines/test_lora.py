@@ -1,4 +1,4 @@
-"""Adapters: what travels, and that adding them to the weights is what the adapted model computes."""
+"""Adapters: what is published, and that merged weights compute what the adapted model does."""
 
 import dataclasses
 import sys
@@ -27,18 +27,18 @@ def model() -> Any:
 
 
 def adapted(seed: int) -> Any:
-    """A model with adapters that add something: they are made so that at first they don't."""
-    made = add_adapters(model(), LORA)
+    """A model with non-zero adapters; new ones are initialised to have no effect."""
+    adapted_model = add_adapters(model(), LORA)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for tensor in named_parameters(made).values():
+        for tensor in named_parameters(adapted_model).values():
             tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
-    return made
+    return adapted_model
 
 
-def logits(made: Any) -> torch.Tensor:
+def logits(adapted_model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = made(input_ids=TOKENS).logits
+        found: torch.Tensor = adapted_model(input_ids=TOKENS).logits
     return found
 
 
@@ -46,24 +46,24 @@ def test_fresh_adapters_change_nothing() -> None:
     assert torch.equal(logits(add_adapters(model(), LORA)), logits(model()))
 
 
-def test_only_adapters_are_trained_and_named() -> None:
+def test_only_adapter_parameters_are_trained() -> None:
     names = named_parameters(adapted(0)).keys()
     assert names
     assert all(".lora_" in name for name in names)
 
 
-def test_merged_weights_compute_the_same_under_the_plain_names() -> None:
-    made = adapted(0)
+def test_merged_weights_give_the_same_logits_under_the_plain_names() -> None:
+    adapted_model = adapted(0)
     plain = model()
-    whole = merge_adapters({name: parameter.detach() for name, parameter in made.named_parameters()}, LORA)
+    whole = merge_adapters({name: parameter.detach() for name, parameter in adapted_model.named_parameters()}, LORA)
     assert list(whole) == list(named_parameters(plain)), "buckets are filled in this order"
     plain.load_state_dict(whole, strict=False)
     plain.tie_weights()
-    torch.testing.assert_close(logits(plain), logits(made), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(plain), logits(adapted_model), atol=1e-5, rtol=1e-5)
     assert (logits(plain) - logits(model())).abs().max() > 0.1
 
 
-def test_a_receiver_with_adapters_takes_a_snapshot_of_them() -> None:
+def test_a_model_with_adapters_is_restored_from_a_snapshot_of_adapters() -> None:
     sender, receiver = adapted(1), adapted(2)
     snapshot = Snapshot.take(1, named_parameters(sender))
     snapshot.restore(named_parameters(receiver))
@@ -71,12 +71,12 @@ def test_a_receiver_with_adapters_takes_a_snapshot_of_them() -> None:
     assert sum(snapshot.bucket_bytes()) < 0.3 * sum(p.nbytes for p in model().parameters())
 
 
-def test_a_target_that_is_not_there_is_named() -> None:
+def test_an_unknown_target_module_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.lora\.targets is 'nowhere'"):
         add_adapters(model(), LoraOptions(rank=4, targets="nowhere"))
 
 
-def test_a_server_takes_merged_weights_and_its_worker_too_refuses_adapters() -> None:
+def test_a_worker_with_a_server_engine_refuses_adapters() -> None:
     server = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
     adapters = ["--trainer.engine", "fsdp", "--trainer.lora.rank", "4"]
     config = parse([*server, *adapters, "--trainer.lora.publish", "merged"])

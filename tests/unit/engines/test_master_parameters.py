@@ -1,4 +1,4 @@
-"""Mixed precision of the torch engine: what is computed narrow, what is kept wide, and what the other side loads."""
+"""Mixed precision of the torch engine: low-precision passes, float32 masters, and what rollout workers load."""
 
 import threading
 from pathlib import Path
@@ -45,13 +45,13 @@ def test_small_updates_are_not_lost() -> None:
         masters.write()
     assert float(master.detach()) == pytest.approx(0.99, abs=1e-5)
     assert float(layer.weight.detach()) == float(torch.tensor(0.99).to(BF16))
-    alone = torch.ones(1, dtype=BF16)
+    without_master = torch.ones(1, dtype=BF16)
     for _ in range(100):
-        alone -= 1e-4
-    assert float(alone) == 1.0  # each update is below the rounding of 1
+        without_master -= 1e-4
+    assert float(without_master) == 1.0  # each update is below the rounding of 1
 
 
-def test_gradients_of_many_passes_are_summed_wide() -> None:
+def test_gradients_of_many_passes_are_summed_in_float32() -> None:
     layer = torch.nn.Linear(1, 1, bias=False)
     masters = MasterParameters(layer, BF16)
     for _ in range(1000):
@@ -61,7 +61,7 @@ def test_gradients_of_many_passes_are_summed_wide() -> None:
     assert float(grad) == 1000.0  # in bfloat16 the sum stays at 256
 
 
-def test_tied_weights_and_frozen_ones_stay_so() -> None:
+def test_tied_and_frozen_weights_stay_tied_and_frozen() -> None:
     tied = model("gpt2")
     tied.transformer.wpe.weight.requires_grad_(False)
     masters = MasterParameters(tied, BF16)
@@ -72,7 +72,7 @@ def test_tied_weights_and_frozen_ones_stay_so() -> None:
         masters.of(tied.transformer.wpe.weight)
 
 
-def test_a_model_in_bfloat16_trains_as_in_float32() -> None:
+def test_bfloat16_training_approximates_float32_training() -> None:
     def trained(narrow: torch.dtype | None, cut: int) -> tuple[dict[str, float], list[torch.Tensor]]:
         trainer = TorchTrainer(model("llama"), OPTIONS, Objective(), temperature=1.0, narrow=narrow)
         batch = samples(0)
@@ -127,7 +127,7 @@ def test_a_version_reaches_a_rollout_worker_of_any_dtype(
     assert bool((response.logprobs <= 0).all())
 
 
-def test_the_exported_model_is_that_of_the_masters(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_exported_model_has_the_master_weights(checkpoint: Path, tmp_path: Path) -> None:
     config = parse(["--model", str(checkpoint), "--trainer.dtype", "bfloat16"])
     engine = cast(TorchTrainer, train_engine(config))
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_the_exported_model_is_that_of_the_masters(checkpoint: Path, tmp_path: P
         assert torch.equal(mine, theirs)
 
 
-def test_without_a_narrow_dtype_there_are_no_copies() -> None:
+def test_float32_training_has_no_master_copies() -> None:
     trainer = TorchTrainer(model("llama"), TrainOptions(), Objective(), temperature=1.0, narrow=torch.float32)
     assert trainer._masters is None
     assert all(one is other for one, other in zip(trainer._parameters, trainer.model.parameters(), strict=True))

@@ -1,4 +1,4 @@
-"""A checkpoint that is a pickle is not opened, whoever asks."""
+"""A checkpoint that is a pickle is refused unopened, by the configuration check and by the loader."""
 
 import pickle
 from pathlib import Path
@@ -11,8 +11,8 @@ from flowrt.errors import ConfigError, EngineError
 from flowrt.recipes.model_files import check_model_files
 
 
-class Trap:
-    """Unpickled, it leaves a file behind."""
+class FileCreator:
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -21,18 +21,18 @@ class Trap:
         return Path.touch, (self._path,)
 
 
-def test_a_pickle_is_refused_before_and_while_a_model_is_loaded(tmp_path: Path) -> None:
-    model, sprung = tmp_path / "model", tmp_path / "sprung"
+def test_a_pickled_checkpoint_is_refused_by_the_check_and_the_loader(tmp_path: Path) -> None:
+    model, marker = tmp_path / "model", tmp_path / "marker"
     build_model(
         vocab_size=24, hidden_size=32, layers=1, heads=2, intermediate_size=48, max_length=64, seed=1
     ).save_pretrained(model)
     (model / "model.safetensors").unlink()
     (model / "tokenizer.json").write_text("{}")
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(FileCreator(marker)))
     with pytest.raises(ConfigError, match="in a pickle"):
         check_model_files(model, 16)
     with pytest.raises(EngineError, match="no causal LM that transformers can load"):
         load_model(model)
-    assert not sprung.exists()
+    assert not marker.exists()
     pickle.loads((model / "pytorch_model.bin").read_bytes())
-    assert sprung.exists(), "the trap would have worked"
+    assert marker.exists(), "unpickling does not create the file"

@@ -25,22 +25,22 @@ def question(family: Family) -> tuple[tuple[str, str], ...]:
 
 
 @each_family
-def test_messages_are_rendered_as_the_template_says_with_one_start_token(name: str, family: Family) -> None:
+def test_messages_are_rendered_by_the_template_with_one_start_token(name: str, family: Family) -> None:
     tokenizer = TOKENIZERS[name]
     form = PromptFormat(variables=family.variables)
     ids = PromptEncoder(tokenizer, form)("", question(family))
     text = family.rendered.format(s=SYSTEM, u=USER)
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
     conversation = [{"role": role, "content": content} for role, content in question(family)]
-    own = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         conversation, add_generation_prompt=True, tokenize=True, return_dict=False, **family.variables
     )
-    assert ids == own
+    assert ids == expected
     assert ids.count(tokenizer.bos_token_id) == bool(family.start)
 
 
 @each_family
-def test_text_and_a_system_prompt_make_the_same_conversation(name: str, family: Family) -> None:
+def test_text_with_a_system_prompt_equals_the_same_messages(name: str, family: Family) -> None:
     tokenizer, system = TOKENIZERS[name], SYSTEM if family.takes_system else ""
     form = PromptFormat("chat", variables=family.variables, system_prompt=system)
     assert PromptEncoder(tokenizer, form)(USER) == PromptEncoder(tokenizer, PromptFormat("chat", family.variables))(
@@ -51,7 +51,7 @@ def test_text_and_a_system_prompt_make_the_same_conversation(name: str, family: 
 @each_family
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=5))
-def test_many_prompts_at_once_have_the_ids_of_each_alone(name: str, family: Family, texts: list[str]) -> None:
+def test_encoding_prompts_in_a_batch_equals_encoding_each_prompt(name: str, family: Family, texts: list[str]) -> None:
     encoder = PromptEncoder(TOKENIZERS[name], PromptFormat("chat"))
     prompts: list[Any] = [(text, ()) for text in texts] + [("", (("user", text),)) for text in texts]
     prompts = [one for one in prompts if one[0] or one[1]]
@@ -59,7 +59,7 @@ def test_many_prompts_at_once_have_the_ids_of_each_alone(name: str, family: Fami
 
 
 @each_family
-def test_the_end_of_turn_of_a_template_is_found(name: str, family: Family) -> None:
+def test_the_end_of_turn_token_of_a_template_is_found(name: str, family: Family) -> None:
     tokenizer = TOKENIZERS[name]
     assert end_of_turn_ids(tokenizer, family.template) == (tokenizer.convert_tokens_to_ids(family.turn),)
 
@@ -80,7 +80,7 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_template(name: str, f
 
 
 @each_family
-def test_a_last_message_of_the_assistant_begins_the_response(name: str, family: Family) -> None:
+def test_a_last_message_of_the_assistant_prefills_the_response(name: str, family: Family) -> None:
     tokenizer = TOKENIZERS[name]
     encoder = PromptEncoder(tokenizer, PromptFormat(prefill=True))
     ids = encoder("", (("user", USER), ("assistant", "The answer")))
@@ -89,21 +89,21 @@ def test_a_last_message_of_the_assistant_begins_the_response(name: str, family: 
 
 
 @each_family
-def test_text_for_a_model_with_a_template_is_refused_until_it_is_said_which(name: str, family: Family) -> None:
+def test_text_for_a_chat_model_needs_an_explicit_template_option(name: str, family: Family) -> None:
     tokenizer = TOKENIZERS[name]
     with pytest.raises(ConfigError, match=r"plain text.* --data\.chat-template chat .*, none leaves it"):
         PromptEncoder(tokenizer, PromptFormat())(USER)
     assert PromptEncoder(tokenizer, PromptFormat("none"))(USER) == tokenizer(USER)["input_ids"]
 
 
-def test_text_that_has_a_start_token_gets_no_second_one() -> None:
+def test_text_with_a_start_token_gets_no_second_one() -> None:
     tokenizer = TOKENIZERS["llama"]
     ids = PromptEncoder(tokenizer, PromptFormat("none"))(f"{tokenizer.bos_token}{USER}")
     assert ids == tokenizer(USER)["input_ids"]
     assert tokenizer(f"{tokenizer.bos_token}{USER}")["input_ids"][:2] == [tokenizer.bos_token_id] * 2
 
 
-def test_a_template_of_a_file(tmp_path: Path) -> None:
+def test_a_template_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text("{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:")
     tokenizer = TOKENIZERS["phi"]
@@ -114,7 +114,7 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "form", "messages", "said"),
+    ("family", "form", "messages", "error"),
     [
         ("gemma", PromptFormat(), (("system", "s"), ("user", "u")), "refuses the prompt: no role system here"),
         ("mistral", PromptFormat(), (("user", "u"), ("user", "u")), "refuses the prompt: roles must alternate"),
@@ -123,12 +123,14 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
         ("phi", PromptFormat("/tmp"), (), "is not a file"),
     ],
 )
-def test_prompts_and_templates_that_do_not_fit(family: str, form: PromptFormat, messages: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_prompts_that_do_not_fit_their_template_are_refused(
+    family: str, form: PromptFormat, messages: Any, error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error):
         PromptEncoder(TOKENIZERS[family], form)("", messages)
 
 
-def test_a_checkpoint_without_a_template() -> None:
+def test_a_checkpoint_without_a_template_accepts_only_plain_text() -> None:
     tokenizer = chat_tokenizer(FAMILIES["phi"])
     tokenizer.chat_template = None
     assert PromptEncoder(tokenizer, PromptFormat())(USER) == tokenizer(USER)["input_ids"]
@@ -140,14 +142,14 @@ def test_a_checkpoint_without_a_template() -> None:
         PromptEncoder(tokenizer, PromptFormat(system_prompt="s"))(USER)
 
 
-def test_a_template_that_is_no_jinja(tmp_path: Path) -> None:
+def test_an_invalid_jinja_template_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.jinja"
     path.write_text("{% for m in messages %}{{ m.content ")
     with pytest.raises(ConfigError, match=r"the chat template refuses the prompt: .+"):
         PromptEncoder(TOKENIZERS["phi"], PromptFormat(str(path)))(USER)
 
 
-def test_variables_are_those_of_the_template() -> None:
+def test_unknown_or_malformed_template_variables_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="'enable_thinkin', which the chat template does not use; did you mean 'enable_"
     ):

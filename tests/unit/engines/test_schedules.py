@@ -1,4 +1,4 @@
-"""Learning rates: the warm-up, what follows it, and where they end."""
+"""Learning-rate schedules: warm-up, decay and final rate."""
 
 from itertools import pairwise
 from typing import Any
@@ -13,8 +13,8 @@ from flowrt.roles.engines import with_decay_steps
 
 
 def rates(**options: Any) -> list[float]:
-    made = TrainOptions(lr=1.0, warmup_steps=4, **options)
-    return [learning_rate(made, step) for step in range(16)]
+    train_options = TrainOptions(lr=1.0, warmup_steps=4, **options)
+    return [learning_rate(train_options, step) for step in range(16)]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -22,17 +22,17 @@ def test_every_schedule_warms_up_linearly(schedule: str) -> None:
     assert rates(schedule=schedule, decay_steps=8)[:4] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_constant_stays() -> None:
+def test_the_constant_schedule_keeps_the_rate() -> None:
     assert set(rates()[3:]) == {1.0}
 
 
-def test_linear_falls_by_equal_parts_and_stays() -> None:
+def test_the_linear_schedule_falls_in_equal_steps_to_the_minimum() -> None:
     found = rates(schedule="linear", decay_steps=7, min_lr=0.2)[3:]
     assert found[:9] == pytest.approx([1.0 - 0.1 * part for part in range(9)])
     assert set(found[8:]) == {0.2}
 
 
-def test_cosine_is_halfway_in_the_middle() -> None:
+def test_the_cosine_schedule_is_at_half_the_rate_in_the_middle() -> None:
     found = rates(schedule="cosine", decay_steps=7)[3:]
     assert found[4] == pytest.approx(0.5)
     assert found[8:] == pytest.approx([0.0] * 5)
@@ -42,11 +42,9 @@ def test_cosine_is_halfway_in_the_middle() -> None:
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 5, 10])
 @pytest.mark.parametrize("min_lr", [0.0, 1e-4])
-def test_every_step_of_a_run_trains_and_the_one_after_it_has_the_final_rate(
-    schedule: str, warmup: int, min_lr: float
-) -> None:
-    words = ["--trainer.schedule", schedule, "--trainer.warmup-steps", str(warmup), "--trainer.lr", "0.001"]
-    config = parse([*words, "--steps", "10", "--trainer.min-lr", str(min_lr)])
+def test_the_rate_reaches_its_minimum_just_after_the_last_step(schedule: str, warmup: int, min_lr: float) -> None:
+    flags = ["--trainer.schedule", schedule, "--trainer.warmup-steps", str(warmup), "--trainer.lr", "0.001"]
+    config = parse([*flags, "--steps", "10", "--trainer.min-lr", str(min_lr)])
     options = with_decay_steps(config)
     found = [learning_rate(options, step) for step in range(10)]
     peak = max(warmup, 1) - 1
@@ -58,13 +56,13 @@ def test_every_step_of_a_run_trains_and_the_one_after_it_has_the_final_rate(
         assert learning_rate(options, 10) == pytest.approx(min_lr, abs=1e-12)
 
 
-def test_steps_after_a_decay_to_0_are_refused() -> None:
-    words = ["--trainer.schedule", "linear", "--trainer.warmup-steps", "2", "--trainer.decay-steps", "5"]
+def test_steps_with_a_rate_decayed_to_0_are_refused() -> None:
+    flags = ["--trainer.schedule", "linear", "--trainer.warmup-steps", "2", "--trainer.decay-steps", "5"]
     with pytest.raises(ConfigError, match="the last 3 of 10 steps would train with a learning rate of 0"):
-        parse([*words, "--steps", "10"])
-    assert parse([*words, "--steps", "7"]).trainer.decay_steps == 5
-    assert parse([*words, "--steps", "10", "--trainer.min-lr", "0.0001"]).steps == 10
+        parse([*flags, "--steps", "10"])
+    assert parse([*flags, "--steps", "7"]).trainer.decay_steps == 5
+    assert parse([*flags, "--steps", "10", "--trainer.min-lr", "0.0001"]).steps == 10
 
 
-def test_without_a_warm_up_the_first_step_has_the_whole_rate() -> None:
+def test_without_a_warm_up_the_first_step_has_the_full_rate() -> None:
     assert learning_rate(TrainOptions(lr=1.0, warmup_steps=0), 0) == 1.0

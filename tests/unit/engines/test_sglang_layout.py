@@ -1,4 +1,4 @@
-"""Which bytes of a snapshot are which tensor, and what a server's checksums of them should be."""
+"""The layout of tensors in the buckets of a snapshot, and the checksums expected from a server."""
 
 import hashlib
 import math
@@ -28,19 +28,19 @@ def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 200, 10**6])
-def test_parameters_are_found_in_whatever_buckets_they_were_put(
+def test_parameters_are_found_for_any_bucket_size(
     dtype: torch.dtype, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "BUCKET_BYTES", bucket_bytes)
-    held = tensors(dtype)
-    snapshot = Snapshot.take(1, held)
+    weights = tensors(dtype)
+    snapshot = Snapshot.take(1, weights)
     buckets = Layout(SHAPES).buckets(snapshot)
     assert len(buckets) == len(snapshot.buckets)
     found = {one.name: (one, view) for bucket in buckets for one, view in bucket}
     assert list(found) == list(SHAPES)
     for name, (one, view) in found.items():
         assert (one.shape, one.dtype) == (SHAPES[name], str(dtype).removeprefix("torch."))
-        assert torch.equal(view, held[name])
+        assert torch.equal(view, weights[name])
 
 
 @pytest.mark.parametrize("change", [{"extra": torch.zeros(3)}, {"model.norm.weight": torch.zeros(5)}])
@@ -49,49 +49,49 @@ def test_a_snapshot_of_another_model_is_refused(change: dict[str, torch.Tensor])
         Layout(SHAPES).buckets(Snapshot.take(1, tensors() | change))
 
 
-def told(held: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """As a server on a CPU tells it: three projections are one, the vocabulary is filled up to 64 rows."""
+def server_report(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The report of a server on a CPU: Q, K and V projections are fused, the vocabulary is padded to 64 rows."""
     attention = "model.layers.0.self_attn."
-    fused = torch.cat([held[f"{attention}{part}_proj.weight"] for part in "qkv"])
-    embedding = torch.cat([held["model.embed_tokens.weight"], torch.zeros(54, 4)])
-    mine = {
+    fused = torch.cat([weights[f"{attention}{part}_proj.weight"] for part in "qkv"])
+    embedding = torch.cat([weights["model.embed_tokens.weight"], torch.zeros(54, 4)])
+    server_tensors = {
         "model.embed_tokens.weight": embedding,
         f"{attention}qkv_proj.weight": fused,
-        "model.norm.weight": held["model.norm.weight"],
+        "model.norm.weight": weights["model.norm.weight"],
     }
-    sums = {name: hashlib.sha256(one.numpy().tobytes()).hexdigest()[:16] for name, one in mine.items()}
+    sums = {name: hashlib.sha256(one.numpy().tobytes()).hexdigest()[:16] for name, one in server_tensors.items()}
     return {"success": True, "ranks": [{"checksums": sums}]}
 
 
-TOLD: dict[str, str] = told(tensors())["ranks"][0]["checksums"]
+CHECKSUMS: dict[str, str] = server_report(tensors())["ranks"][0]["checksums"]
 
 
 @pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
 def test_checksums_of_the_same_weights_agree(sent: torch.dtype) -> None:
-    """The server has them in float32, whatever they came in."""
-    held = {name: one.float() for name, one in tensors(sent).items()}
-    assert ExpectedChecksums(Layout(SHAPES), Snapshot.take(1, tensors(sent))).check(told(held)) == 3
+    """The server holds them in float32, whatever dtype was sent."""
+    weights = {name: one.float() for name, one in tensors(sent).items()}
+    assert ExpectedChecksums(Layout(SHAPES), Snapshot.take(1, tensors(sent))).check(server_report(weights)) == 3
 
 
-def test_what_was_summed_up_ahead_is_not_summed_up_while_the_server_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_checksums_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = ExpectedChecksums(Layout(SHAPES), Snapshot.take(1, tensors()))
     sums.prepare()
     monkeypatch.setattr(hashlib, "sha256", None)
     with pytest.raises(EngineError, match="1 of 3 tensors differ"):
-        sums.check({"ranks": [{"checksums": TOLD | {"model.norm.weight": "0"}}]})
-    assert sums.check({"ranks": [{"checksums": TOLD}]}) == 3
+        sums.check({"ranks": [{"checksums": CHECKSUMS | {"model.norm.weight": "0"}}]})
+    assert sums.check({"ranks": [{"checksums": CHECKSUMS}]}) == 3
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_one_changed_bit_is_told_by_name(name: str) -> None:
-    held = tensors()
-    held[name] = held[name].clone()
-    held[name].view(torch.int32).view(-1)[math.prod(SHAPES[name]) // 2] ^= 1
+def test_one_changed_bit_is_detected(name: str) -> None:
+    weights = tensors()
+    weights[name] = weights[name].clone()
+    weights[name].view(torch.int32).view(-1)[math.prod(SHAPES[name]) // 2] ^= 1
     with pytest.raises(EngineError, match=r"version 1: 1 of 3 tensors differ"):
-        ExpectedChecksums(Layout(SHAPES), Snapshot.take(1, tensors())).check(told(held))
+        ExpectedChecksums(Layout(SHAPES), Snapshot.take(1, tensors())).check(server_report(weights))
 
 
 @pytest.mark.parametrize("wrong", [{}, {"ranks": []}, {"ranks": [{}]}, {"ranks": [{"checksums": {"x": "0"}}]}])
-def test_checksums_in_another_form_are_an_error(wrong: Any) -> None:
+def test_a_malformed_checksum_report_raises_an_error(wrong: Any) -> None:
     with pytest.raises(EngineError, match="checksums"):
         ExpectedChecksums(Layout(SHAPES), Snapshot.take(1, tensors())).check(wrong)

@@ -40,91 +40,95 @@ from flowrt.engines.training.forward import (
 )
 from tests.decoders import COMMON, DECODERS
 
-NOT_FOLDED = {"gemma2": "its scores are capped, which SDPA cannot"}
-MEMBERS = 4
+UNSUPPORTED = {"gemma2": "its scores are capped, which SDPA does not support"}
+GROUP_SIZE = 4
 
 
 def samples(seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Three prompts of four members each, mixed; short and long responses, one of them empty."""
-    dice = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(2, 40, (length,), generator=dice, dtype=torch.int32) for length in (9, 4, 17)] * MEMBERS
+    """Three prompts of four samples each, interleaved; short and long responses, one of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [
+        torch.randint(2, 40, (length,), generator=generator, dtype=torch.int32) for length in (9, 4, 17)
+    ] * GROUP_SIZE
     lengths = (12, 30, 5, 1, 0, 28, 11, 31, 2, 29, 7, 16)
-    return prompts, [torch.randint(2, 40, (length,), generator=dice, dtype=torch.int32) for length in lengths]
+    return prompts, [torch.randint(2, 40, (length,), generator=generator, dtype=torch.int32) for length in lengths]
 
 
-def make(kind: Any, config: Any, attention: str = "sdpa") -> Any:
+def build(model_class: Any, config: Any, attention: str = "sdpa") -> Any:
     torch.manual_seed(0)
     config._attn_implementation = attention
-    return disable_dropout(kind(config).float())
+    return disable_dropout(model_class(config).float())
 
 
-def both(model: Any, weights_T: torch.Tensor, temperature: float = 0.8) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def logprobs_and_gradients(
+    model: Any, weights_T: torch.Tensor, temperature: float = 0.8
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     model.zero_grad()
     logprobs_T, _ = response_logprobs(model, *samples(), temperature)
     (logprobs_T * weights_T).sum().backward()
     return logprobs_T.detach(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def assert_folding_changes_nothing(model: Any) -> None:
+def assert_packing_changes_nothing(model: Any) -> None:
     weights_T = torch.randn(sum(map(len, samples()[1])), generator=torch.Generator().manual_seed(1))
-    expected, slopes = both(model, weights_T)
+    expected, expected_gradients = logprobs_and_gradients(model, weights_T)
     assert enable_packing(model)
     assert is_packing_enabled(model)
-    found, found_slopes = both(model, weights_T)
+    found, found_gradients = logprobs_and_gradients(model, weights_T)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
-    for slope, expected_slope in zip(found_slopes, slopes, strict=True):
-        torch.testing.assert_close(slope, expected_slope, atol=2e-4, rtol=1e-4)
+    for gradient, expected_gradient in zip(found_gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in DECODERS if name not in NOT_FOLDED])
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in UNSUPPORTED])
 def test_log_probabilities_and_gradients_are_those_of_padded_samples(name: str) -> None:
-    assert_folding_changes_nothing(make(*DECODERS[name]))
+    assert_packing_changes_nothing(build(*DECODERS[name]))
 
 
 @pytest.mark.parametrize("window", [5, 16])
-def test_a_sliding_window_slides_over_each_sample(window: int) -> None:
+def test_a_sliding_window_applies_to_each_sample(window: int) -> None:
     config = MistralConfig(**COMMON, sliding_window=window)
-    model, wide = make(MistralForCausalLM, config), make(MistralForCausalLM, MistralConfig(**COMMON))
+    model, wide = build(MistralForCausalLM, config), build(MistralForCausalLM, MistralConfig(**COMMON))
     narrow, _ = response_logprobs(model, *samples(), 1.0)
     assert (narrow - response_logprobs(wide, *samples(), 1.0)[0]).abs().max() > 0.1
-    assert_folding_changes_nothing(model)
+    assert_packing_changes_nothing(model)
 
 
 EXPERTS = {"num_experts_per_tok": 2, "sliding_window": 16}
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"),
+    ("model_class", "config"),
     [
-        (PhimoeForCausalLM, PhimoeConfig(**COMMON, **EXPERTS, num_local_experts=4)),  # its attention is told of none
-        (OlmoeForCausalLM, OlmoeConfig(**COMMON, **EXPERTS, num_experts=4)),  # its mask has none
+        (PhimoeForCausalLM, PhimoeConfig(**COMMON, **EXPERTS, num_local_experts=4)),  # its attention has no window
+        (OlmoeForCausalLM, OlmoeConfig(**COMMON, **EXPERTS, num_experts=4)),  # its mask has no window
     ],
 )
-def test_a_window_of_which_mask_and_attention_say_different_things_is_found_out(kind: Any, config: Any) -> None:
-    assert not enable_packing(make(kind, config))
+def test_a_model_with_different_windows_in_mask_and_attention_is_not_packed(model_class: Any, config: Any) -> None:
+    assert not enable_packing(build(model_class, config))
 
 
-def test_a_window_too_wide_to_be_tried_is_left_alone() -> None:
-    assert not enable_packing(make(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=MAX_WINDOW + 1)))
+def test_a_model_with_a_window_too_wide_to_verify_is_not_packed() -> None:
+    assert not enable_packing(build(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=MAX_WINDOW + 1)))
 
 
-@pytest.mark.parametrize("name", NOT_FOLDED)
-def test_a_model_whose_attention_is_another_is_left_as_it_is(name: str) -> None:
-    model = make(*DECODERS[name], attention="eager")
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_model_without_sdpa_attention_is_unchanged(name: str) -> None:
+    model = build(*DECODERS[name], attention="eager")
     expected, _ = response_logprobs(model, *samples(), 1.0)
     assert not enable_packing(model)
     assert torch.equal(response_logprobs(model, *samples(), 1.0)[0], expected)
 
 
-def test_a_model_that_mixes_neighbours_outside_of_attention_is_found_out() -> None:
-    model = make(*DECODERS["llama"])
+def test_a_model_that_mixes_tokens_outside_of_attention_is_not_packed() -> None:
+    model = build(*DECODERS["llama"])
     model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + 0.5 * out.roll(1, dims=1))
     assert not enable_packing(model)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_model_that_cannot_be_asked_is_left_as_it_is() -> None:
-    model = make(*DECODERS["llama"])
+def test_a_model_that_rejects_the_packed_argument_is_not_packed() -> None:
+    model = build(*DECODERS["llama"])
 
     def refuse(_: Any, args: Any, named: dict[str, Any]) -> None:
         if "packed" in named:
@@ -135,8 +139,8 @@ def test_a_model_that_cannot_be_asked_is_left_as_it_is() -> None:
     assert len(response_logprobs(model, *samples(), 1.0)[0]) == sum(map(len, samples()[1]))
 
 
-def test_half_precision_is_judged_by_its_own_noise() -> None:
-    model = make(*DECODERS["llama"]).to(torch.bfloat16)
+def test_half_precision_is_verified_within_its_own_rounding() -> None:
+    model = build(*DECODERS["llama"]).to(torch.bfloat16)
     model.lm_head.weight.data *= 20  # logits of 50 and more, in steps of a quarter
     assert enable_packing(model)
     model.config._attn_implementation = "sdpa"
@@ -144,28 +148,28 @@ def test_half_precision_is_judged_by_its_own_noise() -> None:
     assert not enable_packing(model)
 
 
-def test_attention_of_half_precision_is_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own takes several times as long backwards."""
-    model = make(*DECODERS["llama"])
+def test_half_precision_attention_is_computed_in_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass of PyTorch's own is several times slower."""
+    model = build(*DECODERS["llama"])
     exact = {name: one.grad.clone() for name, one in gradients(model).items()}
-    model = make(*DECODERS["llama"]).to(torch.bfloat16)
+    model = build(*DECODERS["llama"]).to(torch.bfloat16)
     assert enable_packing(model)
     types = []
 
-    def seen(module: Any, query: torch.Tensor, *others: Any, **told: Any) -> Any:
+    def recorded(module: Any, query: torch.Tensor, *others: Any, **options: Any) -> Any:
         types.append(query.dtype)
-        return sdpa_attention_forward(module, query, *others, **told)
+        return sdpa_attention_forward(module, query, *others, **options)
 
-    monkeypatch.setattr("flowrt.engines.training.forward.sdpa_attention_forward", seen)
+    monkeypatch.setattr("flowrt.engines.training.forward.sdpa_attention_forward", recorded)
     first = model.model.layers[0]
     for frozen in (model.model.embed_tokens, first.input_layernorm, first.self_attn.q_proj, first.self_attn.k_proj):
         frozen.requires_grad_(False)  # as with adapters elsewhere: only values have gradients
     found = gradients(model)
     assert set(types) == {torch.float32}
-    trained = {name: wanted for name, wanted in exact.items() if found[name].requires_grad}
-    assert len(trained) == len(exact) - 4
-    for name, wanted in trained.items():
-        assert (found[name].grad.float() - wanted).norm() < 0.1 * wanted.norm(), name
+    trainable = {name: expected for name, expected in exact.items() if found[name].requires_grad}
+    assert len(trainable) == len(exact) - 4
+    for name, expected in trainable.items():
+        assert (found[name].grad.float() - expected).norm() < 0.1 * expected.norm(), name
 
 
 def gradients(model: Any) -> dict[str, Any]:
@@ -176,19 +180,19 @@ def gradients(model: Any) -> dict[str, Any]:
     return dict(model.named_parameters())
 
 
-def test_a_prompt_is_computed_once_for_all_its_members_and_padding_never() -> None:
-    model = make(*DECODERS["qwen2"])
-    seen: list[int] = []
-    model.model.layers[0].mlp.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
+def test_a_prompt_is_computed_once_for_its_samples_and_padding_never() -> None:
+    model = build(*DECODERS["qwen2"])
+    rows: list[int] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, __: rows.append(args[0].shape[:-1].numel()))
     enable_packing(model)
-    seen.clear()
+    rows.clear()
     prompts, responses = samples()
     response_logprobs(model, prompts, responses, 1.0)
-    assert seen == [9 + 4 + 17 + sum(max(len(each) - 1, 0) for each in responses)]
+    assert rows == [9 + 4 + 17 + sum(max(len(each) - 1, 0) for each in responses)]
 
 
-def test_scores_keep_their_order_however_they_are_cut() -> None:
-    model = make(*DECODERS["llama"]).eval()
+def test_scores_keep_their_order_for_any_token_budget() -> None:
+    model = build(*DECODERS["llama"]).eval()
     prompts, responses = samples()
     expected = score(model, prompts, responses, 1.0, budget_tokens=1000)
     enable_packing(model)
@@ -201,9 +205,9 @@ def test_scores_keep_their_order_however_they_are_cut() -> None:
 
 def batch(seed: int) -> TrainingBatch:
     prompts, responses = samples(seed)
-    dice = torch.Generator().manual_seed(seed)
-    logprobs = [-3 * torch.rand(len(each), generator=dice) for each in responses]
-    advantages_N = torch.randn(len(prompts), generator=dice)
+    generator = torch.Generator().manual_seed(seed)
+    logprobs = [-3 * torch.rand(len(each), generator=generator) for each in responses]
+    advantages_N = torch.randn(len(prompts), generator=generator)
     return TrainingBatch(
         prompts=prompts,
         responses=responses,
@@ -215,7 +219,7 @@ def batch(seed: int) -> TrainingBatch:
     )
 
 
-def trained(model: Any, **options: Any) -> TorchTrainer:
+def train(model: Any, **options: Any) -> TorchTrainer:
     settings = TrainOptions(lr=1e-3, warmup_steps=1, forward_tokens=120, **options)
     engine = TorchTrainer(model, settings, Objective(), temperature=1.0)
     for seed in range(3):
@@ -224,11 +228,11 @@ def trained(model: Any, **options: Any) -> TorchTrainer:
     return engine
 
 
-def test_training_comes_to_the_same_weights_and_writes_a_plain_model(tmp_path: Path) -> None:
-    model = make(*DECODERS["qwen2"])
-    shared = trained(model)
+def test_packed_training_gives_the_same_weights_and_exports_a_plain_model(tmp_path: Path) -> None:
+    model = build(*DECODERS["qwen2"])
+    shared = train(model)
     assert is_packing_enabled(shared.model)
-    padded = trained(make(*DECODERS["qwen2"]), share_prompts=False)
+    padded = train(build(*DECODERS["qwen2"]), share_prompts=False)
     assert not is_packing_enabled(padded.model)
     for name, weight in padded.parameters().items():
         torch.testing.assert_close(shared.parameters()[name], weight, atol=2e-5, rtol=0, msg=name)
@@ -237,40 +241,40 @@ def test_training_comes_to_the_same_weights_and_writes_a_plain_model(tmp_path: P
     assert AutoConfig.from_pretrained(tmp_path / "final").model_type == "qwen2"
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile looks at what warns, and ignores the warnings itself
+@pytest.mark.filterwarnings("ignore")  # torch.compile triggers warnings that it ignores itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.slow
-def test_compiled_layers_come_to_the_same_weights_and_are_compiled_once() -> None:
-    compiled = trained(make(*DECODERS["qwen2"]), compile=True)
+def test_compiled_layers_give_the_same_weights_and_compile_once() -> None:
+    compiled = train(build(*DECODERS["qwen2"]), compile=True)
     assert all(layer._compiled_call_impl is not None for layer in decoder_layers(compiled.model))
-    plain = trained(make(*DECODERS["qwen2"]))
+    plain = train(build(*DECODERS["qwen2"]))
     for name, weight in plain.parameters().items():
         torch.testing.assert_close(compiled.parameters()[name], weight, atol=2e-5, rtol=0, msg=name)
     tiles = set()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3, 9):  # other numbers of samples, of members and of tiles
+        for seed in range(3, 9):  # other numbers of samples, of samples per prompt and of tiles
             rows = list(range(0, 12, 1 + seed % 3))
             prompts, responses = samples(seed)
-            made_up = [prompts[row] for row in rows], [responses[row][: 3 * seed] for row in rows]
-            response_logprobs(compiled.model, *made_up, 1.0)[0].sum().backward()
-            tiles.add(len(pack_samples(*made_up).tiles))
+            subset = [prompts[row] for row in rows], [responses[row][: 3 * seed] for row in rows]
+            response_logprobs(compiled.model, *subset, 1.0)[0].sum().backward()
+            tiles.add(len(pack_samples(*subset).tiles))
     assert len(tiles) > 2
 
 
-def test_nothing_is_changed_that_was_not_asked_for() -> None:
-    model = apply_optimizations(make(*DECODERS["qwen2"]), TrainOptions(share_prompts=False))
+def test_optimizations_that_are_not_enabled_change_nothing() -> None:
+    model = apply_optimizations(build(*DECODERS["qwen2"]), TrainOptions(share_prompts=False))
     assert not is_packing_enabled(model)
     assert decoder_layers(model)[0]._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("positions", [1, 5, 6, 8, 11, 12])
-@pytest.mark.parametrize("kind", [GPT2Config, LlamaConfig])
-def test_a_model_with_few_positions_is_tried_within_them(kind: Any, positions: int) -> None:
-    if kind is GPT2Config:
-        model = make(GPT2LMHeadModel, GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=4, n_positions=positions))
+@pytest.mark.parametrize("config_class", [GPT2Config, LlamaConfig])
+def test_packing_is_verified_within_the_positions_of_the_model(config_class: Any, positions: int) -> None:
+    if config_class is GPT2Config:
+        model = build(GPT2LMHeadModel, GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=4, n_positions=positions))
     else:
-        model = make(LlamaForCausalLM, LlamaConfig(**COMMON | {"max_position_embeddings": positions}))
+        model = build(LlamaForCausalLM, LlamaConfig(**COMMON | {"max_position_embeddings": positions}))
     assert enable_packing(model) is (positions > 5)
     if positions > 5:
-        texts = [torch.arange(2, 2 + positions // 2)] * 2
-        assert len(response_logprobs(model, texts, texts, 1.0)[0]) == 2 * len(texts[0])
+        sequences = [torch.arange(2, 2 + positions // 2)] * 2
+        assert len(response_logprobs(model, sequences, sequences, 1.0)[0]) == 2 * len(sequences[0])

@@ -1,4 +1,4 @@
-"""Simulated engines: times against formulas worked out by hand, on a clock that only moves when somebody waits."""
+"""Simulated engines: times against formulas worked out by hand, on a clock that advances only in waits."""
 
 import threading
 from pathlib import Path
@@ -37,18 +37,18 @@ def prompts(count: int, length: int = 10) -> list[Prompt]:
     return [Prompt(key, torch.full((length,), key, dtype=torch.int32), seed=key) for key in range(count)]
 
 
-def run_out(engine: SimulatedRollout) -> list[Response]:
+def run_to_end(engine: SimulatedRollout) -> list[Response]:
     responses = []
     while engine.running:
         responses += engine.run(NEVER)
     return responses
 
 
-def test_a_decoding_step_is_flat_and_then_linear() -> None:
+def test_the_time_of_a_decode_step_is_flat_and_then_linear() -> None:
     assert [COST.step_s(rows) for rows in (0, 1, 4, 5, 8)] == [0.0, 0.02, 0.02, 0.025, 0.04]
 
 
-def test_a_batch_takes_the_time_of_its_shrinking_steps() -> None:
+def test_the_time_of_a_batch_is_the_sum_of_its_shrinking_steps() -> None:
     lengths = [900, 100, 400, 400, 250, 30]
     decoder = SimulatedDecoder(COST)
     for key, length in enumerate(lengths):
@@ -64,7 +64,7 @@ def test_a_batch_takes_the_time_of_its_shrinking_steps() -> None:
     assert decoder.next_finish() == float("inf")
 
 
-def test_the_formula_holds_for_any_batch() -> None:
+def test_the_formula_equals_the_simulated_time_of_any_batch() -> None:
     drawn = Lengths(LogNormal(200, 1.0, 4000), seed=3)
     for count in (1, 3, 17, 64):
         lengths = [drawn.draw(b"", sample) for sample in range(count)]
@@ -74,7 +74,7 @@ def test_the_formula_holds_for_any_batch() -> None:
         assert decoder.advance(1e9)[-1].at_s == pytest.approx(COST.together_s(lengths), rel=1e-12)
 
 
-def test_a_sequence_that_joins_slows_the_others_and_looking_changes_nothing() -> None:
+def test_a_joining_sequence_slows_the_others_and_polling_changes_nothing() -> None:
     cost = GenerationCost(base_s=0.01, per_row_s=0.01)
     decoder = SimulatedDecoder(cost)
     decoder.add(0, 100)
@@ -87,18 +87,18 @@ def test_a_sequence_that_joins_slows_the_others_and_looking_changes_nothing() ->
     assert decoder.row_s == pytest.approx(0.5 + 2 * 1.0 + 0.5)
 
 
-def test_a_prefill_holds_up_everything_once_for_each_prompt() -> None:
+def test_a_prefill_stalls_all_rows_once_for_each_distinct_prompt() -> None:
     clock = DrivenClock()
     cost = GenerationCost(base_s=0.02, prefill_token_s=0.001)
     engine = SimulatedRollout(cost, exactly(50), ManualSimClock(clock), rows=4)
     same = torch.zeros(10, dtype=torch.int32)
     engine.add([Prompt(0, same, 1), Prompt(1, same, 2), Prompt(2, same + 1, 3)])
-    assert len(run_out(engine)) == 3
+    assert len(run_to_end(engine)) == 3
     assert clock.now() == pytest.approx(2 * 10 * 0.001 + 50 * 0.02)
 
 
-def test_a_run_repeats_exactly_and_has_the_right_shapes() -> None:
-    def once() -> tuple[list[tuple[int, int, tuple[int, ...]]], float]:
+def test_a_run_is_repeatable_and_has_the_right_types_and_shapes() -> None:
+    def run_once() -> tuple[list[tuple[int, int, tuple[int, ...]]], float]:
         clock = DrivenClock()
         engine = SimulatedRollout(COST, Lengths(LogNormal(100, 0.8, 1000), 0.5, 7), ManualSimClock(clock), rows=3)
         todo, responses = prompts(10), []
@@ -111,11 +111,11 @@ def test_a_run_repeats_exactly_and_has_the_right_shapes() -> None:
             assert len(one.tokens) == len(one.logprobs) == one.spans[1]
         return [(one.key, len(one.tokens), one.spans) for one in responses], clock.now()
 
-    assert once() == once()
-    assert sorted(key for key, _, _ in once()[0]) == list(range(10))
+    assert run_once() == run_once()
+    assert sorted(key for key, _, _ in run_once()[0]) == list(range(10))
 
 
-def test_no_more_is_taken_than_there_are_rows() -> None:
+def test_more_prompts_than_rows_are_refused() -> None:
     engine = SimulatedRollout(COST, exactly(5), ManualSimClock(), rows=2)
     engine.add(prompts(2))
     assert (engine.room, engine.running) == (0, 2)
@@ -134,7 +134,7 @@ def test_an_interrupt_wakes_a_waiting_engine() -> None:
     assert engine.running == 1
 
 
-def test_an_engine_goes_on_while_nobody_looks() -> None:
+def test_an_engine_generates_between_polls() -> None:
     clock = DrivenClock()
     engine = SimulatedRollout(COST, exactly(50), ManualSimClock(clock), rows=1)
     engine.add(prompts(1))
@@ -149,11 +149,11 @@ def test_weights_are_loaded_between_sequences() -> None:
     engine.add(prompts(1))
     with pytest.raises(EngineError, match="between sequences"):
         engine.swap(Snapshot.empty(1, [4]))
-    run_out(engine)
+    run_to_end(engine)
     engine.swap(Snapshot.empty(1, [4]))
     assert clock.now() == pytest.approx(50 * 0.02 + 3.0)
     engine.add(prompts(1))
-    assert run_out(engine)[0].spans == (1, 50)
+    assert run_to_end(engine)[0].spans == (1, 50)
 
 
 def test_weights_swapped_in_flight_split_the_spans_and_stall_once() -> None:
@@ -163,30 +163,30 @@ def test_weights_swapped_in_flight_split_the_spans_and_stall_once() -> None:
     engine.add(prompts(1))
     clock.advance(20 * 0.02 + 0.001)
     engine.swap(Snapshot.empty(1, [4]))
-    engine.swap(Snapshot.empty(2, [4]))  # no token was made with version 1
-    assert run_out(engine)[0].spans == (0, 20, 2, 30)
+    engine.swap(Snapshot.empty(2, [4]))  # no token was generated with version 1
+    assert run_to_end(engine)[0].spans == (0, 20, 2, 30)
     assert clock.now() == pytest.approx(50 * 0.02 + 2 * 3.0)
 
 
-def test_engines_fail_when_they_are_told_to() -> None:
+def test_engines_fail_as_configured() -> None:
     engine = SimulatedRollout(COST, exactly(5), ManualSimClock(), rows=4, failure=FailEvery(3))
     engine.add(prompts(2))
-    assert len(run_out(engine)) == 2
+    assert len(run_to_end(engine)) == 2
     engine.add(prompts(1))
     with pytest.raises(EngineError, match="failed as configured"):
         engine.run(NEVER)
-    doomed = [FailAtRandom(0.1).fails(1, sample_seed(0, number, 0, 0, 0)) for number in range(5000)]
-    assert fmean(doomed) == pytest.approx(0.1, abs=0.02)
+    failures = [FailAtRandom(0.1).fails(1, sample_seed(0, number, 0, 0, 0)) for number in range(5000)]
+    assert fmean(failures) == pytest.approx(0.1, abs=0.02)
     assert not any(FailAtRandom(0.0).fails(1, seed) for seed in range(100))
 
 
-def test_draws_belong_to_the_prompt_and_the_sample() -> None:
+def test_lengths_depend_on_the_prompt_and_on_the_sample() -> None:
     drawn = Lengths(LogNormal(500, 0.8, 10_000), correlation=0.6, seed=1)
     assert drawn.draw(b"a", 1) == drawn.draw(b"a", 1)
     assert len({drawn.draw(b"a", sample) for sample in range(20)}) > 10
-    alike = Lengths(LogNormal(500, 0.8, 10_000), correlation=1.0, seed=1)
-    assert len({alike.draw(b"a", sample) for sample in range(20)}) == 1
-    # Two epochs of the same prompts: history predicts.
+    correlated = Lengths(LogNormal(500, 0.8, 10_000), correlation=1.0, seed=1)
+    assert len({correlated.draw(b"a", sample) for sample in range(20)}) == 1
+    # Two epochs of the same prompts: earlier lengths predict later ones.
     firsts = torch.tensor([float(drawn.draw(str(number).encode(), 2 * number)) for number in range(2000)]).log()
     seconds = torch.tensor([float(drawn.draw(str(number).encode(), 2 * number + 1)) for number in range(2000)]).log()
     assert float(torch.corrcoef(torch.stack([firsts, seconds]))[0, 1]) == pytest.approx(0.6, abs=0.05)
@@ -221,7 +221,7 @@ def batch(*lengths: int) -> TrainingBatch:
     )
 
 
-def test_training_takes_as_long_however_a_step_was_cut() -> None:
+def test_the_time_of_a_training_step_does_not_depend_on_micro_batches() -> None:
     def train(*batches: TrainingBatch) -> float:
         clock = DrivenClock()
         trainer = SimulatedTrainer(TrainCost(0.001, optimizer_s=2.0), ManualSimClock(clock))
@@ -235,7 +235,7 @@ def test_training_takes_as_long_however_a_step_was_cut() -> None:
     assert TrainCost(0.001, pass_s=0.5, pass_tokens=100).accumulate(250) == pytest.approx(0.25 + 3 * 0.5)
 
 
-def test_a_trainer_publishes_its_steps() -> None:
+def test_a_trainer_publishes_its_number_of_steps_as_weights() -> None:
     clock = DrivenClock()
     trainer = SimulatedTrainer(TrainCost(0.0, snapshot_s=1.5), ManualSimClock(clock), parameter_bytes=64)
     assert trainer.step() == {}
@@ -248,7 +248,7 @@ def test_a_trainer_publishes_its_steps() -> None:
     assert received["weight"].tolist() == [1.0] * 16
 
 
-def test_scorers_take_their_time() -> None:
+def test_a_scorer_takes_the_configured_time() -> None:
     clock = DrivenClock()
     scorer = SimulatedScorer(ScoreCost(token_s=0.01, sample_s=1.0, pass_s=5.0, pass_samples=2), ManualSimClock(clock))
     responses = [torch.zeros(length) for length in (10, 20, 30)]
@@ -257,24 +257,24 @@ def test_scorers_take_their_time() -> None:
     assert scorer.rewards(responses) == [0.0, 0.0, 0.0]
 
 
-class LatePace(ManualSimClock):
+class LateClock(ManualSimClock):
     """Every wait ends a hundredth of a second late."""
 
     def wait_until(self, at_s: float, interrupt: object = None) -> None:
         self.clock.advance(max(0.0, at_s - self.now()) + 0.01)
 
 
-def test_late_wakes_do_not_add_up() -> None:
-    pace = LatePace()
-    device = SimDevice(pace)
+def test_late_wake_ups_do_not_accumulate() -> None:
+    sim_clock = LateClock()
+    device = SimDevice(sim_clock)
     for _ in range(100):
         device.work(1.0)
-    assert pace.now() == pytest.approx(100.01)
+    assert sim_clock.now() == pytest.approx(100.01)
 
 
 def test_real_time_is_scaled_and_does_not_drift() -> None:
-    pace = RealTimeSimClock(0.001)
-    device, start_s = SimDevice(pace), pace.now()
+    sim_clock = RealTimeSimClock(0.001)
+    device, start_s = SimDevice(sim_clock), sim_clock.now()
     for _ in range(50):
         device.work(2.0)
-    assert 100.0 <= pace.now() - start_s < 300.0
+    assert 100.0 <= sim_clock.now() - start_s < 300.0

@@ -1,4 +1,4 @@
-"""What ends a sequence: several stop tokens, stop strings, the length limit; and what the reward then reads."""
+"""What ends a sequence: several stop tokens, stop strings, the length limit; and the text that the reward reads."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from flowrt.roles import reward
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.timeline import Timeline
 
-LONG = 60
+MAX_NEW_TOKENS = 60
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,11 +52,11 @@ def checkpoint(model: Any, tokenizer: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def change(file: Path, **values: Any) -> None:
+def update_json(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def generate(model: Any, stop: StopConditions, count: int = 24, tokens: int = LONG) -> list[Response]:
+def generate(model: Any, stop: StopConditions, count: int = 24, tokens: int = MAX_NEW_TOKENS) -> list[Response]:
     engine = TorchRollout(model, stop=stop, rows=count, max_new_tokens=tokens, temperature=1.0)
     engine.add([Prompt(key, torch.tensor([3, 4], dtype=torch.int32), key) for key in range(count)])
     done: list[Response] = []
@@ -75,36 +75,38 @@ def generate(model: Any, stop: StopConditions, count: int = 24, tokens: int = LO
         ([9, 7], [7, 5], (1, 5, 7, 9)),
     ],
 )
-def test_all_stop_tokens_of_a_checkpoint_count(checkpoint: Path, config: Any, generation: Any, ids: Any) -> None:
-    change(checkpoint / "config.json", eos_token_id=config)
-    change(checkpoint / "generation_config.json", eos_token_id=generation)
+def test_stop_tokens_are_merged_from_both_files_of_a_checkpoint(
+    checkpoint: Path, config: Any, generation: Any, ids: Any
+) -> None:
+    update_json(checkpoint / "config.json", eos_token_id=config)
+    update_json(checkpoint / "generation_config.json", eos_token_id=generation)
     assert stop_token_ids(checkpoint) == StopConditions.of(checkpoint).token_ids == ids
 
 
-def test_a_checkpoint_without_generation_config_has_stop_tokens_too(checkpoint: Path) -> None:
+def test_a_checkpoint_without_generation_config_has_stop_tokens(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").unlink()
     assert stop_token_ids(checkpoint) == (1,)
 
 
-def test_a_stop_token_that_is_no_number_is_refused(checkpoint: Path) -> None:
-    change(checkpoint / "generation_config.json", eos_token_id=[1, -3])
+def test_an_invalid_stop_token_is_refused(checkpoint: Path) -> None:
+    update_json(checkpoint / "generation_config.json", eos_token_id=[1, -3])
     with pytest.raises(EngineError, match=r"generation_config\.json .* make it a token id, or a list"):
         stop_token_ids(checkpoint)
 
 
-def test_each_stop_token_ends_a_sequence_which_is_not_truncated(model: Any) -> None:
+def test_each_stop_token_ends_a_sequence_without_truncation(model: Any) -> None:
     one, three = (generate(model, StopConditions(ids)) for ids in ((1,), (1, 5, 7)))
     assert {int(response.tokens[-1]) for response in three if not response.truncated} == {1, 5, 7}
     for response, longer in zip(three, one, strict=True):
         tokens = response.tokens.tolist()
         assert set(tokens[:-1]).isdisjoint({1, 5, 7})
         assert response.truncated == (tokens[-1] not in (1, 5, 7))
-        assert not response.truncated or len(tokens) == LONG
+        assert not response.truncated or len(tokens) == MAX_NEW_TOKENS
         assert longer.tokens.tolist()[: len(tokens)] == tokens  # the same draws, ended earlier
 
 
-def test_a_stop_token_at_the_length_limit_is_a_stop(model: Any) -> None:
-    ended = next(one for one in generate(model, StopConditions((1,))) if 2 < len(one.tokens) < LONG)
+def test_a_stop_token_at_the_length_limit_is_no_truncation(model: Any) -> None:
+    ended = next(one for one in generate(model, StopConditions((1,))) if 2 < len(one.tokens) < MAX_NEW_TOKENS)
     again = generate(model, StopConditions((1,)), tokens=len(ended.tokens))[ended.key]
     shorter = generate(model, StopConditions((1,)), tokens=len(ended.tokens) - 1)[ended.key]
     assert (again.truncated, shorter.truncated) == (False, True)
@@ -124,7 +126,7 @@ def test_a_stop_string_ends_a_sequence_with_the_token_that_completes_it(
         assert response.truncated == (not ends and longer.truncated)
 
 
-def test_the_reward_reads_the_text_before_what_ended_it(tokenizer: Any) -> None:
+def test_the_reward_reads_the_text_before_the_stop_token_or_string(tokenizer: Any) -> None:
     ids = tokenizer("12+34")["input_ids"]
     stop = StopConditions((1, ids[-1]), ("+3",), tokenizer)
     assert StopConditions((1,), (), tokenizer).text([*ids, 1]) == tokenizer.decode(ids)
@@ -134,7 +136,7 @@ def test_the_reward_reads_the_text_before_what_ended_it(tokenizer: Any) -> None:
     assert stop.end_of(ids[:3]) is None
 
 
-# ---- SGLang: what the server says is put right
+# ---- SGLang: answers of the server are corrected
 
 
 def response(stop: StopConditions, *parts: PartialResponse) -> Response:
@@ -149,7 +151,7 @@ def part(tokens: list[int], *, version: int = 0, at_limit: bool = False, abort: 
     return PartialResponse(tuple(tokens), logprobs, (version, len(tokens)), abort, at_limit)
 
 
-def test_a_server_that_stopped_at_any_of_its_tokens_did_not_truncate() -> None:
+def test_a_response_that_the_server_stopped_is_not_truncated() -> None:
     assert not response(StopConditions((1,)), part([4, 5])).truncated  # a stop token that only the server knows
     assert response(StopConditions((1,)), part([4, 5], at_limit=True)).truncated
     assert not response(StopConditions((1, 5)), part([4, 5], at_limit=True)).truncated
@@ -165,7 +167,7 @@ def test_a_stop_string_across_two_parts_of_a_sequence_ends_it(tokenizer: Any) ->
 
 def test_both_engines_are_built_with_the_same_stop_tokens(checkpoint: Path) -> None:
 
-    change(checkpoint / "generation_config.json", eos_token_id=[1, 5])
+    update_json(checkpoint / "generation_config.json", eos_token_id=[1, 5])
     flags = ["--rollout.stop", "=", "--rollout.sglang.url", "http://127.0.0.1:9"]
     setup = RolloutSetup(
         model=checkpoint,
@@ -184,16 +186,16 @@ def test_both_engines_are_built_with_the_same_stop_tokens(checkpoint: Path) -> N
         server.close()
 
 
-async def test_the_reward_role_asks_the_flag_and_not_the_last_token(
+async def test_the_reward_role_uses_the_truncated_flag_not_the_last_token(
     checkpoint: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four responses: two stop tokens, a cut one that ends like a stopped one, and one cut in the middle."""
+    """Four responses: two end in stop tokens, a truncated one ends in a stop token, a truncated one does not."""
 
-    change(checkpoint / "generation_config.json", eos_token_id=[1, 5])
-    seen: list[str] = []
+    update_json(checkpoint / "generation_config.json", eos_token_id=[1, 5])
+    scored_texts: list[str] = []
 
     def score(text: str, _: str) -> float:
-        seen.append(text)
+        scored_texts.append(text)
         return float(len(text))
 
     task = SimpleNamespace(
@@ -214,16 +216,16 @@ async def test_the_reward_role_asks_the_flag_and_not_the_last_token(
         timeline = Timeline(MonotonicClock())
 
         async def pull(self, *_: Any, **__: Any) -> Any:
-            if seen:
+            if scored_texts:
                 raise Stopped("done", 0)
             return batch
 
         def start_commit(self, *columns: Any) -> "asyncio.Future[None]":
             assert columns[-1] == {"reward": [2.0, 2.0, 0.0, 0.0]}
-            answered = asyncio.get_running_loop().create_future()
-            answered.set_result(None)
-            return answered
+            committed = asyncio.get_running_loop().create_future()
+            committed.set_result(None)
+            return committed
 
     with pytest.raises(Stopped):
         await reward.run(cast(Any, Session()), parse(["--model", str(checkpoint), "--samples.per-step", "0"]))
-    assert seen == ["12", "12", "", ""]
+    assert scored_texts == ["12", "12", "", ""]

@@ -1,4 +1,4 @@
-"""The rollout engine against transformers, and what its samples depend on."""
+"""The rollout engine against transformers; its samples depend only on their seeds and the weights."""
 
 import threading
 from typing import Any
@@ -33,8 +33,8 @@ def prompts(greedy: bool = False) -> list[Prompt]:
     ]
 
 
-def answer(model: Any, todo: list[Prompt], rows: int, arrivals: int, **settings: Any) -> dict[int, Response]:
-    """Generate everything, new prompts joining ``arrivals`` at a time while others run."""
+def generate_all(model: Any, todo: list[Prompt], rows: int, arrivals: int, **settings: Any) -> dict[int, Response]:
+    """Responses to all prompts, which are added ``arrivals`` at a time while others run."""
     options: dict[str, Any] = {"stop": StopConditions((EOS,)), "max_new_tokens": 40, "temperature": 1.0} | settings
     engine = TorchRollout(model, rows=rows, **options)
     done: dict[int, Response] = {}
@@ -57,10 +57,10 @@ def drain(engine: TorchRollout) -> list[Response]:
 
 @pytest.mark.slow
 def test_greedy_answers_are_those_of_transformers(model: Any) -> None:
-    mine = answer(model, prompts(greedy=True), rows=5, arrivals=2)
+    found = generate_all(model, prompts(greedy=True), rows=5, arrivals=2)
     for prompt in prompts():
         ids = prompt.tokens.long().unsqueeze(0)
-        theirs = model.generate(
+        expected = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=40,
@@ -68,42 +68,42 @@ def test_greedy_answers_are_those_of_transformers(model: Any) -> None:
             eos_token_id=EOS,
             pad_token_id=0,
         )
-        assert mine[prompt.key].tokens.tolist() == theirs[0, ids.shape[1] :].tolist()
+        assert found[prompt.key].tokens.tolist() == expected[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_log_probabilities_are_those_of_a_full_forward_pass(model: Any, temperature: float) -> None:
-    done = answer(model, prompts(), rows=4, arrivals=3, temperature=temperature)
+    done = generate_all(model, prompts(), rows=4, arrivals=3, temperature=temperature)
     responses = [done[key].tokens for key in range(len(LENGTHS))]
     scored = score(model, [prompt.tokens for prompt in prompts()], responses, temperature, budget_tokens=200)
     for key, expected in enumerate(scored):
         torch.testing.assert_close(done[key].logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_a_sample_depends_on_its_own_seed_not_on_its_neighbours(model: Any) -> None:
-    alone = answer(model, prompts(), rows=1, arrivals=1)
-    crowded = answer(model, prompts(), rows=12, arrivals=12)
-    trickling = answer(model, prompts()[::-1], rows=3, arrivals=1)
+def test_a_sample_depends_on_its_seed_and_not_on_the_batch(model: Any) -> None:
+    single = generate_all(model, prompts(), rows=1, arrivals=1)
+    batched = generate_all(model, prompts(), rows=12, arrivals=12)
+    staggered = generate_all(model, prompts()[::-1], rows=3, arrivals=1)
     for key in range(len(LENGTHS)):
-        assert alone[key].tokens.tolist() == crowded[key].tokens.tolist() == trickling[key].tokens.tolist()
+        assert single[key].tokens.tolist() == batched[key].tokens.tolist() == staggered[key].tokens.tolist()
 
 
 def test_one_row_repeats_bit_for_bit_in_any_order(model: Any) -> None:
-    first, second = (answer(model, order, rows=1, arrivals=1) for order in (prompts(), prompts()[::-1]))
+    first, second = (generate_all(model, order, rows=1, arrivals=1) for order in (prompts(), prompts()[::-1]))
     assert all(torch.equal(first[key].logprobs, second[key].logprobs) for key in first)
 
 
 def test_sampling_follows_the_distribution(model: Any) -> None:
     prompt = prompts()[0].tokens
     many = [Prompt(key, prompt, sample_seed(0, 0, 0, key, 0)) for key in range(4000)]
-    done = answer(model, many, rows=4000, arrivals=4000, max_new_tokens=1)
+    done = generate_all(model, many, rows=4000, arrivals=4000, max_new_tokens=1)
     with torch.inference_mode():
         expected = model(input_ids=prompt.long().unsqueeze(0)).logits[0, -1].softmax(0)
     found = torch.bincount(torch.cat([one.tokens for one in done.values()]).long(), minlength=24) / 4000
     assert (found - expected).abs().max() < 0.03
 
 
-def test_weights_mark_their_samples(model: Any) -> None:
+def test_spans_record_the_version_of_the_weights(model: Any) -> None:
     engine = TorchRollout(model, stop=StopConditions((EOS,)), rows=2, max_new_tokens=4, temperature=1.0)
     snapshot = Snapshot.take(5, {name: parameter.detach() for name, parameter in model.named_parameters()})
     engine.add(prompts()[:1])
@@ -115,7 +115,7 @@ def test_weights_mark_their_samples(model: Any) -> None:
     assert after.spans == (5, len(after.tokens))
 
 
-def test_an_interrupt_brings_the_engine_back(model: Any) -> None:
+def test_an_interrupt_makes_the_engine_return(model: Any) -> None:
     engine = TorchRollout(model, stop=StopConditions(), rows=1, max_new_tokens=40, temperature=1.0)
     engine.add(prompts()[:1])
     interrupt = threading.Event()
@@ -130,9 +130,9 @@ def test_more_prompts_than_rows_are_refused(model: Any) -> None:
         engine.add(prompts()[:3])
 
 
-def test_seeds_differ_in_every_part_and_repeat() -> None:
+def test_sample_seeds_are_repeatable_and_depend_on_every_part() -> None:
     base = (1, 2, 3, 4, 5)
-    changed = [tuple(value + (place == index) for place, value in enumerate(base)) for index in range(5)]
+    changed = [tuple(value + (position == index) for position, value in enumerate(base)) for index in range(5)]
     seeds = {sample_seed(*parts) for parts in [base, *changed]}
     assert len(seeds) == 6
     assert sample_seed(*base) == sample_seed(*base)

@@ -1,4 +1,4 @@
-"""Truncated sampling of the torch engine: its distribution, what it records, and what the trainer makes of it."""
+"""Truncated sampling of the torch engine: its distribution, the recorded supports, and their use in training."""
 
 import threading
 from typing import Any
@@ -17,7 +17,7 @@ from flowrt.engines.training.forward import enable_packing, response_logprobs
 from flowrt.transport.weights.snapshot import Snapshot
 
 EOS, VOCABULARY, DRAWS = 1, 48, 20_000
-MOST = {Truncation(top_k=20): 20, Truncation(top_k=40, top_p=0.9): 40, Truncation(top_k=40, min_p=0.1): 40}
+MAX_SUPPORT = {Truncation(top_k=20): 20, Truncation(top_k=40, top_p=0.9): 40, Truncation(top_k=40, min_p=0.1): 40}
 # Quantiles of chi-square at 0.999, by degrees of freedom (Wilson-Hilferty below 0.1 % off).
 Z_999 = 3.0902
 
@@ -59,9 +59,9 @@ def generate(model: Any, todo: list[Prompt], truncation: Truncation | None, **se
     return done
 
 
-def chi_square_quantile(freedom: int) -> float:
-    ninth = 2 / (9 * freedom)
-    return float(freedom * (1 - ninth + Z_999 * ninth**0.5) ** 3)
+def chi_square_quantile(degrees: int) -> float:
+    term = 2 / (9 * degrees)
+    return float(degrees * (1 - term + Z_999 * term**0.5) ** 3)
 
 
 @pytest.mark.parametrize("truncation", [Truncation(40, 0.9), Truncation(20), Truncation(30, 0.9, 0.05), Truncation()])
@@ -87,7 +87,7 @@ def test_draws_follow_the_renormalised_distribution(truncation: Truncation, temp
     assert statistic < chi_square_quantile(int(inside.sum()) - 1)
 
 
-def test_the_first_token_of_the_engine_follows_it_too(model: Any) -> None:
+def test_the_first_token_of_the_engine_follows_the_truncated_distribution(model: Any) -> None:
     truncation, prompt = Truncation(40, 0.9), prompts(1)[0].tokens
     many = [Prompt(key, prompt, sample_seed(0, 0, 0, key, 0)) for key in range(4000)]
     done = generate(model, many, truncation, max_new_tokens=1)
@@ -107,7 +107,7 @@ def test_the_first_token_of_the_engine_follows_it_too(model: Any) -> None:
     assert statistic < chi_square_quantile(int(inside.sum()) - 1)
 
 
-def test_identity_settings_change_no_bit(model: Any) -> None:
+def test_truncation_without_limits_changes_no_bit(model: Any) -> None:
     plain, identity = (generate(model, prompts(8), one) for one in (None, Truncation()))
     for key, one in plain.items():
         assert torch.equal(one.tokens, identity[key].tokens)
@@ -117,18 +117,18 @@ def test_identity_settings_change_no_bit(model: Any) -> None:
 
 
 @pytest.mark.parametrize("truncation", [Truncation(3), Truncation(40, 0.4), Truncation(40, 1.0, 0.6)])
-def test_each_option_changes_samples_and_greedy_ones_stay(model: Any, truncation: Truncation) -> None:
+def test_each_option_changes_samples_but_not_greedy_ones(model: Any, truncation: Truncation) -> None:
     plain, truncated = (generate(model, prompts(16), one) for one in (None, truncation))
     assert any(not torch.equal(plain[key].tokens, truncated[key].tokens) for key in plain)
-    greedy, still = (generate(model, prompts(16, greedy=True), one) for one in (None, truncation))
+    greedy, greedy_truncated = (generate(model, prompts(16, greedy=True), one) for one in (None, truncation))
     for key, one in greedy.items():
-        assert torch.equal(one.tokens, still[key].tokens)
-        assert torch.equal(one.logprobs, still[key].logprobs)
+        assert torch.equal(one.tokens, greedy_truncated[key].tokens)
+        assert torch.equal(one.logprobs, greedy_truncated[key].logprobs)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("truncation", list(MOST))
-def test_recorded_log_probabilities_are_those_of_the_trainer_over_the_support(
+@pytest.mark.parametrize("truncation", list(MAX_SUPPORT))
+def test_recorded_log_probabilities_equal_the_trainers_over_the_support(
     model: Any, truncation: Truncation, packed: bool
 ) -> None:
     done = generate(model, prompts(12), truncation)
@@ -136,7 +136,7 @@ def test_recorded_log_probabilities_are_those_of_the_trainer_over_the_support(
     supports = [one.support for one in responses if one.support is not None]
     assert len(supports) == 12
     assert all(one.support is not None and one.support.fits(one.tokens) for one in responses)
-    assert max(int(one.counts_T.max()) for one in supports) <= MOST[truncation]
+    assert max(int(one.counts_T.max()) for one in supports) <= MAX_SUPPORT[truncation]
     trained = new_model()
     assert not packed or enable_packing(trained)
     got, _ = response_logprobs(
@@ -173,14 +173,14 @@ def test_sequences_keep_their_supports_when_others_end_and_weights_change(model:
             engine.swap(snapshot)
     assert any(len(one.spans) > 2 for one in done)
     models = {0: new_model(), 1: other}
-    asked = {one.key: one.tokens for one in prompts(18)}
+    prompt_tokens = {one.key: one.tokens for one in prompts(18)}
     for one in done:
         assert one.support is not None
         assert one.support.fits(one.tokens)
         begin = 0
         for version, count in zip(one.spans[::2], one.spans[1::2], strict=True):
             expected, _ = response_logprobs(
-                models[version], [asked[one.key]], [one.tokens], 1.0, supports=[one.support]
+                models[version], [prompt_tokens[one.key]], [one.tokens], 1.0, supports=[one.support]
             )
             part = slice(begin, begin + count)
             torch.testing.assert_close(one.logprobs[part], expected[part].detach(), atol=1e-5, rtol=0)
@@ -201,7 +201,7 @@ def training_batch(responses: list[Response], **changes: Any) -> TrainingBatch:
     return TrainingBatch(**columns | changes)
 
 
-def test_an_unmoved_policy_has_ratios_of_one_with_supports_and_not_without(model: Any) -> None:
+def test_an_unchanged_policy_has_ratios_of_one_only_with_supports(model: Any) -> None:
     responses = list(generate(model, prompts(8), Truncation(40, 0.8)).values())
     responses.sort(key=lambda one: one.key)
     trainer = TorchTrainer(new_model(), TrainOptions(warmup_steps=0), Objective(), temperature=0.7)
@@ -218,16 +218,16 @@ def test_an_unmoved_policy_has_ratios_of_one_with_supports_and_not_without(model
 
 
 def test_the_gradient_reaches_no_token_outside_of_the_supports(model: Any) -> None:
-    """The update of the output matrix: with tied weights, rows of tokens that were neither drawn nor read."""
+    """With tied weights, only the embedding rows of the supports and of the prompt have a gradient."""
     responses = [generate(model, prompts(1), Truncation(4))[0]]
     trained = new_model()
     trainer = TorchTrainer(trained, TrainOptions(warmup_steps=0), Objective(), temperature=0.7)
     trainer.accumulate(training_batch(responses, advantages_N=torch.ones(1)))
     support = responses[0].support
     assert support is not None
-    slope_V = trained.model.embed_tokens.weight.grad.abs().sum(1)
+    gradient_V = trained.model.embed_tokens.weight.grad.abs().sum(1)
     touched = set(support.tokens_E.tolist()) | set(prompts(1)[0].tokens.tolist())
-    assert {token for token in range(VOCABULARY) if slope_V[token] > 0} <= touched
+    assert {token for token in range(VOCABULARY) if gradient_V[token] > 0} <= touched
     assert len(touched) < VOCABULARY
 
 

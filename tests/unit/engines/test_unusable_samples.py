@@ -1,4 +1,4 @@
-"""The loss metric of a step, and samples whose recorded numbers are unusable: they cost themselves, not the step."""
+"""The loss metric of a step, and samples with unusable recorded values: they are masked, and the step continues."""
 
 import dataclasses
 import math
@@ -38,11 +38,11 @@ def engine(objective: Objective | None = None) -> TorchTrainer:
 
 
 def gradient(one: TorchTrainer) -> torch.Tensor:
-    seen: list[torch.Tensor] = []
-    one.on_gradient = lambda whole: seen.append(whole.clone())
+    gradients: list[torch.Tensor] = []
+    one.on_gradient = lambda whole: gradients.append(whole.clone())
     metrics = one.step()
     assert metrics
-    return seen[0]
+    return gradients[0]
 
 
 def test_the_loss_metric_is_the_loss_that_is_minimised() -> None:
@@ -60,7 +60,7 @@ def test_the_loss_metric_is_the_loss_that_is_minimised() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e4, 0.5])
-def test_sample_with_an_unusable_log_probability_is_masked_and_counted(
+def test_a_sample_with_an_unusable_log_probability_is_masked_and_counted(
     value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorded = torch.full((6,), -3.0)
@@ -81,7 +81,7 @@ def test_misaligned_log_probabilities_are_masked_and_do_not_shift_other_samples(
     assert torch.equal(gradient(masked), gradient(without))
 
 
-def test_reference_that_is_not_finite_masks_its_sample() -> None:
+def test_a_non_finite_reference_masks_its_sample() -> None:
     trainer = engine(Objective(kl=Kl(0.5)))
     trainer.accumulate(batch(reference_logprobs=[torch.full((4,), -2.0), torch.full((6,), math.nan)]))
     metrics = trainer.step()
@@ -90,7 +90,7 @@ def test_reference_that_is_not_finite_masks_its_sample() -> None:
     assert metrics["invalid_samples"] == 1
 
 
-def test_pass_without_any_token_trains_nothing() -> None:
+def test_a_pass_without_tokens_trains_nothing() -> None:
     trainer = engine()
     none = torch.zeros(0, dtype=torch.int64)
     empty = TrainingBatch(
@@ -107,7 +107,7 @@ def test_pass_without_any_token_trains_nothing() -> None:
     assert trainer.step()["response_length"] == pytest.approx(10 / 3)
 
 
-def test_gradient_that_is_not_finite_changes_no_weight() -> None:
+def test_a_non_finite_gradient_changes_no_weight() -> None:
     trainer = engine()
     trainer.accumulate(batch())
     assert trainer.step()["grad_norm"] > 0

@@ -1,4 +1,4 @@
-"""Weights that lie as a CPU multiplies by them fastest: the same numbers, before and after a swap."""
+"""Weights in the memory layout that is fastest on a CPU: the same values, before and after a swap."""
 
 import copy
 import threading
@@ -27,15 +27,15 @@ def make_model(seed: int) -> Any:
     return build_model(vocab_size=24, seed=seed, **sizes).eval()
 
 
-def turned(model: Any) -> dict[str, bool]:
-    """Of each matrix: whether it lies input after input."""
+def column_major(model: Any) -> dict[str, bool]:
+    """For each matrix: whether it is stored column by column."""
     matrices = {name: one for name, one in model.named_parameters() if one.dim() == 2}
     return {name: one.stride(0) == 1 and one.stride(1) == one.shape[0] for name, one in matrices.items()}
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_model_computes_what_it_did(name: str) -> None:
+def test_the_layout_changes_no_output_and_no_weight(name: str) -> None:
     kind, config = copy.deepcopy(DECODERS[name])
     torch.manual_seed(0)
     model = kind(config).eval()
@@ -47,38 +47,38 @@ def test_a_model_computes_what_it_did(name: str) -> None:
     assert all(torch.equal(one, weights[name]) for name, one in model.named_parameters())
     linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
     tied = model.lm_head.weight is model.get_input_embeddings().weight
-    assert {name for name, is_turned in turned(model).items() if is_turned} == linear - (
+    assert {name for name, is_column_major in column_major(model).items() if is_column_major} == linear - (
         {"lm_head.weight"} if tied else set()
     )
 
 
-def test_narrow_types_and_what_an_embedding_reads_stay_as_they_are() -> None:
-    assert not any(turned(optimize_layout(make_model(0).bfloat16())).values())
+def test_bfloat16_weights_and_tied_embeddings_keep_their_layout() -> None:
+    assert not any(column_major(optimize_layout(make_model(0).bfloat16())).values())
     model = make_model(0)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert not turned(optimize_layout(model))["model.embed_tokens.weight"]
+    assert not column_major(optimize_layout(model))["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_weights_that_are_swapped_in_lie_as_the_old_ones_did(steps: int) -> None:
-    """At a boundary, and in flight, into the second copy of the model."""
+def test_swapped_weights_have_the_layout_of_the_old_ones(steps: int) -> None:
+    """Between sequences, and in flight into the second copy of the model."""
     engine = TorchRollout(
         optimize_layout(make_model(1)), stop=StopConditions((99,)), rows=2, max_new_tokens=9, temperature=1.0
     )
-    expected = turned(engine._cached.model)
+    expected = column_major(engine._cached.model)
     assert sum(expected.values()) == 14
     new = Snapshot.take(1, named_parameters(make_model(2)))
     if steps:
-        at_once = threading.Event()
-        at_once.set()
+        interrupt = threading.Event()
+        interrupt.set()
         engine.add([Prompt(0, torch.tensor([3, 4], dtype=torch.int32), 7)])
         for _ in range(steps):
-            engine.run(at_once)
-        while beside := engine.prepare(new):
-            beside()
+            engine.run(interrupt)
+        while work := engine.prepare(new):
+            work()
     engine.swap(new)
     held = engine._cached.model
-    assert turned(held) == expected
+    assert column_major(held) == expected
     for name, one in make_model(2).named_parameters():
         assert torch.equal(dict(held.named_parameters())[name], one)
     while engine.running:
@@ -86,19 +86,19 @@ def test_weights_that_are_swapped_in_lie_as_the_old_ones_did(steps: int) -> None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.sampled_from(["int8", "float32"])), max_size=6))
-def test_weights_are_restored_however_they_lie(shapes: list[tuple[int, int, str]]) -> None:
-    """Behind bytes of a narrower type, which begin and end anywhere."""
+def test_weights_are_restored_into_transposed_tensors(shapes: list[tuple[int, int, str]]) -> None:
+    """After tensors of a narrower dtype, at arbitrary byte offsets."""
     tensors = {str(at): torch.randn(m, n).mul(50).to(getattr(torch, kind)) for at, (m, n, kind) in enumerate(shapes)}
     target = {name: torch.zeros(one.shape[::-1], dtype=one.dtype).t() for name, one in tensors.items()}
     Snapshot.take(1, tensors).restore(target)
     assert all(torch.equal(target[name], one) for name, one in tensors.items())
 
 
-def test_a_rollout_worker_lays_them_out_but_not_where_bits_count(tmp_path: Path) -> None:
+def test_a_rollout_worker_optimizes_the_layout_unless_deterministic(tmp_path: Path) -> None:
     save_model(make_model(0), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
     flags = ["arithmetic", "--model", str(tmp_path / "model"), "--rollout.max-running-requests", "4"]
     fast, exact = (rollout_engine(parse([*flags, "--deterministic", one])) for one in ("False", "True"))
     assert isinstance(fast, TorchRollout)
     assert isinstance(exact, TorchRollout)
-    assert any(turned(fast._cached.model).values())
-    assert not any(turned(exact._cached.model).values())
+    assert any(column_major(fast._cached.model).values())
+    assert not any(column_major(exact._cached.model).values())

@@ -1,4 +1,4 @@
-"""Who sees which accelerators of the machine that a run is started on."""
+"""Assignment of the accelerators of the launcher's machine to its workers."""
 
 import dataclasses
 import os
@@ -20,16 +20,16 @@ SPLIT = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable
 
 @pytest.fixture
 def dev(tmp_path: Path) -> Path:
-    """That of a machine with four GPUs."""
+    """The device directory of a machine with four GPUs."""
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     return tmp_path
 
 
-def seen(flags: list[str], dev: Path, **environment: str) -> dict[str, str]:
-    """What each worker sees."""
-    given = environments(parse(flags), environment, dev)
-    return {name: own["CUDA_VISIBLE_DEVICES"] for name, own in given.items()}
+def visible_to_workers(flags: list[str], dev: Path, **environment: str) -> dict[str, str]:
+    """The devices that each worker sees."""
+    assigned = environments(parse(flags), environment, dev)
+    return {name: variables["CUDA_VISIBLE_DEVICES"] for name, variables in assigned.items()}
 
 
 @pytest.mark.parametrize(
@@ -60,36 +60,38 @@ def seen(flags: list[str], dev: Path, **environment: str) -> dict[str, str]:
         ([*FSDP, "--launch.devices", "3,1,GPU-5a"], {"trainer": "3,1", "rollout-0": "GPU-5a", "rollout-1": "GPU-5a"}),
     ],
 )
-def test_each_worker_of_this_machine_has_devices_of_its_own(
-    flags: list[str], expected: dict[str, str], dev: Path
-) -> None:
-    assert seen(flags, dev) == expected
+def test_devices_are_divided_among_the_local_workers(flags: list[str], expected: dict[str, str], dev: Path) -> None:
+    assert visible_to_workers(flags, dev) == expected
 
 
-def test_what_the_launcher_may_not_see_is_given_to_nobody(dev: Path) -> None:
-    assert seen(FSDP, dev, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b,7") == {
+def test_only_devices_visible_to_the_launcher_are_assigned(dev: Path) -> None:
+    assert visible_to_workers(FSDP, dev, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b,7") == {
         "trainer": "GPU-a,GPU-b",
         "rollout-0": "7",
         "rollout-1": "7",
     }
-    assert seen(FSDP, dev, CUDA_VISIBLE_DEVICES="") == seen(FSDP, dev, CUDA_VISIBLE_DEVICES="-1") == {}
+    assert (
+        visible_to_workers(FSDP, dev, CUDA_VISIBLE_DEVICES="")
+        == visible_to_workers(FSDP, dev, CUDA_VISIBLE_DEVICES="-1")
+        == {}
+    )
 
 
-def test_npus_are_shared_out_as_well_and_nothing_where_there_is_neither(tmp_path: Path) -> None:
-    assert seen(FSDP, tmp_path, CUDA_VISIBLE_DEVICES="0") == {}
+def test_npus_are_found_and_a_machine_without_devices_assigns_none(tmp_path: Path) -> None:
+    assert visible_to_workers(FSDP, tmp_path, CUDA_VISIBLE_DEVICES="0") == {}
     for name in ("davinci0", "davinci1", "davinci_manager"):
         (tmp_path / name).touch()
     assert visible({}, tmp_path) == ("ASCEND_RT_VISIBLE_DEVICES", ("0", "1"))
     assert visible({"ASCEND_RT_VISIBLE_DEVICES": "5"}, tmp_path) == ("ASCEND_RT_VISIBLE_DEVICES", ("5",))
 
 
-def test_devices_that_are_no_list_are_refused() -> None:
+def test_an_invalid_device_list_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"launch\.devices is '0,,1'; use auto, none, or a list like 0,1,2"):
         parse(["--launch.devices", "0,,1"])
 
 
-async def test_a_worker_is_started_with_what_is_its_own(tmp_path: Path) -> None:
-    """And whoever is started in its place, under its name."""
+async def test_a_worker_process_gets_its_own_environment(tmp_path: Path) -> None:
+    """So does its replacement, under the same name."""
     children = Children(tmp_path, {"SHARED": "1"}, {"rollout-1": {"CUDA_VISIBLE_DEVICES": "3"}})
     for name in ("rollout-1", "reward", "rollout-1"):
         child = await children.start(name, ["sh", "-c", "echo $SHARED $CUDA_VISIBLE_DEVICES"])
@@ -98,9 +100,9 @@ async def test_a_worker_is_started_with_what_is_its_own(tmp_path: Path) -> None:
     assert logs == [["1", "3", "1", "3"], ["1", *filter(None, [os.environ.get("CUDA_VISIBLE_DEVICES")])]]
 
 
-def test_the_memory_of_a_device_is_that_of_all_that_share_it() -> None:
+def test_device_memory_is_the_sum_over_the_workers_that_share_it() -> None:
     config = parse(["--device", "cuda", "--rollout.workers", "3"])
     needs = dataclasses.replace(estimate(config, SEVEN_B), trainer_device=1000, server=10)
     assert [shared_device_bytes(config, needs, devices) for devices in (0, 1, 2, 3, 4)] == [0, 1030, 30, 20, 0]
     mixed = parse(["--device", "cuda", "--rollout.device", "cpu"])
-    assert shared_device_bytes(mixed, needs, 1) == 0  # the trainer has it for itself
+    assert shared_device_bytes(mixed, needs, 1) == 0  # only the trainer uses it

@@ -1,4 +1,4 @@
-"""What flowrt doctor judges: a red (or yellow) case of every check, and what is said about it."""
+"""Findings of flowrt doctor: a failure (or a warning) of every check, with its message."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from flowrt.recipes.config_io import parse
 
 GIB = 2**30
 GPU = Accelerator(name="H200", free_bytes=100 * GIB, total_bytes=140 * GIB)
-WELL = Facts(
+HEALTHY = Facts(
     node="a",
     python="3.11.7",
     versions=dict.fromkeys(PACKAGES, "1.0"),
@@ -44,11 +44,11 @@ SHARED = dataclasses.replace(ON_GPU, shared_device_bytes=500 * GIB)
 
 
 def other(name: str, **changes: Any) -> Facts:
-    return dataclasses.replace(WELL, node=name, probe=f"probe-{name}-1", **changes)
+    return dataclasses.replace(HEALTHY, node=name, probe=f"probe-{name}-1", **changes)
 
 
 def pair(delay_s: tuple[float, float] = (1e-4, 1e-4), speed: float = 1e9) -> list[Facts]:
-    """Two nodes that have met; the delays are those of what came to a and to b."""
+    """Two connected nodes; ``delay_s``: the delay of messages to a and to b."""
     return [
         other("a", delay_s={"probe-b-1": delay_s[0]}, bytes_per_s={"probe-b-1": speed}),
         other("b", delay_s={"probe-a-1": delay_s[1]}, bytes_per_s={"probe-a-1": speed}),
@@ -59,15 +59,15 @@ def bad(findings: list[Finding], verdict: Verdict = Verdict.BAD) -> list[Finding
     return [finding for finding in findings if finding.verdict is verdict]
 
 
-def test_a_node_that_is_well() -> None:
-    assert {finding.verdict for finding in judge([WELL], WANT)} == {Verdict.GOOD}
+def test_healthy_nodes_pass_every_check() -> None:
+    assert {finding.verdict for finding in judge([HEALTHY], WANT)} == {Verdict.GOOD}
     assert {finding.verdict for finding in judge(pair(), WANT)} == {Verdict.GOOD}
     on_gpu = [dataclasses.replace(facts, devices=[GPU]) for facts in pair()]
     assert {finding.verdict for finding in judge(on_gpu, ON_GPU)} == {Verdict.GOOD}
 
 
 @pytest.mark.parametrize(
-    ("check", "changes", "want", "said"),
+    ("check", "changes", "want", "fix"),
     [
         ("Python", {"python": "3.10.2"}, WANT, "3.11 or newer"),
         ("torch", {"torch_error": "ImportError: libcudart.so"}, WANT, "flowrt.launcher.doctor.probe"),
@@ -79,27 +79,27 @@ def test_a_node_that_is_well() -> None:
         ("disk", {"free_disk_bytes": GIB // 2}, WANT, "checkpoint.keep"),
         ("disk", {"directory_error": "/r is not writable"}, WANT, "another --run-dir"),
         ("port", {"port_error": "10.0.0.1: Permission denied"}, WANT, "listen on that address"),
-        ("controller", {"round_trip_s": None, "peer_error": "nobody answered"}, WANT, "firewall"),
+        ("controller", {"round_trip_s": None, "peer_error": "no answer"}, WANT, "firewall"),
     ],
 )
-def test_a_red_line(check: str, changes: dict[str, Any], want: Wanted, said: str) -> None:
-    (line,) = bad(judge([dataclasses.replace(WELL, **changes)], want))
+def test_a_failed_check_names_its_fix(check: str, changes: dict[str, Any], want: Wanted, fix: str) -> None:
+    (line,) = bad(judge([dataclasses.replace(HEALTHY, **changes)], want))
     assert (line.check, line.where) == (check, "a")
-    assert said in line.fix
+    assert fix in line.fix
     assert all(value in line.found for value in changes.values() if isinstance(value, str))
 
 
 SCORING = dataclasses.replace(WANT, reference_device="cuda", reference_bytes=50 * GIB)
 
 
-def test_reference_workers_need_an_accelerator_on_some_node_and_room_on_it() -> None:
-    (line,) = bad(judge([WELL], SCORING))
+def test_reference_workers_need_an_accelerator_with_free_memory() -> None:
+    (line,) = bad(judge([HEALTHY], SCORING))
     assert (line.check, line.where, line.found) == ("reference device", "a", "no accelerator")
     assert "reference.device is cuda" in line.fix
     one, two = pair()
     assert [found.where for found in bad(judge([one, two], SCORING))] == ["all"]
     assert not bad(judge([one, dataclasses.replace(two, devices=[GPU])], SCORING))
-    small = dataclasses.replace(WELL, devices=[{**GPU, "free_bytes": 40 * GIB}])
+    small = dataclasses.replace(HEALTHY, devices=[{**GPU, "free_bytes": 40 * GIB}])
     (line,) = bad(judge([small], SCORING))
     assert (line.check, "reference.dtype" in line.fix) == ("reference device", True)
     assert "40.0 GiB free" in line.found
@@ -114,15 +114,15 @@ def test_reference_workers_need_an_accelerator_on_some_node_and_room_on_it() -> 
         ("controller", {"round_trip_s": 0.2}),
     ],
 )
-def test_a_yellow_line(check: str, changes: dict[str, Any]) -> None:
-    findings = judge([dataclasses.replace(WELL, **changes)], WANT)
+def test_a_warning_is_not_a_failure(check: str, changes: dict[str, Any]) -> None:
+    findings = judge([dataclasses.replace(HEALTHY, **changes)], WANT)
     assert [line.check for line in bad(findings, Verdict.WARN)] == [check]
     assert checks.is_well(findings)
 
 
-def test_an_address_that_others_cannot_reach_matters_only_where_there_are_others() -> None:
-    alone = dataclasses.replace(WELL, own_address="127.0.0.1")
-    assert not bad(judge([alone], WANT))
+def test_a_loopback_address_fails_only_with_several_nodes() -> None:
+    single = dataclasses.replace(HEALTHY, own_address="127.0.0.1")
+    assert not bad(judge([single], WANT))
     one, two = pair()
     (line,) = bad(judge([dataclasses.replace(one, own_address="127.0.0.1"), two], WANT))
     assert (line.check, "controller.host" in line.fix) == ("address", True)
@@ -131,13 +131,13 @@ def test_an_address_that_others_cannot_reach_matters_only_where_there_are_others
 @pytest.mark.parametrize(
     ("change", "check"),
     [
-        ({"versions": {**WELL.versions, "torch": "2.0"}}, "versions: torch"),
-        ({"versions": {**WELL.versions, "flowrt": ""}}, "versions: flowrt"),
+        ({"versions": {**HEALTHY.versions, "torch": "2.0"}}, "versions: torch"),
+        ({"versions": {**HEALTHY.versions, "flowrt": ""}}, "versions: flowrt"),
         ({"python": "3.12.1"}, "versions: Python"),
         ({"protocol": 3}, "versions: protocol"),
     ],
 )
-def test_nodes_that_differ(change: dict[str, Any], check: str) -> None:
+def test_version_differences_between_nodes_are_found(change: dict[str, Any], check: str) -> None:
     one, two = pair()
     (line,) = bad(judge([one, dataclasses.replace(two, **change)], WANT))
     assert line.check == check
@@ -145,13 +145,13 @@ def test_nodes_that_differ(change: dict[str, Any], check: str) -> None:
     assert "b " in line.found
 
 
-def test_a_patch_of_python_may_differ() -> None:
+def test_python_patch_versions_may_differ() -> None:
     one, two = pair()
     assert not bad(judge([one, dataclasses.replace(two, python="3.11.9")], WANT))
 
 
-def test_clocks_are_compared_without_the_time_on_the_way() -> None:
-    """Two seconds ahead, with a slow link: what came to it took 5 s by its clock, what came from it 1 s."""
+def test_the_clock_offset_excludes_the_network_delay() -> None:
+    """Two seconds ahead, on a slow link: messages to the node seem to take 5 s, messages from it 1 s."""
     (line,) = [finding for finding in judge(pair((1.0, 5.0)), WANT) if finding.check == "clock"]
     assert line.verdict is Verdict.BAD
     assert "+2000.0 ms" in line.found
@@ -160,7 +160,7 @@ def test_clocks_are_compared_without_the_time_on_the_way() -> None:
     assert (line.verdict, "+0.0 ms" in line.found) == (Verdict.GOOD, True)
 
 
-def test_a_pair_that_did_not_meet() -> None:
+def test_a_pair_without_a_connection_fails() -> None:
     one, two = pair()
     lost = dataclasses.replace(two, bytes_per_s={}, delay_s={}, peer_error="waited 60 s for its turn with probe-a-1")
     (line,) = bad(judge([one, lost], WANT))
@@ -169,40 +169,40 @@ def test_a_pair_that_did_not_meet() -> None:
     assert "firewall" in line.fix
 
 
-def test_a_pair_that_did_not_meet_is_no_matter_of_other_pairs() -> None:
+def test_a_pair_without_a_connection_reports_only_its_own_errors() -> None:
     one, two = pair()
     unmet: dict[str, Any] = {"bytes_per_s": {}, "delay_s": {}}
     lines = bad(judge([dataclasses.replace(one, **unmet), dataclasses.replace(two, **unmet)], WANT))
     assert {line.found for line in lines} == {"nothing arrived"}
-    told = dataclasses.replace(one, **unmet, lane_errors={"probe-b-1": "gave it up", "probe-c-1": "not this"})
-    lines = bad(judge([told, dataclasses.replace(two, **unmet)], WANT))
-    assert {line.where: line.found for line in lines} == {"a to b": "gave it up", "b to a": "gave it up"}
+    reported = dataclasses.replace(one, **unmet, lane_errors={"probe-b-1": "timed out", "probe-c-1": "another error"})
+    lines = bad(judge([reported, dataclasses.replace(two, **unmet)], WANT))
+    assert {line.where: line.found for line in lines} == {"a to b": "timed out", "b to a": "timed out"}
 
 
-def test_a_slow_pair() -> None:
-    assert len(bad(judge(pair(speed=5e7), WANT), Verdict.WARN)) == 2  # slow by itself
+def test_a_slow_lane_is_a_warning() -> None:
+    assert len(bad(judge(pair(speed=5e7), WANT), Verdict.WARN)) == 2  # slow in absolute terms
     names = ("a", "b", "c")
     three = [other(name, bytes_per_s={f"probe-{peer}-1": 1e9 for peer in names if peer != name}) for name in names]
-    three[2].bytes_per_s["probe-a-1"] = 2e8  # slow beside the others
+    three[2].bytes_per_s["probe-a-1"] = 2e8  # slow compared with the others
     (line,) = bad(judge(three, WANT), Verdict.WARN)
     assert line.where == "a to c"
 
 
-def test_a_lane_on_which_every_transfer_would_fail() -> None:
+def test_a_lane_below_the_minimum_transfer_rate_fails() -> None:
     lines = bad(judge(pair(speed=5e5), dataclasses.replace(WANT, lane_bytes_per_s=1e6)))
     assert [(line.where, line.found) for line in lines] == [("a to b", "0.5 MB/s"), ("b to a", "0.5 MB/s")]
     assert "controller.min_transfer_mb_per_s (1)" in lines[0].fix
 
 
-def test_nodes_of_one_name_are_with_unique_names() -> None:
+def test_nodes_of_the_same_name_get_unique_names() -> None:
     one, two = (other("vm", own_address=f"10.0.0.{number}", protocol=number) for number in (1, 2))
-    apart = with_unique_names([one, two, other("c")])
-    assert [facts.node for facts in apart] == ["vm (10.0.0.1)", "vm (10.0.0.2)", "c"]
-    (line,) = [line for line in bad(judge(apart[:2], Wanted())) if line.check.startswith("versions")]
+    unique = with_unique_names([one, two, other("c")])
+    assert [facts.node for facts in unique] == ["vm (10.0.0.1)", "vm (10.0.0.2)", "c"]
+    (line,) = [line for line in bad(judge(unique[:2], Wanted())) if line.check.startswith("versions")]
     assert line.found == "vm (10.0.0.1) 1, vm (10.0.0.2) 2"
 
 
-def test_a_slow_lane_is_not_asked_for_much() -> None:
+def test_probes_of_a_slow_lane_stay_small() -> None:
     assert next_size([]) == FIRST_BYTES
     assert next_size([(FIRST_BYTES, 0.01)]) == GROWTH * FIRST_BYTES
     assert next_size([(FIRST_BYTES, 1.5)]) == 0
@@ -211,23 +211,23 @@ def test_a_slow_lane_is_not_asked_for_much() -> None:
     assert bandwidth([(FIRST_BYTES, 1e-6), (MAX_BYTES, 0.5), (MAX_BYTES, 0.25)]) == MAX_BYTES / 0.25
 
 
-def test_good_lines_are_folded_and_others_never() -> None:
+def test_only_good_findings_are_merged() -> None:
     findings = judge([other("a"), other("b", python="3.10.1"), other("c")], Wanted())
     lines = merge_good(findings)
     assert [line.where for line in lines if line.check == "Python"] == ["a and 1 more", "b"]
     assert len(bad(lines)) == len(bad(findings)) > 0
 
 
-# ---- facts from elsewhere
+# ---- facts of other nodes
 
 
-def test_facts_travel_as_json() -> None:
+def test_facts_round_trip_through_json() -> None:
     facts = other("b", devices=[GPU], delay_s={"x": 0.5})
     assert from_json(facts.to_json(), "here") == facts
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
         lambda table: table.pop("node"),
         lambda table: table.update(node=3),
@@ -238,30 +238,30 @@ def test_facts_travel_as_json() -> None:
         lambda table: table.update(cores=True),
         lambda table: table.update(round_trip_s="soon"),
         lambda table: table.update(delay_s={"b": "soon"}),
-        lambda table: table.update(surprise=1),
+        lambda table: table.update(unknown=1),
     ],
 )
-def test_facts_that_are_none(spoil: Callable[[dict[str, Any]], object]) -> None:
-    table = json.loads(WELL.to_json())
-    spoil(table)
+def test_invalid_facts_are_refused(corrupt: Callable[[dict[str, Any]], object]) -> None:
+    table = json.loads(HEALTHY.to_json())
+    corrupt(table)
     with pytest.raises(ConfigError, match="a file holds no facts of flowrt doctor --json"):
         from_json(json.dumps(table), "a file")
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_everybody_meets_everybody_once(count: int) -> None:
-    played = rounds(count)
-    pairs = [pair for one in played for pair in one]
+def test_every_pair_of_nodes_is_probed_once(count: int) -> None:
+    schedule = rounds(count)
+    pairs = [pair for one in schedule for pair in one]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
-    for one in played:
-        assert len({player for pair in one for player in pair}) == 2 * len(one)
-    assert len(played) <= count
+    for one in schedule:
+        assert len({node for pair in one for node in pair}) == 2 * len(one)
+    assert len(schedule) <= count
 
 
 # ---- memory
 
 
-def test_a_model_is_measured_by_its_files(tmp_path: Path) -> None:
+def test_the_shape_of_a_model_is_read_from_its_files(tmp_path: Path) -> None:
     config = parse([])
     build = config.build
     model = build_model(
@@ -278,7 +278,7 @@ def test_a_model_is_measured_by_its_files(tmp_path: Path) -> None:
     assert built_shape(config).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_what_is_no_model(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no config\.json of a causal LM"):
         read_shape(tmp_path)

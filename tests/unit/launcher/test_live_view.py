@@ -1,4 +1,4 @@
-"""The live view and the final table say what a person looks for."""
+"""The live view of a run, and its final table."""
 
 import io
 import re
@@ -49,7 +49,7 @@ SUMMARY = {
 LINE = "step 7/120  reward 0.250  length 4.5  staleness 0.75 (max 1)  512 samples/s"
 
 
-def test_on_a_terminal_it_shows_the_step_and_who_waits_for_what() -> None:
+def test_a_terminal_shows_the_step_and_the_waits_of_workers() -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, force_terminal=True, width=100)) as view:
         view.show(STATUS)
@@ -58,7 +58,7 @@ def test_on_a_terminal_it_shows_the_step_and_who_waits_for_what() -> None:
         assert expected in shown, expected
 
 
-def test_elsewhere_it_prints_a_line_every_ten_steps() -> None:
+def test_other_output_gets_a_line_every_ten_steps() -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, width=100)) as view:
         for step in range(25):
@@ -70,7 +70,7 @@ def test_elsewhere_it_prints_a_line_every_ten_steps() -> None:
 WARNING = "guard nll above 1 for 1 step (warn): nll is 3, outside its limit for 1 step"
 
 
-def test_a_guard_that_fires_is_in_the_display_and_is_said_once() -> None:
+def test_a_firing_guard_is_displayed_and_logged_once() -> None:
     fired = {**STATUS, "guards": {"firing": [WARNING], "log": [[6, WARNING]]}}
     out = io.StringIO()
     with LiveView(Console(file=out, width=100)) as view:
@@ -84,7 +84,7 @@ def test_a_guard_that_fires_is_in_the_display_and_is_said_once() -> None:
     assert out.getvalue().count(WARNING) == 2, "above the display, and in it while the guard fires"
 
 
-def test_before_the_first_step_there_is_something_to_see() -> None:
+def test_the_wait_for_the_first_samples_is_displayed() -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, force_terminal=True, width=100)) as view:
         view.show({**STATUS, "step": 0, "latest": {}})
@@ -107,7 +107,7 @@ def shown(status: dict[str, object], height: int = 24) -> str:
     return out.getvalue()
 
 
-def test_equal_waits_are_one_line_and_who_is_busy_fits_on_a_terminal() -> None:
+def test_equal_waits_share_a_line_so_that_busy_workers_fit() -> None:
     admission = [["source", "admission: 32 groups live, step 5 in training", 0.5 + at] for at in range(16)]
     slots = [[f"rollout-{at}", "slots ready for rollout", 2.0] for at in range(64)]
     display = shown({**STATUS, "waits": admission + slots})
@@ -116,7 +116,7 @@ def test_equal_waits_are_one_line_and_who_is_busy_fits_on_a_terminal() -> None:
     assert "rollout-0, rollout-1, rollout-2 and 61 more waits 2.0 s for slots ready for rollout" in words
     assert display.count("admission") == 1
     assert "busy trainer-0" in words
-    assert re.search(r"^reward ", display, re.MULTILINE)  # below the bar, not behind it
+    assert re.search(r"^reward ", display, re.MULTILINE)  # below the progress bar, not after it
 
 
 def test_the_time_left_and_the_last_evaluation_are_shown() -> None:
@@ -126,7 +126,7 @@ def test_the_time_left_and_the_last_evaluation_are_shown() -> None:
     assert "evaluation held_out of version 40: avg@4 0.500 ± 0.125" in display
 
 
-def test_times_are_written_as_people_do() -> None:
+def test_durations_are_rounded_to_readable_units() -> None:
     assert [duration(seconds) for seconds in (0.4, 99, 100, 5_000, 11_100)] == [
         "0 s",
         "99 s",
@@ -136,7 +136,7 @@ def test_times_are_written_as_people_do() -> None:
     ]
 
 
-def test_the_preparation_of_a_run_shows_its_progress_and_its_time() -> None:
+def test_the_preparation_of_a_run_shows_its_progress_and_duration() -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, force_terminal=True, width=100)) as view:
         view.prepare("warm start, step 46: mean reward \x1b0.297")

@@ -1,4 +1,4 @@
-"""How much memory a run is said to need, and of what kind."""
+"""Estimates of the memory that a run needs, by role and kind."""
 
 import sys
 
@@ -36,10 +36,10 @@ SGLANG = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executabl
         ("pass", "bfloat16", 2 / 32, 4 / 32),
     ],
 )
-def test_bytes_a_parameter_are_those_of_the_table_in_the_documentation(
+def test_bytes_per_parameter_match_the_documented_table(
     gather: str, dtype: str, whole: float, gradients: float
 ) -> None:
-    """8 + 16/n and 6 + 16/n, or 16/n and a layer of 32; with adapters, a shard of what is not trained."""
+    """8 + 16/n and 6 + 16/n, or 16/n and one of 32 layers; with adapters, a shard of the frozen weights."""
     flags = [*FSDP, "--trainer.fsdp.gather", gather, "--trainer.fsdp.dtype", dtype]
     full = model_bytes(parse(flags), SEVEN_B) / SEVEN_B.parameters
     assert full == pytest.approx(whole + gradients + 16 / RANKS)
@@ -47,7 +47,7 @@ def test_bytes_a_parameter_are_those_of_the_table_in_the_documentation(
     assert model_bytes(parse([]), SEVEN_B) == 20 * SEVEN_B.parameters
 
 
-def test_a_large_model_needs_what_is_known_of_it() -> None:
+def test_memory_needs_of_a_7b_model_by_role() -> None:
     needs = estimate(parse([]), SEVEN_B)
     assert needs.trainer_device > 4 * WEIGHTS  # parameters, gradients, two moments
     assert needs.trainer_first == 2 * WEIGHTS  # snapshots
@@ -59,7 +59,7 @@ def test_a_large_model_needs_what_is_known_of_it() -> None:
 @pytest.mark.parametrize(
     ("flags", "versions"), [([], 0), (["--eval.overlap", "skip"], 1), (["--eval.overlap", "wait"], 2)]
 )
-def test_versions_that_are_evaluated_are_kept(flags: list[str], versions: int) -> None:
+def test_versions_in_evaluation_add_to_the_trainer_memory(flags: list[str], versions: int) -> None:
     needs = estimate(parse([*flags, *(["--eval.interval", "5"] if flags else [])]), SEVEN_B)
     assert needs.trainer_first == (2 + versions) * WEIGHTS
 
@@ -83,34 +83,34 @@ def test_versions_that_are_evaluated_are_kept(flags: list[str], versions: int) -
         (SGLANG, "rollout", False),
     ],
 )
-def test_needs_follow_the_configuration(flags: list[str], role: str, more: bool) -> None:
-    usual, changed = (getattr(estimate(parse(words), SEVEN_B), role) for words in ([], flags))
-    assert changed > usual if more else changed < usual
+def test_a_setting_raises_or_lowers_the_need_of_its_role(flags: list[str], role: str, more: bool) -> None:
+    default, changed = (getattr(estimate(parse(words), SEVEN_B), role) for words in ([], flags))
+    assert changed > default if more else changed < default
 
 
-def test_what_saving_takes_is_what_a_file_may_take() -> None:
+def test_saving_a_checkpoint_needs_the_memory_of_two_files() -> None:
     """Checked with real processes in tests/integration/test_memory_peaks.py."""
     assert 2 * FILE_BYTES == SAVING_BYTES
     saved, unsaved = (estimate(parse(["--checkpoint.every", every]), SEVEN_B).trainer_rank for every in ("1", "0"))
     assert saved - unsaved == SAVING_BYTES
 
 
-def test_the_fullest_node() -> None:
+def test_host_memory_is_that_of_the_fullest_node() -> None:
     srun = ["--launch.rollout", "srun", "--launch.trainer", "srun", "--rollout.workers", "8"]
-    here, away = parse(["--rollout.workers", "8"]), parse(srun)
-    needs = estimate(here, SEVEN_B)
+    local, remote = parse(["--rollout.workers", "8"]), parse(srun)
+    needs = estimate(local, SEVEN_B)
     trainer = needs.trainer_rank + needs.trainer_first + needs.trainer_device
     reference = needs.reference + needs.reference_device
-    assert host_bytes(here, needs, 1) == needs.small + reference + 8 * needs.rollout + trainer
-    assert host_bytes(away, needs, 9) == needs.small + reference + trainer  # one generates on each
-    assert host_bytes(away, needs, 2) == max(needs.small + reference + trainer, 8 * needs.rollout)
+    assert host_bytes(local, needs, 1) == needs.small + reference + 8 * needs.rollout + trainer
+    assert host_bytes(remote, needs, 9) == needs.small + reference + trainer  # one rollout worker on each
+    assert host_bytes(remote, needs, 2) == max(needs.small + reference + trainer, 8 * needs.rollout)
 
 
-def test_what_lies_on_an_accelerator_is_asked_of_it_and_not_of_the_host() -> None:
-    """Which device is taken is left to the nodes here, for the trainer and for the server."""
+def test_accelerator_memory_is_not_counted_as_host_memory() -> None:
+    """Here the nodes choose the device, for the trainer and for the server."""
     config = parse([*FSDP, *SGLANG, "--rollout.workers", "2"])
     needs = estimate(config, SEVEN_B)
-    on_host, on_device = (wanted(config, needs, [other("a", devices=found)], False) for found in ([], [GPU]))
+    on_host, on_device = (wanted(config, needs, [other("a", devices=devices)], False) for devices in ([], [GPU]))
     assert (on_host.device_bytes, on_device.device_bytes) == (0, max(needs.trainer_device, needs.server))
     assert on_host.host_bytes - on_device.host_bytes == RANKS * needs.trainer_device + 2 * needs.server
     assert on_host.device == on_device.device == ""
@@ -121,10 +121,12 @@ def test_what_lies_on_an_accelerator_is_asked_of_it_and_not_of_the_host() -> Non
 
 
 @pytest.mark.parametrize("name", ["cuda", "auto"])
-def test_on_a_device_the_torch_engines_need_little_of_the_host(name: str) -> None:
+def test_torch_engines_on_a_device_need_little_host_memory(name: str) -> None:
     config = parse(["--device", name, "--trainer.dtype", "bfloat16"])
     needs = estimate(config, SEVEN_B)
-    assert needs.trainer_device > (5 * 4 + 2) * SEVEN_B.parameters  # masters, their gradients, moments; what computes
+    assert (
+        needs.trainer_device > (5 * 4 + 2) * SEVEN_B.parameters
+    )  # master weights, gradients, moments; compute weights
     assert needs.trainer_first == WEIGHTS  # two versions of half the size
     assert WEIGHTS / 2 < needs.server < WEIGHTS
     assert needs.rollout < 1.2 * WEIGHTS  # two versions
@@ -132,12 +134,12 @@ def test_on_a_device_the_torch_engines_need_little_of_the_host(name: str) -> Non
     assert want.device == ("cuda" if name == "cuda" else "")
     assert want.shared_device_bytes == needs.trainer_device + 2 * needs.server
     assert want.host_bytes < want.device_bytes
-    wide = estimate(parse(["--device", name, "--rollout.dtype", "bfloat16"]), SEVEN_B)
-    assert wide.server == needs.server
-    assert wide.trainer_first == 2 * WEIGHTS
+    bf16_rollout = estimate(parse(["--device", name, "--rollout.dtype", "bfloat16"]), SEVEN_B)
+    assert bf16_rollout.server == needs.server
+    assert bf16_rollout.trainer_first == 2 * WEIGHTS
 
 
-def test_reference_workers_share_a_device_with_the_trainer_only_where_none_is_left() -> None:
+def test_reference_workers_share_the_trainer_device_only_if_none_is_free() -> None:
     flags = ["--trainer.engine", "fsdp", "--trainer.fsdp.device", "cuda", "--reference.device", "cuda"]
     config = parse([*flags, "--reference.workers", "3"])
     needs = estimate(config, SEVEN_B)
@@ -151,8 +153,8 @@ def test_reference_workers_share_a_device_with_the_trainer_only_where_none_is_le
     want = wanted(config, needs, [other("a", devices=[GPU])], False)
     assert (want.reference_device, want.reference_bytes) == ("cuda", 3 * each + rank)
     for other_flags in (["--reference.device", "cpu"], ["--algorithm.kl.coef", "0", "--reference.device", "cpu"]):
-        quiet = wanted(parse([*flags, *other_flags]), needs, [other("a", devices=[GPU])], False)
-        assert (quiet.reference_device, quiet.reference_bytes) == ("", 0)
+        without_device = wanted(parse([*flags, *other_flags]), needs, [other("a", devices=[GPU])], False)
+        assert (without_device.reference_device, without_device.reference_bytes) == ("", 0)
 
 
 def test_refreshed_references_take_disk_space() -> None:

@@ -1,4 +1,4 @@
-"""Models that cannot be loaded, or have no room for the prompts, are found without loading them."""
+"""Invalid models, and models too small for the prompts, are found without loading them."""
 
 import dataclasses
 import json
@@ -34,9 +34,9 @@ POSITIONS = 64
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer."""
-    path = tmp_path_factory.mktemp("models") / "whole"
+    path = tmp_path_factory.mktemp("models") / "intact"
     tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
     sizes = {"hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 48, "max_length": POSITIONS}
     build_model(vocab_size=len(tokenizer), seed=1, **sizes).save_pretrained(path)
@@ -45,9 +45,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage."""
-    return Path(shutil.copytree(whole, tmp_path / "model"))
+def model(intact: Path, tmp_path: Path) -> Path:
+    """A copy of the intact model, to be damaged."""
+    return Path(shutil.copytree(intact, tmp_path / "model"))
 
 
 def edit(path: Path, **changes: object) -> None:
@@ -69,13 +69,13 @@ def with_header(model: Path, text: bytes, data: bytes = b"") -> None:
     (model / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-# ---- what the files say
+# ---- model files
 
 
-def test_a_whole_model_is_good(whole: Path) -> None:
-    check_model_files(whole, POSITIONS - 1)
-    assert check_weights(whole).model_type == "qwen3"
-    check_finite(whole)
+def test_an_intact_model_passes(intact: Path) -> None:
+    check_model_files(intact, POSITIONS - 1)
+    assert check_weights(intact).model_type == "qwen3"
+    check_finite(intact)
 
 
 def entry(shape: object, offsets: object, dtype: str = "F32") -> bytes:
@@ -109,19 +109,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "not a safetensors file, or truncated: 100 bytes",
     ),
     "weights cut": (lambda model: cut(model / WEIGHTS, 9000), "are truncated: .* bytes of tensors in place of"),
-    "noise": (
+    "random bytes": (
         lambda model: (model / WEIGHTS).write_bytes(b"\xff" * 5000),
         "not a safetensors file, or truncated: 5000 bytes",
     ),
-    "header is no JSON": (lambda model: with_header(model, b"{{{"), "the header of weights .* is not JSON"),
+    "header is not JSON": (lambda model: with_header(model, b"{{{"), "the header of weights .* is not JSON"),
     "header without tensors": (lambda model: with_header(model, b"{}"), "has no tensor in its weights"),
-    "sizes that differ": (
+    "wrong size of a tensor": (
         lambda model: with_header(model, entry([3], [0, 4]), bytes(4)),
         r"of shape \[3\] in F32 has 4",
     ),
-    "an entry that is none": (lambda model: with_header(model, b'{"w": 3}'), "the header.s entry 'w' is damaged"),
-    "offsets that are none": (lambda model: with_header(model, entry([1], [4, 0]), bytes(4)), "'w' of shape"),
-    "shape that is none": (lambda model: with_header(model, entry("x", [0, 4]), bytes(4)), "'w' is damaged"),
+    "invalid entry": (lambda model: with_header(model, b'{"w": 3}'), "the header.s entry 'w' is damaged"),
+    "invalid offsets": (lambda model: with_header(model, entry([1], [4, 0]), bytes(4)), "'w' of shape"),
+    "invalid shape": (lambda model: with_header(model, entry("x", [0, 4]), bytes(4)), "'w' is damaged"),
     "a file of the index is missing": (
         lambda model: (model / INDEX).write_text('{"weight_map": {"w": "model-2.safetensors"}}'),
         "has no model-2.safetensors, which",
@@ -134,24 +134,24 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_files_are_named(model: Path, damage: Callable[[Path], object], said: str) -> None:
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_files_are_named(model: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(model)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_model_files(model, 16)
 
 
-def test_responses_that_no_model_has_positions_for_are_refused(whole: Path) -> None:
+def test_responses_longer_than_the_model_positions_are_refused(intact: Path) -> None:
     with pytest.raises(ConfigError, match=rf"max_new_tokens is {POSITIONS}, and model .* has {POSITIONS} positions"):
-        parse(["--model", str(whole), "--rollout.max-new-tokens", str(POSITIONS)])
+        parse(["--model", str(intact), "--rollout.max-new-tokens", str(POSITIONS)])
     with pytest.raises(ConfigError, match=r"max_new_tokens is 128, and build.max_length, .*, is 128"):
         parse(["--rollout.max-new-tokens", "128"])
 
 
-# ---- what transformers says
+# ---- loading with transformers
 
 
-MISFITS: dict[str, tuple[Callable[[Path], object], str]] = {
+MISMATCHES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown type": (
         lambda model: edit(model / "config.json", model_type="qwen99"),
         "no causal LM that transformers can load: .* model type `qwen99`",
@@ -184,29 +184,31 @@ MISFITS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: change_weights(model, lambda tensors: tensors.pop("model.norm.weight")),
         "lacks 1 tensors that config.json asks for: model.norm.weight;",
     ),
-    "a width that is no number": (
+    "a width that is not a number": (
         lambda model: edit(model / "config.json", hidden_size="wide"),
         "no causal LM that transformers can load: ",
     ),
-    "code of its own": (
+    "custom code": (
         lambda model: edit(model / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
         "no causal LM that transformers can load: ",
     ),
 }
 
 
-@pytest.mark.parametrize(("misfit", "said"), MISFITS.values(), ids=MISFITS)
-def test_weights_that_do_not_fit_are_named(model: Path, misfit: Callable[[Path], object], said: str) -> None:
-    misfit(model)
+@pytest.mark.parametrize(("mismatch", "message"), MISMATCHES.values(), ids=MISMATCHES)
+def test_weights_that_do_not_match_the_config_are_named(
+    model: Path, mismatch: Callable[[Path], object], message: str
+) -> None:
+    mismatch(model)
     check_model_files(model, 16)
-    with pytest.raises(ConfigError, match=f"^model {model} .*{said}|^model {model}: .*{said}") as raised:
+    with pytest.raises(ConfigError, match=f"^model {model} .*{message}|^model {model}: .*{message}") as raised:
         check_weights(model)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_what_can_be_loaded_is_good(tmp_path: Path, name: str) -> None:
+def test_every_loadable_decoder_passes(tmp_path: Path, name: str) -> None:
     kind, config = DECODERS[name]
     kind(config).save_pretrained(tmp_path)
     check_weights(tmp_path)
@@ -215,7 +217,7 @@ def test_what_can_be_loaded_is_good(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_weight_that_is_no_number_is_named(model: Path, value: float, dtype: torch.dtype) -> None:
+def test_a_non_finite_weight_is_named(model: Path, value: float, dtype: torch.dtype) -> None:
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         for name in tensors:
             tensors[name] = tensors[name].to(dtype)
@@ -229,7 +231,7 @@ def test_a_weight_that_is_no_number_is_named(model: Path, value: float, dtype: t
 # ---- prompts
 
 
-def test_a_prompt_that_a_tokenizer_has_no_word_for_is_named() -> None:
+def test_a_prompt_outside_the_vocabulary_is_named() -> None:
     words = Tokenizer(WordLevel({"<eos>": 0, "known": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
     limits = PromptLimits(positions=9, vocab_size=2, max_new_tokens=4)
@@ -242,7 +244,7 @@ def prompts(*texts: str) -> Iterator[PromptBlock]:
 
 
 @pytest.mark.parametrize(
-    ("text", "limits", "said"),
+    ("text", "limits", "message"),
     [
         (
             "1" * 50,
@@ -258,14 +260,14 @@ def prompts(*texts: str) -> Iterator[PromptBlock]:
         ("1", {"vocab_size": 1}, "end token is 1, and vocab_size 1; they do not match"),
     ],
 )
-def test_prompts_that_a_model_cannot_take_are_named(text: str, limits: dict[str, Any], said: str) -> None:
+def test_prompts_that_do_not_fit_the_model_are_named(text: str, limits: dict[str, Any], message: str) -> None:
     tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
-    requests = {"positions": 64, "vocab_size": len(tokenizer), "max_new_tokens": 16} | limits
-    if not said:
-        check_prompts(prompts("1+1", text), tokenizer, what="the model", limits=PromptLimits(**requests))
+    all_limits = {"positions": 64, "vocab_size": len(tokenizer), "max_new_tokens": 16} | limits
+    if not message:
+        check_prompts(prompts("1+1", text), tokenizer, what="the model", limits=PromptLimits(**all_limits))
         return
-    with pytest.raises(ConfigError, match=said):
-        check_prompts(prompts("1+1", text), tokenizer, what="the model", limits=PromptLimits(**requests))
+    with pytest.raises(ConfigError, match=message):
+        check_prompts(prompts("1+1", text), tokenizer, what="the model", limits=PromptLimits(**all_limits))
 
 
 @pytest.mark.parametrize(
@@ -283,9 +285,9 @@ def test_top_k_that_excludes_no_token_is_refused(flags: list[str], refused: bool
 
 
 @pytest.mark.slow
-def test_a_reference_of_the_same_vocabulary_is_accepted_and_others_are_refused(whole: Path, model: Path) -> None:
+def test_a_reference_needs_the_vocabulary_of_the_trained_model(intact: Path, model: Path) -> None:
     def config(*flags: str) -> RunConfig:
-        start = dataclasses.replace(parse(list(flags)), model=str(whole))
+        start = dataclasses.replace(parse(list(flags)), model=str(intact))
         return dataclasses.replace(start, reference=dataclasses.replace(start.reference, model=str(model)))
 
     check_reference(config())

@@ -1,4 +1,4 @@
-"""SLURM templates: what is filled in, what is left out, what is refused."""
+"""SLURM templates: filled-in values, omitted options, refused values."""
 
 import re
 import subprocess
@@ -23,8 +23,8 @@ def headers(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
 
 
-@pytest.mark.parametrize("site", [Site(), FULL], ids=["nothing is said", "everything is said"])
-def test_nothing_is_left_over_and_bash_can_read_it(site: Site) -> None:
+@pytest.mark.parametrize("site", [Site(), FULL], ids=["defaults", "all options"])
+def test_no_placeholder_is_left_and_the_script_is_valid_bash(site: Site) -> None:
     texts = filled(site)
     assert sorted(texts) == NAMES
     for name, text in texts.items():
@@ -41,7 +41,7 @@ def test_the_recipe_may_be_the_path_of_a_task_file() -> None:
         filled(Site(partition="a/b"))
 
 
-def test_values_of_the_site() -> None:
+def test_site_values_fill_the_sbatch_options() -> None:
     texts = filled(FULL)
     assert {"--partition=gpu", "--account=lab", "--nodes=6", "--gpus-per-node=a100:8"} < set(
         headers(texts["many_nodes.sbatch"])
@@ -57,8 +57,8 @@ def test_values_of_the_site() -> None:
     assert {"--partition=spare", "--gpus-per-node=a100:1"} < set(headers(texts["extra_rollout.sbatch"]))
 
 
-def test_devices_that_are_requested_are_used() -> None:
-    """The torch engines, the default, run on the CPU unless they are told otherwise."""
+def test_requested_gpus_set_the_device_option() -> None:
+    """The torch engines, the default, run on the CPU unless --device is given."""
     names = ("many_nodes.sbatch", "hetjob.sbatch", "one_node.sbatch")
     for name in names:
         assert "run_flowrt arithmetic --device cuda --controller.bind" in filled(FULL)[name]
@@ -66,12 +66,12 @@ def test_devices_that_are_requested_are_used() -> None:
     assert "--device npu" in filled(Site())["ascend.sbatch"]
 
 
-def test_what_is_not_said_is_left_to_slurm() -> None:
+def test_unset_values_leave_their_options_to_slurm() -> None:
     for text in filled(Site()).values():
         assert not re.search(r"--(partition|account|gpus\S*)=", text)
 
 
-def test_the_environment_is_that_of_this_python() -> None:
+def test_the_job_environment_is_that_of_this_python() -> None:
     for text in filled(Site()).values():
         assert f"export PATH={Path(sys.executable).parent}:" in text
         assert "PYTHONSAFEPATH=1" in text
@@ -79,21 +79,21 @@ def test_the_environment_is_that_of_this_python() -> None:
     assert subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, text=True).stdout == "/a dir/it's"
 
 
-def test_on_npus_whoever_waits_for_somebody_waits_longer_than_he_does() -> None:
-    """Else the error that is seen is not that of what went wrong."""
+def test_the_process_group_timeout_exceeds_all_hccl_timeouts() -> None:
+    """Otherwise the first error reported is not the root cause."""
     text = (HERE / "ascend.sbatch").read_text()
     template = dict(re.findall(r"^export (HCCL_\w+_TIMEOUT)=(\d+)", text, re.MULTILINE))
     assert template.keys() == HCCL_TIMEOUTS_S.keys()
     for environment in (template, {}, {"HCCL_EXEC_TIMEOUT": "0", "HCCL_CONNECT_TIMEOUT": "7200"}):
-        connect, work, event = (int(environment.get(name, own)) for name, own in HCCL_TIMEOUTS_S.items())
-        assert event > work
+        connect, execution, event = (int(environment.get(name, default)) for name, default in HCCL_TIMEOUTS_S.items())
+        assert event > execution
         group_s = group_timeout_s(Device("npu"), 300.0, environment)
-        assert group_s > max(connect, work, event)
+        assert group_s > max(connect, execution, event)
         assert group_timeout_s(Device("npu"), 9000.0, environment) == 9000.0
         assert group_timeout_s(Device("cuda"), 300.0, environment) == 300.0
 
 
-def test_no_template_names_a_port_or_sleeps() -> None:
+def test_no_template_has_a_fixed_port_or_a_sleep() -> None:
     for path in [*HERE.glob("*.sbatch"), HERE / "job.sh"]:
         text = path.read_text()
         assert not re.search(r"MASTER_PORT|\bsleep\b|:\d{4,5}\b", text), path
@@ -105,7 +105,7 @@ def test_an_unknown_placeholder_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("site", "said"),
+    ("site", "message"),
     [
         (Site(nodes=2, train_nodes=2), "at least one node trains and one generates"),
         (Site(partition="a b"), "partition 'a b' is not allowed in a script"),
@@ -115,28 +115,28 @@ def test_an_unknown_placeholder_is_an_error() -> None:
         (Site(cpus=0), "use 1 or more"),
     ],
 )
-def test_values_that_cannot_be(site: Site, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_site_values_are_refused(site: Site, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         filled(site)
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "hetjob.sbatch").write_text("mine")
     with pytest.raises(ConfigError, match=r"hetjob\.sbatch exists"):
         write([str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["hetjob.sbatch"]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_slurm_command_writes_the_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slurm", str(tmp_path / "site"), "--partition", "gpu"]) == 0
     assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == NAMES
     assert "--partition=gpu" in (tmp_path / "site" / "one_node.sbatch").read_text()
 
 
-def test_they_are_in_the_wheel(tmp_path: Path) -> None:
+def test_the_templates_are_in_the_wheel(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", f"from setuptools.build_meta import build_wheel as b; b({str(tmp_path)!r})"],
-        cwd=copy_of_the_house(tmp_path / "house"),
+        cwd=copy_sources(tmp_path / "sources"),
         check=True,
         capture_output=True,
         timeout=120,
@@ -146,9 +146,9 @@ def test_they_are_in_the_wheel(tmp_path: Path) -> None:
     assert {f"flowrt/launcher/slurm_templates/{name}" for name in [*NAMES, "job.sh"]} <= names
 
 
-def copy_of_the_house(place: Path) -> Path:
-    """The sources that a wheel is built from; building leaves things behind."""
-    place.mkdir()
+def copy_sources(target: Path) -> Path:
+    """Copy the sources of the wheel: a build leaves files in its directory."""
+    target.mkdir()
     listed = subprocess.run(
         [
             "git",
@@ -169,6 +169,6 @@ def copy_of_the_house(place: Path) -> Path:
         timeout=20,
     )
     for name in listed.stdout.splitlines():
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes((ROOT / name).read_bytes())
-    return place
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes((ROOT / name).read_bytes())
+    return target

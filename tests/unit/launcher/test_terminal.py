@@ -1,4 +1,4 @@
-"""Everything that commands print is text, in any encoding, and its reader may leave at any time."""
+"""Output of commands: plain text in any encoding, whose reader may close it at any time."""
 
 import io
 import os
@@ -29,14 +29,14 @@ SHOWN = "x\\x1b[31m[red]\\u202e\\xff :smile:[/]"
 
 
 @given(st.text())
-def test_what_is_printable_has_no_control_character_and_says_the_rest_unchanged(text: str) -> None:
+def test_printable_text_has_no_control_character_and_is_otherwise_unchanged(text: str) -> None:
     shown = printable(text, one_line=True)
     assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in shown)
     assert shown == printable(shown, one_line=True)
     assert printable(text) == text or not text.isprintable()
 
 
-def test_no_text_is_markup() -> None:
+def test_printed_text_is_not_parsed_as_markup() -> None:
     out = io.StringIO()
     table = Table("h[red]", title="t[/x]")
     table.add_row("c[/y]")
@@ -47,7 +47,7 @@ def test_no_text_is_markup() -> None:
         assert text in out.getvalue()
 
 
-def test_a_worker_with_a_hostile_name_is_shown_by_it() -> None:
+def test_control_characters_in_worker_names_are_escaped() -> None:
     waits = {"who": HOSTILE, "what": HOSTILE, "age_s": 1.0, "limit_s": None, "blocked_on": HOSTILE}
     graph = {
         "deadlocks": [],
@@ -79,35 +79,35 @@ def test_a_worker_with_a_hostile_name_is_shown_by_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["stdout", "stderr"])
-def test_a_reader_that_has_left_changes_no_exit_code(where: str) -> None:
-    words, code = (["--help"], 0) if where == "stdout" else (["run", "--steps", "0"], 2)
+def test_a_broken_pipe_does_not_change_the_exit_code(where: str) -> None:
+    arguments, code = (["--help"], 0) if where == "stdout" else (["run", "--steps", "0"], 2)
     read, write = os.pipe()
     os.close(read)
-    ended = subprocess.run(
-        [FLOWRT, *words],
+    result = subprocess.run(
+        [FLOWRT, *arguments],
         stdout=write if where == "stdout" else subprocess.PIPE,
         stderr=write if where == "stderr" else subprocess.PIPE,
         timeout=60,
     )
     os.close(write)
-    assert ended.returncode == code
-    assert not ended.stdout
-    assert not ended.stderr
+    assert result.returncode == code
+    assert not result.stdout
+    assert not result.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed_from_the_start_change_no_exit_code(closed: str, tmp_path: Path) -> None:
-    for words, code in (("--help", 0), ("run --steps 0", 2)):
-        ended = subprocess.run(
-            ["sh", "-c", f"{FLOWRT} {words} {closed}"], cwd=tmp_path, capture_output=True, timeout=60
+def test_closed_standard_streams_do_not_change_the_exit_code(closed: str, tmp_path: Path) -> None:
+    for arguments, code in (("--help", 0), ("run --steps 0", 2)):
+        result = subprocess.run(
+            ["sh", "-c", f"{FLOWRT} {arguments} {closed}"], cwd=tmp_path, capture_output=True, timeout=60
         )
-        assert ended.returncode == code
-        assert b"Traceback" not in ended.stderr
+        assert result.returncode == code
+        assert b"Traceback" not in result.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_is_printed_where_only_ascii_can_be(tmp_path: Path) -> None:
+def test_tables_are_printed_to_an_ascii_terminal(tmp_path: Path) -> None:
     code = (
         "from flowrt.launcher.views.live import summary_table; "
         "from flowrt.launcher.terminal import *; import json, sys;"
@@ -119,15 +119,15 @@ def test_a_table_is_printed_where_only_ascii_can_be(tmp_path: Path) -> None:
         '"eval_first": 0, "eval_last": 1, "samples": 1, "samples_per_s": 1, "tokens_per_s": 1, "staleness_mean": 0,'
         '"staleness_max": 0, "staleness_bound": 1, "prompts_lost": 0, "prompts_trained_twice": 0, "busy_fraction": {}}'
     )
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, summary, b"caf\xc3\xa9"],
         env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         timeout=60,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert b"0.000 ? 1.000" in ended.stdout
-    assert b"caf\\xc3\\xa9" in ended.stdout
+    assert result.returncode == 0, result.stderr
+    assert b"0.000 ? 1.000" in result.stdout
+    assert b"caf\\xc3\\xa9" in result.stdout
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,13 +137,13 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 def test_help_names_every_command_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    without = capsys.readouterr().out
-    with pytest.raises(SystemExit) as left:
+    overview = capsys.readouterr().out
+    with pytest.raises(SystemExit) as raised:
         main(["--help"])
-    assert left.value.code == 0
-    assert capsys.readouterr().out == without
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == overview
     for name in (*COMMANDS, *RECIPE_NAMES):
-        assert re.search(rf"^ +{name}  +\w", without, re.MULTILINE), name
+        assert re.search(rf"^ +{name}  +\w", overview, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -151,14 +151,14 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     if command == "worker":
         assert main([command, "--help"]) == 0
     else:
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as raised:
             main([command, "--help"])
-        assert left.value.code == 0
+        assert raised.value.code == 0
     assert f"flowrt {command}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["status", "a", "b"], "flowrt status takes no 'b'"),
         (["status", "a", "--stops"], "flowrt status takes no '--stops'"),
@@ -175,20 +175,20 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["status", "a", "a\nb"], "flowrt status takes no"),
     ],
 )
-def test_arguments_that_no_command_has_are_refused_in_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_unknown_arguments_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 2
+    assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
-def test_a_configuration_is_written_without_a_run(
+def test_flowrt_config_writes_a_configuration_without_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["custom", "--data", "rows.jsonl", "--reward", "mine.py:score", "--steps", "3"]
-    assert main(["config", *words]) == 0
+    arguments = ["custom", "--data", "rows.jsonl", "--reward", "mine.py:score", "--steps", "3"]
+    assert main(["config", *arguments]) == 0
     text = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     path = tmp_path / "job.toml"
@@ -200,10 +200,10 @@ def test_a_configuration_is_written_without_a_run(
     assert from_file(path).run_dir == str(tmp_path)
 
 
-def test_resume_help_lists_what_may_change_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+def test_resume_help_lists_only_the_settings_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
         apply_overrides(defaults("arithmetic"), ["--help"])
-    assert left.value.code == 0
+    assert raised.value.code == 0
     shown = capsys.readouterr().out
     names = {flag.replace("-", "_") for flag in re.findall(r"[ \n]--([a-z][\w.-]*)", shown)}
     assert {"steps", "trainer.ranks", "rollout.workers", "controller.no_progress_timeout_s", "launch.rollout"} <= names
@@ -212,7 +212,7 @@ def test_resume_help_lists_what_may_change_and_nothing_else(capsys: pytest.Captu
     assert "Number of optimiser steps" in shown
 
 
-def test_a_run_is_named_by_its_directory_or_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_located_by_its_directory_or_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "mine"
     run_dir.mkdir()
     (run_dir / "address").write_text("tcp://127.0.0.1:5\n")
@@ -225,7 +225,7 @@ def test_a_run_is_named_by_its_directory_or_by_its_address(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("steps", "label"), [(2, "last step"), (8, "last 4 steps"), (30, "last 10 steps")])
-def test_the_ends_of_a_run_are_told_with_their_length(steps: int, label: str) -> None:
+def test_the_summary_names_its_reward_window(steps: int, label: str) -> None:
     summary: dict[str, Any] = {
         **dict.fromkeys(("wall_s", "reward_first", "reward_last", "samples_per_s", "tokens_per_s"), 0.0),
         **dict.fromkeys(("seed", "samples", "staleness_mean", "staleness_max", "staleness_bound"), 0),
@@ -242,7 +242,7 @@ def test_the_ends_of_a_run_are_told_with_their_length(steps: int, label: str) ->
     assert f"reward, first to {label} " in out.getvalue()
 
 
-def test_a_configuration_survives_the_file(tmp_path: Path) -> None:
+def test_a_configuration_round_trips_through_its_file(tmp_path: Path) -> None:
     config: RunConfig = defaults("custom")
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert from_file(tmp_path / "config.toml").run_dir == str(tmp_path)
@@ -250,18 +250,18 @@ def test_a_configuration_survives_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["inf", "nan", "0", "-1", "1e308", "x"])
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [["status", "run", "--deadline-s"], ["drain", "w", "--run", "run", "--within-s"], ["doctor", "--deadline-s"]],
 )
-def test_a_wait_is_finite(words: list[str], value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, value]) == 2
+def test_invalid_timeouts_are_refused(arguments: list[str], value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, value]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert words[-1] in line
+    assert arguments[-1] in line
 
 
-@pytest.mark.parametrize("noise", [b"\xa5\x00", b"", b"tcp://x", b"[red]", b"\x1b[31m"])
-def test_a_damaged_address_file_is_named(tmp_path: Path, noise: bytes) -> None:
-    (tmp_path / "address").write_bytes(noise)
+@pytest.mark.parametrize("content", [b"\xa5\x00", b"", b"tcp://x", b"[red]", b"\x1b[31m"])
+def test_a_damaged_address_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "address").write_bytes(content)
     with pytest.raises(ConfigError, match=r"/address (holds no address|cannot be read)"):
         locate(str(tmp_path))
 
@@ -273,7 +273,7 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path: Path, capfd: pytest
     assert "config.toml is not TOML" in capfd.readouterr().err
 
 
-def test_facts_are_not_waited_for_in_a_pipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_refuses_facts_in_a_named_pipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "facts")
     assert main(["doctor", "--merge", str(tmp_path / "facts")]) == 2
     assert "is not a regular file" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""``flowrt time``: the table and sentences of a run's time, of any state of its directory."""
+"""``flowrt time``: the table and sentences of a run's time, for whole and damaged run directories."""
 
 import io
 import json
@@ -49,18 +49,18 @@ def test_the_table_has_shares_and_a_sentence_for_each_role(run_dir: Path) -> Non
     assert "1 damaged lines" in text
 
 
-def test_steps_are_chosen(run_dir: Path) -> None:
+def test_the_steps_option_selects_a_range(run_dir: Path) -> None:
     assert "rollout: 60 % behind the gate" in shown(run_dir, "1")
     assert "rollout: 70 % behind the gate" in shown(run_dir, "1:")
     assert json.loads(shown(run_dir, ":1", as_json=True))["steps"] == [0, 1]
     with pytest.raises(ConfigError, match=r"no step of 7:9 is there; .* has steps 0 to 2"):
         shown(run_dir, "7:9")
-    for wrong in ("a", "1:2:3", "-1", "5:4"):
+    for invalid in ("a", "1:2:3", "-1", "5:4"):
         with pytest.raises(ConfigError, match="--steps"):
-            steps_range(wrong)
+            steps_range(invalid)
 
 
-def test_what_is_missing_is_said(tmp_path: Path, run_dir: Path) -> None:
+def test_missing_or_damaged_data_is_reported(tmp_path: Path, run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing of worker 'rollout-9' .* rollout-0"):
         shown(run_dir, worker="rollout-9")
     (run_dir / "attribution.jsonl").write_text("noise\n")
@@ -74,13 +74,13 @@ def test_what_is_missing_is_said(tmp_path: Path, run_dir: Path) -> None:
         shown(run_dir)
 
 
-def test_a_worker_is_read_from_the_timeline(run_dir: Path) -> None:
+def test_the_times_of_one_worker_come_from_the_timeline(run_dir: Path) -> None:
     from flowrt.controller.storage.timeline_file import TimelineFile
 
     file = TimelineFile(run_dir)
-    of = {"worker": "rollout-1", "role": "rollout"}
-    file.add({**of, "kind": "generate", "start_s": 0.0, "end_s": 1.0})
-    file.add({**of, "wait": "weights", "root": "trainer", "start_s": 1.0, "end_s": 3.0})
+    worker = {"worker": "rollout-1", "role": "rollout"}
+    file.add({**worker, "kind": "generate", "start_s": 0.0, "end_s": 1.0})
+    file.add({**worker, "wait": "weights", "root": "trainer", "start_s": 1.0, "end_s": 3.0})
     file.close()
     text = shown(run_dir, worker="rollout-1")
     assert "rollout-1: 67 % waiting for weights, because of trainer (100 %)" in text

@@ -1,4 +1,4 @@
-"""The files of the page: text is never parsed as HTML, styles are no attributes, uPlot is the published one."""
+"""The files of the page: no text is parsed as HTML, no inline styles, and the published uPlot."""
 
 import hashlib
 import re

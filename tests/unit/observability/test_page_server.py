@@ -1,4 +1,4 @@
-"""The server of the page, over real connections: who is let in, what is answered, and readers that do not read."""
+"""The page server over real connections: access, answers, and stalled readers."""
 
 import asyncio
 import contextlib
@@ -72,14 +72,14 @@ def write_steps(run_dir: Path, count: int) -> None:
     atomic_write(run_dir / "metrics.jsonl", "".join(lines))
 
 
-async def raw(page: Page, request: str, *, only: bool = False) -> bytes:
-    """The answer to these bytes; ``only``: nothing more will come, which a server need not wait for."""
+async def raw(page: Page, request: str, *, half_close: bool = False) -> bytes:
+    """The answer to these bytes; ``half_close``: close the sending side after them."""
     port = int(page.base.rpartition(":")[2])
     async with asyncio.timeout(LIMIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             writer.write(request.encode("latin-1"))
-            if only:
+            if half_close:
                 writer.write_eof()
             return await reader.read()
         except ConnectionError:
@@ -88,10 +88,10 @@ async def raw(page: Page, request: str, *, only: bool = False) -> bytes:
             writer.close()
 
 
-# ---- who is let in
+# ---- access
 
 
-async def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Page) -> None:
+async def test_the_token_moves_from_the_url_to_a_cookie(page: Page) -> None:
     async with page.browser.get(f"{page.base}/?token={TOKEN}", allow_redirects=False) as answer:
         cookie = answer.headers["Set-Cookie"]
         assert answer.headers["Location"] == "/"
@@ -100,14 +100,14 @@ async def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Page) -> 
     assert cookie.startswith(f"flowrt_{page.base.rpartition(':')[2]}=")
 
 
-async def test_without_the_token_there_is_nothing(page: Page) -> None:
+async def test_every_path_requires_the_token(page: Page) -> None:
     port = page.base.rpartition(":")[2]
     paths = ["/", "/?token=", "/?token=wrong", "/page.js", "/metrics", *(f"/api/{one}" for one in API)]
-    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as stranger:
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as anonymous:
         for path in paths:
             for cookie in ("", "wrong", TOKEN[:-1]):
                 headers = {"Cookie": f"flowrt_{port}={cookie}"}
-                async with stranger.get(f"{page.base}{path}", headers=headers) as answer:
+                async with anonymous.get(f"{page.base}{path}", headers=headers) as answer:
                     assert answer.status == 403
                     assert await answer.text() == "open the address with the token that flowrt watch printed\n"
                     assert_headers(answer.headers)
@@ -116,20 +116,20 @@ async def test_without_the_token_there_is_nothing(page: Page) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8265", "", "localhost.evil.example", "[::2]", "10.9.8.7", "[["]
 )
-async def test_another_host_header_is_refused_with_the_token_too(page: Page, host: str) -> None:
+async def test_a_foreign_host_header_is_refused_despite_the_token(page: Page, host: str) -> None:
     async with page.browser.get(f"{page.base}/api/run", headers={"Host": host}) as answer:
         assert answer.status in (400, 403)
         assert "arithmetic" not in await answer.text()
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9000", "127.0.0.1:9000", socket.gethostname(), "LOCALHOST:1"])
-async def test_our_names_are_let_in_at_any_port_as_a_tunnel_has_another(page: Page, host: str) -> None:
+async def test_own_host_names_are_accepted_with_any_port(page: Page, host: str) -> None:
     async with page.browser.get(f"{page.base}/api/run", headers={"Host": host}) as answer:
         assert answer.status == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1:1", "http://[::"])
-async def test_a_page_of_another_origin_is_refused(page: Page, origin: str) -> None:
+async def test_a_foreign_origin_is_refused(page: Page, origin: str) -> None:
     async with page.browser.get(f"{page.base}/api/run", headers={"Origin": origin}) as answer:
         assert answer.status == 403
     async with page.browser.get(f"{page.base}/api/run", headers={"Origin": page.base}) as answer:
@@ -137,7 +137,7 @@ async def test_a_page_of_another_origin_is_refused(page: Page, origin: str) -> N
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
-async def test_it_can_only_be_read(page: Page, method: str) -> None:
+async def test_methods_other_than_get_and_head_are_refused(page: Page, method: str) -> None:
     async with page.browser.request(method, f"{page.base}/api/run") as answer:
         assert answer.status == 405
         assert answer.headers["Allow"] == "GET, HEAD"
@@ -149,11 +149,11 @@ def assert_headers(headers: Any) -> None:
     assert "'none'" in headers["Content-Security-Policy"]
 
 
-async def test_the_controller_at_an_instant_is_answered_while_the_page_goes_on(page: Page) -> None:
+async def test_a_replay_does_not_block_other_requests(page: Page) -> None:
     record(page.run_dir)
-    asked = asyncio.create_task(page.get("api/replay?at=8.5"))
+    pending = asyncio.create_task(page.get("api/replay?at=8.5"))
     assert (await page.get("api/series?from=0"))["steps"] == [0, 1, 2]
-    found = await asked
+    found = await pending
     assert (found["term"], found["at_s"]) == (1, 8.5)
     assert found["slots"]["rollout"] == {"done": 0, "at_work": 2, "not_begun": 0}
     async with page.browser.get(f"{page.base}/api/replay?at=900") as answer:
@@ -163,9 +163,12 @@ async def test_the_controller_at_an_instant_is_answered_while_the_page_goes_on(p
         assert answer.status == 400
 
 
-async def test_curves_of_other_runs_are_answered_with_their_names(tmp_path: Path) -> None:
-    reader, [other, same] = RunReader(run_of(tmp_path / "a" / "run", 3)), [tmp_path / "b" / "other", tmp_path / "c/run"]
-    compared = ComparedRuns(reader.run_dir, [run_of(other, 5), run_of(same, 2)])
+async def test_compared_runs_are_served_with_their_names(tmp_path: Path) -> None:
+    reader, [other, same] = (
+        RunReader(create_run(tmp_path / "a" / "run", 3)),
+        [tmp_path / "b" / "other", tmp_path / "c/run"],
+    )
+    compared = ComparedRuns(reader.run_dir, [create_run(other, 5), create_run(same, 2)])
     server = PageServer(reader, Access(TOKEN), compared=compared)
     port = await server.start("127.0.0.1", 0)
     try:
@@ -182,15 +185,15 @@ async def test_curves_of_other_runs_are_answered_with_their_names(tmp_path: Path
         await server.close()
 
 
-def run_of(path: Path, steps: int) -> Path:
+def create_run(path: Path, steps: int) -> Path:
     path.mkdir(parents=True)
     (path / "config.toml").write_text(to_toml(defaults("arithmetic")))
     write_steps(path, steps)
     return path
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", 1)
+def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", 1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="is not a run directory"):
         ComparedRuns(run, [tmp_path / "empty"])
@@ -218,7 +221,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         "/run.html",
     ],
 )
-async def test_no_path_names_a_file(page: Page, path: str) -> None:
+async def test_no_path_reaches_another_file(page: Page, path: str) -> None:
     cookie = f"flowrt_{page.base.rpartition(':')[2]}={TOKEN}"
     answer = await raw(page, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {cookie}\r\nConnection: close\r\n\r\n")
     status = answer.split(b" ", 2)[1]
@@ -227,7 +230,7 @@ async def test_no_path_names_a_file(page: Page, path: str) -> None:
     assert b"root:" not in answer
 
 
-async def test_nonsense_is_refused_and_the_server_goes_on(page: Page) -> None:
+async def test_malformed_requests_are_refused_and_the_server_keeps_running(page: Page) -> None:
     for request in (
         "\r\n\r\n",
         "GET\r\n\r\n",
@@ -235,14 +238,14 @@ async def test_nonsense_is_refused_and_the_server_goes_on(page: Page) -> None:
         f"GET /{'x' * 100_000} HTTP/1.1\r\n\r\n",
         "\x16\x03\x01\n\n",
     ):
-        assert b" 200 " not in await raw(page, request, only=True)
+        assert b" 200 " not in await raw(page, request, half_close=True)
     assert (await page.get("api/run"))["recipe"] == "arithmetic"
 
 
 # ---- answers
 
 
-async def test_the_files_of_the_page_are_served_with_its_policy(page: Page) -> None:
+async def test_static_files_are_served_with_the_security_headers(page: Page) -> None:
     for path, (_, content_type) in STATIC.items():
         async with page.browser.get(f"{page.base}{path}") as answer:
             assert answer.status == 200
@@ -254,7 +257,7 @@ async def test_the_files_of_the_page_are_served_with_its_policy(page: Page) -> N
             assert await answer.read() == b""
 
 
-async def test_every_path_answers_for_a_run_of_which_little_is_there(page: Page) -> None:
+async def test_every_path_answers_for_a_run_with_few_files(page: Page) -> None:
     assert (await page.get("api/run"))["files"]["events.jsonl"] == "missing"
     assert (await page.get("api/series?from=1"))["steps"] == [1, 2]
     assert await page.get("api/events?from=0") == {"events": [], "next": 0}
@@ -280,13 +283,13 @@ async def test_every_path_answers_for_a_run_of_which_little_is_there(page: Page)
         "events?from=²",
     ],
 )
-async def test_a_bad_value_is_one_sentence(page: Page, path: str) -> None:
+async def test_an_invalid_query_value_is_refused_in_one_sentence(page: Page, path: str) -> None:
     async with page.browser.get(f"{page.base}/api/{path}") as answer:
         assert answer.status == 400
         assert len((await answer.json())["error"].splitlines()) == 1
 
 
-async def test_what_is_not_there_is_said(page: Page) -> None:
+async def test_missing_data_is_a_404_with_an_error(page: Page) -> None:
     for path in ("sample/7", "prompt/0/7", "prompts?state=dropped", "replay?at=1"):
         async with page.browser.get(f"{page.base}/api/{path}") as answer:
             assert answer.status == 404
@@ -337,7 +340,7 @@ async def test_new_steps_events_and_the_status_are_streamed(page: Page) -> None:
         assert (await take(events, "rewound"))[1] == {"step": 2}
 
 
-async def test_a_lost_stream_goes_on_after_its_last_step(page: Page) -> None:
+async def test_a_reconnected_stream_continues_after_its_last_step(page: Page) -> None:
     async with page.browser.get(f"{page.base}/api/stream") as response:
         events = events_of(response)
         write_steps(page.run_dir, 6)
@@ -349,7 +352,7 @@ async def test_a_lost_stream_goes_on_after_its_last_step(page: Page) -> None:
         assert (await take(events_of(response), "rewound"))[1] == {"step": 6}
 
 
-async def test_there_is_a_bound_on_streams_and_the_others_are_told(page: Page) -> None:
+async def test_streams_over_the_limit_are_refused(page: Page) -> None:
     async with contextlib.AsyncExitStack() as stack:
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -364,7 +367,7 @@ async def test_there_is_a_bound_on_streams_and_the_others_are_told(page: Page) -
         assert (await page.get("api/run"))["recipe"] == "arithmetic"
 
 
-async def test_a_reader_that_does_not_read_is_disconnected_and_holds_up_nobody(
+async def test_a_stalled_reader_is_disconnected_and_blocks_no_other_reader(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowrt.observability.page.stream.WRITE_TIMEOUT_S", 0.5)
@@ -385,7 +388,7 @@ async def test_a_reader_that_does_not_read_is_disconnected_and_holds_up_nobody(
     slow.close()
 
 
-async def test_a_page_that_is_too_far_behind_starts_again(page: Page) -> None:
+async def test_a_stream_that_is_too_far_behind_is_closed(page: Page) -> None:
     async with page.browser.get(f"{page.base}/api/stream") as response:
         await take(events_of(response), "status")
         write_steps(page.run_dir, KEPT_UPDATES + 500)
@@ -398,7 +401,7 @@ async def test_a_page_that_is_too_far_behind_starts_again(page: Page) -> None:
 # ---- the port
 
 
-async def test_a_taken_port_is_refused_and_says_whose_it_is(page: Page) -> None:
+async def test_a_port_in_use_is_refused_with_the_name_of_its_process(page: Page) -> None:
     port = int(page.base.rpartition(":")[2])
     second = PageServer(RunReader(page.run_dir), Access(TOKEN))
     with pytest.raises(FlowError, match=rf"port {port} of 127.0.0.1 is taken by \w+ \(process \d+: "):

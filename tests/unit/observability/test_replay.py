@@ -1,4 +1,4 @@
-"""flowrt replay on a recording of the recipe's own controller: states, decisions, tests, and what it refuses."""
+"""flowrt replay on a recording of the recipe's controller: states, decisions, tests, and refused input."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ Recorded = tuple[Path, Core]
 
 
 class Session:
-    """Speaks to a core of the recipe, a second at a time, and records it."""
+    """Sends events to a core of the recipe, one per second, and records them."""
 
     def __init__(self, run_dir: Path) -> None:
         inputs = CoreInputs(to_toml(defaults("arithmetic")), 1, Position())
@@ -121,7 +121,7 @@ def replay(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def folded(text: str) -> str:
-    """The text with every stretch of white space made one space: lines may be folded anywhere."""
+    """The text with white space collapsed: lines may be folded anywhere."""
     return " ".join(text.split())
 
 
@@ -131,7 +131,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(out)
 
 
-def test_the_last_state_is_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_state_is_shown_by_default(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = replay(capsys, str(run_dir), "--check")
     assert code == 0
     words = folded(out)
@@ -141,7 +141,7 @@ def test_the_last_state_is_shown(run_dir: Path, capsys: pytest.CaptureFixture[st
     assert "rollout-0" not in words
 
 
-def test_who_held_what_at_an_instant(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leases_and_slots_are_those_of_the_given_instant(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = as_json(capsys, str(run_dir), "--at", str(LEASED + 1.5))
     assert (before["events"], before["at_s"], before["term"]) == (LEASED + 1, LEASED + 1.5, 1)
     assert [(one["worker"], one["stage"], one["samples"]) for one in before["leases"]] == [
@@ -157,15 +157,13 @@ def test_who_held_what_at_an_instant(run_dir: Path, capsys: pytest.CaptureFixtur
     assert before["slots"]["train"]["not_begun"] == MEMBERS
 
 
-def test_instants_in_any_order_are_those_of_replays_from_the_beginning(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_in_any_order_equal_those_of_fresh_replays(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for at_s in (3.0, 3.5, 8.0, 9.5, 8.5, float(EVENTS), 2.0, float(EVENTS)):
         fresh = as_json(capsys, str(run_dir), "--at", str(at_s))
         assert {**fresh, **json.loads(json.dumps(status_at(run_dir, at_s)))} == fresh
 
 
-def test_before_the_first_event_the_run_is_empty(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_state_before_the_first_event_is_empty(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = as_json(capsys, str(run_dir), "--at", "0.5")
     assert (shown["events"], shown["at_s"], shown["workers"], shown["leases"]) == (0, 0.5, {}, [])
     assert status_at(run_dir, 0.0)["step"] == 0
@@ -174,14 +172,14 @@ def test_before_the_first_event_the_run_is_empty(run_dir: Path, capsys: pytest.C
     )
 
 
-def test_before_a_later_term_nothing_is_recorded(run_dir: Path) -> None:
+def test_an_instant_before_the_first_recorded_term_is_refused(run_dir: Path) -> None:
     (first,) = (run_dir / "recording").glob("*.fr")
     first.rename(first.with_name(first.name.replace("0001", "0002", 1)))
     with pytest.raises(FlowError, match=r"nothing is recorded at 0\.5 s of the run: term 2 begins at 1\.000 s"):
         status_at(run_dir, 0.5)
 
 
-async def test_a_page_gets_the_same_states_from_a_child(run_dir: Path) -> None:
+async def test_a_page_gets_the_same_states_from_a_child_process(run_dir: Path) -> None:
     replayer = Replayer(run_dir, 60.0)
     try:
         for at_s in (8.5, 3.0, float(EVENTS)):
@@ -198,11 +196,11 @@ async def test_a_page_gets_the_same_states_from_a_child(run_dir: Path) -> None:
 
 
 def replayers() -> list[psutil.Process]:
-    """The children of this process that replay."""
+    """The replayer processes among the children of this process."""
     return [one for one in psutil.Process().children() if "flowrt.observability.page.replayer" in one.cmdline()]
 
 
-async def test_a_replay_that_takes_too_long_is_killed_and_the_next_one_is_answered(run_dir: Path) -> None:
+async def test_a_replay_over_its_deadline_is_killed_and_the_next_one_succeeds(run_dir: Path) -> None:
     replayer = Replayer(run_dir, 0.01)
     with pytest.raises(FlowError, match=r"has not answered within 0.01 s; flowrt replay .* --at 8.500 has no limit"):
         await replayer.status_at(8.5)
@@ -228,7 +226,7 @@ def test_a_state_of_many_workers_is_bounded(run_dir: Path) -> None:
     assert len(json.dumps(found)) < 256 << 10
 
 
-def test_a_long_replay_says_how_far_it_is_and_goes_on_from_there(run_dir: Path) -> None:
+def test_a_long_replay_reports_its_progress_and_continues_from_there(run_dir: Path) -> None:
     instants = Instants(run_dir)
     answers = []
     while "reached_s" in (answer := instants.status_at(10.5, 0.0)):
@@ -259,21 +257,21 @@ def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_recording_becomes_a_test(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_is_exported_as_a_test(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = replay(capsys, str(run_dir), "--to", f"1:{LEASED}", "--as-test")
     assert code == 0
-    made = tmp_path / "test_stall.py"
-    made.write_text(text)
-    assert pytest_exit_code(made) == 0
-    made.write_text(text.replace("'rollout-0'", "'rollout-7'"))
-    assert pytest_exit_code(made) == 1
+    test_file = tmp_path / "test_stall.py"
+    test_file.write_text(text)
+    assert pytest_exit_code(test_file) == 0
+    test_file.write_text(text.replace("'rollout-0'", "'rollout-7'"))
+    assert pytest_exit_code(test_file) == 1
 
 
 def pytest_exit_code(path: Path) -> int:
     return subprocess.run([sys.executable, "-m", "pytest", "-q", str(path)], timeout=90, check=False).returncode
 
 
-def test_a_long_recording_is_named_by_its_path(
+def test_the_test_of_a_long_recording_refers_to_its_path(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowrt.observability.replay_test_file.MAX_EMBEDDED_BYTES", 10)
@@ -283,7 +281,7 @@ def test_a_long_recording_is_named_by_its_path(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--at", "-0.5"), "'-0.5' is no number of seconds from 0 on"),
         (("--at", "99"), f"nothing is recorded at 99 s of the run: term 1 ends at {EVENTS}.000 s"),
@@ -303,12 +301,12 @@ def test_a_long_recording_is_named_by_its_path(
         (("--at", "3", "--to", "1:3"), "not allowed with"),
     ],
 )
-def test_bad_input_is_refused(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+def test_invalid_arguments_are_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     code, out = replay(capsys, str(run_dir), *words)
     assert code == 2
-    assert said in folded(out)
+    assert message in folded(out)
     assert "Traceback" not in out
 
 
@@ -321,7 +319,7 @@ def test_a_directory_without_a_recording_is_refused(tmp_path: Path, capsys: pyte
     assert "there is no run directory" in out
 
 
-def test_other_sources_are_refused_unless_forced(
+def test_a_recording_of_other_sources_is_refused_unless_forced(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = sources_digest()
@@ -336,12 +334,12 @@ def test_other_sources_are_refused_unless_forced(
 def test_a_replay_that_differs_names_the_event(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(core: Core, event: Event, now: float) -> list[Any]:
+    def drop_commands(core: Core, event: Event, now: float) -> list[Any]:
         commands = original(core, event, now)
         return [] if isinstance(event, WorkerDisconnected) else commands
 
     original = Core.handle
-    monkeypatch.setattr(Core, "handle", forgetful)
+    monkeypatch.setattr(Core, "handle", drop_commands)
     code, out = replay(capsys, str(run_dir))
     assert code == 1
     assert f"event {DISCONNECTED} (WorkerDisconnected of rollout-0: {KILLED}) leads to 0 commands" in folded(out)
@@ -350,17 +348,17 @@ def test_a_replay_that_differs_names_the_event(
     assert "the replay differs from the run" in folded(out)
 
 
-def test_other_contents_of_as_many_commands_are_noticed(
+def test_commands_with_other_contents_are_detected(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def confused(core: Core, event: Event, now: float) -> list[Any]:
+    def change_receiver(core: Core, event: Event, now: float) -> list[Any]:
         return [
-            Send(WorkerId("nobody"), one.message) if isinstance(one, Send) else one
+            Send(WorkerId("another"), one.message) if isinstance(one, Send) else one
             for one in original(core, event, now)
         ]
 
     original = Core.handle
-    monkeypatch.setattr(Core, "handle", confused)
+    monkeypatch.setattr(Core, "handle", change_receiver)
     code, out = replay(capsys, str(run_dir))
     assert code == 1
     assert f"the commands up to event {LAST}, from event 0 on, are not those of the run" in folded(out)
@@ -369,10 +367,10 @@ def test_other_contents_of_as_many_commands_are_noticed(
 def test_a_violated_invariant_is_named(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leased(core: Core) -> None:
+    def assert_no_lease(core: Core) -> None:
         assert not core.state.table.leases, "there is a lease"
 
-    monkeypatch.setattr(Core, "check", leased)
+    monkeypatch.setattr(Core, "check", assert_no_lease)
     code, out = replay(capsys, str(run_dir), "--check")
     assert code == 1
     assert (
@@ -381,7 +379,7 @@ def test_a_violated_invariant_is_named(
     )
 
 
-def test_a_damaged_end_is_said_and_the_rest_is_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_end_is_reported_and_the_rest_is_replayed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = next((run_dir / "recording").iterdir())
     path.write_bytes(path.read_bytes()[:-1])
     code, out = replay(capsys, str(run_dir))

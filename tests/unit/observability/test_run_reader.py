@@ -44,7 +44,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b" ")), max_size=30), CUTS)
-def test_in_any_chunks_the_lines_are_those_of_the_whole_file(
+def test_tailed_lines_do_not_depend_on_the_chunk_boundaries(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], cuts: list[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("tails")
@@ -68,7 +68,7 @@ def test_in_any_chunks_the_lines_are_those_of_the_whole_file(
     assert not zipped.problem
 
 
-def test_another_file_of_the_same_name_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = JsonTail(path)
     assert (tail.read_new(), tail.state) == (([], False), "missing")
@@ -76,7 +76,7 @@ def test_another_file_of_the_same_name_is_read_from_its_start(tmp_path: Path) ->
     assert tail.read_new() == ([step_line(0), step_line(1)], False)
     atomic_write(path, text_of([step_line(0)]))
     assert tail.read_new() == ([step_line(0)], True)
-    path.write_text(text_of([step_line(7)]))  # in place, and as long as what was read
+    path.write_text(text_of([step_line(7)]))  # in place, of the same length
     assert tail.read_new() == ([step_line(7)], True)
     path.unlink()
     assert tail.read_new() == ([], False)
@@ -90,14 +90,14 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert tail.state == "events.jsonl has 4 damaged lines, left out"
 
 
-def test_a_flushed_gzip_file_reads_up_to_its_last_flush_and_damage_is_said(tmp_path: Path) -> None:
+def test_a_gzip_tail_reads_up_to_the_last_flush_and_reports_damage(tmp_path: Path) -> None:
     path = tmp_path / "0000.jsonl.gz"
     with gzip.open(path, "wb") as file:
         file.write(b"one\ntwo\nthr")
         file.flush()
         tail = GzipTail(path)
         assert tail.read_new().lines == [b"one", b"two"]
-    assert tail.read_new().lines == []  # the end of the file has no line end
+    assert tail.read_new().lines == []  # the last line is incomplete
     with path.open("ab") as plain:
         plain.write(gzip.compress(b"ee\nfour\n"))  # a restarted controller appends a member
     assert tail.read_new().lines == [b"three", b"four"]
@@ -112,7 +112,7 @@ def test_a_flushed_gzip_file_reads_up_to_its_last_flush_and_damage_is_said(tmp_p
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 30), CUTS)
-def test_tailing_a_run_says_the_same_as_reading_it_at_once(
+def test_tailing_a_run_gives_the_same_as_reading_it_at_once(
     tmp_path_factory: pytest.TempPathFactory, steps: int, cuts: list[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -130,7 +130,7 @@ def test_tailing_a_run_says_the_same_as_reading_it_at_once(
     assert reader.series(3)["steps"] == list(range(3, steps))
 
 
-def test_a_resumed_run_is_rewound_and_a_restarted_controller_rewinds_nothing(run_dir: Path) -> None:
+def test_a_resumed_run_is_rewound_but_a_controller_restart_is_not(run_dir: Path) -> None:
     lines = [step_line(step) for step in range(5)]
     atomic_write(run_dir / "metrics.jsonl", text_of(lines))
     reader = RunReader(run_dir)
@@ -154,7 +154,7 @@ def test_events_keep_their_numbers_when_the_file_is_thinned(run_dir: Path) -> No
     assert reader.events(6) == {"events": events[6:], "next": 8}
 
 
-def test_what_is_damaged_is_said_and_the_rest_is_shown(run_dir: Path) -> None:
+def test_damaged_files_are_reported_and_the_others_are_read(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text('{"step": 0, "wall_s": 1, "reward": NaN}\n{"step": "x"}\nnothing\n')
     (run_dir / "ledger.sqlite").write_bytes(b"no ledger" * 99)
     (run_dir / "summary.json").write_text("[")
@@ -177,14 +177,14 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run_dir: Path) -> None:
         reader.prompt(0, 1)
 
 
-def test_only_a_directory_of_a_run_is_read(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run directory"):
         RunReader(tmp_path)
     with pytest.raises(ConfigError, match="is not there"):
         RunReader(tmp_path / "no")
 
 
-def test_the_settings_that_are_not_the_recipes_are_listed(run_dir: Path) -> None:
+def test_settings_that_differ_from_the_recipe_are_listed(run_dir: Path) -> None:
     (run_dir / "config.toml").write_text(to_toml(dataclasses.replace(defaults("arithmetic"), steps=9)))
     found = RunReader(run_dir).run()
     assert [(key, default) for key, _, default in found["changed"]] == [("steps", defaults("arithmetic").steps)]
@@ -203,7 +203,7 @@ def test_a_run_is_live_while_its_lock_is_held(run_dir: Path) -> None:
     assert RunReader(run_dir).run()["state"] == "finished"
 
 
-def test_a_directory_that_cannot_be_written_is_read(run_dir: Path) -> None:
+def test_a_read_only_directory_is_read_unchanged(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text(text_of([step_line(0)]))
     os.chmod(run_dir, 0o500)
     before = {path: path.stat().st_mtime_ns for path in run_dir.iterdir()}
@@ -227,7 +227,7 @@ def test_a_long_run_is_decimated_and_keeps_its_extremes() -> None:
     assert series.since(29_000)["steps"] == list(range(29_000, 30_000))
 
 
-def test_a_column_that_begins_late_is_null_before() -> None:
+def test_a_column_that_starts_late_is_null_before() -> None:
     series = Series()
     series.append({"step": 0, "wall_s": 0.5})
     series.append({"step": 1, "wall_s": 1.5, "eval/held_out/avg@1": 0.25, "text": "x", "is": True})
@@ -281,7 +281,7 @@ def test_a_window_has_the_spans_and_waits_that_overlap_it(tmp_path: Path) -> Non
     assert (found["first_s"], found["last_s"], found["all"], found["matrix"]) == (0, 3, 2, None)
 
 
-def test_many_spans_are_a_matrix_of_busy_shares(tmp_path: Path) -> None:
+def test_too_many_spans_become_a_matrix_of_busy_shares(tmp_path: Path) -> None:
     workers = 300
     lines = [span(f"rollout-{w}", t, t + (w % 2), kind="generate") for w in range(workers) for t in range(0, 140, 2)]
     assert len(lines) > MAX_SPANS
@@ -300,7 +300,7 @@ def test_many_spans_are_a_matrix_of_busy_shares(tmp_path: Path) -> None:
     assert len(part["spans"]) == 64 * 70
 
 
-def test_a_window_has_the_extremes_of_its_buckets_and_all_steps_when_it_is_narrow() -> None:
+def test_a_wide_window_keeps_the_extremes_and_a_narrow_one_all_steps() -> None:
     series = Series()
     for step in range(10_000):
         more = {"eval/held_out/avg@1": step / 1e4} if step % 500 == 0 else {}
@@ -324,7 +324,7 @@ def test_a_window_has_the_extremes_of_its_buckets_and_all_steps_when_it_is_narro
     assert Series().window("wall_s", 0, 1, 1_600) == {"steps": [], "columns": {}}
 
 
-def test_columns_that_follow_from_others_are_made_before_steps_are_left_out() -> None:
+def test_derived_columns_are_computed_before_decimation() -> None:
     series = Series()
     for step in range(1_000):
         more = {"tokens": 100.0 + step, "samples": 10.0, "samples_per_s": 2.0 + step % 3, "reward_std": 0.5}

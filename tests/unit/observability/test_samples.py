@@ -1,4 +1,4 @@
-"""Reading stored samples: orders, filters, copies of a file that is written, and damaged files."""
+"""Reading stored samples: orders, filters, copies of an open file, and damaged files."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ STEPS, MEMBERS = 10, 4
 
 
 def fill(path: Path, *, is_open: bool = False) -> SampleWriter:
-    """Ten steps of one group; the reward is a number of its own for each sample."""
+    """Ten steps of one group; every sample has a different reward."""
     writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=1 << 30, life=1, step=0)
     for step in range(STEPS):
         records = []
@@ -57,7 +57,7 @@ def fill(path: Path, *, is_open: bool = False) -> SampleWriter:
     return writer
 
 
-def test_orders_and_pages(tmp_path: Path) -> None:
+def test_queries_are_ordered_and_paged(tmp_path: Path) -> None:
     fill(tmp_path)
     reader = SampleReader(tmp_path)
     assert reader.count == STEPS * MEMBERS
@@ -76,7 +76,7 @@ def test_orders_and_pages(tmp_path: Path) -> None:
     assert some != [row.id for row in reader.query(order="random", limit=7, seed=2).samples]
 
 
-def test_filters(tmp_path: Path) -> None:
+def test_filters_select_samples(tmp_path: Path) -> None:
     fill(tmp_path)
     reader = SampleReader(tmp_path)
     assert reader.query(SampleFilter(first_step=2, last_step=4)).total == 3 * MEMBERS
@@ -100,18 +100,18 @@ def test_filters(tmp_path: Path) -> None:
     assert reader.get(10**9) is None
 
 
-def test_the_command_chooses_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_filters_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path)
     [row] = SampleReader(tmp_path).query(limit=1).samples
     for length, count in ((f"{row.tokens}:{row.tokens}", STEPS * MEMBERS), (f"{row.tokens + 1}:999", 0)):
         assert main(["samples", str(tmp_path), "--length", length]) == 0
-        said = capsys.readouterr().out
-        assert (f"of {count} samples" in said) if count else ("no sample matches" in said)
+        output = capsys.readouterr().out
+        assert (f"of {count} samples" in output) if count else ("no sample matches" in output)
     assert main(["samples", str(tmp_path), "--length", "7:3"]) == 2
     assert "'7:3' is not A:B, two whole numbers" in capsys.readouterr().err
 
 
-def test_tables_have_the_columns_of_trl(tmp_path: Path) -> None:
+def test_exported_tables_have_the_columns_of_trl(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     fill(tmp_path)
     reader = SampleReader(tmp_path)
@@ -125,7 +125,7 @@ def test_tables_have_the_columns_of_trl(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*.part"))
 
 
-def test_a_copy_of_a_file_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_an_open_store_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     run.mkdir()
     copy.mkdir()
@@ -138,7 +138,7 @@ def test_a_copy_of_a_file_that_is_written(tmp_path: Path, monkeypatch: pytest.Mo
 
     def refuse(path: Path, options: str = "") -> sqlite3.Connection:
         if path.parent == copy:
-            raise sqlite3.OperationalError("unable to open database file")  # as in a directory that is read only
+            raise sqlite3.OperationalError("unable to open database file")  # as in a read-only directory
         return connect(path, options)
 
     with monkeypatch.context() as patched:
@@ -153,7 +153,7 @@ def test_a_copy_of_a_file_that_is_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_damaged_file_is_a_sentence_or_what_can_be_read(tmp_path: Path) -> None:
+def test_a_damaged_file_is_read_in_part_or_refused_in_a_sentence(tmp_path: Path) -> None:
     fill(tmp_path)
     whole = (tmp_path / SAMPLES).read_bytes()
     refused = 0
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_a_sentence_or_what_can_be_read(tmp_path: Path) -> Non
     assert refused > 20
 
 
-def test_what_is_no_store_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not there: the run has not begun"):
         SampleReader(tmp_path)
     (tmp_path / SAMPLES).touch()
@@ -188,7 +188,7 @@ def test_what_is_no_store_is_named(tmp_path: Path) -> None:
         SampleReader(tmp_path)
 
 
-WRITES = """
+WRITER = """
 import sys, itertools
 from pathlib import Path
 from tests.unit.observability.test_samples import fill_forever
@@ -197,7 +197,7 @@ fill_forever(Path(sys.argv[1]))
 
 
 def fill_forever(path: Path) -> None:
-    """Write until this process is killed; says so once something is there."""
+    """Write until this process is killed; report on stdout once samples are stored."""
     writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=200_000, life=1, step=0)
     for step in itertools.count():
         record = ScoredSample(
@@ -223,11 +223,11 @@ def fill_forever(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_leaves_what_it_has_written(tmp_path: Path) -> None:
-    """At any moment, also while it deletes: the next one goes on with the same file."""
+def test_a_killed_writer_leaves_a_readable_store(tmp_path: Path) -> None:
+    """At any moment, also during a deletion; the next writer continues with the same file."""
     newest = -1
     for seed in range(6):
-        with subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"written\n"
             with contextlib.suppress(subprocess.TimeoutExpired):

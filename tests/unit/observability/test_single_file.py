@@ -1,4 +1,4 @@
-"""run.html carries a run in one file: nothing is fetched, no text of the run becomes a part of the page."""
+"""run.html has a whole run in one file: it loads nothing else, and no text of the run becomes markup."""
 
 import base64
 import hashlib
@@ -44,11 +44,11 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        of = dict(attrs)
-        self.links += [of[name] or "" for name in ("src", "href", "action") if of.get(name)]
-        if of.get("http-equiv") == "Content-Security-Policy":
-            self.policy = of["content"] or ""
-        self._in = tag if tag in self.inline and of.get("type") is None else ""
+        attributes = dict(attrs)
+        self.links += [attributes[name] or "" for name in ("src", "href", "action") if attributes.get(name)]
+        if attributes.get("http-equiv") == "Content-Security-Policy":
+            self.policy = attributes["content"] or ""
+        self._in = tag if tag in self.inline and attributes.get("type") is None else ""
 
     def handle_endtag(self, tag: str) -> None:
         self._in = "" if tag == self._in else self._in
@@ -67,7 +67,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_needs_nothing_but_itself(run_dir: Path) -> None:
+def test_the_page_is_self_contained_with_a_strict_policy(run_dir: Path) -> None:
     path = write(run_dir)
     assert path == run_dir / "run.html"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -82,13 +82,13 @@ def test_it_needs_nothing_but_itself(run_dir: Path) -> None:
         [allowed] = re.findall(rf"{source} ([^;]*);", found.policy)
         digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in found.inline[kind]]
         assert allowed.split() == [f"'sha256-{digest}'" for digest in digests]
-    carried = unpacked(text)
-    assert carried["api/run"] == json.loads(json.dumps(RunReader(run_dir).run()))
-    assert carried["api/series?from=0"]["columns"]["wall_s"][-1] == 4
-    assert "left_out" not in carried
+    embedded = unpacked(text)
+    assert embedded["api/run"] == json.loads(json.dumps(RunReader(run_dir).run()))
+    assert embedded["api/series?from=0"]["columns"]["wall_s"][-1] == 4
+    assert "left_out" not in embedded
 
 
-def test_no_text_of_a_run_becomes_a_part_of_the_page(run_dir: Path) -> None:
+def test_no_text_of_a_run_becomes_markup(run_dir: Path) -> None:
     before = Elements(write(run_dir).read_text())
     events = [{"wall_s": 1, "step": 0, "kind": text, "text": text, "worker": text} for text in HOSTILE]
     (run_dir / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
@@ -106,9 +106,9 @@ def test_no_text_of_a_run_becomes_a_part_of_the_page(run_dir: Path) -> None:
 @given(
     st.recursive(st.none() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 )
-def test_whatever_an_answer_holds_comes_back(found: Any) -> None:
-    carried = unpacked(page({"api/run": found}))["api/run"]
-    assert json.dumps(carried) == json.dumps(nulled(found))
+def test_any_embedded_answer_round_trips(found: Any) -> None:
+    embedded = unpacked(page({"api/run": found}))["api/run"]
+    assert json.dumps(embedded) == json.dumps(nulled(found))
 
 
 def nulled(value: Any) -> Any:
@@ -123,25 +123,25 @@ def nulled(value: Any) -> Any:
     return value
 
 
-def test_what_does_not_fit_is_left_out_in_order_and_said(run_dir: Path) -> None:
+def test_answers_over_the_size_limit_are_left_out_in_order_and_named(run_dir: Path) -> None:
     found = answers(RunReader(run_dir))
     noise = base64.b64encode(hashlib.shake_256(b"").digest(90_000)).decode()
     found["api/sample/1"] = {"completion": noise}
     found["api/samples?order=newest"] = {"samples": [{"id": 1, "completion": noise[::-1]}], "total": 1}
-    whole = len(page(found))
-    smaller = unpacked(page(found, whole - 1))
+    size = len(page(found))
+    smaller = unpacked(page(found, size - 1))
     assert smaller["left_out"] == "the tokens of its samples; flowrt watch on the run directory has them"
     assert "api/sample/1" not in smaller
     assert "api/samples?order=newest" in smaller
-    smallest = unpacked(page(found, whole - 200_000))
-    said = ", ".join(what for what, _ in LEFT_OUT[:4])
-    assert smallest["left_out"] == f"{said}; flowrt watch on the run directory has them"
+    smallest = unpacked(page(found, size - 200_000))
+    names = ", ".join(what for what, _ in LEFT_OUT[:4])
+    assert smallest["left_out"] == f"{names}; flowrt watch on the run directory has them"
     assert not [path for path in smallest if path.startswith("api/sample")]
     with pytest.raises(FlowError, match="open it with flowrt watch"):
         page(found, 1000)
 
 
-def test_a_long_run_stays_small(run_dir: Path) -> None:
+def test_the_page_of_a_long_run_is_small(run_dir: Path) -> None:
     lines = (
         {
             "step": step,
@@ -154,7 +154,7 @@ def test_a_long_run_stays_small(run_dir: Path) -> None:
     assert write(run_dir).stat().st_size < 1 << 20
 
 
-def test_a_directory_that_is_no_run_is_one_sentence(
+def test_a_directory_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["single_file", str(tmp_path)])

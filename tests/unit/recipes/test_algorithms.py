@@ -1,4 +1,4 @@
-"""Algorithms by name: every preset is accepted, every field of the table acts or is refused, by what it trains."""
+"""Algorithm presets: all are accepted; every field of the table changes the trained weights or is refused."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ BASES: dict[str, dict[str, Any]] = {
     "staleness_power": {"staleness_weight": "polynomial"},
     "plan.anchor": {"loss.policy": "ppo", "plan.anchor": "rollout", "correction.level": "off", "plan.updates": 2},
 }
-"""What else is set while a field is changed, where no preset lets it act."""
+"""Further settings under which a field has an effect, where it has none in any preset."""
 
 
 def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -92,7 +92,7 @@ def small_model() -> GPT2LMHeadModel:
 
 
 def step_groups() -> tuple[Groups, list[torch.Tensor]]:
-    """Rewards of groups with equal and with different ones, and responses of many lengths, some of them truncated."""
+    """Groups with equal and with different rewards; responses of many lengths, some of them truncated."""
     torch.manual_seed(2)
     lengths = torch.randint(1, LIMIT + 1, (GROUPS * SIZE,))
     lengths[:3] = LIMIT
@@ -113,8 +113,8 @@ FROM_SECOND_STEP = ("kl.target", "kl.horizon")
 """Fields that change nothing in the first step of a run."""
 
 
-def trained(config: RunConfig, steps: int = 1) -> torch.Tensor:
-    """All weights after some steps of the torch engine with the objective of a configuration."""
+def trained_weights(config: RunConfig, steps: int = 1) -> torch.Tensor:
+    """All weights after N steps of the torch engine with the objective of a configuration."""
     objective = algorithm(config)
     trainer = TorchTrainer(
         small_model(), TrainOptions(lr=1e-2, warmup_steps=1, max_grad_norm=1e9), objective, temperature=1.0
@@ -128,7 +128,7 @@ def trained(config: RunConfig, steps: int = 1) -> torch.Tensor:
 def step_batch(config: RunConfig, objective: Algorithm) -> TrainingBatch:
     groups, responses = step_groups()
     torch.manual_seed(3)
-    near = [-2.5 + 0.4 * torch.randn(len(response)) for response in responses]
+    rollout = [-2.5 + 0.4 * torch.randn(len(response)) for response in responses]
     reference = [-2.5 + 0.4 * torch.randn(len(response)) for response in responses]
     is_step = objective.needs.scope == "step"
     advantages_N, trained_N = torch.zeros(len(groups)), torch.ones(len(groups), dtype=torch.bool)
@@ -139,7 +139,7 @@ def step_batch(config: RunConfig, objective: Algorithm) -> TrainingBatch:
     return TrainingBatch(
         prompts=[torch.arange(3, dtype=torch.int32) for _ in rows],
         responses=[responses[row] for row in rows],
-        rollout_logprobs=[near[row] for row in rows],
+        rollout_logprobs=[rollout[row] for row in rows],
         reference_logprobs=[reference[row] for row in rows] if objective.needs.reference else None,
         advantages_N=advantages_N[rows],
         weights_N=sample_weight(config.algorithm)(groups.staleness_N)[rows],
@@ -155,20 +155,20 @@ def test_every_preset_is_accepted_and_trains(name: str) -> None:
     assert from_toml(to_toml(config)) == config
     assert needs_reference(config.algorithm) == ("reference" in [one.name for one in dataflow(config).stages])
     assert needs_reference(config.algorithm) == algorithm(config).needs.reference
-    weights = trained(run_config(config.algorithm))
+    weights = trained_weights(run_config(config.algorithm))
     assert bool(weights.isfinite().all())
     assert not torch.equal(weights, torch.cat([one.detach().reshape(-1) for one in small_model().parameters()]))
 
 
 @pytest.mark.slow
 def test_presets_differ() -> None:
-    """Except for those that differ only by data: none of them is another one's name."""
-    weights = {name: trained(run_config(table)) for name, table in PRESETS.items()}
+    """No two presets train the same weights from the same batch."""
+    weights = {name: trained_weights(run_config(table)) for name, table in PRESETS.items()}
     same = [(a, b) for a in weights for b in weights if a < b and torch.equal(weights[a], weights[b])]
     assert not same
 
 
-def others(name: str, kind: Any, value: Any) -> tuple[Any, ...]:
+def alternatives(name: str, kind: Any, value: Any) -> tuple[Any, ...]:
     if name in ALTERNATIVES:
         return ALTERNATIVES[name]
     if get_origin(kind) is Literal:
@@ -178,8 +178,8 @@ def others(name: str, kind: Any, value: Any) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), dict(fields(AlgorithmConfig())).items())
-def test_every_field_changes_what_is_trained(name: str, kind: Any) -> None:
-    """For a preset or a combination in which the field acts, another value gives other weights."""
+def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
+    """In some preset or combination in which the field has an effect, another value gives other weights."""
     if name in ("name", "own_reference") or name.startswith("filter."):
         pytest.skip("test_presets_differ, test_algorithm_runs, and for filters test_group_filter")
     tried = []
@@ -187,7 +187,7 @@ def test_every_field_changes_what_is_trained(name: str, kind: Any) -> None:
         base = changed(preset, BASES.get(name, {}))
         if name not in acting_fields(base):
             continue
-        for other in others(name, kind, attrgetter(name)(base)):
+        for other in alternatives(name, kind, attrgetter(name)(base)):
             pair = run_config(base), run_config(changed(base, {name: other}))
             try:
                 for one in pair:
@@ -196,25 +196,25 @@ def test_every_field_changes_what_is_trained(name: str, kind: Any) -> None:
                 continue
             tried.append((preset.name, other))
             steps = 2 if name in FROM_SECOND_STEP else 1
-            if not torch.equal(trained(pair[0], steps), trained(pair[1], steps)):
+            if not torch.equal(trained_weights(pair[0], steps), trained_weights(pair[1], steps)):
                 return
     pytest.fail(f"algorithm.{name} changed nothing in {tried}")
 
 
 @pytest.mark.parametrize(("name", "kind"), dict(fields(AlgorithmConfig())).items())
 @pytest.mark.parametrize("preset", ["reinforce", "gspo", "dpo_online", "best_of_n", "decoupled"])
-def test_a_field_that_does_not_act_is_refused(preset: str, name: str, kind: Any) -> None:
+def test_a_field_without_effect_is_refused(preset: str, name: str, kind: Any) -> None:
     table = PRESETS[preset]
     if name == "name" or name in acting_fields(table):
-        pytest.skip("it acts")
-    other = others(name, kind, attrgetter(name)(table))[0]
+        pytest.skip("the field has an effect")
+    other = alternatives(name, kind, attrgetter(name)(table))[0]
     with pytest.raises(ConfigError, match=r"algorithm\.") as refused:
         check(run_config(changed(table, {name: other})))
     assert name.rpartition(".")[2] in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (["--algorithm", "dapoo"], "did you mean 'dapo'"),
         (["--algorithm", "gspo", "--algorithm.plan.anchor", "present"], "every ratio is 1"),
@@ -231,13 +231,13 @@ def test_a_field_that_does_not_act_is_refused(preset: str, name: str, kind: Any)
         (["--algorithm", "dpo_online", "--group-size", "1"], "compares two samples"),
     ],
 )
-def test_contradictions_are_refused_in_one_sentence(flags: list[str], words: str) -> None:
+def test_contradictory_flags_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(flags)
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Any) -> None:
+def test_flags_override_the_file_which_overrides_the_preset(tmp_path: Any) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[algorithm]\nname = "dapo"\n[algorithm.loss]\nclip_low = 0.1\nclip_high = 0.4\n')
     table = parse(["--config", str(path), "--algorithm.loss.clip-high", "0.3"]).algorithm

@@ -1,4 +1,4 @@
-"""Checksums of checkpoints: a damaged file is named, with the intact checkpoint before it."""
+"""Checksums of checkpoints: a damaged file is reported, with the intact checkpoint before it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,34 +22,34 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def cut(directory: Path) -> None:
+def truncate(directory: Path) -> None:
     path = directory / "weights.safetensors"
     path.write_bytes(path.read_bytes()[:100])
 
 
-def flip(directory: Path) -> None:
+def flip_bit(directory: Path) -> None:
     path = directory / "weights.safetensors"
     data = bytearray(path.read_bytes())
     data[1000] ^= 1
     path.write_bytes(data)
 
 
-def lose_a_file(directory: Path) -> None:
+def remove_file(directory: Path) -> None:
     (directory / "nested" / "more.json").unlink()
 
 
-def lose_the_checksums(directory: Path) -> None:
+def remove_checksums(directory: Path) -> None:
     (directory / NAME).unlink()
 
 
-def empty(directory: Path) -> None:
+def truncate_all(directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
 
 
-def become_a_file(directory: Path) -> None:
-    empty(directory)
+def replace_by_file(directory: Path) -> None:
+    truncate_all(directory)
     (directory / "nested" / "more.json").unlink()
     (directory / "nested").rmdir()
     for path in directory.iterdir():
@@ -59,7 +59,7 @@ def become_a_file(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "{half", "[" * 100_000])
-def test_damaged_checksums_are_named(run_dir: Path, content: str) -> None:
+def test_damaged_checksum_files_are_reported(run_dir: Path, content: str) -> None:
     (checkpoint_dir(run_dir, 12) / NAME).write_text(content)
     assert NAME in damage(checkpoint_dir(run_dir, 12))
 
@@ -73,18 +73,20 @@ def test_a_run_without_checkpoints_is_accepted(tmp_path: Path) -> None:
     check_newest(tmp_path)
 
 
-@pytest.mark.parametrize("harm", [cut, flip, lose_a_file, lose_the_checksums, empty, become_a_file])
-def test_a_damaged_checkpoint_names_the_intact_one_before_it(run_dir: Path, harm: Callable[[Path], None]) -> None:
-    harm(checkpoint_dir(run_dir, 12))
+@pytest.mark.parametrize("inject", [truncate, flip_bit, remove_file, remove_checksums, truncate_all, replace_by_file])
+def test_a_damaged_checkpoint_is_reported_with_the_last_intact_one(
+    run_dir: Path, inject: Callable[[Path], None]
+) -> None:
+    inject(checkpoint_dir(run_dir, 12))
     with pytest.raises(
         ConfigError, match=r"step-000012 is damaged: .*; step-000008 before it is intact: remove step-0"
     ):
         check_newest(run_dir)
-    harm(checkpoint_dir(run_dir, 8))
+    inject(checkpoint_dir(run_dir, 8))
     with pytest.raises(ConfigError, match="there is no intact one before it"):
         check_newest(run_dir)
 
 
-def test_an_older_damaged_checkpoint_is_not_in_the_way(run_dir: Path) -> None:
-    flip(checkpoint_dir(run_dir, 8))
+def test_an_older_damaged_checkpoint_is_ignored(run_dir: Path) -> None:
+    flip_bit(checkpoint_dir(run_dir, 8))
     check_newest(run_dir)

@@ -1,4 +1,4 @@
-"""Configurations: what overrides what, what survives a round trip, what is documented, what is refused."""
+"""Configurations: precedence, round trips, refused values, ranges, and documentation."""
 
 import ast
 import dataclasses
@@ -35,25 +35,25 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-# ---- what overrides what
+# ---- precedence
 
 
-def test_no_argument_is_the_default_recipe() -> None:
+def test_no_arguments_give_the_default_recipe() -> None:
     assert parse([]) == defaults("arithmetic")
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_a_name_alone_is_the_recipe_as_it_is(recipe: str) -> None:
+def test_a_recipe_name_gives_its_defaults(recipe: str) -> None:
     assert parse([recipe]) == defaults(recipe)
     assert defaults(recipe).recipe == recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_the_recipe_flag_means_the_same_as_the_name(recipe: str) -> None:
+def test_the_recipe_flag_equals_the_positional_name(recipe: str) -> None:
     assert parse(["--recipe", recipe]) == defaults(recipe)
 
 
-def test_the_recipe_flag_is_checked() -> None:
+def test_an_unknown_recipe_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'arithmetic'"):
         parse(["--recipe", "arithmetik"])
 
@@ -84,7 +84,7 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path: Path, sp
     )
 
 
-def test_a_flag_may_say_the_default_again(tmp_path: Path) -> None:
+def test_a_flag_equal_to_the_default_overrides_the_file(tmp_path: Path) -> None:
     base = defaults("arithmetic")
     file = write(tmp_path / "run.toml", f"steps = {base.steps + 1}")
     assert parse(["--config", file, "--steps", str(base.steps)]) == base
@@ -95,12 +95,12 @@ def test_data_is_short_for_data_path() -> None:
     assert parse(["gsm8k", "--data.path", "f.jsonl"]).data.path == "f.jsonl"
 
 
-def test_a_whole_number_is_a_fraction_too(tmp_path: Path) -> None:
+def test_an_integer_is_accepted_for_a_float(tmp_path: Path) -> None:
     lr = parse(["--config", write(tmp_path / "run.toml", "[trainer]\nlr = 1")]).trainer.lr
     assert (lr, type(lr)) == (1.0, float)
 
 
-def test_merge_leaves_its_base_alone() -> None:
+def test_merge_does_not_change_its_base() -> None:
     base = defaults("arithmetic")
     merged = merge(base, {"rollout": {"workers": 5}}, "test")
     assert merged.rollout.workers == 5
@@ -116,22 +116,22 @@ def test_toml_round_trip_of_the_defaults(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_toml_round_trip_when_every_value_is_another(recipe: str) -> None:
+def test_toml_round_trip_with_every_value_changed(recipe: str) -> None:
     changed = dataclasses.replace(_change(defaults(recipe)), recipe=recipe)
     assert changed != defaults(recipe)
     assert from_toml(to_toml(changed)) == changed
 
 
-def test_a_choice_that_is_none_is_refused_with_those_there_are(tmp_path: Path) -> None:
+def test_an_invalid_choice_is_refused_with_the_valid_ones(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"'rollout\.weight_update' takes one of between_sequences, in_flight, not 'never'"
     ):
         parse(["--config", write(tmp_path / "run.toml", '[rollout]\nweight_update = "never"')])
 
 
-def test_toml_round_trip_of_awkward_text() -> None:
-    awkward = 'C:\\data\\"x"\n\té 😀 #[a]'
-    config = dataclasses.replace(defaults("arithmetic"), run_dir=awkward)
+def test_toml_round_trip_of_special_characters() -> None:
+    special = 'C:\\data\\"x"\n\té 😀 #[a]'
+    config = dataclasses.replace(defaults("arithmetic"), run_dir=special)
     assert from_toml(to_toml(config)) == config
 
 
@@ -163,10 +163,10 @@ def _change(config: Any) -> Any:
     return dataclasses.replace(config, **changes)
 
 
-# ---- what is refused
+# ---- refused values
 
 
-def test_a_group_of_one_is_fine_without_the_standard_deviation() -> None:
+def test_a_group_of_one_is_allowed_without_standard_deviation() -> None:
     none = ["--algorithm.advantage.baseline", "none", "--algorithm.advantage.scale", "none"]
     config = parse(["--group-size", "1", *none])
     assert (config.group_size, config.algorithm.advantage.baseline) == (1, "none")
@@ -210,7 +210,7 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ([], "name its Python"),
         ([*PYTHON, "--rollout.sglang.url", "http://host:1"], "not both"),
@@ -226,13 +226,13 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
         ([*PYTHON, "--trainer.engine", "fsdp", "--trainer.lora.rank", "4"], "use --trainer.lora.publish merged"),
     ],
 )
-def test_a_server_that_cannot_be_is_refused_before_anything_starts(settings: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_sglang_settings_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(["--rollout.engine", "sglang", *settings])
 
 
 def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path) -> None:
-    """It must not quietly train on something else."""
+    """Otherwise the run would silently train on other data."""
     data = write(tmp_path / "rows.jsonl", '{"question": "1+1?", "answer": "#### 2"}\n')
     with pytest.raises(ConfigError, match="gsm8k"):
         task_of(parse(["arithmetic", "--data", data]))
@@ -305,7 +305,7 @@ def test_infinity_and_not_a_number_are_refused_in_flags_and_files(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         (["--seed", "18446744073709551616"], "seed is 18446744073709551616; use 0 or more"),
         (["--group-size", "100000000"], "group_size is 100000000; use"),
@@ -314,13 +314,13 @@ def test_infinity_and_not_a_number_are_refused_in_flags_and_files(tmp_path: Path
         (["--build.heads", "5"], "build.heads is 5"),
     ],
 )
-def test_numbers_too_large_together_are_refused(settings: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_combinations_of_numbers_that_are_too_large_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         parse(settings)
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
-def test_the_seed_of_every_sample_of_the_largest_numbers_can_be_derived(seed: int) -> None:
+def test_sample_seeds_can_be_derived_from_the_largest_numbers(seed: int) -> None:
     check(with_value("seed", seed))
     derived = sample_seed(seed, prompt=2**63 - 1, epoch=2**63 - 1, member=2**63 - 1, attempt=2**63 - 1)
     torch.Generator().manual_seed(derived)
@@ -328,14 +328,14 @@ def test_the_seed_of_every_sample_of_the_largest_numbers_can_be_derived(seed: in
 
 
 @pytest.mark.parametrize("name", ["run_dir", "data.path", "controller.bind", "rollout.sglang.url"])
-@pytest.mark.parametrize(("text", "words"), [("a\0b", "with a NUL in it"), ("a\udcff", "bytes that are not text")])
-def test_text_that_no_file_could_hold_is_refused(name: str, text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} is 'a.*', .*{words}"):
+@pytest.mark.parametrize(("text", "message"), [("a\0b", "with a NUL in it"), ("a\udcff", "bytes that are not text")])
+def test_text_with_a_nul_or_invalid_unicode_is_refused(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is 'a.*', .*{message}"):
         check(with_value(name, text))
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (f"seed = {'9' * 5000}", "is not TOML"),
         (f"[trainer]\nlr = 1{'0' * 400}", "'trainer.lr' is a number of 401 digits"),
@@ -345,12 +345,12 @@ def test_text_that_no_file_could_hold_is_refused(name: str, text: str, words: st
     ],
     ids=["a number of 5000 digits", "an integer above every float", "deep nesting", "no value", "a NUL"],
 )
-def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_an_unreadable_config_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(["--config", write(tmp_path / "run.toml", text)])
 
 
-def test_a_config_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_a_config_path_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for path in (fifo, tmp_path, Path("/dev/zero")):
@@ -360,22 +360,22 @@ def test_a_config_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> Non
         parse(["--config", str(tmp_path / "nowhere.toml")])
 
 
-# ---- what is documented
+# ---- documentation
 
 
 def documented_fields() -> dict[str, str]:
     """The docstring of every field that is a flag, by its dotted name."""
-    return dict(_walk(RunConfig(), ""))
+    return dict(_documented_fields(RunConfig(), ""))
 
 
-def _walk(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
+def _documented_fields(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
     docs: dict[str, str] = {}
     for kind in type(config).__mro__:
         if dataclasses.is_dataclass(kind):
             docs = {**_field_docs(kind), **docs}
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{prefix}{name}.")
+            yield from _documented_fields(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", docs.get(name, "")
 
@@ -396,7 +396,7 @@ def _field_docs(kind: type) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def help_text() -> str:
-    ended = subprocess.run(
+    result = subprocess.run(
         [str(FLOWRT), "run", "--help"],
         check=True,
         timeout=60,
@@ -404,7 +404,7 @@ def help_text() -> str:
         text=True,
         env={**os.environ, "COLUMNS": "100"},
     )
-    return squeeze("".join(" " if c in "╭╮╰╯│─" else c for c in ended.stdout))
+    return squeeze("".join(" " if c in "╭╮╰╯│─" else c for c in result.stdout))
 
 
 def squeeze(text: str) -> str:
@@ -412,12 +412,12 @@ def squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-def test_the_help_of_a_run_names_its_page_its_exporters_and_files(help_text: str) -> None:
+def test_the_help_lists_the_page_exporters_and_task_files(help_text: str) -> None:
     for text in ("--watch [PORT] serves the page", "--exporters [STR", "a task of your own is FILE.py"):
         assert squeeze(text) in help_text
 
 
-def test_every_kind_of_setting_is_looked_at() -> None:
+def test_every_section_of_the_configuration_is_documented() -> None:
     sections = {name.split(".")[0] for name in documented_fields() if "." in name}
     assert sections == {name for name, value in vars(RunConfig()).items() if dataclasses.is_dataclass(value)}
     assert len(documented_fields()) > 45
@@ -451,13 +451,13 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
         (["--trainer.compile", "True", "--trainer.fsdp.recompute", "True"], "trainer.compile changes nothing with"),
     ],
 )
-def test_what_a_training_engine_cannot_do_is_refused(flags: list[str], sentence: str) -> None:
+def test_unsupported_options_of_a_training_engine_are_refused(flags: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
         parse(flags)
 
 
 @pytest.mark.parametrize("flag", ["--data", "--data.path"])
-def test_data_without_a_recipe_is_of_recipe_custom(tmp_path: Path, flag: str) -> None:
+def test_data_without_a_recipe_selects_the_custom_recipe(tmp_path: Path, flag: str) -> None:
     rows, toml = tmp_path / "rows.jsonl", tmp_path / "run.toml"
     rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     toml.write_text('recipe = "gsm8k"\n')

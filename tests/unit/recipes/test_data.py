@@ -1,4 +1,4 @@
-"""Data sets: every format gives the same rows; what is wrong is named with file, line and field, ten at once."""
+"""Data files: every format gives the same rows; mistakes are reported with file, line and field, ten at once."""
 
 import gzip
 import json
@@ -93,7 +93,7 @@ KINDS = ("jsonl", "jsonl.gz", "parquet", "saved", "saved splits", "shards", "sna
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_format_has_the_same_rows_in_order_and_at_random(kind: str, tmp_path: Path) -> None:
+def test_every_format_gives_the_same_rows_by_scan_and_by_index(kind: str, tmp_path: Path) -> None:
     rows = open_rows(write(kind, tmp_path))
     assert list(rows.scan()) == ROWS
     assert [rows.row(index) for index in reversed(range(len(rows)))] == ROWS[::-1]
@@ -105,14 +105,14 @@ def test_every_format_has_the_same_rows_in_order_and_at_random(kind: str, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["saved splits", "snapshot"])
-def test_a_split_of_a_directory(kind: str, tmp_path: Path) -> None:
+def test_the_split_selects_files_of_a_directory(kind: str, tmp_path: Path) -> None:
     path = write(kind, tmp_path)
     assert list(open_rows(path, "test").scan()) == ROWS[: len(open_rows(path, "test"))] != ROWS
     with pytest.raises(ConfigError, match=r"has no .*split 'dev' \(data\.split\); it has 'train', 'test'"):
         open_rows(path, "dev")
 
 
-def test_the_place_of_a_row_is_that_in_its_file(tmp_path: Path) -> None:
+def test_a_row_is_located_by_file_and_line(tmp_path: Path) -> None:
     assert open_rows(write("shards", tmp_path)).where(1) == f"data file {tmp_path}/shards/b.jsonl, line 1"
     path = tmp_path / "blank.jsonl"
     path.write_bytes(b'\n{"prompt": "a"}\n  \t\n\n{"prompt": "b"}\r\n \n')
@@ -125,7 +125,7 @@ def test_the_place_of_a_row_is_that_in_its_file(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(["", " ", "\t\r"]), st.dictionaries(st.text(), st.text(), max_size=3))))
-def test_json_lines_are_those_that_are_not_blank(tmp_path_factory: pytest.TempPathFactory, content: list[Any]) -> None:
+def test_blank_lines_are_skipped(tmp_path_factory: pytest.TempPathFactory, content: list[Any]) -> None:
     path = tmp_path_factory.getbasetemp() / "generated.jsonl"
     path.write_bytes(lines(content))
     rows = JsonLines(path)
@@ -134,7 +134,7 @@ def test_json_lines_are_those_that_are_not_blank(tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "error"),
     [
         ("rows.jsonl.gz", gzip.compress(lines(ROWS))[:-30], "cannot be unpacked"),
         ("rows.jsonl.gz", b"\x1f\x8bnonsense", "cannot be unpacked"),
@@ -146,9 +146,9 @@ def test_json_lines_are_those_that_are_not_blank(tmp_path_factory: pytest.TempPa
         ("readme.md", b"", "is a directory without files of rows"),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_damaged_files_are_reported_by_path(tmp_path: Path, name: str, content: bytes, error: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"^data file {tmp_path}.*{said}"):
+    with pytest.raises(ConfigError, match=f"^data file {tmp_path}.*{error}"):
         open_rows(tmp_path / name if name.startswith("rows") else tmp_path)
 
 
@@ -159,7 +159,9 @@ def test_a_directory_of_several_data_sets_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
-def test_without_pyarrow_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_pyarrow_is_reported_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     (tmp_path / name).write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'flowrt\[data\]'"):
@@ -171,7 +173,7 @@ def message(role: object = "user", content: object = "u", **more: object) -> dic
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "error"),
     [
         ({"answer": "1"}, "line 2 has no field 'prompt'; it has 'answer'; name one of them with --data.prompt-key"),
         ({"prompt": 5}, "line 2: field 'prompt' is int, not text or a list of messages"),
@@ -202,10 +204,10 @@ def message(role: object = "user", content: object = "u", **more: object) -> dic
         ('{"prompt": ', "line 2 is not JSON"),
     ],
 )
-def test_a_row_that_cannot_be_a_prompt_is_named(tmp_path: Path, row: object, said: str) -> None:
+def test_a_row_without_a_valid_prompt_is_reported_with_its_line(tmp_path: Path, row: object, error: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([{"prompt": "fine"}, row, {"prompt": "fine too"}]))
-    with pytest.raises(ConfigError, match=f"^data file {path}, {said}"):
+    with pytest.raises(ConfigError, match=f"^data file {path}, {error}"):
         check(open_rows(path), DATA, 3)
 
 
@@ -216,13 +218,13 @@ def test_the_first_ten_mistakes_are_reported_together(tmp_path: Path, wrong: int
     for read in (lambda: check(open_rows(path), DATA, 1), lambda: read_rows(path, ("prompt", "answer"))):
         with pytest.raises(ConfigError) as refused:
             read()
-        said = str(refused.value)
-        assert said.startswith(f"{counted} in the data: data file {path}, line 2: field 'prompt' is int")
-        assert said.count("field 'prompt' is int") == min(wrong, 10)
-        assert "\n" not in said
+        error = str(refused.value)
+        assert error.startswith(f"{counted} in the data: data file {path}, line 2: field 'prompt' is int")
+        assert error.count("field 'prompt' is int") == min(wrong, 10)
+        assert "\n" not in error
 
 
-def test_an_answer_is_optional_but_not_in_some_rows_only(tmp_path: Path) -> None:
+def test_answers_are_present_in_all_rows_or_in_none(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([{"prompt": "a"}, {"prompt": "b"}]))
     check(open_rows(path), DATA, 2)
@@ -236,14 +238,14 @@ def test_an_answer_is_optional_but_not_in_some_rows_only(tmp_path: Path) -> None
         check(open_rows(path), DATA, 2)
 
 
-def test_a_nested_answer_and_further_columns(tmp_path: Path) -> None:
+def test_the_answer_may_be_nested_and_further_columns_are_kept(tmp_path: Path) -> None:
     row = {"prompt": "p", "reward_model": {"ground_truth": {"x": 1}}, "level": 3}
-    made = problem(row, DataConfig(prompt_key="prompt", answer_key="reward_model.ground_truth"), "")
-    assert json.loads(made.answer) == {**row, "answer": {"x": 1}}
+    parsed = problem(row, DataConfig(prompt_key="prompt", answer_key="reward_model.ground_truth"), "")
+    assert json.loads(parsed.answer) == {**row, "answer": {"x": 1}}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_made_for_verl(tmp_path: Path, kind: str) -> None:
+def test_rows_in_the_format_of_verl_are_accepted(tmp_path: Path, kind: str) -> None:
     """Its columns, with the answer nested in ``reward_model``; all of them reach the reward."""
     rows: list[dict[str, Any]] = [
         {
@@ -270,18 +272,18 @@ def test_rows_made_for_verl(tmp_path: Path, kind: str) -> None:
         check_rows(open_sets(wrong), wrong)
 
 
-def test_held_out_prompts_are_no_training_prompts(tmp_path: Path) -> None:
+def test_held_out_prompts_among_the_training_rows_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([{"prompt": "a  b"}, {"prompt": "c"}, {"prompt": "c"}, {"prompt": "a b "}]))
-    said = r"line 1: the prompt is also held out for the evaluation, as 1 training prompts are \(the last 1 rows"
-    with pytest.raises(ConfigError, match=said):
+    error = r"line 1: the prompt is also held out for the evaluation, as 1 training prompts are \(the last 1 rows"
+    with pytest.raises(ConfigError, match=error):
         check(open_rows(path), DATA, 3)
     check(open_rows(path), DataConfig(prompt_key="prompt", allow_overlap=True), 3)
     check(open_rows(path), DATA, 4)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "error"),
     [
         (["--data.prefill", "True"], r"data\.prefill changes nothing in recipe arithmetic"),
         (["--data.allow-overlap", "True"], r"data\.allow_overlap changes nothing in recipe arithmetic"),
@@ -293,6 +295,6 @@ def test_held_out_prompts_are_no_training_prompts(tmp_path: Path) -> None:
         (["--data", __file__, "--data.split", "test"], r"data\.split is 'test', and .* is a file"),
     ],
 )
-def test_options_that_cannot_act_are_refused(flags: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_options_without_effect_are_refused(flags: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
         parse(["arithmetic", *flags])

@@ -1,4 +1,4 @@
-"""Several data sets: the flag and the table, what is refused, held-out rows, and the check of their rows."""
+"""Several data sets: flags and tables, refused values, held-out rows, and checks of rows."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from flowrt.recipes.resume_overrides import apply_overrides
 from flowrt.recipes.tasks.problems import check_rows, open_sets
 from flowrt.recipes.tasks.registry import task_of
 
-THREE = ["--data", "math=a.jsonl:0.7", "--data=code=dir/:0.2", "--data", "chat=c:d.jsonl:.1"]
+THREE_SETS = ["--data", "math=a.jsonl:0.7", "--data=code=dir/:0.2", "--data", "chat=c:d.jsonl:.1"]
 
 
 def write(path: Path, prompts: Sequence[Any], **columns: Any) -> Path:
@@ -26,8 +26,8 @@ def write(path: Path, prompts: Sequence[Any], **columns: Any) -> Path:
     return path
 
 
-def test_sets_as_flags_and_as_tables(tmp_path: Path) -> None:
-    config = parse(["custom", *THREE])
+def test_sets_are_configured_by_flags_or_tables(tmp_path: Path) -> None:
+    config = parse(["custom", *THREE_SETS])
     assert config.data.sets == (
         DataSetConfig("math", "a.jsonl", 0.7),
         DataSetConfig("code", "dir/", 0.2),
@@ -56,17 +56,17 @@ def test_sets_as_flags_and_as_tables(tmp_path: Path) -> None:
         ("dir/x:0.5", "dir/x:0.5"),
     ],
 )
-def test_one_path_alone_is_a_path(flag: str, path: str) -> None:
+def test_a_single_path_is_not_a_named_set(flag: str, path: str) -> None:
     assert parse_data([flag]) == (path, [])
 
 
-def test_a_colon_in_a_directory_is_no_weight() -> None:
+def test_a_colon_in_a_directory_name_is_not_a_weight() -> None:
     assert parse_data(["a=x:1/rows.jsonl"]) == ("", [{"name": "a", "path": "x:1/rows.jsonl"}])
     assert parse_data(["a=x:1/rows.jsonl:2"]) == ("", [{"name": "a", "path": "x:1/rows.jsonl", "weight": 2.0}])
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["a=x:-1", "b=y:1"], r"data\.sets\[0\]\.weight is -1\.0; use a value above 0, and at most 1,000,000"),
         (["a=x:0", "b=y:0"], r"data\.sets\[0\]\.weight is 0\.0; use a value above 0, and at most 1,000,000"),
@@ -90,12 +90,12 @@ def test_a_colon_in_a_directory_is_no_weight() -> None:
         ([f"set-{n}=x{n}" for n in range(101)], "there are 101 data sets; use at most 100"),
     ],
 )
-def test_sets_that_cannot_be(flags: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_set_flags_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(["custom", *(f"--data={flag}" for flag in flags)])
 
 
-def test_sets_where_they_change_nothing() -> None:
+def test_sets_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.sets changes nothing in recipe gsm8k; it is of recipe custom"):
         parse(["gsm8k", "--data", "a=x:1"])
     with pytest.raises(ConfigError, match=r"data\.path is 'x', and there are data\.sets too; leave one of them out"):
@@ -105,7 +105,7 @@ def test_sets_where_they_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('[data]\nsets = ["a"]', r"'data\.sets' takes tables \[\[data\.sets\]\] with keys, not \['a'\]"),
         ('[[data.sets]]\npath = "x"', r"a table \[\[data\.sets\]\] has no key 'name'"),
@@ -115,15 +115,15 @@ def test_sets_where_they_change_nothing() -> None:
         ('[[data.sets]]\nname = "a"\npath = "x"\nweigth = 1', r"'data\.sets\.weigth'.*weight"),
     ],
 )
-def test_tables_that_cannot_be(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_set_tables_are_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f'recipe = "custom"\n{text}\n')
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse(["--config", str(file)])
 
 
 def test_a_resumed_run_keeps_its_sets() -> None:
-    config = parse(["custom", *THREE])
+    config = parse(["custom", *THREE_SETS])
     assert apply_overrides(config, ["--steps", "9"]).data.sets == config.data.sets
     other = ["--data", "math=a.jsonl:0.6", "--data", "code=dir/:0.4"]
     with pytest.raises(
@@ -135,7 +135,7 @@ def test_a_resumed_run_keeps_its_sets() -> None:
 
 
 def test_metrics_of_each_set_can_be_guarded() -> None:
-    parse(["custom", *THREE, "--guard", "reward_of/code below 0.1 steps=5"])
+    parse(["custom", *THREE_SETS, "--guard", "reward_of/code below 0.1 steps=5"])
     with pytest.raises(ConfigError, match="this run has no such metric"):
         parse(["custom", "--data", "a=x", "--guard", "reward_of/a below 0.1"])
 
@@ -165,17 +165,17 @@ def test_the_last_rows_of_each_set_are_held_out_in_proportion_to_the_weights(tmp
     assert [one.prompt for one in opened[1].training] == ["b 0", "b 1", "b 2"]
 
 
-def test_a_set_with_too_few_rows_for_its_held_out_share(tmp_path: Path) -> None:
-    made = sets(tmp_path, ("a", numbered("a", 9), 0.5), ("b", numbered("b", 4), 0.5))
+def test_a_set_with_too_few_rows_for_its_held_out_share_is_refused(tmp_path: Path) -> None:
+    configs = sets(tmp_path, ("a", numbered("a", 9), 0.5), ("b", numbered("b", 4), 0.5))
     with pytest.raises(
         ConfigError,
         match=r"data set 'b' has 4 rows, no more than the 4 that are held out, its share of data\.eval_prompts=8; use",
     ):
-        open_sets(DataConfig(prompt_key="prompt", eval_prompts=8, sets=made))
+        open_sets(DataConfig(prompt_key="prompt", eval_prompts=8, sets=configs))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("none.jsonl", None, r"data set 'b': data file .*none\.jsonl does not exist"),
         ("empty.jsonl", "", r"data set 'b': data file .*empty\.jsonl is empty; it needs at least one row"),
@@ -183,15 +183,15 @@ def test_a_set_with_too_few_rows_for_its_held_out_share(tmp_path: Path) -> None:
         ("dir", "directory", r"data set 'b': data file .*dir is a directory without files of rows"),
     ],
 )
-def test_a_set_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+def test_an_unreadable_set_is_reported_by_name(tmp_path: Path, name: str, content: str | None, message: str) -> None:
     path = tmp_path / name
     if content == "directory":
         path.mkdir()
     elif content is not None:
         path.write_text(content)
-    made = (*sets(tmp_path, ("a", numbered("a", 9), 0.5)), DataSetConfig("b", str(path), 0.5))
-    with pytest.raises(ConfigError, match=said):
-        open_sets(DataConfig(prompt_key="prompt", eval_prompts=0, sets=made))
+    configs = (*sets(tmp_path, ("a", numbered("a", 9), 0.5)), DataSetConfig("b", str(path), 0.5))
+    with pytest.raises(ConfigError, match=message):
+        open_sets(DataConfig(prompt_key="prompt", eval_prompts=0, sets=configs))
 
 
 def test_mistakes_in_all_sets_are_reported_together(tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_mistakes_in_all_sets_are_reported_together(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError) as refused:
         check_rows(open_sets(data), data)
-    said = str(refused.value)
-    assert said.startswith(f"2 mistakes in the data: data file {tmp_path}/a.jsonl, line 2: field 'prompt' is int")
-    assert f"; data file {tmp_path}/b.jsonl, line 1: field 'prompt', the prompt, is empty" in said
+    message = str(refused.value)
+    assert message.startswith(f"2 mistakes in the data: data file {tmp_path}/a.jsonl, line 2: field 'prompt' is int")
+    assert f"; data file {tmp_path}/b.jsonl, line 1: field 'prompt', the prompt, is empty" in message
 
 
-def test_a_prompt_of_one_set_that_is_held_out_of_another_is_refused(tmp_path: Path) -> None:
+def test_a_training_prompt_held_out_in_another_set_is_refused(tmp_path: Path) -> None:
     data = DataConfig(
         prompt_key="prompt",
         eval_prompts=2,
@@ -221,11 +221,11 @@ def test_a_prompt_of_one_set_that_is_held_out_of_another_is_refused(tmp_path: Pa
         check_rows(open_sets(data), data)
 
 
-def test_a_set_may_have_answers_and_another_none(tmp_path: Path) -> None:
-    made = sets(tmp_path, ("a", ["one", "two"], 0.5))
+def test_answers_may_be_absent_from_whole_sets_but_not_from_single_rows(tmp_path: Path) -> None:
+    configs = sets(tmp_path, ("a", ["one", "two"], 0.5))
     plain = tmp_path / "b.jsonl"
     plain.write_text('{"prompt": "three"}\n{"prompt": "four"}\n')
-    data = DataConfig(prompt_key="prompt", eval_prompts=0, sets=(*made, DataSetConfig("b", str(plain), 0.5)))
+    data = DataConfig(prompt_key="prompt", eval_prompts=0, sets=(*configs, DataSetConfig("b", str(plain), 0.5)))
     check_rows(open_sets(data), data)
     plain.write_text('{"prompt": "three"}\n{"prompt": "four", "answer": 4}\n')
     with pytest.raises(ConfigError, match=r"b\.jsonl, line 1 has no field 'answer'; .*leave the column out of every"):
@@ -233,9 +233,9 @@ def test_a_set_may_have_answers_and_another_none(tmp_path: Path) -> None:
 
 
 def test_a_task_mixes_its_sets(tmp_path: Path) -> None:
-    made = sets(tmp_path, ("a", numbered("a", 6), 0.5), ("b", numbered("b", 3), 0.25))
+    configs = sets(tmp_path, ("a", numbered("a", 6), 0.5), ("b", numbered("b", 3), 0.25))
     base = parse(
-        ["custom", "--data.eval-prompts", "3", *(f"--data={one.name}={one.path}:{one.weight}" for one in made)]
+        ["custom", "--data.eval-prompts", "3", *(f"--data={one.name}={one.path}:{one.weight}" for one in configs)]
     )
     (tmp_path / "mine.py").write_text("def reward(response, answer):\n    return 0.0\n")
     reward = replace(base.reward, functions=(str(tmp_path / "mine.py"),))

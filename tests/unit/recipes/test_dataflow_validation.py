@@ -1,4 +1,4 @@
-"""A dataflow that can never run, and settings that name a missing role, are refused when they are made."""
+"""A dataflow that can never run is refused on construction; settings that name an unknown role, at the start."""
 
 import asyncio
 from dataclasses import replace
@@ -16,14 +16,14 @@ ROLES = {"source": loop.source, "player": loop.player, "judge": loop.judge, "lea
 
 
 def flow(
-    play: api.Stage = loop.PLAY, judge: api.Stage = loop.JUDGE, learn: api.Stage = loop.LEARN, **more: object
+    play: api.Stage = loop.PLAY, judge: api.Stage = loop.JUDGE, learn: api.Stage = loop.LEARN, **options: object
 ) -> api.Dataflow:
-    """The example's dataflow, with something else in it."""
-    return replace(loop.FLOW, stages=(play, judge, learn), **more)  # type: ignore[arg-type]
+    """The example's dataflow with other stages or fields."""
+    return replace(loop.FLOW, stages=(play, judge, learn), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changes", "message"),
     [
         (
             {"learn": replace(loop.LEARN, needs=("choice", "rewards"))},
@@ -62,9 +62,9 @@ def flow(
         ({"tags": ("choice",)}, r"columns and tags \['choice'\] are declared twice"),
     ],
 )
-def test_a_dataflow_that_can_never_run_is_refused_when_it_is_made(changed: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        flow(**changed)  # type: ignore[arg-type]
+def test_a_dataflow_that_can_never_run_is_refused_on_construction(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        flow(**changes)  # type: ignore[arg-type]
 
 
 BAND = api.Stage("band", needs=("reward",), makes=("kept",), flow="train", whole_groups=True)
@@ -76,7 +76,7 @@ def test_a_stage_before_the_train_stage_may_take_whole_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("band", "said"),
+    ("band", "message"),
     [
         (replace(BAND, flow=""), "stage 'band' has whole_groups=True and flow ''; only stages of the flow that is"),
         (replace(BAND, makes=("kept", "choice")), "makes inline columns that the train stage alone needs"),
@@ -84,12 +84,12 @@ def test_a_stage_before_the_train_stage_may_take_whole_groups() -> None:
         (replace(BAND, makes=()), "makes inline columns"),
     ],
 )
-def test_other_stages_of_whole_groups_are_refused(band: api.Stage, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_other_stages_that_take_whole_groups_are_refused(band: api.Stage, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         replace(loop.FLOW, stages=(loop.PLAY, loop.JUDGE, band, LEARN_KEPT))
 
 
-def test_what_a_stage_of_whole_groups_makes_is_for_the_train_stage_alone() -> None:
+def test_only_the_train_stage_may_read_columns_of_a_whole_group_stage() -> None:
     log = api.Stage("log", needs=("kept",), makes=(), flow="train")
     with pytest.raises(ConfigError, match="that the train stage alone needs"):
         replace(loop.FLOW, stages=(loop.PLAY, loop.JUDGE, BAND, log, LEARN_KEPT))
@@ -97,7 +97,7 @@ def test_what_a_stage_of_whole_groups_makes_is_for_the_train_stage_alone() -> No
         replace(loop.FLOW, stages=(loop.PLAY, loop.JUDGE, replace(loop.LEARN, whole_groups=False)))
 
 
-def test_a_column_may_be_made_by_one_stage_of_each_flow() -> None:
+def test_one_stage_of_each_flow_may_produce_the_same_column() -> None:
     judge = replace(loop.JUDGE, flow="train")
     other = api.Stage("judge_eval", needs=("choice",), makes=("reward",), flow="eval")
     log = api.Stage("log", needs=("reward",), makes=())
@@ -105,7 +105,7 @@ def test_a_column_may_be_made_by_one_stage_of_each_flow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changes", "message"),
     [
         ({"completing_roles": ("lerner",)}, "Settings.completing_roles names 'lerner', .*; did you mean 'learner'?"),
         ({"critical_roles": ("trainer",)}, "Settings.critical_roles names 'trainer'"),
@@ -116,14 +116,14 @@ def test_a_column_may_be_made_by_one_stage_of_each_flow() -> None:
         ({"checkpointing_roles": ("lerner",)}, "Settings.checkpointing_roles names 'lerner'"),
     ],
 )
-def test_settings_that_name_a_role_which_is_not_there_are_refused(changed: dict[str, object], said: str) -> None:
-    settings = replace(loop.SETTINGS, **changed)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_name_an_unknown_role_are_refused(changes: dict[str, object], message: str) -> None:
+    settings = replace(loop.SETTINGS, **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
         asyncio.run(api.run_roles(loop.FLOW, settings, loop.POLICIES, ROLES))
 
 
 @pytest.mark.parametrize("kl_coef", ["0", "0.001"])
-def test_the_recipe_needs_no_role_that_it_does_not_start(kl_coef: str) -> None:
+def test_the_reference_role_is_replaceable_only_if_the_recipe_has_it(kl_coef: str) -> None:
     config = parse(["--algorithm.kl.coef", kl_coef])
-    needed = grpo.settings(config).replaceable_roles
-    assert ("reference" in needed) == any(stage.name == "reference" for stage in grpo.dataflow(config).stages)
+    replaceable = grpo.settings(config).replaceable_roles
+    assert ("reference" in replaceable) == any(stage.name == "reference" for stage in grpo.dataflow(config).stages)

@@ -11,7 +11,7 @@ from flowrt.recipes.devices import named_accelerators, reference_device, rollout
 
 FSDP = ["--trainer.engine", "fsdp"]
 SGLANG = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
-ALONE = ["--algorithm.kl.coef", "0"]  # without a reference
+NO_REFERENCE = ["--algorithm.kl.coef", "0"]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ ALONE = ["--algorithm.kl.coef", "0"]  # without a reference
         (["--device", "cuda", "--reference.device", "cpu"], "cuda", "cuda", "cpu"),
     ],
 )
-def test_the_device_of_a_role(flags: list[str], trainer: str, rollout: str, reference: str) -> None:
+def test_each_role_resolves_its_device(flags: list[str], trainer: str, rollout: str, reference: str) -> None:
     config = parse(flags)
     assert (training_device(config), rollout_device(config), reference_device(config)) == (trainer, rollout, reference)
     assert with_devices(from_toml(to_toml(config))) == with_devices(config)
@@ -46,23 +46,23 @@ def test_without_a_device_the_configuration_is_unchanged() -> None:
     [
         ([], {}),
         (["--device", "auto"], {}),
-        (["--device", "cuda", *ALONE], {"cuda": (1, ["trainer", "rollout"])}),
+        (["--device", "cuda", *NO_REFERENCE], {"cuda": (1, ["trainer", "rollout"])}),
         (["--device", "cuda"], {"cuda": (1, ["trainer", "rollout", "reference"])}),
-        (["--device", "cuda", *ALONE, "--trainer.ranks", "3"], {"cuda": (3, ["trainer", "rollout"])}),
-        (["--device", "cuda", *ALONE, "--launch.trainer", "srun"], {"cuda": (1, ["rollout"])}),
-        (["--device", "cuda", *ALONE, *SGLANG], {"cuda": (1, ["trainer"])}),  # its torch is another one
+        (["--device", "cuda", *NO_REFERENCE, "--trainer.ranks", "3"], {"cuda": (3, ["trainer", "rollout"])}),
+        (["--device", "cuda", *NO_REFERENCE, "--launch.trainer", "srun"], {"cuda": (1, ["rollout"])}),
+        (["--device", "cuda", *NO_REFERENCE, *SGLANG], {"cuda": (1, ["trainer"])}),  # SGLang has its own torch
         (["--trainer.device", "cuda", "--rollout.device", "npu"], {"cuda": (1, ["trainer"]), "npu": (1, ["rollout"])}),
     ],
 )
-def test_what_this_host_must_have(flags: list[str], expected: dict[str, tuple[int, list[str]]]) -> None:
+def test_the_accelerators_required_on_this_host(flags: list[str], expected: dict[str, tuple[int, list[str]]]) -> None:
     assert wanted_here(parse(flags)) == expected
 
 
-def test_a_reference_that_the_run_does_not_have_names_no_accelerator() -> None:
-    assert "reference" not in named_accelerators(parse(["--device", "cuda", *ALONE]))
+def test_an_absent_reference_requires_no_accelerator() -> None:
+    assert "reference" not in named_accelerators(parse(["--device", "cuda", *NO_REFERENCE]))
     with pytest.raises(ConfigError, match=r"reference\.device is cuda"):
-        parse(["--reference.device", "cuda", *ALONE])
-    assert parse(["--reference.device", "cpu", *ALONE])  # as without it
+        parse(["--reference.device", "cuda", *NO_REFERENCE])
+    assert parse(["--reference.device", "cpu", *NO_REFERENCE])  # has no effect
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_a_reference_that_the_run_does_not_have_names_no_accelerator() -> None:
         ([*SGLANG, "--device", "npu", "--rollout.sglang.weights", "broadcast"], "does not support NPUs"),
     ],
 )
-def test_a_device_that_cannot_be_is_refused(flags: list[str], sentence: str) -> None:
+def test_an_invalid_device_is_refused(flags: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
         parse(flags)

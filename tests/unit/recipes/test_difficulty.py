@@ -1,4 +1,4 @@
-"""Difficulty of rows: limits, order, and what is refused."""
+"""Difficulty of rows: limits, order, and refused values."""
 
 import json
 from itertools import islice
@@ -44,7 +44,7 @@ def test_rows_within_the_limits_are_used(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 30).flatmap(lambda count: st.tuples(st.just(count), st.sets(st.integers(0, max(count - 1, 0))))))
-def test_a_selection_has_the_rows_of_its_places(
+def test_a_selection_contains_the_rows_at_its_places(
     tmp_path_factory: pytest.TempPathFactory, drawn: tuple[int, set[int]]
 ) -> None:
     count, chosen = drawn
@@ -56,17 +56,17 @@ def test_a_selection_has_the_rows_of_its_places(
     assert list(selection.scan()) == [selection.row(at) for at in range(len(selection))] == expected
 
 
-def test_easy_rows_first_in_every_pass(tmp_path: Path) -> None:
+def test_easy_first_sorts_the_rows_in_every_epoch(tmp_path: Path) -> None:
     options = data(write(tmp_path / "rows.jsonl", [3, 1, 2, 1, 9]), order="easy_first")
     [opened] = open_sets(options)
     assert list(opened.difficulties) == [3, 1, 2, 1, 9]
-    [made] = CustomTask(options, RewardOptions()).training_sets()
-    sizes = [SetSize(made.name, made.weight, len(made.problems), made.difficulties)]
+    [training_set] = CustomTask(options, RewardOptions()).training_sets()
+    sizes = [SetSize(training_set.name, training_set.weight, len(training_set.problems), training_set.difficulties)]
     found = list(islice(mixture(sizes, None, 0, lambda place: (place.epoch, place.row)), 8))
     assert found == [(epoch, row) for epoch in (0, 1) for row in (1, 3, 2, 0)]
 
 
-def test_rows_as_they_are() -> None:
+def test_without_a_seed_rows_keep_their_order() -> None:
     sizes = [SetSize("a", 1.0, 3), SetSize("b", 1.0, 2)]
     found = list(islice(mixture(sizes, None, 0, lambda place: place), 8))
     assert [(one.epoch, one.row) for one in found if one.data_set == 0] == [(0, 0), (0, 1), (0, 2), (1, 0)]
@@ -74,7 +74,7 @@ def test_rows_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "said"),
+    ("level", "message"),
     [
         ("hard", r"line 2: field 'more\.level' is 'hard', not a finite number \(data\.difficulty_key\)"),
         (None, r"line 2: field 'more\.level' is None, not a finite number"),
@@ -83,12 +83,12 @@ def test_rows_as_they_are() -> None:
         (10**400, r"line 2: field 'more\.level' is 1000.*, not a finite number"),
     ],
 )
-def test_difficulties_that_are_no_numbers(tmp_path: Path, level: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_non_numeric_difficulties_are_refused(tmp_path: Path, level: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         difficulties(open_rows(write(tmp_path / "rows.jsonl", [1, level, 2])), "more.level")
 
 
-def test_rows_without_a_difficulty_are_named(tmp_path: Path) -> None:
+def test_rows_without_a_difficulty_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [1, 2])
     with pytest.raises(
         ConfigError, match=r"2 mistakes in the data: .*line 1 has no field 'level' \(data\.difficulty_key\)"
@@ -99,7 +99,7 @@ def test_rows_without_a_difficulty_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--data.min-difficulty", "1"], r"data\.min_difficulty is set, and data\.difficulty_key is not"),
         (["--data.max-difficulty", "1"], r"data\.max_difficulty is set, and data\.difficulty_key is not"),
@@ -112,12 +112,12 @@ def test_rows_without_a_difficulty_are_named(tmp_path: Path) -> None:
         (["--data.difficulty-key", "d", "--data.min-difficulty", "nan"], r"data\.min_difficulty is nan; use"),
     ],
 )
-def test_options_that_cannot_be(flags: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_inconsistent_options_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(["custom", *flags])
 
 
-def test_difficulty_is_of_recipe_custom() -> None:
+def test_difficulty_options_are_only_for_the_custom_recipe() -> None:
     with pytest.raises(ConfigError, match=r"data\.difficulty_key changes nothing in recipe gsm8k"):
         parse(["gsm8k", "--data.difficulty-key", "d"])
     config = parse(["custom", "--data.difficulty-key", "d", "--data.max-difficulty", "0.5"])

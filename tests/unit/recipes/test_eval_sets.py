@@ -1,4 +1,4 @@
-"""Data sets of evaluations: their own rows, whatever the run trains on."""
+"""Evaluation data sets: read from their own files, independent of the training data."""
 
 import dataclasses
 import json
@@ -21,27 +21,27 @@ def rows(path: Path, prompts: Sequence[str]) -> Path:
 
 def config(folder: Path, *flags: str) -> RunConfig:
     (folder / "mine.py").write_text("def reward(response, answer):\n    return 0.0\n")
-    own = ["custom", "--model", str(folder), "--reward", str(folder / "mine.py"), "--data.eval-prompts", "0"]
-    return read([*own, *flags], "flowrt run")
+    base_flags = ["custom", "--model", str(folder), "--reward", str(folder / "mine.py"), "--data.eval-prompts", "0"]
+    return read([*base_flags, *flags], "flowrt run")
 
 
 @pytest.mark.parametrize("difficulty", [[], ["--data.difficulty-key", "level", "--data.max-difficulty", "2"]])
-def test_beside_weighted_sets(tmp_path: Path, difficulty: list[str]) -> None:
+def test_an_evaluation_set_is_independent_of_weights_and_difficulty(tmp_path: Path, difficulty: list[str]) -> None:
     training = [
         f"--data={name}={rows(tmp_path / name, [f'{name} 1', f'{name} 2'])}:0.5" for name in ("a.jsonl", "b.jsonl")
     ]
     training = [flag.replace(".jsonl=", "=", 1) for flag in training]
-    held = tmp_path / "held.jsonl"
-    held.write_text('{"prompt": "mine", "answer": "1"}\n')  # without a level
-    run = config(tmp_path, *training, *difficulty, "--eval.data", f"mine={held}")
+    eval_file = tmp_path / "held.jsonl"
+    eval_file.write_text('{"prompt": "mine", "answer": "1"}\n')  # has no difficulty level
+    run = config(tmp_path, *training, *difficulty, "--eval.data", f"mine={eval_file}")
     [(name, problems)] = eval_sets(run, task_of(run)).items()
     assert (name, [one.prompt for one in problems]) == ("mine", ["mine"])
     check_eval_sets(run, task_of(run))
 
 
-def test_prompts_of_a_run_are_checked_with_those_of_its_evaluations(tmp_path: Path) -> None:
-    training, held = rows(tmp_path / "a.jsonl", ["one", "two"]), rows(tmp_path / "held.jsonl", ["three"])
-    run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}")
+def test_run_prompts_include_training_and_evaluation_prompts(tmp_path: Path) -> None:
+    training, eval_file = rows(tmp_path / "a.jsonl", ["one", "two"]), rows(tmp_path / "held.jsonl", ["three"])
+    run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={eval_file}")
     found = [
         (prompt, block.where(at))
         for block in run_prompts(run, task_of(run))
@@ -51,11 +51,11 @@ def test_prompts_of_a_run_are_checked_with_those_of_its_evaluations(tmp_path: Pa
     assert found[-1][1].endswith("held.jsonl, line 1")
 
 
-def test_several_samples_are_drawn_at_the_temperature_of_the_rollout(tmp_path: Path) -> None:
-    drawn = ("--data", str(rows(tmp_path / "a.jsonl", ["one", "two"])), "--rollout.temperature", "0.7")
+def test_evaluation_with_several_samples_uses_the_rollout_temperature(tmp_path: Path) -> None:
+    data_flags = ("--data", str(rows(tmp_path / "a.jsonl", ["one", "two"])), "--rollout.temperature", "0.7")
 
     def temperature(*flags: str) -> float | None:
-        run = config(tmp_path, *drawn, "--eval.data", "mine=held.jsonl", *flags)
+        run = config(tmp_path, *data_flags, "--eval.data", "mine=held.jsonl", *flags)
         sampling = run.eval.sampling(run.rollout.temperature)
         return None if sampling is None else sampling.temperature
 
@@ -65,21 +65,23 @@ def test_several_samples_are_drawn_at_the_temperature_of_the_rollout(tmp_path: P
     assert temperature("--eval.temperature", "0.2") == 0.2
 
 
-def test_prompts_that_are_trained_are_refused(tmp_path: Path) -> None:
+def test_evaluation_prompts_in_the_training_data_are_refused(tmp_path: Path) -> None:
     training = rows(tmp_path / "a.jsonl", ["one", "two", "three"])
-    held = rows(tmp_path / "held.jsonl", ["four", "two ", "one"])
-    run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}")
-    said = r"held\.jsonl, line 3: prompts of eval\.data are training prompts too, 2 rows, .*a\.jsonl, line 1; .*mine"
-    with pytest.raises(ConfigError, match=said):
+    eval_file = rows(tmp_path / "held.jsonl", ["four", "two ", "one"])
+    run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={eval_file}")
+    message = r"held\.jsonl, line 3: prompts of eval\.data are training prompts too, 2 rows, .*a\.jsonl, line 1; .*mine"
+    with pytest.raises(ConfigError, match=message):
         check_eval_sets(run, task_of(run))
-    allowed = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}", "--data.allow-overlap", "True")
+    allowed = config(
+        tmp_path, "--data", str(training), "--eval.data", f"mine={eval_file}", "--data.allow-overlap", "True"
+    )
     check_eval_sets(allowed, task_of(allowed))
 
 
-def test_no_rows_are_held_out_beside_data_of_evaluations(tmp_path: Path) -> None:
-    training, held = rows(tmp_path / "a.jsonl", ["one", "two", "three"]), rows(tmp_path / "held.jsonl", ["four"])
+def test_no_training_rows_are_held_out_when_an_evaluation_set_is_given(tmp_path: Path) -> None:
+    training, eval_file = rows(tmp_path / "a.jsonl", ["one", "two", "three"]), rows(tmp_path / "held.jsonl", ["four"])
     held_out = ("--data", str(training), "--data.eval-prompts", "1")
     assert len(task_of(config(tmp_path, *held_out)).training_problems()) == 2
-    both = config(tmp_path, "--data", str(training), "--data.eval-prompts", "0", "--eval.data", f"mine={held}")
+    both = config(tmp_path, "--data", str(training), "--data.eval-prompts", "0", "--eval.data", f"mine={eval_file}")
     with_default = dataclasses.replace(both, data=dataclasses.replace(both.data, eval_prompts=64))
     assert len(task_of(with_default).training_problems()) == 3

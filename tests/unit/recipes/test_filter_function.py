@@ -1,4 +1,4 @@
-"""A user's filter function in its process: what it is given, what costs a group, what is refused before a run."""
+"""A user's filter function in its process: its arguments, failures that filter a group, files refused before a run."""
 
 import logging
 import subprocess
@@ -17,21 +17,21 @@ from tests.integration.conftest import wait_until
 
 FACTS = GroupFacts(prompt=7, epoch=1, lengths=[3, 5], version=4)
 LONG_S = 60.0
-"""Of calls that return: a loaded machine must not make them late."""
+"""Timeout of calls that return, also on a loaded machine."""
 
 
 @pytest.fixture
-async def made() -> AsyncIterator[list[FilterFunction]]:
+async def created() -> AsyncIterator[list[FilterFunction]]:
     functions: list[FilterFunction] = []
     yield functions
     for one in functions:
         await one.close()
 
 
-def function(made: list[FilterFunction], path: Path, text: str, timeout_s: float = LONG_S) -> FilterFunction:
+def function(created: list[FilterFunction], path: Path, text: str, timeout_s: float = LONG_S) -> FilterFunction:
     path.write_text(text)
-    made.append(FilterFunction(FilterConfig(function=str(path), function_timeout_s=timeout_s), subprocess.DEVNULL))
-    return made[-1]
+    created.append(FilterFunction(FilterConfig(function=str(path), function_timeout_s=timeout_s), subprocess.DEVNULL))
+    return created[-1]
 
 
 def is_running(pid: int) -> bool:
@@ -52,24 +52,24 @@ def is_running(pid: int) -> bool:
         "keep = all\ndef keep(rewards, other=None):\n    return other is None\n",
     ],
 )
-async def test_it_is_given_the_rewards_and_by_name_what_it_takes(
-    made: list[FilterFunction], tmp_path: Path, text: str
+async def test_the_function_receives_the_rewards_and_the_facts_that_it_names(
+    created: list[FilterFunction], tmp_path: Path, text: str
 ) -> None:
-    mine = function(made, tmp_path / "mine.py", text)
-    assert await mine.decide([0.0, 1.0], FACTS) == KEPT
+    user_filter = function(created, tmp_path / "mine.py", text)
+    assert await user_filter.decide([0.0, 1.0], FACTS) == KEPT
     assert not (tmp_path / "__pycache__").exists()
 
 
-async def test_a_refusal_is_no_failure(
-    made: list[FilterFunction], tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_a_refused_group_is_not_logged_as_a_failure(
+    created: list[FilterFunction], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = function(made, tmp_path / "mine.py", "def keep(rewards):\n    return max(rewards) > 0\n")
-    assert [await mine.decide([0.0, one], FACTS) for one in (0.0, 1.0, 0.0)] == [REFUSED, KEPT, REFUSED]
+    user_filter = function(created, tmp_path / "mine.py", "def keep(rewards):\n    return max(rewards) > 0\n")
+    assert [await user_filter.decide([0.0, one], FACTS) for one in (0.0, 1.0, 0.0)] == [REFUSED, KEPT, REFUSED]
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("body", "decision", "said"),
+    ("body", "decision", "message"),
     [
         ("return 1 / 0", RAISED, ":5): ZeroDivisionError: division by zero, on the rewards [0.5, 0.5] of prompt 7"),
         ("raise KeyboardInterrupt", RAISED, ":5): KeyboardInterrupt"),
@@ -82,25 +82,25 @@ async def test_a_refusal_is_no_failure(
         ("return 'False'", WRONG, ":3): it returned 'False' (str), not True or False"),
     ],
 )
-async def test_a_call_that_fails_costs_its_group_and_the_next_one_finds_a_process(
-    made: list[FilterFunction],
+async def test_a_failed_call_filters_its_group_and_the_next_call_succeeds(
+    created: list[FilterFunction],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     body: str,
     decision: float,
-    said: str,
+    message: str,
 ) -> None:
     text = f"import os, sys\n\ndef keep(rewards):\n    if rewards[0] == 0.5:\n        {body}\n    return True\n"
-    mine = function(made, tmp_path / "mine.py", text)
+    user_filter = function(created, tmp_path / "mine.py", text)
     with caplog.at_level(logging.WARNING):
-        assert [await mine.decide([one, 0.5], FACTS) for one in (0.0, 0.5, 1.0)] == [KEPT, decision, KEPT]
+        assert [await user_filter.decide([one, 0.5], FACTS) for one in (0.0, 0.5, 1.0)] == [KEPT, decision, KEPT]
     [record] = caplog.records
-    assert said in record.getMessage()
+    assert message in record.getMessage()
     assert "the group is filtered (failure 1 of the function)" in record.getMessage()
 
 
 @pytest.mark.slow
-async def test_a_call_that_hangs_is_killed_with_what_it_has_started(made: list[FilterFunction], tmp_path: Path) -> None:
+async def test_a_hanging_call_is_killed_with_its_child_processes(created: list[FilterFunction], tmp_path: Path) -> None:
     text = """
 import subprocess, time
 def keep(rewards):
@@ -110,26 +110,26 @@ def keep(rewards):
         time.sleep(99)
     return True
 """
-    mine = function(made, tmp_path / "mine.py", text, timeout_s=2.0)
+    user_filter = function(created, tmp_path / "mine.py", text, timeout_s=2.0)
     with pytest.raises(FunctionFailed, match=r":7\): it did not return in 2 s, on the rewards") as failed:
-        await mine.call([1.0], FACTS)
+        await user_filter.call([1.0], FACTS)
     assert failed.value.decision == HUNG
     pid = int((tmp_path / "mine.py.pid").read_text())
-    wait_until(lambda: not is_running(pid), 10.0, lambda: "what it has started is still there")
-    assert await mine.decide([0.0], FACTS) == KEPT
+    wait_until(lambda: not is_running(pid), 10.0, lambda: "its child process still runs")
+    assert await user_filter.decide([0.0], FACTS) == KEPT
 
 
-async def test_failures_are_reported_ever_more_rarely(
-    made: list[FilterFunction], tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_failures_are_logged_at_powers_of_two(
+    created: list[FilterFunction], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = function(made, tmp_path / "mine.py", "def keep(rewards):\n    raise ValueError\n")
+    user_filter = function(created, tmp_path / "mine.py", "def keep(rewards):\n    raise ValueError\n")
     with caplog.at_level(logging.WARNING):
-        assert {await mine.decide([0.0], FACTS) for _ in range(20)} == {RAISED}
+        assert {await user_filter.decide([0.0], FACTS) for _ in range(20)} == {RAISED}
     assert len(caplog.records) == 5, "the failures 1, 2, 4, 8 and 16"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("x = 1\nassert x == 2, 'two'\n", r":2\): AssertionError: two, while the file was loaded; correct it"),
         ("def keep(rewards:\n", r":1\): SyntaxError"),
@@ -141,18 +141,18 @@ async def test_failures_are_reported_ever_more_rarely(
         ("import os\nos._exit(0)\n", "it ended its process with exit code 0, while the file was loaded"),
     ],
 )
-def test_a_mistake_in_the_file_is_refused_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(text)
+def test_a_mistake_in_the_file_is_refused_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
     options = ["--group-size", "4", "--algorithm.filter.function-timeout-s", str(LONG_S)]
-    config = parse([*options, "--algorithm.filter.function", str(mine)])
-    with pytest.raises(ConfigError, match=said) as refused:
+    config = parse([*options, "--algorithm.filter.function", str(path)])
+    with pytest.raises(ConfigError, match=message) as refused:
         check_filter_function(config, lambda _: None)
-    assert str(refused.value).startswith(f"filter function keep ({mine}")
+    assert str(refused.value).startswith(f"filter function keep ({path}")
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["no_such.py", "no_such.py:keep", "."])
-def test_a_file_that_is_not_there_is_refused(name: str) -> None:
+def test_a_missing_file_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.filter\.function is .* there is no file"):
         check_filter_function(parse(["--algorithm.filter.function", name]), lambda _: None)

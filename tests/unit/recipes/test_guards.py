@@ -1,4 +1,4 @@
-"""Guards in the configuration: as tables and as flags, the defaults, and what is refused before a run starts."""
+"""Guards in the configuration: tables and flags, defaults, and rules refused before a run starts."""
 
 import dataclasses
 from pathlib import Path
@@ -20,28 +20,28 @@ from flowrt.recipes.resume_overrides import apply_overrides
 from flowrt.roles.algorithm import algorithm
 from tests.unit.recipes.test_algorithms import run_config, small_model, step_batch
 
-OF_CONTROLLER = frozenset(
+CONTROLLER_METRICS = frozenset(
     (
         *("samples", "groups", "tokens", "staleness_mean", "staleness_max", "zero_variance_groups"),
         *("zero_variance_fraction", "reward", "truncated", "filtered_groups", "refused_groups_trained"),
         *("reward_std", "reward_p10", "reward_p90", "length_mean", "length_max"),
     )
 )
-OWN = str(Path(__file__).parents[3] / "examples" / "own_algorithm.py") + ":ShortReinforce"
+USER_ALGORITHM = str(Path(__file__).parents[3] / "examples" / "own_algorithm.py") + ":ShortReinforce"
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_names_of_metrics_are_those_of_a_step(name: str) -> None:
+def test_metric_names_are_those_of_a_training_step(name: str) -> None:
     config = run_config(PRESETS[name])
     objective = algorithm(config)
     trainer = TorchTrainer(small_model(), TrainOptions(), objective, temperature=1.0)
     trainer.accumulate(step_batch(config, objective))
     found = {one for one in trainer.step() if not one.startswith("divergence_")}
     named = {one for one in metric_names(config) if not one.startswith("divergence_")}
-    assert found == named - OF_CONTROLLER
+    assert found == named - CONTROLLER_METRICS
 
 
-def test_a_table_and_a_flag_are_the_same_rule(tmp_path: Path) -> None:
+def test_a_table_and_a_flag_give_the_same_rule(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         '[[guard]]\nmetric = "kl"\nabove = 2\nsteps = 3\naction = "hold"\nhold_steps = 7\n'
         '[[guard]]\nmetric = "truncated"\naction = "off"\n'
@@ -60,7 +60,7 @@ def test_a_table_and_a_flag_are_the_same_rule(tmp_path: Path) -> None:
     assert policies(from_file).guards == rules
 
 
-def test_flags_come_after_the_file_and_off_removes_what_is_before(tmp_path: Path) -> None:
+def test_flags_follow_the_file_and_off_removes_earlier_rules(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[[guard]]\nmetric = "nll"\nbelow = 0.5\n')
     file = ["--config", str(tmp_path / "run.toml")]
     of_nll = [one for one in guard_rules(parse(file)) if one.metric == "nll"]
@@ -73,7 +73,7 @@ def test_flags_come_after_the_file_and_off_removes_what_is_before(tmp_path: Path
     assert of_nll == [GuardRule("nll", above=9.0, hold_steps=10)]
 
 
-def test_a_limit_relative_to_a_median(tmp_path: Path) -> None:
+def test_a_limit_may_be_relative_to_a_median(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         '[[guard]]\nmetric = "grad_norm"\nabove = 5\nrelative = "median"\nwindow = 20\naction = "stop"\n'
     )
@@ -88,18 +88,18 @@ def test_a_limit_relative_to_a_median(tmp_path: Path) -> None:
 def test_defaults_only_warn_and_each_can_be_switched_off() -> None:
     config = parse([])
     rules = guard_rules(config)
-    of_functions = {"reward_failures/timeout"}  # which the default job has none of
+    of_functions = {"reward_failures/timeout"}  # metrics that the default job lacks
     assert {rule.metric for rule in DEFAULT_RULES} - {rule.metric for rule in rules} == of_functions
     assert set(rules) <= set(DEFAULT_RULES)
     assert {rule.action for rule in DEFAULT_RULES} == {"warn"}
     off = [word for rule in rules for word in ("--guard", f"{rule.metric} off")]
     assert guard_rules(parse(off)) == ()
-    alone = ["--group-size", "1", "--algorithm", "reinforce++"]
-    assert "zero_variance_fraction" not in [rule.metric for rule in guard_rules(parse(alone))]
+    single_sample = ["--group-size", "1", "--algorithm", "reinforce++"]
+    assert "zero_variance_fraction" not in [rule.metric for rule in guard_rules(parse(single_sample))]
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (["--guard", "mismatch_kl above 1"], "no such metric; near it are mismatch_kl_k3, mismatch_kl_k1"),
         (["--guard", "clipped_low above 1"], "no such metric"),  # the default loss clips nothing
@@ -127,13 +127,13 @@ def test_defaults_only_warn_and_each_can_be_switched_off() -> None:
         (["--guard", "nll above 1 action=stop", "--checkpoint.every", "0"], "saves a checkpoint"),
     ],
 )
-def test_what_cannot_act_is_refused(flags: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_rules_without_effect_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(flags)
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "message"),
     [
         ("[guard]\nnll = 1", r"takes tables \[\[guard\]\]"),
         ("[[guard]]\nabove = 1", "has no key 'metric'"),
@@ -144,21 +144,21 @@ def test_what_cannot_act_is_refused(flags: list[str], words: str) -> None:
         ('[[guard]]\nmetric = "nll"\nabove = 1\naction = "off"', "leave one of them out"),
     ],
 )
-def test_bad_tables_are_refused(table: str, words: str, tmp_path: Path) -> None:
+def test_bad_tables_are_refused(table: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(table)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         parse(["--config", str(tmp_path / "run.toml")])
 
 
-def test_a_stopped_run_may_go_on_with_another_rule() -> None:
+def test_a_resumed_run_may_change_its_rules() -> None:
     run = dataclasses.replace(parse(["--guard", "nll above 1 action=stop"]), run_dir="/runs/one")
     resumed = apply_overrides(run, ["--guard", "nll off", "--guard", "nll above 3 action=stop"])
     assert [rule.above for rule in guard_rules(resumed) if rule.metric == "nll"] == [3.0]
 
 
 @pytest.mark.slow
-def test_the_metrics_of_a_class_of_ones_own_are_known_once_it_is_loaded() -> None:
-    words = ["--algorithm", OWN, "--guard", "loss above 5"]
-    assert with_own_needs(parse(words)).guard == (GuardConfig("loss", above=5.0),)
+def test_metrics_of_a_user_algorithm_are_known_after_loading_it() -> None:
+    flags = ["--algorithm", USER_ALGORITHM, "--guard", "loss above 5"]
+    assert with_own_needs(parse(flags)).guard == (GuardConfig("loss", above=5.0),)
     with pytest.raises(ConfigError, match="no such metric"):
-        with_own_needs(parse(["--algorithm", OWN, "--guard", "lengths above 5"]))
+        with_own_needs(parse(["--algorithm", USER_ALGORITHM, "--guard", "lengths above 5"]))

@@ -32,7 +32,7 @@ def places(sets: list[SetSize], count: int, epochs: int = 0) -> list[Place]:
 @settings(max_examples=200, deadline=None)
 @given(WEIGHTS, st.integers(1, 24), st.integers(1, 40))
 @example([0.7, 0.2, 0.1], 16, 100)
-def test_each_set_has_its_share_of_any_first_steps_within_one_and_of_any_window_within_two(
+def test_shares_are_exact_within_one_in_any_prefix_and_two_in_any_window(
     weights: list[float], prompts_per_step: int, steps: int
 ) -> None:
     order = list(islice(alternate(weights), prompts_per_step * steps))
@@ -48,7 +48,7 @@ def test_each_set_has_its_share_of_any_first_steps_within_one_and_of_any_window_
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 5))
-def test_shares_that_are_whole_prompts_are_exact_in_every_step(parts: list[int], times: int) -> None:
+def test_shares_of_whole_prompts_are_exact_in_every_step(parts: list[int], times: int) -> None:
     weights = [part / 4 for part in parts]
     size = sum(parts) * times
     order = list(islice(alternate(weights), 5 * size))
@@ -56,7 +56,7 @@ def test_shares_that_are_whole_prompts_are_exact_in_every_step(parts: list[int],
         assert Counter(order[start : start + size]) == {at: part * times for at, part in enumerate(parts)}
 
 
-def test_a_set_alone_has_the_order_that_a_run_without_sets_has() -> None:
+def test_a_single_set_has_the_order_of_a_run_without_sets() -> None:
     expected = []
     for epoch in range(3):
         order = list(range(11))
@@ -69,9 +69,7 @@ def test_a_set_alone_has_the_order_that_a_run_without_sets_has() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0.1, 9.0), st.integers(1, 12)), min_size=2, max_size=4), st.integers(0, 60))
-def test_each_set_is_repeated_when_it_ends_and_goes_on_where_it_was(
-    sizes: list[tuple[float, int]], passed: int
-) -> None:
+def test_each_set_repeats_and_a_resumed_run_continues_its_order(sizes: list[tuple[float, int]], passed: int) -> None:
     sets = [SetSize(f"set-{at}", weight, rows) for at, (weight, rows) in enumerate(sizes)]
     whole = places(sets, 120)
     for at, one in enumerate(sets):
@@ -79,24 +77,24 @@ def test_each_set_is_repeated_when_it_ends_and_goes_on_where_it_was(
         expected = [(epoch, row) for epoch in range(121) for row in row_order(7, one.name, epoch, one.rows)]
         assert own == expected[: len(own)]
     assert len(set(whole)) == len(whole)
-    # A resumed run takes the same places again, and offers those that have not passed.
+    # A resumed run generates the same places and skips those that are done.
     done = set(whole[:passed])
     assert [place for place in places(sets, 120) if place not in done] == whole[passed:]
 
 
-def test_the_order_of_a_set_is_drawn_from_seed_name_and_epoch() -> None:
+def test_the_order_of_a_set_depends_on_seed_name_and_epoch() -> None:
     orders = [tuple(row_order(*key, 40)) for key in ((1, "a", 0), (2, "a", 0), (1, "b", 0), (1, "a", 1), (1, "", 0))]
     assert len(set(orders)) == len(orders)
     assert row_order(1, "a", 0, 40) == list(orders[0])
 
 
-def test_the_order_ends_when_any_set_has_been_passed_over_so_often() -> None:
+def test_the_order_ends_when_any_set_has_completed_its_epochs() -> None:
     found = places([SetSize("large", 0.5, 100), SetSize("small", 0.5, 3)], 1000, epochs=2)
     assert Counter(one.data_set for one in found)[1] == 6
     assert abs(Counter(one.data_set for one in found)[0] - 6) <= 1
 
 
-def test_a_prompt_that_is_left_out_is_replaced_by_one_of_its_set() -> None:
+def test_a_skipped_prompt_is_replaced_by_another_of_the_same_set() -> None:
     sets = [SetSize("a", 0.75, 40), SetSize("b", 0.25, 40)]
     found = list(islice(mixture(sets, 7, 0, lambda place: place if place.row % 4 else None), 24))
     assert Counter(one.data_set for one in found) == {0: 18, 1: 6}
@@ -113,7 +111,7 @@ def test_held_out_rows_are_divided_by_the_largest_remainder(count: int, weights:
     assert all(abs(one - count * share) < 1 for one, share in zip(found, shares(weights), strict=True))
 
 
-def test_numbers_of_prompts() -> None:
+def test_prompt_numbers_encode_data_set_and_row() -> None:
     assert prompt_number(0, 17) == 17
     number = prompt_number(2, 17)
     assert (data_set_of(number), row_of(number)) == (2, 17)

@@ -1,4 +1,4 @@
-"""What a flag chooses is the value that it stands for: refresh policies, one's own reward."""
+"""Flags select the policies that they name: refresh, dispatch, batching, staleness weights, and custom rewards."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from tests.simulation.scenario import Scenario
 from tests.unit.controller.test_locality import bytes_moved
 
 
-def test_what_is_not_ones_own_takes_no_reward_and_what_is_needs_one(tmp_path: Path) -> None:
+def test_only_the_custom_recipe_takes_a_reward_and_it_requires_one(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "1+1?", "answer": "2"}\n')
     with pytest.raises(ConfigError, match="flowrt run custom"):
@@ -50,17 +50,17 @@ def test_what_is_not_ones_own_takes_no_reward_and_what_is_needs_one(tmp_path: Pa
         (["--rollout.weight-sync.policy", "divergence", "--rollout.weight-sync.max-age", "5"], Divergence(1e-3, 5)),
     ],
 )
-def test_the_refresh_policy_is_the_one_that_was_named(flags: list[str], refresh: object) -> None:
+def test_the_flag_selects_the_refresh_policy(flags: list[str], refresh: object) -> None:
     assert policies(parse(flags)).refresh == refresh
 
 
-def test_a_refresh_that_cannot_be_is_refused_before_anything_starts() -> None:
+def test_an_invalid_refresh_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_age is 0"):
         parse(["--rollout.weight-sync.policy", "divergence", "--rollout.weight-sync.max-age", "0"])
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("missing.py", None, "there is no file"),
         ("mine.txt", "", "neither FILE.py:FUNCTION nor built in"),
@@ -69,12 +69,12 @@ def test_a_refresh_that_cannot_be_is_refused_before_anything_starts() -> None:
         ("mine.py:other", "def reward(response, answer): return 1", "no function 'other'"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_told_in_a_sentence(
-    tmp_path: Path, name: str, text: str | None, said: str
+def test_a_reward_that_cannot_be_loaded_is_reported_with_the_cause(
+    tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
     if text is not None:
         (tmp_path / name.partition(":")[0]).write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_rewards(RewardOptions(functions=(str(tmp_path / name),)), [b'{"answer": "7"}'], print)
 
 
@@ -105,7 +105,7 @@ LENGTH_AWARE = ["--dispatch.policy", "length_aware"]
         ),
     ],
 )
-def test_the_dispatch_policy_is_the_one_that_was_named(flags: list[str], dispatch: object) -> None:
+def test_the_flag_selects_the_dispatch_policy(flags: list[str], dispatch: object) -> None:
     assert policies(parse(flags)).dispatch == dispatch
 
 
@@ -114,8 +114,8 @@ def test_dispatch_by_locality_moves_fewer_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_length_aware_dispatch_makes_steps_shorter_and_its_flags_matter() -> None:
-    """In the simulation of `test_cluster`; with a fraction of 0 the run is that of the default."""
+def test_length_aware_dispatch_shortens_steps_depending_on_its_flags() -> None:
+    """In the simulation of `test_cluster`; a tail fraction of 0 gives the same run as the default."""
     plan = ClusterPlan(
         workers=8,
         rows=32,
@@ -144,7 +144,7 @@ def test_length_aware_dispatch_makes_steps_shorter_and_its_flags_matter() -> Non
     assert seconds[3] < min(seconds[0], seconds[2])
 
 
-def test_a_micro_batch_is_full_at_tokens_or_at_samples() -> None:
+def test_a_micro_batch_is_limited_by_tokens_or_by_samples() -> None:
     assert policies(parse(["--trainer.micro-batch-tokens", "99"])).batcher == TokenBudget(99)
     by_samples = policies(parse(["--trainer.micro-batch-samples", "4"])).batcher
     assert by_samples == SampleCount(4)
@@ -163,8 +163,8 @@ def _trained_samples(command: object) -> int:
     return len(command.message.slots) if command.worker.startswith("trainer") else 0
 
 
-class _Pulled:
-    """What `to_training_batch` reads of a batch: two samples, of staleness 0 and 3 in step 3."""
+class _PulledBatch:
+    """The part of a batch that `to_training_batch` reads: two samples, of staleness 0 and 3 in step 3."""
 
     inline: Mapping[str, list[float]] = {"reward": [0.0, 1.0], "truncated": [0.0, 1.0]}
     groups = (0, 0)
@@ -193,6 +193,6 @@ class _Pulled:
         (["--algorithm.staleness-weight", "polynomial", "--algorithm.staleness-power", "0"], [1.0, 1.0]),
     ],
 )
-def test_a_stale_sample_counts_as_the_flag_says(flags: list[str], weights: list[float]) -> None:
-    batch = to_training_batch(cast(Batch, _Pulled()), parse(flags), 3, Objective())
+def test_the_flags_set_the_weight_of_a_stale_sample(flags: list[str], weights: list[float]) -> None:
+    batch = to_training_batch(cast(Batch, _PulledBatch()), parse(flags), 3, Objective())
     assert batch.weights_N.tolist() == weights

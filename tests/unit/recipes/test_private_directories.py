@@ -1,4 +1,4 @@
-"""Only the owner can read a run directory, and the files of a controller in any other directory."""
+"""Only the owner can read a run directory, and the files that a controller writes elsewhere."""
 
 import os
 import stat
@@ -24,7 +24,7 @@ LINE = (
 
 
 @pytest.fixture(autouse=True)
-def generous() -> Iterator[None]:
+def permissive_umask() -> Iterator[None]:
     """A umask with which other users can read new files by default."""
     before = os.umask(0o022)
     yield
@@ -35,23 +35,23 @@ def modes(directory: Path) -> dict[str, int]:
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
 
 
-async def test_what_a_controller_writes_into_a_directory_that_others_may_read_is_not_for_them(tmp_path: Path) -> None:
+async def test_controller_files_in_a_shared_directory_are_readable_only_by_the_owner(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o755)
     async with api.controller(FLOW, api.Settings(), POLICIES, run_dir):
         during = modes(run_dir)
     assert {"ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "attribution.jsonl"} <= set(during)
     assert set((during | modes(run_dir)).values()) == {0o600}
-    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o755, "it is not ours"
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o755, "an existing directory keeps its mode"
 
 
-def test_metrics_that_were_cut_back_are_still_not_for_others(tmp_path: Path) -> None:
+def test_truncated_metrics_stay_private(tmp_path: Path) -> None:
     RunMetrics(tmp_path, 0.0).close()
     RunMetrics(tmp_path, 0.0, Position(1), lines=[LINE]).close()
     assert modes(tmp_path) == {"evaluations.jsonl": 0o600, "metrics.jsonl": 0o600}
 
 
-def test_a_new_directory_is_closed_to_others_and_one_that_was_there_keeps_its_rights(tmp_path: Path) -> None:
+def test_a_new_directory_is_private_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir(mode=0o755)
     for directory, mode in ((path, 0o755), (tmp_path / "new" / "run", 0o700)):
@@ -60,7 +60,7 @@ def test_a_new_directory_is_closed_to_others_and_one_that_was_there_keeps_its_ri
 
 
 @pytest.mark.slow
-def test_a_controller_whose_configuration_names_no_run_directory_works_in_that_of_the_file(tmp_path: Path) -> None:
+def test_the_default_run_directory_is_that_of_the_configuration_file(tmp_path: Path) -> None:
     job, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
     for directory in (job, elsewhere):
         directory.mkdir(mode=0o755)

@@ -1,4 +1,4 @@
-"""The scan of all prompts: its decoder accepts the rows that the general path accepts, and finds the same in them."""
+"""The scan of all prompts: its decoder accepts the same rows as the general path, with the same prompts and errors."""
 
 import json
 import sys
@@ -20,13 +20,13 @@ TEXT = st.one_of(
     st.text(max_size=6), st.sampled_from(["", " ", "\t\n", "\ud83d", "ok", "\u2003", "\x00", "assistant", "user"])
 )
 MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "name"]), st.one_of(TEXT, st.none()), max_size=3)
-RIGHT_MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXT})
+VALID_MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXT})
 VALUE = st.recursive(
-    st.one_of(TEXT, st.integers(), st.floats(), st.booleans(), st.none(), MESSAGE, RIGHT_MESSAGE),
+    st.one_of(TEXT, st.integers(), st.floats(), st.booleans(), st.none(), MESSAGE, VALID_MESSAGE),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)),
     max_leaves=8,
 )
-PROMPT = st.one_of(TEXT, st.lists(st.one_of(RIGHT_MESSAGE, MESSAGE), max_size=3), VALUE)
+PROMPT = st.one_of(TEXT, st.lists(st.one_of(VALID_MESSAGE, MESSAGE), max_size=3), VALUE)
 ROW = st.one_of(
     st.fixed_dictionaries(
         {"prompt": PROMPT}, optional={"answer": VALUE, "a": VALUE, "a.b": VALUE, "extra": VALUE, "role": VALUE}
@@ -72,7 +72,7 @@ def assert_same(path: Path, data: DataConfig) -> None:
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.lists(line(), max_size=6), st.sampled_from(CONFIGS))
-def test_any_lines_are_read_as_by_the_general_path(
+def test_the_scan_agrees_with_the_general_path_on_arbitrary_lines(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], data: DataConfig
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "scanned.jsonl"
@@ -94,14 +94,14 @@ def test_any_lines_are_read_as_by_the_general_path(
         b'{"prompt": [{"role": "user", "content": "a", "name": null}]}',
     ],
 )
-def test_lines_that_decoders_disagree_on(tmp_path: Path, text: bytes) -> None:
+def test_the_scan_agrees_with_the_general_path_on_ambiguous_json(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text + b'\n{"prompt": "fine", "answer": 1}\n')
     assert_same(path, CONFIGS[0])
 
 
 @pytest.mark.parametrize("key", ["\x1b", 'a "quote"', "back\\slash", "a.\n", "", ".", "a..b", "\u00e4.\U0001f600"])
-def test_any_name_may_be_that_of_a_column(tmp_path: Path, key: str) -> None:
+def test_a_column_may_have_any_name(tmp_path: Path, key: str) -> None:
     path = tmp_path / "rows.jsonl"
     rows: list[Any] = [{key: "of this name", "answer": 1}, {"answer": 2}]
     for part in reversed(key.split(".")):
@@ -114,7 +114,7 @@ def test_any_name_may_be_that_of_a_column(tmp_path: Path, key: str) -> None:
     assert list(difficulties(JsonLines(path), key)) == [0.5, 2.0]
 
 
-def test_batches_and_files_follow_each_other(tmp_path: Path) -> None:
+def test_batches_and_shards_are_scanned_in_order(tmp_path: Path) -> None:
     parts = []
     for name, count in (("a", BATCH + 3), ("b", 2 * BATCH)):
         path = tmp_path / f"{name}.jsonl"

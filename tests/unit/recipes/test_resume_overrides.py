@@ -1,4 +1,4 @@
-"""What may change when a run goes on: where it runs and on how much."""
+"""Overrides of a resumed run: placement and number of processes may change, fields that change results may not."""
 
 import dataclasses
 from operator import attrgetter
@@ -14,35 +14,37 @@ from flowrt.recipes.resume_overrides import FREE, apply_overrides
 RUN = dataclasses.replace(defaults("arithmetic"), run_dir="/runs/one")
 
 
-def test_what_is_not_said_stays() -> None:
+def test_no_override_keeps_the_configuration() -> None:
     assert apply_overrides(RUN, []) == RUN
 
 
-def test_a_run_goes_on_on_other_ranks_and_hosts() -> None:
-    launched = ["--launch.trainer", "srun --ntasks=2", "--controller.bind", "tcp://*:0"]
-    found = apply_overrides(RUN, ["--trainer.ranks", "4", "--trainer.nodes", "2", "--rollout.workers", "7", *launched])
+def test_ranks_hosts_and_workers_can_be_overridden() -> None:
+    launch_flags = ["--launch.trainer", "srun --ntasks=2", "--controller.bind", "tcp://*:0"]
+    found = apply_overrides(
+        RUN, ["--trainer.ranks", "4", "--trainer.nodes", "2", "--rollout.workers", "7", *launch_flags]
+    )
     assert (found.trainer.ranks, found.trainer.nodes, found.rollout.workers) == (4, 2, 7)
     assert (found.launch.trainer, found.controller.bind) == ("srun --ntasks=2", "tcp://*:0")
     back = ["--trainer.ranks", "1", "--trainer.nodes", "1", "--rollout.workers", str(RUN.rollout.workers)]
     assert apply_overrides(found, [*back, "--launch.trainer", "", "--controller.bind", RUN.controller.bind]) == RUN
 
 
-def test_values_may_look_like_flags() -> None:
+def test_values_may_start_with_dashes() -> None:
     assert apply_overrides(RUN, ["--rollout.sglang.arguments=--tp 2"]).rollout.sglang.arguments == "--tp 2"
 
 
-def test_keys_are_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_path_of_the_keys_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert apply_overrides(RUN, ["--controller.keys", "mine"]).controller.keys == str(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_what_may_change_exists(name: str) -> None:
+def test_every_overridable_field_exists(name: str) -> None:
     attrgetter(name)(RUN)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "flag",
     [
         ("seed", "3"),
         ("max-staleness", "4"),
@@ -58,30 +60,32 @@ def test_what_may_change_exists(name: str) -> None:
         ("data.path", "/others.jsonl"),
     ],
 )
-def test_what_is_computed_stays(words: tuple[str, str]) -> None:
-    name = words[0].replace("-", "_")
+def test_overriding_a_field_that_changes_results_is_refused(flag: tuple[str, str]) -> None:
+    name = flag[0].replace("-", "_")
     with pytest.raises(ConfigError, match=rf"^{name} is .* in /runs/one, and stays that .*trainer\.ranks"):
-        apply_overrides(RUN, [f"--{words[0]}", words[1]])
+        apply_overrides(RUN, [f"--{flag[0]}", flag[1]])
 
 
-def test_what_cannot_be_is_refused_as_in_a_new_run() -> None:
+def test_invalid_overrides_are_refused_as_in_a_new_run() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.ranks is 3, which trainer\.nodes \(2\) does not divide"):
         apply_overrides(RUN, ["--trainer.ranks", "3", "--trainer.nodes", "2", "--launch.trainer", "srun"])
 
 
 @pytest.mark.parametrize("flags", [["--steps", "many"], ["--stops=3"], ["--trainer.ranks"]])
-def test_bad_flags_leave_the_run_as_it_was(
+def test_bad_flags_leave_the_configuration_unchanged(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.toml").write_text(to_toml(RUN))
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         main(["resume", str(tmp_path), *flags])
-    assert left.value.code == 2
+    assert exit_info.value.code == 2
     assert flags[0].split("=")[0] in capsys.readouterr().err
     assert from_file(tmp_path / "config.toml") == RUN
 
 
-def test_another_seed_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_seed_is_refused_and_leaves_the_configuration_unchanged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.toml").write_text(to_toml(RUN))
     assert main(["resume", "--seed", "3", str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -89,7 +93,7 @@ def test_another_seed_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.Ca
     assert from_file(tmp_path / "config.toml") == RUN
 
 
-def test_an_empty_configuration_of_a_run_is_named(tmp_path: Path) -> None:
+def test_an_empty_run_configuration_is_reported_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(ConfigError, match=r"config file \S+/config\.toml has no key 'recipe': it is empty or damaged"):
         from_file(tmp_path / "config.toml")

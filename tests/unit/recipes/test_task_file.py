@@ -1,4 +1,4 @@
-"""Tasks in files of the user's: what they define is found, and every mistake is a sentence with the line."""
+"""Tasks in user files: their recipes are found, and every mistake is reported in one sentence with its line."""
 
 import dataclasses
 import shutil
@@ -39,7 +39,7 @@ def file_line(file: str, text: str) -> int:
 
 
 def checked(file: str, *flags: str) -> RunConfig:
-    """What a run does before it starts."""
+    """The configuration after the checks before a run."""
     return with_checked_task(parse([file, *flags]), lambda _: None)
 
 
@@ -60,7 +60,7 @@ def test_a_copy_of_a_built_in_task_has_its_defaults_and_its_problems(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_recipe_custom_takes_its_flags(tmp_path: Path) -> None:
+def test_a_copy_of_the_custom_recipe_accepts_its_flags(tmp_path: Path) -> None:
     copy = tmp_path / "mine.py"
     shutil.copy(str(custom.__file__), copy)
     flags = ["--data", "plus=a.jsonl", "--data", "minus=b.jsonl", "--reward", "exact", "--data.prefill", "True"]
@@ -90,7 +90,7 @@ def test_the_path_is_absolute_and_flags_and_files_override_the_defaults(
 
 
 @pytest.mark.slow
-def test_a_whole_configuration_is_read_without_the_file(tmp_path: Path) -> None:
+def test_a_saved_configuration_is_read_without_the_task_file(tmp_path: Path) -> None:
     file = edited(tmp_path)
     config = parse([file, "--steps", "7"])
     Path(file).unlink()
@@ -98,7 +98,7 @@ def test_a_whole_configuration_is_read_without_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_several_recipes_one_is_named(tmp_path: Path) -> None:
+def test_a_file_with_several_recipes_needs_a_recipe_name(tmp_path: Path) -> None:
     file = edited(tmp_path, ("RECIPE =", "A ="))
     assert parse([file]).recipe == f"{file}:A"
     file = edited(tmp_path, ("RECIPE =", "B = Recipe('b', RunConfig(steps=9), Reversal)\nA ="))
@@ -109,7 +109,7 @@ def test_of_several_recipes_one_is_named(tmp_path: Path) -> None:
         parse([f"{file}:C"])
 
 
-NO_FILE = {
+INVALID_FILES = {
     "nothing": ("x = 1\n", r"mine\.py has no recipe RECIPE, a flowrt\.tasks\.Recipe \(there is: none\)"),
     "syntax": ("x = 1\ndef (:\n", r"mine\.py:2: SyntaxError: .*, while the file was loaded; correct it"),
     "import": ("\nimport no_such_module\n", r"mine\.py:2: ModuleNotFoundError: "),
@@ -119,7 +119,7 @@ NO_FILE = {
     "no task": (f"{IMPORTS}RECIPE = Recipe('a', RunConfig(), 3)\n", r"RECIPE\.task is int, and not a function"),
     "table": (f"{IMPORTS}RECIPE = Recipe('a', RunConfig(data=3), len)\n", r"TypeError: .*, while RECIPE\.defaults"),
 }
-ENDED = {
+PROCESS_FAILURES = {
     "exits": ("import os\nos._exit(0)\n", r"mine\.py ended its process with code 0: without an answer"),
     "killed": (
         "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n",
@@ -129,27 +129,27 @@ ENDED = {
     "text": (f"{IMPORTS}RECIPE = Recipe('a', RunConfig(steps='9'), len)\n", r"mine\.py: 'steps' takes int, not str"),
     "bounds": (f"{IMPORTS}RECIPE = Recipe('a', RunConfig(steps=0), len)\n", "steps is 0; use a value above 0"),
 }
-"""What a process of its own is for, and what its caller checks."""
+"""Files that need a subprocess to be loaded safely, and values that its caller checks."""
 
 
-@pytest.mark.parametrize("case", NO_FILE)
-def test_a_file_without_a_task_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
-    text, expected = NO_FILE[case]
+@pytest.mark.parametrize("case", INVALID_FILES)
+def test_a_file_without_a_task_is_refused_in_one_sentence(tmp_path: Path, case: str) -> None:
+    text, expected = INVALID_FILES[case]
     with pytest.raises(ConfigError, match=expected) as refused:
         task_file_process.describe(write(tmp_path, text))
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ENDED)
-def test_a_file_that_ends_its_process_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
-    text, expected = ENDED[case]
+@pytest.mark.parametrize("case", PROCESS_FAILURES)
+def test_a_file_that_ends_its_process_is_refused_in_one_sentence(tmp_path: Path, case: str) -> None:
+    text, expected = PROCESS_FAILURES[case]
     with pytest.raises(ConfigError, match=expected) as refused:
         parse([write(tmp_path, text)])
     assert "\n" not in str(refused.value)
 
 
-def test_names_that_are_no_file(tmp_path: Path) -> None:
+def test_invalid_task_file_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no task file .*/nowhere\.py; name a recipe, FILE\.py, or"):
         parse([f"{tmp_path}/nowhere.py"])
     with pytest.raises(ConfigError, match=r"there is no task file"):
@@ -165,14 +165,14 @@ def test_names_that_are_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_hangs_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_hangs_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_file, "LOAD_S", 2.0)
     file = write(tmp_path, "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)\n")
     with pytest.raises(ConfigError, match=r"mine\.py:3 did not return within 2 s; correct it"):
         parse([file])
 
 
-WRONG = {
+INVALID_TASKS = {
     "no prompts": (("return self._training", "return []"), "training_problems gives no prompts"),
     "held out": (("return self._held_out", "return []"), "held_out_problems gives no prompts"),
     "overlap": (("return self._held_out", "return self._training[:5]"), "5 of 5 held-out prompts are"),
@@ -191,9 +191,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_task_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
-    change, expected = WRONG[case]
+@pytest.mark.parametrize("case", INVALID_TASKS)
+def test_an_invalid_task_is_refused_in_one_sentence(tmp_path: Path, case: str) -> None:
+    change, expected = INVALID_TASKS[case]
     file = edited(tmp_path, change)
     line = file_line(file, change[1].partition("\n")[0])
     with pytest.raises(ConfigError, match=expected.replace("LINE", str(line))) as refused:
@@ -210,7 +210,7 @@ def test_a_task_that_hangs_is_refused_at_its_deadline(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_digest_of_the_file_is_that_of_the_run(tmp_path: Path) -> None:
+def test_a_changed_task_file_is_refused_by_its_digest(tmp_path: Path) -> None:
     file = edited(tmp_path)
     config = checked(file)
     assert config.recipe_sha256 == task_file.digest(file)
@@ -229,14 +229,14 @@ def test_the_digest_of_the_file_is_that_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_without_an_embedded_model_asks_for_one(tmp_path: Path) -> None:
+def test_a_task_without_an_embedded_model_requires_a_model(tmp_path: Path) -> None:
     text = EXAMPLE.read_text()
     file = write(tmp_path, text[: text.index("    def tokenizer")] + text[text.index("\n\nRECIPE") :])
     with pytest.raises(ConfigError, match="has no embedded model, and starts from a model of yours"):
         checked(file)
 
 
-def test_keys_of_task_files_change_nothing_elsewhere() -> None:
+def test_task_file_keys_are_refused_for_built_in_recipes() -> None:
     for flag in (["--recipe-sha256", "ab"], ["--data.check-timeout-s", "5"]):
         with pytest.raises(ConfigError, match="changes nothing in recipe arithmetic"):
             parse(["arithmetic", *flag])

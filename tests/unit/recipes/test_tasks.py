@@ -36,13 +36,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def words(path: Path) -> Gsm8k:
+def gsm8k_task(path: Path) -> Gsm8k:
     return Gsm8k(path, "question", "answer", eval_problems=2, vocab_size=300)
 
 
-def test_arithmetic_is_right_and_held_out_problems_never_turn_up_in_training() -> None:
-    subject = Arithmetic(seed=3, eval_problems=200)
-    training, held_out = subject.training_problems(), subject.held_out_problems()
+def test_arithmetic_solutions_are_correct_and_held_out_problems_untrained() -> None:
+    task = Arithmetic(seed=3, eval_problems=200)
+    training, held_out = task.training_problems(), task.held_out_problems()
     assert not {problem.prompt for problem in training} & {problem.prompt for problem in held_out}
     for problem in [*training[:500], *held_out]:
         expression = problem.prompt.rstrip("=").strip()
@@ -52,19 +52,19 @@ def test_arithmetic_is_right_and_held_out_problems_never_turn_up_in_training() -
 
 
 @pytest.mark.parametrize(("response", "reward"), [("8,6", 1.0), ("6", 1.0), ("8,5", 0.0), ("", 0.0), ("6,", 0.0)])
-def test_arithmetic_pays_for_the_last_number(response: str, reward: float) -> None:
+def test_arithmetic_rewards_the_last_number(response: str, reward: float) -> None:
     assert Arithmetic(0, 1).reward(response, "6") == reward
 
 
-def test_arithmetic_text_survives_its_tokenizer() -> None:
-    subject = Arithmetic(0, 1)
-    tokenizer = subject.tokenizer()
-    for problem in subject.training_problems()[:50]:
+def test_the_arithmetic_tokenizer_round_trips() -> None:
+    task = Arithmetic(0, 1)
+    tokenizer = task.tokenizer()
+    for problem in task.training_problems()[:50]:
         for text in (problem.prompt, problem.solution):
             assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_the_same_seed_poses_the_same_problems_and_another_others() -> None:
+def test_the_seed_determines_the_problems() -> None:
     first, again, other = (Arithmetic(seed, 1).training_problems()[:50] for seed in (1, 1, 2))
     assert first == again
     assert first != other
@@ -82,21 +82,21 @@ def test_the_same_seed_poses_the_same_problems_and_another_others() -> None:
         ("#### 7 and more", 0.0),
     ],
 )
-def test_word_problems_pay_for_the_final_number(file: Path, response: str, reward: float) -> None:
-    assert words(file).reward(response, "7") == reward
+def test_gsm8k_rewards_the_final_number(file: Path, response: str, reward: float) -> None:
+    assert gsm8k_task(file).reward(response, "7") == reward
 
 
-def test_word_problems_hold_the_last_rows_out_and_round_trip(file: Path) -> None:
-    subject = words(file)
-    assert [problem.answer for problem in subject.held_out_problems()] == ["7", "8"]
-    assert len(subject.training_problems()) == 6
-    tokenizer = subject.tokenizer()
+def test_gsm8k_holds_out_the_last_rows_and_its_tokenizer_round_trips(file: Path) -> None:
+    task = gsm8k_task(file)
+    assert [problem.answer for problem in task.held_out_problems()] == ["7", "8"]
+    assert len(task.training_problems()) == 6
+    tokenizer = task.tokenizer()
     text = "Ünïcode, digits 123\n#### 4"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert subject.sft_example(random.Random(0), answer_only=False).solution.startswith("It is one more.")
+    assert task.sft_example(random.Random(0), answer_only=False).solution.startswith("It is one more.")
 
 
-def test_parquet_reads_like_json_lines(file: Path, tmp_path: Path) -> None:
+def test_parquet_and_json_lines_give_the_same_rows(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist(ROWS), path)
     rows = read_rows(path, ("question", "answer"))
@@ -104,7 +104,9 @@ def test_parquet_reads_like_json_lines(file: Path, tmp_path: Path) -> None:
     assert rows[2].where == f"data file {path}, row 3"
 
 
-def test_a_parquet_file_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_is_refused_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -112,7 +114,7 @@ def test_a_parquet_file_without_pyarrow_says_what_to_install(tmp_path: Path, mon
         read_rows(path, ("question",))
 
 
-def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
+def test_an_invalid_parquet_file_is_reported_by_name(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"rows\.parquet is not a Parquet file"):
@@ -120,7 +122,7 @@ def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (b"[" * 100_000, "line 2 is nested too deeply"),
         (b'{"question": {"a":' * 50_000, "line 2 is nested too deeply"),
@@ -142,14 +144,14 @@ def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
     ],
     ids=lambda value: value[:12] if isinstance(value, bytes) else "",
 )
-def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: bytes, said: str) -> None:
+def test_a_bad_row_is_reported_with_its_line(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"question": "1+1?"}\n' + line + b"\n")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_rows(path, ("question",))
 
 
-def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"question": "1+1?"}\r\n\r\n{"question": "2+2?"}')
     assert [(row.where.rpartition(", ")[2], row.values) for row in read_rows(path, ("question",))] == [
@@ -158,17 +160,17 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
     ]
 
 
-def test_a_data_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    for path, said in (
+    for path, message in (
         (tmp_path, "is a directory"),
         (fifo, "is not a regular file"),
         (Path("/dev/zero"), "is not a regular file"),
         (tmp_path / ("x" * 300), "cannot be read: File name too long"),
         (tmp_path / "nowhere", "does not exist"),
     ):
-        with pytest.raises(ConfigError, match=f"^data file {path} {said}"):
+        with pytest.raises(ConfigError, match=f"^data file {path} {message}"):
             read_rows(path, ("question",))
 
 
@@ -176,15 +178,15 @@ BACKTRACKING = re.compile(r"#### (-?[\d,]*\.?\d+)\s*$")
 
 
 @given(st.lists(st.sampled_from(["#### ", "-", "1", "23", ",", ".", " ", "\n", "x", "٣"]), max_size=12).map("".join))
-def test_a_final_number_is_found_as_it_was_with_backtracking(text: str) -> None:
+def test_the_final_number_pattern_agrees_with_the_backtracking_one(text: str) -> None:
     found, expected = FINAL.search(text), BACKTRACKING.search(text)
     assert (found and found[1]) == (expected and expected[1])
 
 
-def test_a_response_of_many_digits_costs_no_time(file: Path) -> None:
+def test_the_reward_of_200000_digits_takes_less_than_a_second(file: Path) -> None:
     response = "#### " + "1" * 200_000 + "x"
     before_s = time.process_time()
-    assert words(file).reward(response, "7") == 0.0
+    assert gsm8k_task(file).reward(response, "7") == 0.0
     assert time.process_time() - before_s < 1.0
 
 
@@ -207,7 +209,7 @@ class Echo(Task):
         raise NotImplementedError
 
 
-def test_a_new_task_is_a_class_and_a_row_of_the_table(
+def test_a_new_task_is_a_class_and_a_registry_entry(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = Recipe("copies of the prompt", RunConfig(recipe="echo", steps=7), lambda _: Echo())

@@ -1,4 +1,4 @@
-"""Names, weights and arguments of reward functions; how several become one reward."""
+"""Names, weights and arguments of reward functions, and their combination into one reward."""
 
 import math
 from typing import Any
@@ -40,12 +40,12 @@ from flowrt.rewards.user_file import Arguments, MissingColumn, outcome_of
         ("judge:1e-1", RewardFunction("judge", "judge", "", 0.1)),
     ],
 )
-def test_a_function_is_read_from_its_text(text: str, expected: RewardFunction) -> None:
+def test_a_reward_function_is_parsed_from_its_text(text: str, expected: RewardFunction) -> None:
     assert parse_function(text) == expected
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [
         (["maths"], "did you mean 'math'"),
         (["mine.txt:score"], "neither FILE.py:FUNCTION nor built in"),
@@ -66,12 +66,12 @@ def test_a_function_is_read_from_its_text(text: str, expected: RewardFunction) -
         ([""], "neither FILE.py:FUNCTION nor built in"),
     ],
 )
-def test_what_is_no_function_is_refused_in_a_sentence(texts: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_reward_functions_are_refused(texts: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_functions(texts)
 
 
-def test_the_path_of_a_file_is_made_absolute_and_nothing_else() -> None:
+def test_only_the_path_of_a_file_is_replaced() -> None:
     assert with_paths("a.py=0.5*a.py:f", lambda path: f"/x/{path}") == "a.py=0.5*/x/a.py:f"
     assert with_paths("a.py:f:0.5", lambda path: f"/x/{path}") == "/x/a.py:f:0.5"
     assert with_paths("regex:a.py", lambda path: f"/x/{path}") == "regex:a.py"
@@ -88,7 +88,7 @@ def test_reward_flags_replace_the_functions_of_a_file(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["arithmetic", "--reward", "exact"], "has a built-in reward"),
         (["gsm8k", "--reward.workers", "2"], "has a built-in reward"),
@@ -102,8 +102,8 @@ def test_reward_flags_replace_the_functions_of_a_file(tmp_path: Any) -> None:
         (["custom", "--reward", ""], "--reward needs a value"),
     ],
 )
-def test_options_that_cannot_act_are_refused(flags: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_options_without_effect_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(flags)
 
 
@@ -111,15 +111,15 @@ JUDGE = ["--reward", "judge", "--reward.judge.model", "m"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--reward.judge.url", "host"], "begins with http"),
         (["--reward.judge.url", "http://x", "--reward.judge.prompt", "rate it"], r"no \{response\}"),
         (["--reward.judge.url", "http://x", "--reward.judge.pattern", "("], "which is wrong"),
     ],
 )
-def test_a_judge_that_cannot_be_used_is_refused(flags: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_invalid_judge_is_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(["custom", *JUDGE, *flags])
 
 
@@ -138,49 +138,49 @@ def test_the_dataflow_and_the_metrics_have_the_columns_of_the_functions() -> Non
 # ---- arguments
 
 
-def of(function: Any, **columns: Any) -> tuple[list[Any], dict[str, Any]]:
+def arguments_of(function: Any, **columns: Any) -> tuple[list[Any], dict[str, Any]]:
     return Arguments(function).of("R", "A", columns)
 
 
-def test_parameters_get_what_their_names_say() -> None:
-    def called(function: Any, **columns: Any) -> Any:
-        positional, named = of(function, **columns)
+def test_parameters_are_filled_by_their_names() -> None:
+    def call(function: Any, **columns: Any) -> Any:
+        positional, named = arguments_of(function, **columns)
         return function(*positional, **named)
 
-    assert called(lambda response, answer: (response, answer)) == ("R", "A")
-    assert called(lambda answer, response: (response, answer)) == ("R", "A")
-    assert called(lambda answer, text: (text, answer)) == ("R", "A")
-    assert called(lambda text, gold: (text, gold)) == ("R", "A")
-    assert called(lambda response, gold: (response, gold)) == ("R", "A")
-    assert called(lambda completion: completion) == "R"
-    assert called(lambda response, level: (response, level), level=3) == ("R", 3)
-    assert called(lambda text, prompt: (text, prompt), prompt="P") == ("R", "P")
-    assert called(lambda completion, **row: (completion, row), prompt="P") == ("R", {"prompt": "P", "answer": "A"})
-    assert called(lambda **row: row, x=1) == {"response": "R", "answer": "A", "x": 1}
-    assert called(lambda text, gold, level=7: level) == 7
-    assert called(lambda text, gold, level=7: level, level=2) == 2
-    assert called(lambda text, gold, a=1, level=7: (a, level), level=2) == (1, 2)
-    assert called(lambda text, gold, **row: row, x=1) == {"x": 1}
-    assert called(lambda text, **row: row, x=1) == {"answer": "A", "x": 1}
-    assert called(lambda *both: both) == ("R", "A")
-    assert called(lambda response, *rest: (response, rest)) == ("R", ("A",))
-    assert called(lambda *, answer, response: (response, answer)) == ("R", "A")
+    assert call(lambda response, answer: (response, answer)) == ("R", "A")
+    assert call(lambda answer, response: (response, answer)) == ("R", "A")
+    assert call(lambda answer, text: (text, answer)) == ("R", "A")
+    assert call(lambda text, gold: (text, gold)) == ("R", "A")
+    assert call(lambda response, gold: (response, gold)) == ("R", "A")
+    assert call(lambda completion: completion) == "R"
+    assert call(lambda response, level: (response, level), level=3) == ("R", 3)
+    assert call(lambda text, prompt: (text, prompt), prompt="P") == ("R", "P")
+    assert call(lambda completion, **row: (completion, row), prompt="P") == ("R", {"prompt": "P", "answer": "A"})
+    assert call(lambda **row: row, x=1) == {"response": "R", "answer": "A", "x": 1}
+    assert call(lambda text, gold, level=7: level) == 7
+    assert call(lambda text, gold, level=7: level, level=2) == 2
+    assert call(lambda text, gold, a=1, level=7: (a, level), level=2) == (1, 2)
+    assert call(lambda text, gold, **row: row, x=1) == {"x": 1}
+    assert call(lambda text, **row: row, x=1) == {"answer": "A", "x": 1}
+    assert call(lambda *both: both) == ("R", "A")
+    assert call(lambda response, *rest: (response, rest)) == ("R", ("A",))
+    assert call(lambda *, answer, response: (response, answer)) == ("R", "A")
 
     def positional(text: str, gold: str, level: int = 7, /) -> tuple[str, str, int]:
         return text, gold, level
 
-    assert called(positional) == ("R", "A", 7)
-    assert called(positional, level=1) == ("R", "A", 1)
-    assert called(max, x=1) == "R"  # a function without a signature
-    # A column that is named as a reserved one does not hide it.
-    assert called(lambda response, answer: (response, answer), response="x") == ("R", "A")
+    assert call(positional) == ("R", "A", 7)
+    assert call(positional, level=1) == ("R", "A", 1)
+    assert call(max, x=1) == "R"  # a function without a signature
+    # A column with a reserved name does not override it.
+    assert call(lambda response, answer: (response, answer), response="x") == ("R", "A")
 
 
 def test_a_parameter_without_a_value_is_named() -> None:
     with pytest.raises(MissingColumn, match=r"^level$"):
-        of(lambda response, answer, level: 0, other=1)
+        arguments_of(lambda response, answer, level: 0, other=1)
     with pytest.raises(MissingColumn, match=r"^level$"):
-        of(lambda response, answer, *, level: 0)
+        arguments_of(lambda response, answer, *, level: 0)
     with pytest.raises(TypeError, match="takes no argument"):
         Arguments(lambda: 0)
 
@@ -189,7 +189,7 @@ def test_a_parameter_without_a_value_is_named() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(-100, 100), st.booleans()), min_size=1, max_size=6))
-def test_weights_of_functions_that_do_not_apply_go_to_the_others(drawn: list[tuple[float, float, bool]]) -> None:
+def test_weights_of_functions_that_do_not_apply_are_redistributed(drawn: list[tuple[float, float, bool]]) -> None:
     functions = [RewardFunction(str(index), "exact", "", weight) for index, (weight, _, _) in enumerate(drawn)]
     outcomes = [RewardOutcome(Result.OK if ok else Result.NOT_APPLICABLE, value * ok) for _, value, ok in drawn]
     applying = sum(weight for weight, _, ok in drawn if ok)
@@ -199,7 +199,7 @@ def test_weights_of_functions_that_do_not_apply_go_to_the_others(drawn: list[tup
     assert combined(functions, outcomes) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_one_function_of_weight_1_is_the_reward_itself() -> None:
+def test_a_single_function_of_weight_1_is_the_reward() -> None:
     assert combined([RewardFunction("a", "exact", "")], [RewardOutcome(Result.OK, 0.1)]) == 0.1
 
 
@@ -215,19 +215,19 @@ def test_any_returned_value_has_an_outcome(value: object) -> None:
         assert outcome.line == 3
 
 
-def test_named_numbers_are_parts_of_their_sum() -> None:
+def test_a_mapping_of_numbers_gives_their_sum_and_parts() -> None:
     assert outcome_of({"a": 1, "b": 0.5}, 0) == RewardOutcome(Result.OK, 1.5, {"a": 1.0, "b": 0.5})
     for wrong in ({}, {1: 2.0}, {"": 1.0}, {"a": None}, {"a": math.nan}):
         assert outcome_of(wrong, 0).result is Result.INVALID, wrong
 
 
-async def test_parts_that_differ_from_the_first_ones_are_a_failure() -> None:
+async def test_parts_other_than_the_declared_ones_are_a_failure() -> None:
     scorer = RewardScorer(RewardOptions(functions=("http:http://x",), parts=("http/a", "http/b")))
     good = RewardOutcome(Result.OK, 3.0, {"a": 1.0, "b": 2.0})
     assert scorer.failures([good], "r", b'{"answer": "7"}', scorer.functions) == []
     bad = RewardOutcome(Result.OK, 1.0, {"a": 1.0})
-    (said,) = scorer.failures([bad], "r", b'{"answer": "7"}', scorer.functions)
-    assert said == "reward function http: it returned the parts a, not a, b, on the response 'r' to the answer '7'"
+    (failure,) = scorer.failures([bad], "r", b'{"answer": "7"}', scorer.functions)
+    assert failure == "reward function http: it returned the parts a, not a, b, on the response 'r' to the answer '7'"
     await scorer.close()
 
 

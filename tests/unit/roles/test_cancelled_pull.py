@@ -1,4 +1,4 @@
-"""A rollout worker whose pull is cancelled pulls again: what runs goes on, and what was granted comes back."""
+"""A rollout worker repeats a cancelled pull; running sequences continue, and grants are delivered again."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from flowrt.engines.simulated.workload import GenerationCost, Lengths, Uniform
 from flowrt.recipes.grpo import POLICY
 from flowrt.roles.rollout import RolloutLoop
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 TOKENS = 3
 FLOW = api.Dataflow(
     (
@@ -29,8 +29,8 @@ FLOW = api.Dataflow(
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
 
 
-class Loop(RolloutLoop):
-    """One whose pulls a test can get hold of."""
+class ObservedLoop(RolloutLoop):
+    """A rollout loop that puts each of its pulls into a queue."""
 
     pulls: asyncio.Queue["asyncio.Task[api.Batch | None]"]
 
@@ -41,7 +41,7 @@ class Loop(RolloutLoop):
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
-async def test_a_pull_that_is_cancelled_is_made_again(tmp_path: Path, in_flight: bool) -> None:
+async def test_a_cancelled_pull_is_repeated(tmp_path: Path, in_flight: bool) -> None:
     engine = SimulatedRollout(GenerationCost(base_s=1.0), Lengths(Uniform(TOKENS, TOKENS)), ManualSimClock(), rows=2)
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address), asyncio.timeout(60.0):
         source, rollout, reader = [await api.connect(address, role, role, 10) for role in ("source", "rollout", "read")]
@@ -50,7 +50,7 @@ async def test_a_pull_that_is_cancelled_is_made_again(tmp_path: Path, in_flight:
         async def generate() -> None:
             rollout.params.applied(POLICY, 0)
             async with asyncio.TaskGroup() as tasks:
-                loop = Loop(rollout, engine, 0, tasks, in_flight=in_flight)
+                loop = ObservedLoop(rollout, engine, 0, tasks, in_flight=in_flight)
                 loop.pulls = pulls
                 await loop.run()
 
@@ -62,12 +62,12 @@ async def test_a_pull_that_is_cancelled_is_made_again(tmp_path: Path, in_flight:
             await asyncio.wait([waiting])
             cancelled += waiting.cancelled()
             await source.offer("data", prompt, 0, 1, {"prompt": torch.zeros(2, dtype=torch.int32)})
-            batch = await reader.pull("read", 1, deadline_s=PATIENCE_S)
+            batch = await reader.pull("read", 1, deadline_s=TIMEOUT_S)
             assert len(batch.tensors["response"][0]) == TOKENS
             assert not generating.done()
             while pulls.qsize() > 1:
                 pulls.get_nowait()
-        assert cancelled, "nothing was tested"
+        assert cancelled, "no pull was cancelled"
         generating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await generating

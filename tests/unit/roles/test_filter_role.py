@@ -1,4 +1,4 @@
-"""The filter beside the reward role: how the two loops of one worker end."""
+"""The filter in parallel with the reward role: how the two loops of one worker end."""
 
 import asyncio
 from typing import Any, cast
@@ -15,28 +15,28 @@ SESSION = cast(Session, None)
 WITH_FUNCTION = parse(["--algorithm.filter.function", "mine.py"])
 
 
-def loops(monkeypatch: pytest.MonkeyPatch, reward_ends: Exception) -> tuple[Any, list[str]]:
+def loops(monkeypatch: pytest.MonkeyPatch, reward_error: Exception) -> tuple[Any, list[str]]:
     """A reward loop that ends at once, and a filter loop that commits one group after it."""
     done: list[str] = []
     reward_ended = asyncio.Event()
 
     async def reward(session: Session, config: RunConfig) -> None:
         reward_ended.set()
-        raise reward_ends
+        raise reward_error
 
     async def decide(session: Session, config: RunConfig) -> None:
         await reward_ended.wait()
-        await asyncio.to_thread(done.clear)  # as a decision: a cancellation would arrive here
+        await asyncio.to_thread(done.clear)  # like a filter decision: a cancellation would take effect here
         done.append("committed")
-        raise Drained("told to leave")
+        raise Drained("drained")
 
     monkeypatch.setattr(filter_role, "run", decide)
     return filter_role.with_filter(reward), done
 
 
-def test_a_worker_that_is_drained_commits_the_groups_that_it_decides_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drained_worker_commits_the_groups_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        both, done = loops(monkeypatch, Drained("told to leave"))
+        both, done = loops(monkeypatch, Drained("drained"))
         with pytest.raises(Drained):
             await both(SESSION, WITH_FUNCTION)
         assert done == ["committed"]
@@ -44,7 +44,7 @@ def test_a_worker_that_is_drained_commits_the_groups_that_it_decides_on(monkeypa
     asyncio.run(check())
 
 
-def test_an_error_of_one_ends_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_loop_cancels_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         both, done = loops(monkeypatch, ConfigError("wrong"))
         with pytest.raises(ExceptionGroup) as raised:
@@ -55,9 +55,9 @@ def test_an_error_of_one_ends_the_other(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(check())
 
 
-def test_without_a_function_there_is_the_reward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_filter_function_only_the_reward_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        both, done = loops(monkeypatch, Drained("told to leave"))
+        both, done = loops(monkeypatch, Drained("drained"))
         with pytest.raises(Drained):
             await both(SESSION, parse([]))
         assert done == []

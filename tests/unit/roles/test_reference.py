@@ -1,4 +1,4 @@
-"""The reference model: its dtype is the trainer's, so that a policy that has not moved has a divergence of 0."""
+"""The reference model: its dtype is the trainer's, so that an untrained policy has a divergence of 0."""
 
 from pathlib import Path
 from typing import Any
@@ -24,40 +24,40 @@ FSDP = ("--trainer.engine", "fsdp", "--trainer.fsdp.dtype")
 
 
 def samples() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    dice = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     lengths = ((5, 9), (5, 3), (7, 12))
-    prompts = [torch.randint(2, 40, (length,), generator=dice) for length, _ in lengths]
-    return prompts, [torch.randint(2, 40, (length,), generator=dice) for _, length in lengths]
+    prompts = [torch.randint(2, 40, (length,), generator=generator) for length, _ in lengths]
+    return prompts, [torch.randint(2, 40, (length,), generator=generator) for _, length in lengths]
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    kind, config = DECODERS["llama"]
+    model_class, config = DECODERS["llama"]
     torch.manual_seed(0)
-    kind(config).save_pretrained(tmp_path / "model")
+    model_class(config).save_pretrained(tmp_path / "model")
     monkeypatch.setattr(reference, "reference_model_dir", lambda _: tmp_path / "model")
     return tmp_path / "model"
 
 
-def scored(*flags: str) -> torch.Tensor:
+def reference_logprobs(*flags: str) -> torch.Tensor:
     config: Any = parse(list(flags))
     device = choose(reference_device(config))
     return torch.cat(score_on(device, load_reference(config, device), *samples(), 1.0, 8192))
 
 
 @pytest.mark.parametrize("share", ["True", "False"])
-def test_a_bfloat16_trainer_that_has_not_moved_has_no_divergence(model: Path, share: str) -> None:
+def test_an_untrained_bfloat16_policy_has_no_divergence(model: Path, share: str) -> None:
     flags = (*FSDP, "bfloat16", "--trainer.share-prompts", share)
     policy = apply_optimizations(load_model(model, dtype=torch.bfloat16), parse(list(flags)).trainer)
-    own_T = response_logprobs(policy, *samples(), 1.0)[0].detach()
-    assert float(kl_k3_T(own_T, scored(*flags)).abs().mean()) <= 1e-6
-    assert float(kl_k3_T(own_T, scored(*flags, "--reference.dtype", "float32")).abs().mean()) > 1e-6
+    policy_T = response_logprobs(policy, *samples(), 1.0)[0].detach()
+    assert float(kl_k3_T(policy_T, reference_logprobs(*flags)).abs().mean()) <= 1e-6
+    assert float(kl_k3_T(policy_T, reference_logprobs(*flags, "--reference.dtype", "float32")).abs().mean()) > 1e-6
 
 
-def test_beside_a_float32_trainer_it_is_bit_for_bit_the_plain_model(model: Path) -> None:
+def test_the_reference_of_a_float32_trainer_equals_the_plain_model(model: Path) -> None:
     plain = load_model(model).eval()
     enable_packing(plain)
-    assert torch.equal(scored(), torch.cat(score(plain, *samples(), 1.0, 8192)))
+    assert torch.equal(reference_logprobs(), torch.cat(score(plain, *samples(), 1.0, 8192)))
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_beside_a_float32_trainer_it_is_bit_for_bit_the_plain_model(model: Path)
         (("--reference.dtype", "bfloat16"), "bfloat16"),
     ],
 )
-def test_the_dtype_is_the_trainers_unless_one_is_given(flags: tuple[str, ...], dtype: str) -> None:
+def test_the_reference_dtype_defaults_to_that_of_the_trainer(flags: tuple[str, ...], dtype: str) -> None:
     assert reference_dtype(parse(list(flags))) == dtype
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "message"),
     [
         (["--reference.device", "tpu"], "reference.device is 'tpu'; use one of auto, cpu, cuda, npu"),
         (["--reference.workers", "0"], "reference.workers is 0; use"),
@@ -86,12 +86,12 @@ def test_the_dtype_is_the_trainers_unless_one_is_given(flags: tuple[str, ...], d
         ),
     ],
 )
-def test_what_cannot_be_or_cannot_act_is_refused(flags: list[str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_invalid_or_unused_reference_options_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check(parse(flags))
 
 
-def test_each_worker_has_a_process_of_its_own_and_takes_turns_over_the_devices() -> None:
+def test_reference_workers_are_separate_processes_on_devices_in_turn() -> None:
     def names(*flags: str) -> list[str]:
         return [one.name for one in worker_commands(parse(list(flags)), "tcp://a:1") if one.role == "reference"]
 

@@ -1,4 +1,4 @@
-"""Refreshed weights of the reference: which one scores a sample, what is in it, and how long it is kept."""
+"""Refreshed weights of the reference: which one scores a sample, its contents, and its retention."""
 
 import dataclasses
 from collections.abc import Callable
@@ -48,9 +48,9 @@ def config_of(run_dir: Path, *flags: str) -> RunConfig:
 
 def policy(run_dir: Path, seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
     """Weights that the trainer could publish."""
-    dice = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     start = named_parameters(load_model(run_dir / "model"))
-    return {name: (one + torch.randn(one.shape, generator=dice)).to(dtype) for name, one in start.items()}
+    return {name: (one + torch.randn(one.shape, generator=generator)).to(dtype) for name, one in start.items()}
 
 
 def weights(run_dir: Path, step: int) -> Tensors:
@@ -59,7 +59,7 @@ def weights(run_dir: Path, step: int) -> Tensors:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))
-def test_the_refresh_of_a_version_is_the_newest_multiple_up_to_it(version: int, every: int) -> None:
+def test_the_refresh_step_is_the_largest_multiple_up_to_the_version(version: int, every: int) -> None:
     step = refresh_step(version, every)
     assert step % every == 0
     assert step <= version < step + every
@@ -67,7 +67,7 @@ def test_the_refresh_of_a_version_is_the_newest_multiple_up_to_it(version: int, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_average_is_computed_in_float32_from_the_reference_before(run_dir: Path, dtype: torch.dtype) -> None:
+def test_an_average_is_computed_in_float32_from_the_previous_reference(run_dir: Path, dtype: torch.dtype) -> None:
     config = config_of(run_dir, "--reference.average", "0.3")
     start = named_parameters(load_model(run_dir / "model"))
     first, second = policy(run_dir, 1, dtype), policy(run_dir, 2, dtype)
@@ -80,7 +80,7 @@ def test_an_average_is_computed_in_float32_from_the_reference_before(run_dir: Pa
         assert torch.allclose(found.double(), two, rtol=0, atol=1e-6)
 
 
-def test_an_average_of_1_is_a_copy_of_the_policy(run_dir: Path) -> None:
+def test_an_average_with_weight_1_is_a_copy_of_the_policy(run_dir: Path) -> None:
     published = policy(run_dir, 1, torch.bfloat16)
     write_refresh(config_of(run_dir), 2, published)
     found = weights(run_dir, 2)
@@ -93,20 +93,20 @@ def test_each_sample_is_scored_by_its_own_refresh_in_any_order(run_dir: Path) ->
     published = {step: policy(run_dir, step) for step in (2, 4)}
     for step, tensors in published.items():
         write_refresh(config, step, tensors)
-    dice = torch.Generator().manual_seed(0)
-    texts = [torch.randint(2, 10, (length,), generator=dice) for length in (5, 6, 7, 8, 9)]
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(2, 10, (length,), generator=generator) for length in (5, 6, 7, 8, 9)]
     steps = [4, 0, 2, 4, 0]
     refreshed = RefreshedModel(config, load_model(run_dir / "model").eval())
-    found = score_by_refresh(device, refreshed, steps, texts, texts, temperature=1.0, budget_tokens=1)
-    for step, text, logprobs in zip(steps, texts, found, strict=True):
+    found = score_by_refresh(device, refreshed, steps, sequences, sequences, temperature=1.0, budget_tokens=1)
+    for step, sequence, logprobs in zip(steps, sequences, found, strict=True):
         plain = load_model(run_dir / "model").eval()
         if step:
             plain.load_state_dict(published[step], strict=False)
-        assert torch.equal(logprobs, score_on(device, plain, [text], [text], 1.0, 1)[0])
+        assert torch.equal(logprobs, score_on(device, plain, [sequence], [sequence], 1.0, 1)[0])
     assert len({float(one.sum()) for one in found}) == len(found)
 
 
-def test_a_refresh_that_was_written_again_is_loaded_again(run_dir: Path) -> None:
+def test_a_rewritten_refresh_is_reloaded(run_dir: Path) -> None:
     config = config_of(run_dir)
     refreshed = RefreshedModel(config, load_model(run_dir / "model"))
     for seed in (1, 2):
@@ -116,7 +116,7 @@ def test_a_refresh_that_was_written_again_is_loaded_again(run_dir: Path) -> None
         assert all(torch.equal(one, expected[name]) for name, one in named_parameters(refreshed.model).items())
 
 
-def test_refreshes_are_kept_as_long_as_a_checkpoint_can_need_them(run_dir: Path) -> None:
+def test_refreshes_that_a_checkpoint_may_need_are_kept(run_dir: Path) -> None:
     config = config_of(run_dir, "--max-staleness", "2")
     published = policy(run_dir, 1)
     checkpoint_dir(run_dir, 7).mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_refreshes_are_kept_as_long_as_a_checkpoint_can_need_them(run_dir: Path)
     assert refresh_steps(run_dir) == [12, 14]
 
 
-def test_a_resumed_run_discards_later_refreshes_and_needs_its_own(run_dir: Path) -> None:
+def test_a_resume_discards_later_refreshes_and_requires_its_own(run_dir: Path) -> None:
     config = config_of(run_dir)
     for step in (2, 4, 6):
         write_refresh(config, step, policy(run_dir, step))
@@ -141,27 +141,29 @@ def test_a_resumed_run_discards_later_refreshes_and_needs_its_own(run_dir: Path)
 
 
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("damage", "message"),
     [
         (lambda path: path.unlink(), "of step 2 are not in"),
         (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read"),
     ],
 )
-def test_weights_that_cannot_be_read_are_named(run_dir: Path, damage: Callable[[Path], object], sentence: str) -> None:
+def test_missing_or_damaged_refreshes_raise_an_error(
+    run_dir: Path, damage: Callable[[Path], object], message: str
+) -> None:
     config = config_of(run_dir)
     write_refresh(config, 2, policy(run_dir, 1))
     damage(refresh_file(run_dir, 2))
-    with pytest.raises(EngineError, match=sentence):
+    with pytest.raises(EngineError, match=message):
         RefreshedModel(config, load_model(run_dir / "model")).use(2)
 
 
-def test_weights_of_another_shape_are_refused(run_dir: Path) -> None:
+def test_weights_with_a_missing_parameter_are_refused(run_dir: Path) -> None:
     with pytest.raises(EngineError, match="are not the parameters of"):
         write_refresh(config_of(run_dir), 2, dict(list(policy(run_dir, 1).items())[1:]))
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "message"),
     [
         (["--reference.average", "0.5"], "reference.refresh is 0: the reference is never refreshed"),
         (["--reference.refresh", "2", "--reference.average", "0"], "reference.average is 0.0; use"),
@@ -173,6 +175,6 @@ def test_weights_of_another_shape_are_refused(run_dir: Path) -> None:
         (["--trainer.engine", "fsdp", "--trainer.lora.rank", "2", "--reference.refresh", "2"], "adapters alone"),
     ],
 )
-def test_options_that_cannot_act_are_refused(flags: list[str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_invalid_or_unused_refresh_options_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check(parse(flags))

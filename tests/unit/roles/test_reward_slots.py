@@ -1,4 +1,4 @@
-"""How many samples a reward worker holds: all are scored within their leases, however slow the functions are."""
+"""The number of samples that a reward worker holds: slow functions too score all within their leases."""
 
 from dataclasses import replace
 
@@ -13,15 +13,17 @@ ROUNDING = 1 + 1e-12
 
 
 @given(st.floats(0.1, 1e5), st.integers(1, 64), st.floats(1, 1e4), st.integers(1, 3))
-def test_slots_fit_their_leases(timeout_s: float, workers: int, lease_s: float, functions: int) -> None:
+def test_the_scoring_time_of_all_slots_fits_the_lease(
+    timeout_s: float, workers: int, lease_s: float, functions: int
+) -> None:
     names = tuple(f"f{index}=exact" for index in range(functions))
     reward = replace(CUSTOM.reward, functions=names, timeout_s=timeout_s, workers=workers)
-    most = most_slots(replace(CUSTOM, reward=reward, controller=replace(CUSTOM.controller, lease_s=lease_s)))
-    assert 1 <= most <= MAX_PULL_SLOTS
-    assert most == 1 or most * functions * timeout_s / workers <= LEASE_SHARE * lease_s * ROUNDING
+    slots = most_slots(replace(CUSTOM, reward=reward, controller=replace(CUSTOM.controller, lease_s=lease_s)))
+    assert 1 <= slots <= MAX_PULL_SLOTS
+    assert slots == 1 or slots * functions * timeout_s / workers <= LEASE_SHARE * lease_s * ROUNDING
 
 
-def test_requests_share_their_concurrency() -> None:
+def test_slots_depend_on_request_concurrency_and_on_workers() -> None:
     slow = ["--reward.timeout-s", "100", "--reward.retries", "4", "--reward.concurrency", "10"]
     assert most_slots(parse(["custom", "--reward", "http:http://x", *slow])) == 6
     assert most_slots(parse(["custom", "--reward", "exact"])) == 30

@@ -1,4 +1,4 @@
-"""A rollout worker that is sent new weights while a sequence runs: put into use at once, or when it has ended."""
+"""New weights for a rollout worker with a running sequence: applied in flight, or after the sequence."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ from flowrt.roles.rollout import RolloutLoop
 from flowrt.runtime.clock import DrivenClock
 
 TOKENS, EARLY = 10, 4
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 FLOW = api.Dataflow(
     (
         api.Column("prompt", "int32", "group"),
@@ -36,15 +36,15 @@ FLOW = api.Dataflow(
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
 
 
-class Held:
-    """The first sequence stops after EARLY tokens (a second each) until the engine is called back.
+class PausingClock:
+    """A clock that stops after EARLY tokens (one second each) until the engine is interrupted.
 
-    Everything else is there as soon as somebody waits for it.
+    Every later wait ends at once.
     """
 
     def __init__(self) -> None:
         self._clock = DrivenClock()
-        self.begun = threading.Event()
+        self.paused = threading.Event()
 
     def now(self) -> float:
         return self._clock.now()
@@ -52,13 +52,13 @@ class Held:
     def wait_until(self, at_s: float, interrupt: Interrupt = NEVER) -> None:
         if at_s <= self.now():
             return
-        if self.begun.is_set():
+        if self.paused.is_set():
             self._clock.advance(at_s - self.now())
             return
         self._clock.advance(EARLY)
-        self.begun.set()
-        if not interrupt.wait(PATIENCE_S):
-            raise TimeoutError("the engine was not called back")
+        self.paused.set()
+        if not interrupt.wait(TIMEOUT_S):
+            raise TimeoutError("the engine was not interrupted")
 
 
 async def generate(session: api.Session, engine: RolloutEngine, in_flight: bool) -> None:
@@ -68,13 +68,13 @@ async def generate(session: api.Session, engine: RolloutEngine, in_flight: bool)
 
 
 async def versions_of_two(address: str, in_flight: bool) -> list[list[int]]:
-    """What made each token of two samples, one after the other; version 1 arrives while the first one runs.
+    """The version of each token of two consecutive samples; version 1 arrives while the first one runs.
 
-    Without ``in_flight`` nothing but the grant of the second prompt calls the engine back: the worker then has the
-    weights, a sequence that runs, and one that it could begin.
+    Without ``in_flight`` only the grant of the second prompt interrupts the engine: the worker then has the weights,
+    a running sequence, and a prompt that it could start.
     """
-    pace, lengths = Held(), Lengths(Uniform(TOKENS, TOKENS))
-    engine = SimulatedRollout(GenerationCost(base_s=1.0), lengths, pace, rows=2, in_flight=in_flight)
+    sim_clock, lengths = PausingClock(), Lengths(Uniform(TOKENS, TOKENS))
+    engine = SimulatedRollout(GenerationCost(base_s=1.0), lengths, sim_clock, rows=2, in_flight=in_flight)
     source, rollout, reader = [await api.connect(address, role, role, 10) for role in ("source", "rollout", "read")]
 
     async def offer(prompt: int) -> None:
@@ -84,15 +84,15 @@ async def versions_of_two(address: str, in_flight: bool) -> list[list[int]]:
         async with asyncio.TaskGroup() as tasks:
             await offer(0)
             generating = tasks.create_task(generate(rollout, engine, in_flight))
-            assert await asyncio.to_thread(pace.begun.wait, PATIENCE_S)
+            assert await asyncio.to_thread(sim_clock.paused.wait, TIMEOUT_S)
             await source.params.publish(POLICY, api.Snapshot.take(1, {"w": torch.ones(2)}))
             if not in_flight:
-                await asyncio.wait_for(rollout.params.wait_staged(), PATIENCE_S)
+                await asyncio.wait_for(rollout.params.wait_staged(), TIMEOUT_S)
                 await offer(1)
-            first = await reader.pull("read", 1, deadline_s=PATIENCE_S)
+            first = await reader.pull("read", 1, deadline_s=TIMEOUT_S)
             if in_flight:
                 await offer(1)
-            second = await reader.pull("read", 1, deadline_s=PATIENCE_S)
+            second = await reader.pull("read", 1, deadline_s=TIMEOUT_S)
             generating.cancel()
         return [batch.versions(0).tolist() for batch in (first, second)]
     finally:
@@ -101,10 +101,8 @@ async def versions_of_two(address: str, in_flight: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
-async def test_a_sequence_has_tokens_of_two_versions_only_when_weights_are_swapped_in_flight(
-    tmp_path: Path, in_flight: bool
-) -> None:
-    """The spans are those that a reader is granted with the committed samples; the next sequence is of the new one."""
+async def test_only_an_in_flight_update_mixes_versions_in_a_sequence(tmp_path: Path, in_flight: bool) -> None:
+    """The versions are those that a reader receives with committed samples; the next sequence has the new one."""
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (_, address):
         first, second = await versions_of_two(address, in_flight)
     assert first == ([0] * EARLY + [1] * (TOKENS - EARLY) if in_flight else [0] * TOKENS)
@@ -112,7 +110,7 @@ async def test_a_sequence_has_tokens_of_two_versions_only_when_weights_are_swapp
 
 
 @pytest.mark.slow
-async def test_the_torch_engine_swaps_in_flight_what_it_has_prepared_beside_generation(tmp_path: Path) -> None:
+async def test_the_torch_engine_swaps_in_flight_weights_prepared_meanwhile(tmp_path: Path) -> None:
     model = build_model(
         vocab_size=24, hidden_size=32, layers=2, heads=2, intermediate_size=64, max_length=4096, seed=1
     ).eval()
@@ -123,17 +121,17 @@ async def test_the_torch_engine_swaps_in_flight_what_it_has_prepared_beside_gene
         async with asyncio.TaskGroup() as tasks:
             generating = tasks.create_task(generate(rollout, engine, in_flight=True))
             await source.offer("data", 0, 0, 1, {"prompt": torch.ones(2, dtype=torch.int32)})
-            async with asyncio.timeout(PATIENCE_S):
-                # Otherwise the whole sample may be generated by the last version.
+            async with asyncio.timeout(TIMEOUT_S):
+                # Otherwise the last version may generate the whole sample.
                 while not engine.running:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             for snapshot in published:
                 await source.params.publish(POLICY, snapshot)
-            batch = await reader.pull("read", 1, deadline_s=6 * PATIENCE_S)
+            batch = await reader.pull("read", 1, deadline_s=6 * TIMEOUT_S)
             generating.cancel()
         for session in (source, rollout, reader):
             await session.close()
     versions = batch.versions(0).tolist()
     assert (versions, engine.version) == (sorted(versions), 2)
     assert len(set(versions)) >= 2
-    assert engine._shadow.cached is not None, "nothing was prepared"
+    assert engine._shadow.cached is not None, "no weights were prepared"

@@ -1,4 +1,4 @@
-"""Bounds of numbers: what lies in them, and how messages and tables state them."""
+"""Bounds of numbers: membership, and their text in messages and tables."""
 
 import argparse
 import math
@@ -18,7 +18,7 @@ from flowrt.runtime.bounds import MAX_TIMEOUT_S, Seconds, advice, contains, ends
         (Interval(ge=0, lt=1), (0, 0.999), (1, -0.001)),
     ],
 )
-def test_ends_belong_to_a_closed_interval_only(
+def test_only_closed_ends_belong_to_an_interval(
     interval: Interval, inside: tuple[float, ...], outside: tuple[float, ...]
 ) -> None:
     assert all(contains(interval, value) for value in inside)
@@ -35,12 +35,12 @@ def test_ends_belong_to_a_closed_interval_only(
         (Interval(ge=0, le=2**63 - 1), int, "0 or more, and at most 9,223,372,036,854,775,807", "0 to 2^63 - 1"),
     ],
 )
-def test_an_interval_in_words(interval: Interval, kind: type, advised: str, spanned: str) -> None:
+def test_an_interval_is_described_in_words(interval: Interval, kind: type, advised: str, spanned: str) -> None:
     assert advice(interval) == advised
     assert span(interval, kind) == spanned
 
 
-def test_an_interval_is_found_in_its_annotation() -> None:
+def test_an_interval_is_read_from_its_annotation() -> None:
     assert interval_of(Annotated[int, "text", Interval(ge=1, le=2)]) == Interval(ge=1, le=2)
     assert interval_of(Annotated[int, "text"]) is None
     assert interval_of(int) is None

@@ -1,4 +1,4 @@
-"""Delays of the event loop, which are logged: to a peer, a blocked loop is only silent."""
+"""Logged delays of the event loop; peers of a blocked loop only miss its messages."""
 
 import asyncio
 import logging

@@ -37,7 +37,7 @@ def test_simulation_is_deterministic() -> None:
     assert first.steps == second.steps
 
 
-def test_single_worker_takes_the_time_of_the_formula() -> None:
+def test_single_worker_takes_the_time_of_the_cost_model() -> None:
     plan = dataclasses.replace(
         PLAN, workers=1, rows=8, groups_per_step=1, steps=1, bound=0, train=TrainCost(token_s=0.0), transfer_s=0.0
     )
@@ -72,7 +72,9 @@ def test_length_aware_dispatch_shortens_synchronous_steps() -> None:
     ratios = []
     for seed in range(4):
         lengths = Lengths(LogNormal(200, 1.0, 4000), correlation=0.85, seed=seed)
-        decode = GenerationCost(base_s=0.01, per_row_s=0.001)  # above ten rows every further one slows the others down
+        decode = GenerationCost(
+            base_s=0.01, per_row_s=0.001
+        )  # above ten rows, each additional row slows the others down
         plan = dataclasses.replace(
             PLAN, bound=0, rows=32, groups_per_step=32, prompts=32, steps=5, lengths=lengths, decode=decode
         )

@@ -1,4 +1,4 @@
-"""The examples of docs/guides/simulation.md: they run, and print what the page says."""
+"""The examples of docs/guides/simulation.md run and print the output on the page."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "guides" / "simulation.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-def test_the_page_has_examples() -> None:
+def test_page_has_two_examples() -> None:
     assert len(EXAMPLES) == 2
 
 

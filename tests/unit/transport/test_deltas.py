@@ -35,7 +35,7 @@ def round_trip(base: Snapshot, new: Snapshot, *, width: int = 2, max_fraction: f
     return arrived
 
 
-def adam_steps(learning_rate: float, *, elements: int = 400_000, look: tuple[int, ...]) -> dict[int, Delta]:
+def adam_steps(learning_rate: float, *, elements: int = 400_000, at_steps: tuple[int, ...]) -> dict[int, Delta]:
     """bf16 copies of fp32 weights ~ N(0, 0.02) before and after some steps of Adam on noisy gradients."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(elements, generator=generator) * 0.02
@@ -43,20 +43,20 @@ def adam_steps(learning_rate: float, *, elements: int = 400_000, look: tuple[int
     signal = torch.randn(elements, generator=generator) * 0.1
     first, second = torch.zeros(elements), torch.zeros(elements)
     deltas = {}
-    for step in range(1, max(look) + 1):
+    for step in range(1, max(at_steps) + 1):
         base = Snapshot.take(step - 1, {"weights": weights.bfloat16()})
         gradient = scale * (signal + torch.randn(elements, generator=generator))
         first.mul_(0.9).add_(gradient, alpha=0.1)
         second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
         denominator = (second / (1 - 0.999**step)).sqrt() + 1e-8
         weights -= learning_rate * (first / (1 - 0.9**step)) / denominator
-        if step in look:
+        if step in at_steps:
             deltas[step] = round_trip(base, Snapshot.take(step, {"weights": weights.bfloat16()}))
     return deltas
 
 
 def test_delta_of_an_rl_step_is_below_two_percent() -> None:
-    deltas = adam_steps(1e-6, look=(1, 3, 5, 30))
+    deltas = adam_steps(1e-6, at_steps=(1, 3, 5, 30))
     assert deltas[30].fraction < 0.01
     assert deltas[5].fraction < 0.015
     assert deltas[3].fraction < 0.02

@@ -91,7 +91,7 @@ def test_only_devices_imports_torch_npu() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             named = node.names if isinstance(node, ast.Import) else []
             module = node.module if isinstance(node, ast.ImportFrom) else ""
-            asked = isinstance(node, ast.Constant) and node.value == "torch_npu" and path.name != "devices.py"
-            if asked or module == "torch_npu" or any(alias.name == "torch_npu" for alias in named):
+            by_string = isinstance(node, ast.Constant) and node.value == "torch_npu" and path.name != "devices.py"
+            if by_string or module == "torch_npu" or any(alias.name == "torch_npu" for alias in named):
                 importing.append(path.name)
     assert importing == []

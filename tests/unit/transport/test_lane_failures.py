@@ -14,7 +14,7 @@ from flowrt.transport.lanes.lane import LaneSet
 
 DEADLINE_S = 1.0
 ERRORS = [
-    *(kind("oh dear") for kind in PROGRAMMING_ERRORS),
+    *(kind("injected fault") for kind in PROGRAMMING_ERRORS),
     MemoryError(),
     OSError(28, "no room"),
     TransferError("gone"),
@@ -36,7 +36,7 @@ class Faulty:
         return call
 
 
-async def failing(lanes: LaneSet, sending: bool, sequences: range) -> None:
+async def assert_turns_fail(lanes: LaneSet, sending: bool, sequences: range) -> None:
     """Assert that each of these turns fails with the name of the lane."""
     ends = ("here", "there") if sending else ("there", "here")
     turns = [LaneTurn(*ends, "samples", 0, sequence, "faulty") for sequence in sequences]
@@ -53,8 +53,8 @@ async def failing(lanes: LaneSet, sending: bool, sequences: range) -> None:
 @pytest.mark.parametrize("where", ["open", "send", "receive"])
 async def test_error_of_a_transport_fails_its_turn_and_later_ones(error: BaseException, where: str) -> None:
     lanes = LaneSet("here", {"faulty": Faulty(error, where, "close")}, DEADLINE_S, lambda *_: None)
-    await failing(lanes, where != "receive", range(3))
-    await failing(lanes, where != "receive", range(3, 4))
+    await assert_turns_fail(lanes, where != "receive", range(3))
+    await assert_turns_fail(lanes, where != "receive", range(3, 4))
     await lanes.close()
 
 
@@ -65,7 +65,7 @@ async def test_error_of_an_idle_lane_fails_later_turns(error: BaseException) -> 
     async with asyncio.timeout(DEADLINE_S):
         await lanes.send(turn, [])
     await asyncio.to_thread(lanes._lanes["here", "there", "samples"].join, DEADLINE_S)
-    await failing(lanes, True, range(1, 3))
+    await assert_turns_fail(lanes, True, range(1, 3))
 
 
 async def test_turn_of_a_closed_lane_fails() -> None:
@@ -75,4 +75,4 @@ async def test_turn_of_a_closed_lane_fails() -> None:
             LaneTurn(sender="here", receiver="there", kind="samples", incarnation=0, sequence=0, transport="faulty"), []
         )
     await lanes.close()
-    await failing(lanes, True, range(1, 2))
+    await assert_turns_fail(lanes, True, range(1, 2))

@@ -43,7 +43,7 @@ async def test_checksum_of_chunks_is_that_of_the_whole() -> None:
         assert await running.total() == snapshot.checksum()
 
 
-def test_chunk_is_relayed_as_soon_as_it_arrives() -> None:
+def test_chunk_is_relayed_before_the_transfer_ends() -> None:
     buckets = [bucket(600 * 1024)]
     arrival = PipelinedReceive("version 1 of policy", 10.0)
     incoming = arrival.receive(buckets, lambda _: None)

@@ -46,14 +46,14 @@ async def test_cancelled_waiter_does_not_cancel_the_arrival() -> None:
     parts = [Part("int32", (1,), (1,))]
     arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     store.expect(parts, arrival)
-    impatient, patient = (asyncio.create_task(store.wait_for(parts)) for _ in range(2))
+    cancelled, remaining = (asyncio.create_task(store.wait_for(parts)) for _ in range(2))
     await asyncio.sleep(0)
-    impatient.cancel()
+    cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await impatient
+        await cancelled
     store.put_arrived(parts[0], torch.zeros(4, dtype=torch.uint8), arrival)
     arrival.set_result(None)
-    await patient
+    await remaining
 
 
 async def test_rows_freed_before_arrival_are_missing() -> None:

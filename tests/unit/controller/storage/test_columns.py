@@ -1,4 +1,4 @@
-"""Columns read back exactly, whatever the values are, and are small for values that are alike."""
+"""Packed columns: any values read back exactly, and similar values need little space."""
 
 import struct
 from typing import Any
@@ -15,7 +15,7 @@ leaves = (
     st.none() | st.booleans() | whole | st.floats() | st.text(max_size=4) | st.binary(max_size=20) | st.just(bytes(16))
 )
 shapes = st.recursive(leaves, lambda inner: st.lists(inner, max_size=4).map(tuple), max_leaves=12)
-alike = st.sampled_from(
+similar = st.sampled_from(
     (
         whole,
         st.floats(),
@@ -33,20 +33,20 @@ def exact(values: Any) -> str:
     return struct.pack("d", values).hex() if type(values) is float else f"{type(values).__name__} {values!r}"
 
 
-def through_a_file(packed: Any) -> Any:
+def round_trip(packed: Any) -> Any:
     return msgpack.unpackb(msgpack.packb(packed), use_list=False)
 
 
-@given(st.lists(st.lists(shapes, max_size=12) | alike, max_size=4))
+@given(st.lists(st.lists(shapes, max_size=12) | similar, max_size=4))
 def test_columns_of_a_block_read_back_exactly(columns: list[list[Any]]) -> None:
     packer, reader = ColumnPacker(), ColumnReader()
-    packed = through_a_file([packer.pack(one) for one in columns])
+    packed = round_trip([packer.pack(one) for one in columns])
     assert [exact(reader.read(one)) for one in packed] == [exact(one) for one in columns]
 
 
 @given(st.lists(st.tuples(shapes, shapes), min_size=1, max_size=9))
 def test_fields_read_back_exactly(rows: list[tuple[Any, Any]]) -> None:
-    packed = through_a_file(ColumnPacker().pack_fields(rows))
+    packed = round_trip(ColumnPacker().pack_fields(rows))
     assert exact(ColumnReader().read_fields(packed)) == exact(rows)
 
 
@@ -56,7 +56,7 @@ def test_fields_read_back_exactly(rows: list[tuple[Any, Any]]) -> None:
         ([7] * 1000, 10),
         (list(range(10**6, 10**6 + 1000)), 20),
         ([1.0] * 1000, 20),
-        ([(10**12 + place) / 1e9 for place in range(1000)], 30),
+        ([(10**12 + index) / 1e9 for index in range(1000)], 30),
         ([struct.pack("<3q", 1, 2, 3)] * 1000, 60),
         ([("policy", 3)] * 1000, 40),
     ],
@@ -66,9 +66,9 @@ def test_columns_of_similar_values_are_small(values: list[Any], size: int) -> No
 
 
 @given(shapes)
-def test_what_is_no_column_is_refused(content: Any) -> None:
+def test_invalid_column_data_is_refused(content: Any) -> None:
     try:
-        values = ColumnReader().read(through_a_file(content))
+        values = ColumnReader().read(round_trip(content))
     except (ValueError, TypeError, LookupError, OverflowError):
         return
     assert isinstance(values, list)

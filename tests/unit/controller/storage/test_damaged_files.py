@@ -1,4 +1,4 @@
-"""Files beside the ledger may be damaged: they are written anew from it, or count as missing; never a wrong count."""
+"""Damaged files next to the ledger are rewritten from it or count as missing; no count is wrong."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ from flowrt.protocol.messages import BusySpan, Position, Report
 from flowrt.runtime.timeline import is_step, read_lines
 
 STEPS = 6
-HARM = {
+DAMAGE = {
     "half": lambda data: data[: len(data) // 2],
     "empty": lambda data: b"",
     "missing": None,
@@ -49,8 +49,8 @@ def closed(step: int, reward: float = 0.5) -> StepClosed:
     )
 
 
-def trained(run_dir: Path) -> bytes:
-    """A run of some steps with its ledger; returns metrics.jsonl."""
+def write_run(run_dir: Path) -> bytes:
+    """Write a run with its ledger; returns the content of metrics.jsonl."""
     ledger, metrics = Ledger(run_dir / "ledger.sqlite"), RunMetrics(run_dir, 0.0)
     recorder = RunRecorder(ledger, metrics)
     ledger.resume(0, 0.0)
@@ -63,8 +63,8 @@ def trained(run_dir: Path) -> bytes:
     return (run_dir / "metrics.jsonl").read_bytes()
 
 
-def gone_on(run_dir: Path, step: int) -> RunMetrics:
-    """The metrics of a controller that goes on after so many steps."""
+def resumed_metrics(run_dir: Path, step: int) -> RunMetrics:
+    """The metrics of a controller that resumes after ``step`` steps."""
     ledger = Ledger(run_dir / "ledger.sqlite")
     ledger.resume(step, 0.0)
     lines = ledger.step_lines(step)
@@ -74,26 +74,26 @@ def gone_on(run_dir: Path, step: int) -> RunMetrics:
     return metrics
 
 
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("step", [0, 4, STEPS])
-def test_metrics_are_written_anew_from_the_ledger(tmp_path: Path, harm: str, step: int) -> None:
-    whole = trained(tmp_path)
+def test_damaged_metrics_are_rewritten_from_the_ledger(tmp_path: Path, damage: str, step: int) -> None:
+    whole = write_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
-    change = HARM[harm]
+    change = DAMAGE[damage]
     if change is None:
         path.unlink()
     else:
         path.write_bytes(change(whole))
-    metrics = gone_on(tmp_path, step)
+    metrics = resumed_metrics(tmp_path, step)
     found = path.read_bytes() if path.exists() else b""
     assert found == b"".join(whole.splitlines(keepends=True)[:step])
     assert metrics.latest.get("step", -1) == step - 1
 
 
-def test_a_ledger_without_the_metrics_of_a_step_is_refused_and_named(tmp_path: Path) -> None:
-    trained(tmp_path)
+def test_a_ledger_without_the_metrics_of_a_step_is_reported_as_damaged(tmp_path: Path) -> None:
+    write_run(tmp_path)
     path = tmp_path / "ledger.sqlite"
-    Ledger(path).close()  # enters what was only jotted down
+    Ledger(path).close()  # applies the pending writes
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("DELETE FROM steps WHERE step = 2")
     ledger = Ledger(path)
@@ -104,21 +104,23 @@ def test_a_ledger_without_the_metrics_of_a_step_is_refused_and_named(tmp_path: P
 
 
 @pytest.mark.parametrize("value", ["1" * 310, "-" + "9" * 400, "NaN", "1e999", '"x"', "null", "[]"])
-def test_a_line_of_metrics_with_what_is_no_measurement_is_damaged(value: str, tmp_path: Path) -> None:
-    whole = trained(tmp_path)
+def test_a_metrics_line_with_an_invalid_number_counts_as_damaged(value: str, tmp_path: Path) -> None:
+    whole = write_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(whole.replace(b'"reward": ', b'"reward": ' + value.encode() + b', "was": ', 1))
     found, damaged = read_lines(path, is_step)
     assert (len(found), damaged) == (STEPS - 1, 1)
 
 
-# ---- numbers that are none
+# ---- numbers that are not finite
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @given(st.lists(st.tuples(st.text(max_size=8), NUMBERS), max_size=5), st.lists(NUMBERS, max_size=5))
-def test_whatever_is_reported_the_ledger_opens_again(numbers: list[tuple[str, float]], metrics: list[float]) -> None:
+def test_the_ledger_reopens_after_reports_of_any_numbers(
+    numbers: list[tuple[str, float]], metrics: list[float]
+) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
@@ -151,13 +153,13 @@ def test_whatever_is_reported_the_ledger_opens_again(numbers: list[tuple[str, fl
             run_metrics.close()
         with LedgerReader(path) as reader:
             assert reader.states() == {}
-        kept = {name: value for name, value in numbers if math.isfinite(value)}
-        assert run_metrics.numbers == kept
+        expected = {name: value for name, value in numbers if math.isfinite(value)}
+        assert run_metrics.numbers == expected
         for text in (run_dir / "metrics.jsonl").read_text().splitlines():
             json.loads(text, parse_constant=lambda constant: pytest.fail(constant))
 
 
-def test_a_ledger_that_accepted_a_nan_opens_again(tmp_path: Path) -> None:
+def test_a_ledger_that_was_given_a_nan_reopens(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.add_summary_value("x", float("nan"), 3)
     ledger.add_summary_value("y", 1.0, 3)
@@ -169,7 +171,7 @@ def test_a_ledger_that_accepted_a_nan_opens_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_ledger_that_is_removed_while_the_run_goes_on_ends_it(tmp_path: Path, replaced: bool) -> None:
+def test_removing_the_ledger_during_a_run_ends_the_run(tmp_path: Path, replaced: bool) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger, metrics = Ledger(path), RunMetrics(tmp_path, 0.0)
     recorder = RunRecorder(ledger, metrics)
@@ -187,14 +189,14 @@ def test_a_ledger_that_is_removed_while_the_run_goes_on_ends_it(tmp_path: Path, 
 
 # ---- summary, timeline
 
-WHOLE = {name: kind() if isinstance(kind, type) else None for name, kind in SUMMARY.items()}
+VALID_SUMMARY = {name: kind() if isinstance(kind, type) else None for name, kind in SUMMARY.items()}
 
 
 @pytest.mark.parametrize("content", ["", "{half", "[]", "{}", "[" * 100_000, "\ud800", '{"exit_code": 0, "reason": 3}'])
-def test_a_damaged_summary_counts_as_none(tmp_path: Path, content: str) -> None:
+def test_a_damaged_summary_counts_as_missing(tmp_path: Path, content: str) -> None:
     path = tmp_path / "summary.json"
-    path.write_text(json.dumps(WHOLE))
-    assert read_summary(tmp_path) == WHOLE
+    path.write_text(json.dumps(VALID_SUMMARY))
+    assert read_summary(tmp_path) == VALID_SUMMARY
     path.write_text(content, errors="surrogatepass")
     assert read_summary(tmp_path) is None
     (tmp_path / "config.toml").touch()
@@ -205,11 +207,11 @@ def test_a_damaged_summary_counts_as_none(tmp_path: Path, content: str) -> None:
     assert read_summary(tmp_path) is None
 
 
-@pytest.mark.parametrize("harm", [name for name in HARM if name != "missing"])
-def test_a_page_is_written_of_what_can_be_read(tmp_path: Path, harm: str) -> None:
-    change = HARM[harm]
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "missing"])
+def test_the_page_is_written_despite_damaged_files(tmp_path: Path, damage: str) -> None:
+    change = DAMAGE[damage]
     assert change is not None
-    whole = trained(tmp_path)
+    whole = write_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(change(whole))
     span = {"worker": "trainer", "role": "trainer", "kind": "train", "start_s": 0.0, "end_s": 1.0}
     (tmp_path / "timeline").mkdir()
@@ -218,12 +220,12 @@ def test_a_page_is_written_of_what_can_be_read(tmp_path: Path, harm: str) -> Non
     assert write(tmp_path).stat().st_size > 10_000
 
 
-def test_a_run_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run directory"):
         address_of(tmp_path)
 
 
-def test_a_metric_does_not_take_the_place_of_a_field_of_its_line(tmp_path: Path) -> None:
+def test_metrics_do_not_overwrite_the_fields_of_their_line(tmp_path: Path) -> None:
     metrics = RunMetrics(tmp_path, 0.0)
     step = StepClosed(
         step=0,

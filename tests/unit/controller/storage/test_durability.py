@@ -1,4 +1,4 @@
-"""What outlasts the machine: a checkpoint is on disk before it has its name, and the ledger before the checkpoint."""
+"""Durability: a checkpoint is synced before its rename, and the ledger before the checkpoint."""
 
 import contextlib
 import os
@@ -27,11 +27,11 @@ Entries = dict[Path, int]
 
 
 class Disk:
-    """What is on disk for sure: each file or directory as it was when it was last synced."""
+    """Records which changes of files and directories are synced."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._synced: dict[int, int] = {}  # by inode, which a rename leaves as it is: the last change that is safe
-        self.renamed: dict[Path, list[Path]] = {}  # to this name: what of it could have been lost then
+        self._synced: dict[int, int] = {}  # by inode, which a rename keeps: time of the last synced change
+        self.renamed: dict[Path, list[Path]] = {}  # by new name: the paths that were not synced at the rename
         self._fsync, self._rename = os.fsync, os.rename
         patch.setattr(os, "fsync", self.fsync)
         patch.setattr(os, "rename", self.rename)
@@ -43,10 +43,12 @@ class Disk:
 
     def rename(self, source: Any, target: Any) -> None:
         if Path(source).is_dir():
-            self.renamed[Path(target)] = [one for one in (*Path(source).rglob("*"), Path(source)) if self.lacks(one)]
+            self.renamed[Path(target)] = [
+                one for one in (*Path(source).rglob("*"), Path(source)) if self.is_unsynced(one)
+            ]
         self._rename(source, target)
 
-    def lacks(self, path: Path) -> bool:
+    def is_unsynced(self, path: Path) -> bool:
         """Whether it has changed since it was synced."""
         found = path.stat()
         return self._synced.get(found.st_ino) != found.st_mtime_ns
@@ -58,38 +60,38 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 class Session:
-    """As much of one as saving needs; at the controller's answer nothing may have the checkpoint's name."""
+    """The part of a session that saving needs; the rename must come after the controller's answer."""
 
-    def __init__(self, whole: Path) -> None:
-        self._whole = whole
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
         self.welcome = SimpleNamespace(position=Position(0))
         self.timeline = self
-        self.asked: list[int] = []
+        self.saved_steps: list[int] = []
 
     @contextlib.contextmanager
     def busy(self, kind: str) -> Iterator[None]:
         yield
 
     async def saved(self, step: int) -> None:
-        assert not self._whole.exists()
-        self.asked.append(step)
+        assert not self._checkpoint.exists()
+        self.saved_steps.append(step)
 
 
-async def test_a_checkpoint_is_on_disk_before_it_has_its_name(disk: Disk, tmp_path: Path) -> None:
+async def test_a_checkpoint_is_synced_before_its_rename(disk: Disk, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     wrap_tokenizer(Arithmetic(0, 0).tokenizer()).save_pretrained(run_dir / "model")
     config = RunConfig(run_dir=str(run_dir), checkpoint=CheckpointConfig(every=1, keep=1))
-    whole = checkpoint_dir(run_dir, 1)
-    session: Any = Session(whole)
+    checkpoint = checkpoint_dir(run_dir, 1)
+    session: Any = Session(checkpoint)
     await Checkpoints(session, config, SimulatedTrainer(TrainCost(0.0), ManualSimClock()), RankCollectives()).save(1)
-    assert session.asked == [1]
-    assert len(list(whole.iterdir())) > 1
-    assert disk.renamed == {whole: []}
-    assert not disk.lacks(whole.parent), "its name may be lost"
-    assert not disk.lacks(run_dir), "the directory of all checkpoints may be lost"
+    assert session.saved_steps == [1]
+    assert len(list(checkpoint.iterdir())) > 1
+    assert disk.renamed == {checkpoint: []}
+    assert not disk.is_unsynced(checkpoint.parent), "its name may be lost"
+    assert not disk.is_unsynced(run_dir), "the directory of all checkpoints may be lost"
 
 
-def test_the_model_that_a_run_keeps_is_on_disk_before_it_has_its_name(disk: Disk, tmp_path: Path) -> None:
+def test_a_kept_model_is_synced_before_its_rename(disk: Disk, tmp_path: Path) -> None:
     model, kept = tmp_path / "model", tmp_path / "run" / "kept"
     (model / "part").mkdir(parents=True)
     kept.parent.mkdir()
@@ -97,10 +99,10 @@ def test_the_model_that_a_run_keeps_is_on_disk_before_it_has_its_name(disk: Disk
         (model / name).write_text("a model")
     keep_model(model, kept)
     assert disk.renamed == {kept: []}
-    assert not disk.lacks(kept.parent)
+    assert not disk.is_unsynced(kept.parent)
 
 
-def test_what_a_checkpoint_stands_on_is_synced_in_the_ledger_and_nothing_else_waits_for_that(tmp_path: Path) -> None:
+def test_the_ledger_is_synced_only_for_a_checkpoint(tmp_path: Path) -> None:
     """SQLite does not report when it syncs; the test reads the setting under which it wrote."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
     levels: list[tuple[str, int]] = []

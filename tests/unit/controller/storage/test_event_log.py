@@ -20,7 +20,7 @@ def read(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
 
 
-def test_a_line_has_both_clocks_the_term_and_what_is_added(tmp_path: Path) -> None:
+def test_a_line_has_both_clocks_the_term_and_the_given_fields(tmp_path: Path) -> None:
     events = opened(tmp_path, term=3)
     line = events.add("joined", "rollout-1 has joined", 7, now=102.5, worker="rollout-1", rows=4, rate=float("nan"))
     assert read(tmp_path) == [line]
@@ -38,7 +38,7 @@ def test_a_line_has_both_clocks_the_term_and_what_is_added(tmp_path: Path) -> No
     assert stat.S_IMODE((tmp_path / EVENTS).stat().st_mode) == 0o600
 
 
-def test_a_later_controller_appends_after_the_last_whole_line(tmp_path: Path) -> None:
+def test_a_later_controller_appends_after_the_last_complete_line(tmp_path: Path) -> None:
     events = opened(tmp_path)
     events.add("started", "a run has started", 0, 100.0)
     events.close()
@@ -48,7 +48,7 @@ def test_a_later_controller_appends_after_the_last_whole_line(tmp_path: Path) ->
     assert [line["kind"] for line in read(tmp_path)] == ["started", "resumed"]
 
 
-def test_the_older_half_is_thinned_and_its_most_frequent_kind_first(tmp_path: Path) -> None:
+def test_thinning_removes_the_most_frequent_kind_of_the_older_half_first(tmp_path: Path) -> None:
     events = opened(tmp_path, max_events=100)
     events.add("started", "a run has started", 0, 100.0)
     for step in range(400):
@@ -65,7 +65,7 @@ def test_the_older_half_is_thinned_and_its_most_frequent_kind_first(tmp_path: Pa
     assert versions[0] == 0
 
 
-def test_a_failed_write_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_writes_log_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     events = opened(tmp_path)
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, events._fd)
@@ -79,7 +79,7 @@ def test_a_failed_write_is_one_warning(tmp_path: Path, caplog: pytest.LogCapture
     events.close()
 
 
-def test_a_directory_that_refuses_the_file_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_opened_logs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / EVENTS).mkdir()
     with caplog.at_level(logging.WARNING):
         events = opened(tmp_path)

@@ -1,4 +1,4 @@
-"""The ledger: one state a prompt, losses and doubles found."""
+"""The ledger: one state per prompt; lost prompts and prompts trained twice are detected."""
 
 import sqlite3
 from pathlib import Path
@@ -16,7 +16,7 @@ def record(prompt: int, state: str, epoch: int = 0) -> AppendLedger:
     return AppendLedger(prompt, epoch, state, step=1)
 
 
-def test_the_last_state_counts_and_the_life_is_kept(tmp_path: Path) -> None:
+def test_the_last_state_counts_and_the_history_is_kept(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for state in ("in_flight", "ready", "leased", "trained"):
         ledger.add(record(7, state), 1.0)
@@ -26,12 +26,12 @@ def test_the_last_state_counts_and_the_life_is_kept(tmp_path: Path) -> None:
     assert account.states == {"trained": 1, "in_flight": 1}
     assert (account.lost, account.trained_twice) == (0, 0)
     with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
-        life = db.execute("SELECT state FROM events WHERE prompt = 7 ORDER BY id").fetchall()
+        history = db.execute("SELECT state FROM events WHERE prompt = 7 ORDER BY id").fetchall()
     db.close()
-    assert [state for (state,) in life] == ["in_flight", "ready", "leased", "trained"]
+    assert [state for (state,) in history] == ["in_flight", "ready", "leased", "trained"]
 
 
-def test_a_prompt_that_nobody_carries_is_lost(tmp_path: Path) -> None:
+def test_an_unfinished_prompt_without_a_live_group_is_lost(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.add(record(1, "in_flight"), 0.0)
     ledger.add(record(2, "leased"), 0.0)
@@ -42,7 +42,7 @@ def test_a_prompt_that_nobody_carries_is_lost(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_training_twice_in_one_epoch_is_found_and_two_epochs_are_fine(tmp_path: Path) -> None:
+def test_training_twice_is_counted_only_within_one_epoch(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for epoch in (0, 1):
         ledger.add(record(1, "trained", epoch), 0.0)
@@ -52,7 +52,7 @@ def test_training_twice_in_one_epoch_is_found_and_two_epochs_are_fine(tmp_path: 
     ledger.close()
 
 
-def test_it_survives_a_restart(tmp_path: Path) -> None:
+def test_the_ledger_survives_restarts(tmp_path: Path) -> None:
     for prompt in range(3):
         ledger = Ledger(tmp_path / "ledger.sqlite")
         ledger.add(record(prompt, "trained"), 0.0)
@@ -63,14 +63,14 @@ def test_it_survives_a_restart(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_text("not a database, long enough to be looked at " * 100)
     with pytest.raises(FlowError, match=r"ledger.sqlite cannot be opened.*another run directory"):
         Ledger(path)
 
 
-def test_what_the_disk_refuses_stays_in_the_buffer(tmp_path: Path) -> None:
+def test_records_stay_in_the_buffer_when_a_commit_fails(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.add(record(1, "trained"), 0.0)
     blocker = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
@@ -86,10 +86,10 @@ def test_what_the_disk_refuses_stays_in_the_buffer(tmp_path: Path) -> None:
 
 def test_pending_writes_are_seen_by_readers_and_applied_by_the_next_controller(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    dead = Ledger(path)
+    killed = Ledger(path)
     for state in ("in_flight", "ready", "leased", "trained"):
-        dead.add(record(7, state), 1.0)
-        dead.append_replay(
+        killed.add(record(7, state), 1.0)
+        killed.append_replay(
             GroupsOpened(
                 owner="source",
                 request=1,
@@ -104,32 +104,32 @@ def test_pending_writes_are_seen_by_readers_and_applied_by_the_next_controller(t
                 slot=7,
             )
         )
-        dead.commit()
-    dead.append_replay(WorkerJoined("rollout-0", "rollout"))
-    dead.append_replay(CounterSet("step", 3))
-    dead.commit()
-    dead.add(record(8, "ready"), 2.0)  # promises nobody anything: it may be lost
+        killed.commit()
+    killed.append_replay(WorkerJoined("rollout-0", "rollout"))
+    killed.append_replay(CounterSet("step", 3))
+    killed.commit()
+    killed.add(record(8, "ready"), 2.0)  # not committed: it may be lost
     with sqlite3.connect(path) as raw:
-        assert raw.execute("SELECT COUNT(*) FROM events").fetchone() == (0,), "this test needs a ledger not settled"
+        assert raw.execute("SELECT COUNT(*) FROM events").fetchone() == (0,), "this test needs pending writes"
     raw.close()
     with LedgerReader(path) as reader:
         assert reader.states() == {"trained": 1}
         assert [event.state for event in reader.history(7, None)] == ["in_flight", "ready", "leased", "trained"]
-    # Nobody closes it: its process was killed.
-    next_one = Ledger(path)
-    assert next_one.account(live=[]).states == {"trained": 1}
-    recovered = next_one.recover()
+    # It is not closed: its process was killed.
+    reopened = Ledger(path)
+    assert reopened.account(live=[]).states == {"trained": 1}
+    recovered = reopened.recover()
     assert recovered is not None
     assert (recovered.members, recovered.numbers["step"], len(recovered.entries)) == ({"rollout-0": "rollout"}, 3, 4)
-    next_one.close()
-    dead.close()
+    reopened.close()
+    killed.close()
 
 
-def test_a_lease_waits_for_nobody_and_a_promise_is_behind_until_it_is_written(tmp_path: Path) -> None:
+def test_only_final_states_and_replay_records_need_a_commit(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    for state, is_behind in (("ready", False), ("leased", False), ("trained", True), ("dropped", True)):
+    for state, needs_commit in (("ready", False), ("leased", False), ("trained", True), ("dropped", True)):
         ledger.add(record(1, state), 0.0)
-        assert ledger.needs_commit() is is_behind
+        assert ledger.needs_commit() is needs_commit
         ledger.commit()
         assert not ledger.needs_commit()
     ledger.append_replay(CounterSet("step", 1))
@@ -139,7 +139,7 @@ def test_a_lease_waits_for_nobody_and_a_promise_is_behind_until_it_is_written(tm
     ledger.close()
 
 
-def test_a_long_log_is_moved_beside_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_is_checkpointed_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrt.controller.storage.ledger.CHECKPOINT_AT_BYTES", 1)
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
@@ -147,7 +147,7 @@ def test_a_long_log_is_moved_beside_the_work(tmp_path: Path, monkeypatch: pytest
         ledger.add(record(prompt, "trained"), 0.0)
     before = path.stat().st_size
     ledger.compact()
-    ledger._checkpointer.close()  # waits for the end of what was begun
+    ledger._checkpointer.close()  # waits for the checkpoint in progress
     assert path.stat().st_size > before
     assert ledger.account(live=[]).states == {"trained": 100}
     ledger.close()

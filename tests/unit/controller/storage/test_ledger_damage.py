@@ -1,4 +1,4 @@
-"""A ledger whose files are damaged: whoever opens it is told which and what to do, and it stays as it is."""
+"""Damaged ledger files: the error names the file and what to do, and the files are not changed."""
 
 import dataclasses
 import os
@@ -27,8 +27,8 @@ COPY = "restore it from a copy"
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a checkpoint, whose controller was killed: all that it wrote is in the log."""
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint, whose controller was killed: all its writes are in the write-ahead log."""
     run_dir, live = tmp_path_factory.mktemp("killed") / "run", tmp_path_factory.mktemp("live")
     run_dir.mkdir()
     ledger = Ledger(live / LEDGER)
@@ -50,27 +50,27 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def checkpointed(path: Path) -> None:
-    """Everything is in the file, and the log is gone, as when the controller had come to its end."""
+def checkpoint_log(path: Path) -> None:
+    """Move the log into the file, as at a normal end of the controller."""
     Ledger(path).close()
 
 
-def garbage_in_the_midst(path: Path) -> None:
-    checkpointed(path)
+def garbage_in_the_file(path: Path) -> None:
+    checkpoint_log(path)
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2 // PAGE * PAGE)
         file.write(os.urandom(2 * PAGE))
 
 
-def zeros_in_the_midst(path: Path) -> None:
-    checkpointed(path)
+def zeros_in_the_file(path: Path) -> None:
+    checkpoint_log(path)
     with path.open("r+b") as file:
         file.seek(2 * PAGE)
         file.write(bytes(3 * PAGE))
 
 
 def short_file(path: Path) -> None:
-    checkpointed(path)
+    checkpoint_log(path)
     os.truncate(path, path.stat().st_size // 2 // PAGE * PAGE)
 
 
@@ -80,7 +80,7 @@ def empty_file(path: Path) -> None:
 
 
 def short_log(path: Path) -> None:
-    """What is left of it is in order, and ends long before the checkpoint."""
+    """The rest of the log is valid, but ends long before the checkpoint."""
     os.truncate(log(path), HEADER + 20 * FRAME + 100)
 
 
@@ -89,14 +89,14 @@ def no_log(path: Path) -> None:
 
 
 def garbage_in_the_log(path: Path) -> None:
-    spoil_log(path, HEADER + 15 * FRAME)
+    damage_log(path, HEADER + 15 * FRAME)
 
 
-def garbage_for_a_log(path: Path) -> None:
-    spoil_log(path, 0)
+def garbage_at_the_start_of_the_log(path: Path) -> None:
+    damage_log(path, 0)
 
 
-def gone(path: Path) -> None:
+def missing_ledger(path: Path) -> None:
     for one in path.parent.glob(f"{LEDGER}*"):
         one.unlink()
 
@@ -105,92 +105,90 @@ def log(path: Path) -> Path:
     return path.with_name(f"{LEDGER}-wal")
 
 
-def spoil_log(path: Path, at: int) -> None:
+def damage_log(path: Path, at: int) -> None:
     with log(path).open("r+b") as file:
         file.seek(at)
         file.write(os.urandom(PAGE))
 
 
-SPOILS = [
-    garbage_in_the_midst,
-    zeros_in_the_midst,
+DAMAGES = [
+    garbage_in_the_file,
+    zeros_in_the_file,
     short_file,
     empty_file,
     short_log,
     no_log,
     garbage_in_the_log,
-    garbage_for_a_log,
+    garbage_at_the_start_of_the_log,
 ]
 
 
 @pytest.fixture
-def run_dir(killed: Path, tmp_path: Path) -> Path:
-    run_dir = Path(shutil.copytree(killed, tmp_path / "run"))
+def run_dir(killed_run: Path, tmp_path: Path) -> Path:
+    run_dir = Path(shutil.copytree(killed_run, tmp_path / "run"))
     (run_dir / "config.toml").write_text(to_toml(dataclasses.replace(defaults("arithmetic"), run_dir=str(run_dir))))
     return run_dir
 
 
-def files(run_dir: Path) -> dict[str, bytes]:
-    """What is there of the ledger, but for the index of its log, which SQLite makes anew for everybody who looks."""
+def ledger_files(run_dir: Path) -> dict[str, bytes]:
+    """The files of the ledger without the index of the log, which SQLite rebuilds for each reader."""
     return {path.name: path.read_bytes() for path in run_dir.glob(f"{LEDGER}*") if not path.name.endswith("-shm")}
 
 
-@pytest.mark.parametrize("spoil", SPOILS, ids=lambda one: one.__name__)
-def test_whoever_looks_is_told(
-    spoil: Callable[[Path], None], run_dir: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__)
+def test_reading_a_damaged_ledger_is_an_error(
+    damage: Callable[[Path], None], run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil(run_dir / LEDGER)
-    before = files(run_dir)
+    damage(run_dir / LEDGER)
+    before = ledger_files(run_dir)
     assert main(["ledger", str(run_dir)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    [line] = said.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == ""
+    [line] = output.err.splitlines()
     assert str(run_dir / LEDGER) in line
     assert COPY in line or f"flowrt resume {run_dir}" in line
-    assert files(run_dir) == before
+    assert ledger_files(run_dir) == before
 
 
-@pytest.mark.parametrize("spoil", [*SPOILS, gone], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("more", [(), ("--from-checkpoint",)], ids=["coming back", "anew"])
-def test_a_controller_does_not_start(
-    spoil: Callable[[Path], None],
-    more: tuple[str, ...],
+@pytest.mark.parametrize("damage", [*DAMAGES, missing_ledger], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("arguments", [(), ("--from-checkpoint",)], ids=["restart", "from checkpoint"])
+def test_a_controller_does_not_start_with_a_damaged_ledger(
+    damage: Callable[[Path], None],
+    arguments: tuple[str, ...],
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    spoil(run_dir / LEDGER)
-    before = files(run_dir)
-    monkeypatch.setattr(sys, "argv", ["controller", "--config", str(run_dir / "config.toml"), *more])
+    damage(run_dir / LEDGER)
+    before = ledger_files(run_dir)
+    monkeypatch.setattr(sys, "argv", ["controller", "--config", str(run_dir / "config.toml"), *arguments])
     assert controller() == 2
-    [said] = [record.getMessage() for record in caplog.records]
-    assert str(run_dir / LEDGER) in said
-    assert COPY in said
-    assert files(run_dir) == before
+    [message] = [record.getMessage() for record in caplog.records]
+    assert str(run_dir / LEDGER) in message
+    assert COPY in message
+    assert ledger_files(run_dir) == before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", [garbage_in_the_midst, short_log], ids=lambda one: one.__name__)
-def test_resume_ends_with_the_words_of_its_controller(spoil: Callable[[Path], None], run_dir: Path) -> None:
-    spoil(run_dir / LEDGER)
-    before = files(run_dir)
+@pytest.mark.parametrize("damage", [garbage_in_the_file, short_log], ids=lambda one: one.__name__)
+def test_resume_reports_the_error_of_its_controller(damage: Callable[[Path], None], run_dir: Path) -> None:
+    damage(run_dir / LEDGER)
+    before = ledger_files(run_dir)
     command = [str(Path(sys.executable).with_name("flowrt")), "resume", str(run_dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    [line] = ended.stderr.splitlines()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2, result.stdout + result.stderr
+    [line] = result.stderr.splitlines()
     assert f"ledger {run_dir / LEDGER} " in line
     assert COPY in line
-    assert files(run_dir) == before
+    assert ledger_files(run_dir) == before
     assert checkpoint_dir(run_dir, STEPS // 2).is_dir()
 
 
-def test_what_no_checkpoint_needs_may_be_missing_when_the_run_goes_back_to_it(
-    run_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A power failure takes the end of a log: the steps after the checkpoint are done again, nothing is lost."""
+def test_damage_after_the_checkpoint_allows_a_rollback_to_it(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A power failure destroys the end of a log: the steps after the checkpoint are repeated."""
     path = run_dir / LEDGER
     end = log(path).stat().st_size
-    spoil_log(path, end - 20 * FRAME)
+    damage_log(path, end - 20 * FRAME)
     with pytest.raises(FlowError, match=f"from frame .*; flowrt resume {run_dir} goes back to the newest checkpoint"):
         check_not_behind_checkpoint(path, STEPS // 2, require_intact_wal=True)
     check_not_behind_checkpoint(path, STEPS // 2, require_intact_wal=False)
@@ -205,8 +203,8 @@ def test_what_no_checkpoint_needs_may_be_missing_when_the_run_goes_back_to_it(
     ledger.close()
 
 
-def test_damage_that_sqlite_does_not_see_is_named_too(run_dir: Path) -> None:
-    """Bytes of ours that make no sense, in pages that do."""
+def test_damage_that_sqlite_does_not_detect_is_reported(run_dir: Path) -> None:
+    """Invalid records in valid pages."""
     path = run_dir / LEDGER
     with sqlite3.connect(path) as database:
         database.execute("INSERT INTO members VALUES ('rollout-0', 'rollout')")

@@ -1,4 +1,4 @@
-"""The ledger read by others: while somebody writes, afterwards, and when it is none."""
+"""Reading the ledger: during the run, after it, and when the file is not a ledger."""
 
 import shutil
 import sqlite3
@@ -14,8 +14,8 @@ from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import ConfigError
 
 
-def written(path: Path) -> Ledger:
-    """Two lives of a run; the last one goes on."""
+def write_ledger(path: Path) -> Ledger:
+    """The open ledger of a run that was resumed once."""
     ledger = Ledger(path)
     ledger.resume(0, 10.0)
     for at_s, state in ((11.0, "in_flight"), (12.0, "ready"), (12.5, "leased"), (13.0, "trained")):
@@ -28,36 +28,38 @@ def written(path: Path) -> Ledger:
     return ledger
 
 
-def words(capsys: pytest.CaptureFixture[str]) -> str:
+def read_output(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
-def test_counts_and_lives_while_the_run_goes_on_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ledger = written(tmp_path / "ledger.sqlite")
-    for going_on in (True, False):
+def test_counts_and_histories_are_readable_during_the_run_and_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = write_ledger(tmp_path / "ledger.sqlite")
+    for in_progress in (True, False):
         before = sorted(path.name for path in tmp_path.iterdir())
         assert main(["ledger", str(tmp_path)]) == 0
-        said = words(capsys)
-        assert "in_flight 2 " in said
-        assert "dropped 1 " in said
-        assert "1 dropped: its source left" in said
-        assert "all 3 " in said
+        output = read_output(capsys)
+        assert "in_flight 2 " in output
+        assert "dropped 1 " in output
+        assert "1 dropped: its source left" in output
+        assert "all 3 " in output
         assert main(["ledger", str(tmp_path), "--prompt", "17", "--epoch", "0"]) == 0
-        said = words(capsys)
-        assert "prompt 17: in_flight in epoch 0" in said
-        assert "0 1 3.000 2 trained" in said
-        assert "unread rolled back: trained in step 2" in said
-        assert "0 2 1.500 1 in_flight" in said
+        output = read_output(capsys)
+        assert "prompt 17: in_flight in epoch 0" in output
+        assert "0 1 3.000 2 trained" in output
+        assert "unread rolled back: trained in step 2" in output
+        assert "0 2 1.500 1 in_flight" in output
         assert main(["ledger", str(tmp_path), "--prompt=17"]) == 0
-        assert "in_flight in epoch 0, in_flight in epoch 1" in words(capsys)
-        # Whoever only looks leaves nothing behind.
+        assert "in_flight in epoch 0, in_flight in epoch 1" in read_output(capsys)
+        # Reading creates no files.
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-        if going_on:
+        if in_progress:
             ledger.close()
 
 
-def test_the_prompts_behind_a_count_newest_first(tmp_path: Path) -> None:
-    ledger = written(tmp_path / "ledger.sqlite")
+def test_prompts_of_a_count_are_listed_newest_first(tmp_path: Path) -> None:
+    ledger = write_ledger(tmp_path / "ledger.sqlite")
     for prompt in range(100, 105):
         reason = "reward <b>timeout" if prompt % 2 else "its source left"
         ledger.add(AppendLedger(prompt, 0, "dropped", 1, reason), 200.0 + prompt)
@@ -78,19 +80,19 @@ def test_the_prompts_behind_a_count_newest_first(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_what_a_killed_controller_had_committed_is_seen(tmp_path: Path) -> None:
+def test_committed_records_of_a_killed_controller_are_read(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "copy").mkdir()
-    ledger = written(tmp_path / "run" / "ledger.sqlite")
+    ledger = write_ledger(tmp_path / "run" / "ledger.sqlite")
     for path in (tmp_path / "run").iterdir():
-        shutil.copy(path, tmp_path / "copy" / path.name)  # as it lies there when nobody has closed it
+        shutil.copy(path, tmp_path / "copy" / path.name)  # as after a kill: not closed
     ledger.close()
     with LedgerReader(tmp_path / "copy" / "ledger.sqlite") as reader:
         assert reader.states() == {"in_flight": 2, "dropped": 1}
 
 
-def test_a_prompt_that_was_never_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path / "ledger.sqlite").close()
+def test_a_prompt_that_was_never_offered_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_ledger(tmp_path / "ledger.sqlite").close()
     assert main(["ledger", str(tmp_path), "--prompt", "99"]) == 2
     assert "prompt 99 has not been offered: it is unread" in capsys.readouterr().err
     assert main(["ledger", str(tmp_path), "--prompt", "17", "--epoch", "5"]) == 2
@@ -110,7 +112,7 @@ def foreign(path: Path) -> None:
 
 
 def truncated(path: Path) -> None:
-    written(path).close()
+    write_ledger(path).close()
     path.write_bytes(path.read_bytes()[:6000])
 
 
@@ -118,18 +120,18 @@ def empty(path: Path) -> None:
     path.touch()
 
 
-@pytest.mark.parametrize("spoil", [no_database, foreign, truncated, empty])
-def test_a_file_that_is_no_ledger(
-    spoil: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damage", [no_database, foreign, truncated, empty])
+def test_a_file_that_is_not_a_ledger_is_an_error(
+    damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil(tmp_path / "ledger.sqlite")
+    damage(tmp_path / "ledger.sqlite")
     assert main(["ledger", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "ledger.sqlite is not a ledger of a flowrt run, or is damaged" in said
-    assert len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert "ledger.sqlite is not a ledger of a flowrt run, or is damaged" in output
+    assert len(output.splitlines()) == 1
 
 
-def test_a_missing_file_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not there"):
         LedgerReader(tmp_path / "ledger.sqlite")
     assert not list(tmp_path.iterdir())

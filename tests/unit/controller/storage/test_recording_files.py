@@ -1,4 +1,4 @@
-"""Files of a recording: exact, bounded, and readable up to the last whole block however they are cut or damaged."""
+"""Files of a recording: exact, bounded, and readable up to the last complete block when truncated or damaged."""
 
 import dataclasses
 import resource
@@ -89,9 +89,9 @@ def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.D
         msgpack.packb(block.pack(), unicode_errors="surrogatepass"), use_list=False, unicode_errors="surrogatepass"
     )
     read = EventBlock.unpack(packed)
-    for one, what in enumerate(events):
-        if isinstance(what, MessageReceived) and isinstance(what.message, m.Report):
-            block.data[one] = encode(dataclasses.replace(what.message, spans=()))
+    for index, event in enumerate(events):
+        if isinstance(event, MessageReceived) and isinstance(event.message, m.Report):
+            block.data[index] = encode(dataclasses.replace(event.message, spans=()))
     assert read == block
     assert [struct.pack("d", one) for one in read.times] == [struct.pack("d", one) for one in instants]
 
@@ -142,7 +142,7 @@ def size_of(run_dir: Path) -> int:
 
 
 @pytest.mark.parametrize("limit", range(2000, 6000, 500))
-def test_a_recording_stops_at_its_bound_and_the_run_goes_on(limit: int, tmp_path: Path) -> None:
+def test_a_recording_stops_at_its_size_limit_and_the_run_continues(limit: int, tmp_path: Path) -> None:
     cluster = RecordedCluster(NUMBER, tmp_path, limit_bytes=limit).play()
     assert cluster.core.ended is not None
     assert cluster.recording is not None
@@ -158,8 +158,8 @@ def test_a_recording_stops_at_its_bound_and_the_run_goes_on(limit: int, tmp_path
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """A disk that has no room beyond this, for every file of this process."""
+def file_size_limit(size: int) -> Iterator[None]:
+    """Limit the size of every file of this process, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -168,8 +168,8 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_stops_the_recording_at_a_whole_block(tmp_path: Path) -> None:
-    with files_of_at_most(4000):
+def test_a_full_disk_stops_the_recording_after_a_complete_block(tmp_path: Path) -> None:
+    with file_size_limit(4000):
         cluster = RecordedCluster(NUMBER, tmp_path).play()
     assert cluster.recording is not None
     assert "cannot be written: File too large" in cluster.recording.stopped()
@@ -180,14 +180,16 @@ def test_a_full_disk_stops_the_recording_at_a_whole_block(tmp_path: Path) -> Non
 
 
 def wait_for_a_segment(run_dir: Path, deadline_s: float = 20.0) -> None:
-    """The thread has written the beginning of a recording."""
+    """Wait until the writer thread has written the beginning of a recording."""
     deadline = time.monotonic() + deadline_s
     while not any(path.stat().st_size for path in (run_dir / "recording").glob("*.fr")):
         assert time.monotonic() < deadline, f"no segment after {deadline_s:.0f} s"
         time.sleep(0.01)
 
 
-def test_a_recording_says_that_the_disk_was_too_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_stops_with_a_reason_when_the_disk_is_too_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = RecordedCluster(NUMBER, tmp_path)
     cluster.run()
     assert cluster.recording is not None
@@ -199,7 +201,7 @@ def test_a_recording_says_that_the_disk_was_too_slow(tmp_path: Path, monkeypatch
     assert "the disk is too slow" in Recordings.of(tmp_path).of_term(1).extent().stopped
 
 
-def test_a_directory_that_cannot_be_made_stops_the_recording(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_stops_the_recording(tmp_path: Path) -> None:
     (tmp_path / "recording").write_text("a file")
     cluster = RecordedCluster(NUMBER, tmp_path).play()
     assert cluster.recording is not None
@@ -223,7 +225,7 @@ def test_nothing_is_written_before_the_first_event(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_event_that_fails_unexpectedly_costs_no_other(tmp_path: Path) -> None:
+def test_an_event_whose_handling_failed_is_recorded_without_commands(tmp_path: Path) -> None:
     one = EventRecording(tmp_path, CoreInputs("", 1, Position()), 1_000_000)
     one.begin(0.0)
     for handled in (True, False, True, False, False):
@@ -250,51 +252,51 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedCluster:
         return RecordedCluster(NUMBER, tmp_path_factory.mktemp("recorded")).play()
 
 
-def copy_of(cluster: RecordedCluster, place: Path) -> list[Path]:
-    """The segments of a copy."""
-    shutil.rmtree(place / "recording", ignore_errors=True)
-    shutil.copytree(cluster.run_dir / "recording", place / "recording")
-    return sorted((place / "recording").iterdir())
+def copy_of(cluster: RecordedCluster, directory: Path) -> list[Path]:
+    """Copy the recording; returns the segments of the copy."""
+    shutil.rmtree(directory / "recording", ignore_errors=True)
+    shutil.copytree(cluster.run_dir / "recording", directory / "recording")
+    return sorted((directory / "recording").iterdir())
 
 
-def assert_replays_up_to_the_damage(cluster: RecordedCluster, place: Path) -> None:
+def assert_replays_up_to_the_damage(cluster: RecordedCluster, directory: Path) -> None:
     whole = Recordings.of(cluster.run_dir).of_term(1).extent()
     assert whole.is_complete
     try:
-        extent = Recordings.of(place).of_term(1).extent()
+        extent = Recordings.of(directory).of_term(1).extent()
     except ConfigError as error:
-        said = str(error)
+        message = str(error)
     else:
         assert extent == whole or extent.damage or not extent.is_complete
         assert extent.events <= whole.events
-        assert dict(replayed_states(place)).items() <= cluster.states.items()
+        assert dict(replayed_states(directory)).items() <= cluster.states.items()
         return
-    assert "cannot be read" in said or "damaged" in said
+    assert "cannot be read" in message or "damaged" in message
 
 
 @settings(max_examples=examples(60))
 @given(st.data())
-def test_a_changed_byte_costs_what_follows(
+def test_a_recording_with_a_changed_byte_is_replayed_up_to_it(
     recorded: RecordedCluster, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    place = tmp_path_factory.getbasetemp() / "changed"
-    path = data.draw(st.sampled_from(copy_of(recorded, place)))
+    directory = tmp_path_factory.getbasetemp() / "changed"
+    path = data.draw(st.sampled_from(copy_of(recorded, directory)))
     content = bytearray(path.read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
-    assert_replays_up_to_the_damage(recorded, place)
+    assert_replays_up_to_the_damage(recorded, directory)
 
 
 @settings(max_examples=examples(60))
 @given(st.data())
-def test_a_cut_file_costs_what_follows(
+def test_a_truncated_recording_is_replayed_up_to_its_end(
     recorded: RecordedCluster, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    place = tmp_path_factory.getbasetemp() / "cut"
-    path = data.draw(st.sampled_from(copy_of(recorded, place)))
+    directory = tmp_path_factory.getbasetemp() / "cut"
+    path = data.draw(st.sampled_from(copy_of(recorded, directory)))
     content = path.read_bytes()
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-    assert_replays_up_to_the_damage(recorded, place)
+    assert_replays_up_to_the_damage(recorded, directory)
 
 
 def test_a_recording_of_another_version_is_refused(recorded: RecordedCluster, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run goes back to: positions, the ledger, the journal; who is restarted, and who holds the lock."""
+"""Rollback to a checkpoint: positions, the ledger, the metrics; restarts, and the lock of the run directory."""
 
 import json
 import os
@@ -46,15 +46,15 @@ def test_positions_are_packed_and_unpacked(pairs: set[tuple[int, int]]) -> None:
         Passed(0, (-1,), (1,), (1,)),
     ],
 )
-def test_words_that_nobody_packs_are_refused(passed: Passed) -> None:
+def test_invalid_packed_positions_are_refused(passed: Passed) -> None:
     with pytest.raises(RemoteProtocolError, match="not packed"):
         unpack((passed,))
 
 
-def test_the_size_of_prompt_numbers_costs_nothing() -> None:
-    """As a hash of the prompt's text would have it."""
-    chosen = random.Random(0)
-    prompts = {chosen.randrange(LARGEST_PROMPT + 1) for _ in range(10_000)} | {2**62, LARGEST_PROMPT}
+def test_the_size_of_a_position_is_bounded_for_large_prompt_numbers() -> None:
+    """Prompt numbers may be hashes of the prompts' texts."""
+    rng = random.Random(0)
+    prompts = {rng.randrange(LARGEST_PROMPT + 1) for _ in range(10_000)} | {2**62, LARGEST_PROMPT}
     [passed] = packed = pack((0, prompt) for prompt in prompts)
     assert unpack(packed) == {0: prompts}
     assert len(encode(m.Welcome(1, *(1.0,) * 5, 0, (), (), "", Position(0, packed)))) < 25 * len(prompts) + 1000
@@ -74,15 +74,15 @@ def enter(ledger: Ledger, prompt: int, *states: tuple[str, int]) -> None:
         ledger.add(AppendLedger(prompt, 0, state, step), 1.0)
 
 
-def query(path: Path, words: str) -> list[tuple[Any, ...]]:
+def query(path: Path, sql: str) -> list[tuple[Any, ...]]:
     database = sqlite3.connect(path)
     try:
-        return database.execute(words).fetchall()
+        return database.execute(sql).fetchall()
     finally:
         database.close()
 
 
-def test_the_ledger_takes_every_prompt_number_there_is(tmp_path: Path) -> None:
+def test_the_ledger_accepts_the_whole_range_of_prompt_numbers(tmp_path: Path) -> None:
     ledger, prompts = Ledger(tmp_path / "ledger.sqlite"), {0, 2**62, LARGEST_PROMPT}
     for prompt in prompts:
         enter(ledger, prompt, ("in_flight", 0))
@@ -95,7 +95,7 @@ def test_the_ledger_takes_every_prompt_number_there_is(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_the_ledger_goes_back_and_says_so(tmp_path: Path) -> None:
+def test_rollback_marks_later_prompts_unread_with_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     enter(ledger, 0, ("in_flight", 0), ("ready", 0), ("leased", 0), ("trained", 0))
@@ -120,7 +120,7 @@ def test_the_ledger_goes_back_and_says_so(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_only_what_is_trained_twice_in_the_history_that_is_left_counts(tmp_path: Path) -> None:
+def test_trained_twice_ignores_rolled_back_history(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for prompt in range(3):
         enter(ledger, prompt, ("trained", 4))
@@ -133,7 +133,7 @@ def test_only_what_is_trained_twice_in_the_history_that_is_left_counts(tmp_path:
     ledger.close()
 
 
-def test_going_back_again_changes_nothing(tmp_path: Path) -> None:
+def test_a_repeated_rollback_changes_nothing(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     enter(ledger, 0, ("trained", 0))
     enter(ledger, 1, ("trained", 1))
@@ -145,7 +145,7 @@ def test_going_back_again_changes_nothing(tmp_path: Path) -> None:
     ledger.close()
 
 
-# ---- the journal
+# ---- the metrics
 
 
 def closed(step: int, reward: float) -> StepClosed:
@@ -154,7 +154,7 @@ def closed(step: int, reward: float) -> StepClosed:
     )
 
 
-def test_the_journal_is_cut_and_counts_the_whole_run(tmp_path: Path) -> None:
+def test_rollback_truncates_the_metrics_and_the_summary_covers_the_whole_run(tmp_path: Path) -> None:
     first = RunMetrics(tmp_path, 100.0)
     first.on_training_started(101.0)
     texts = [first.write_step(closed(step, step / 10), 102.0 + step) for step in range(4)]
@@ -180,7 +180,7 @@ def test_the_journal_is_cut_and_counts_the_whole_run(tmp_path: Path) -> None:
 # ---- the core
 
 
-def test_what_the_run_is_done_with_is_refused() -> None:
+def test_an_offer_of_a_completed_prompt_is_rejected_after_a_resume() -> None:
     driver = CoreDriver()
     assert driver.core.env.passed == {}
     resumed = CoreDriver(position=Position(3, pack([(0, 5)])), steps=6)
@@ -202,14 +202,14 @@ def test_a_checkpoint_of_another_step_is_illegal() -> None:
 # ---- checkpoints, the lock, restarts
 
 
-def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     for name in ("step-000010", "step-000002", ".step-000012.part", ".step-000001.old", "step-x", "step-1000000"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert checkpoint_steps(tmp_path) == [2, 10, 1_000_000]
     assert checkpoint_steps(tmp_path / "nothing") == []
 
 
-def test_one_at_a_time_in_a_run_directory(tmp_path: Path) -> None:
+def test_a_run_directory_is_locked_by_one_process(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from flowrt.runtime.files import RunLock; RunLock(Path(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     lock = RunLock(tmp_path)
@@ -223,57 +223,57 @@ def test_one_at_a_time_in_a_run_directory(tmp_path: Path) -> None:
         RunLock(tmp_path / "nowhere")
 
 
-def end(run_dir: Path, reason: str, *, steps: int = 9, since: int = 6, code: int = 1) -> None:
+def write_summary(run_dir: Path, reason: str, *, steps: int = 9, since: int = 6, code: int = 1) -> None:
     (run_dir / "summary.json").write_text(
         json.dumps({"reason": reason, "exit_code": code, "steps": steps, "resumed_from": since})
     )
 
 
-def a_life(run_dir: Path, most: int) -> RestartPolicy:
-    """Restarts of a run whose present life began after step 6."""
+def restart_policy(run_dir: Path, most: int) -> RestartPolicy:
+    """The restart policy of a run that was resumed after step 6."""
     (run_dir / "checkpoints" / "step-000006").mkdir(parents=True, exist_ok=True)
     restarts = RestartPolicy(run_dir, most)
     restarts.begin()
     return restarts
 
 
-def test_a_lost_trainer_is_restarted_so_often_and_no_more(tmp_path: Path) -> None:
-    restarts = a_life(tmp_path, 3)
-    end(tmp_path, "trainer-1: its connection is closed; see its log")
+def test_a_lost_trainer_is_restarted_a_limited_number_of_times(tmp_path: Path) -> None:
+    restarts = restart_policy(tmp_path, 3)
+    write_summary(tmp_path, "trainer-1: its connection is closed; see its log")
     assert [restarts.back_off_s(1) for _ in range(4)] == [1.0, 4.0, 16.0, None]
-    assert a_life(tmp_path, 0).back_off_s(-9) is None
+    assert restart_policy(tmp_path, 0).back_off_s(-9) is None
 
 
-def test_what_would_fail_again_is_not_restarted(tmp_path: Path) -> None:
-    assert a_life(tmp_path, 3).back_off_s(-9) is None  # without a summary it was the controller that died
-    end(tmp_path, "trainer: EngineError: no causal LM", steps=6)
-    assert a_life(tmp_path, 3).back_off_s(1) is None
-    assert a_life(tmp_path, 3).back_off_s(-9) == 1.0
-    end(tmp_path, "rollout-0 was killed by SIGKILL")
-    assert a_life(tmp_path, 3).back_off_s(1) is None
-    end(tmp_path, "the run is complete", code=0)
-    assert a_life(tmp_path, 3).back_off_s(0) is None
+def test_errors_that_would_repeat_are_not_restarted(tmp_path: Path) -> None:
+    assert restart_policy(tmp_path, 3).back_off_s(-9) is None  # without a summary it was the controller that died
+    write_summary(tmp_path, "trainer: EngineError: no causal LM", steps=6)
+    assert restart_policy(tmp_path, 3).back_off_s(1) is None
+    assert restart_policy(tmp_path, 3).back_off_s(-9) == 1.0
+    write_summary(tmp_path, "rollout-0 was killed by SIGKILL")
+    assert restart_policy(tmp_path, 3).back_off_s(1) is None
+    write_summary(tmp_path, "the run is complete", code=0)
+    assert restart_policy(tmp_path, 3).back_off_s(0) is None
 
 
-def test_a_trainer_that_is_lost_after_its_controller_came_back_is_restarted(tmp_path: Path) -> None:
-    restarts = a_life(tmp_path, 3)
-    end(tmp_path, "trainer-0: WaitExpired: the controller did not come back", steps=7, since=7)
-    assert restarts.back_off_s(1) == 1.0, "this life has closed a step, before its controller died"
+def test_a_trainer_lost_after_a_controller_restart_is_restarted(tmp_path: Path) -> None:
+    restarts = restart_policy(tmp_path, 3)
+    write_summary(tmp_path, "trainer-0: WaitExpired: the controller did not come back", steps=7, since=7)
+    assert restarts.back_off_s(1) == 1.0, "a step was closed since the resume, before the controller died"
 
 
-def test_a_complete_run_whose_summary_is_missing_is_told_once(tmp_path: Path) -> None:
-    restarts = a_life(tmp_path, 1)
+def test_a_complete_run_that_lacks_only_its_summary_is_reported_once(tmp_path: Path) -> None:
+    restarts = restart_policy(tmp_path, 1)
     assert not restarts.lacks_only_summary(7)
     assert [restarts.lacks_only_summary(6), restarts.lacks_only_summary(6)] == [True, False]
-    end(tmp_path, "the run is complete", code=0)
-    assert not a_life(tmp_path, 1).lacks_only_summary(6)
+    write_summary(tmp_path, "the run is complete", code=0)
+    assert not restart_policy(tmp_path, 1).lacks_only_summary(6)
 
 
 # ---- bad input
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "expected"),
     [
         (["resume"], "flowrt resume takes a run directory [--steps N]"),
         (["resume", "a", "b"], "flowrt resume takes a run directory"),
@@ -285,11 +285,11 @@ def test_a_complete_run_whose_summary_is_missing_is_told_once(tmp_path: Path) ->
         (["ledger", "RUN", "--prompt"], "--prompt: expected one argument"),
     ],
 )
-def test_bad_words_are_one_clear_line(
-    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_print_one_line(
+    arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path) if word == "RUN" else word for word in words]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert len(said.splitlines()) == 1
+    assert main([str(tmp_path) if argument == "RUN" else argument for argument in arguments]) == 2
+    output = capsys.readouterr().err
+    assert expected in output
+    assert len(output.splitlines()) == 1
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The sample store: joins, lives, its size, and failures of the disk."""
+"""The sample store: joined records, resumed runs, its size, and failures of the disk."""
 
 import sqlite3
 import stat
@@ -84,7 +84,7 @@ def rows(path: Path, eval_name: str = "") -> tuple[SampleRow, ...]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
-def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(tmp_path: Path, order: tuple[int, ...]) -> None:
+def test_records_of_a_sample_are_joined_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
     one = writer(tmp_path)
     records = [
         ([(data(scored()), 6)], []),
@@ -106,11 +106,11 @@ def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(tmp_path
     assert not row.reason
 
 
-def test_a_dropped_prompt_gives_its_reason_to_samples_without_one_of_their_own(tmp_path: Path) -> None:
+def test_a_drop_reason_applies_to_samples_without_their_own_reason(tmp_path: Path) -> None:
     one = writer(tmp_path)
     one.write([(data(scored(member=0, reason="timeout: f.py took more than 10 s")), 3), (data(scored(member=1)), 3)])
     one.write([], [GroupEnd(0, 1, 4, "lost: timeout; that was attempt 3")])
-    one.write([(data(scored(member=2)), 5)])  # it was on its way when the prompt was dropped
+    one.write([(data(scored(member=2)), 5)])  # it arrives after the prompt was dropped
     one.close()
     reader = SampleReader(tmp_path)
     by_member = {row.member: row for row in rows(tmp_path)}
@@ -122,7 +122,7 @@ def test_a_dropped_prompt_gives_its_reason_to_samples_without_one_of_their_own(t
     assert reader.reasons() == {"timeout": 1, "lost": 2}
 
 
-def test_filtered_groups_take_no_more_rows_of_a_step_than_all_others(tmp_path: Path) -> None:
+def test_filtered_groups_are_limited_to_per_step_rows(tmp_path: Path) -> None:
     one = writer(tmp_path, per_step=8)
     for prompt in range(5):
         one.write([(data(scored(prompt, member)), 0) for member in range(4)])
@@ -134,7 +134,7 @@ def test_filtered_groups_take_no_more_rows_of_a_step_than_all_others(tmp_path: P
     assert SampleReader(tmp_path).left_out() == {"of filtered groups": 12}
 
 
-def test_few_truncated_samples_of_other_groups_are_stored_in_a_step(tmp_path: Path) -> None:
+def test_truncated_samples_of_other_groups_are_limited_per_step(tmp_path: Path) -> None:
     one = writer(tmp_path)
     one.write(
         [(data(scored(prompt, is_single=True)), step) for step in (0, 1) for prompt in range(20 * step, 20 * step + 20)]
@@ -152,7 +152,7 @@ def test_a_sample_that_is_scored_twice_has_one_row(tmp_path: Path) -> None:
     assert (row.reward, row.advantage, row.step) == (1.0, 1.25, 7)
 
 
-def test_answers_of_each_version_are_rows_of_their_own(tmp_path: Path) -> None:
+def test_evaluation_samples_of_each_version_have_their_own_rows(tmp_path: Path) -> None:
     one = writer(tmp_path)
     one.write([(data(scored(flow="eval", version=version)), 3) for version in (0, 10)])
     one.close()
@@ -162,7 +162,7 @@ def test_answers_of_each_version_are_rows_of_their_own(tmp_path: Path) -> None:
     assert SampleReader(tmp_path).steps(ANY_EVALUATION) == (0, 10)
 
 
-def test_samples_of_steps_that_are_rolled_back_stay_with_their_life(tmp_path: Path) -> None:
+def test_samples_of_rolled_back_steps_are_kept_and_marked(tmp_path: Path) -> None:
     first = writer(tmp_path)
     first.write([(data(scored(step)), step) for step in range(4)], [GroupEnd(0, step, step) for step in range(4)])
     first.close()
@@ -177,9 +177,9 @@ def test_samples_of_steps_that_are_rolled_back_stay_with_their_life(tmp_path: Pa
 
 
 def test_malformed_records_are_counted_and_change_nothing_else(tmp_path: Path) -> None:
-    right = data(scored())
-    wrong = [
-        *(b"", b"s", b"t", b"x" + right, right[:-1], right + b"\x00", b"s\xc1", b"\xff" * 100),
+    valid = data(scored())
+    malformed = [
+        *(b"", b"s", b"t", b"x" + valid, valid[:-1], valid + b"\x00", b"s\xc1", b"\xff" * 100),
         data(replace(scored(), reward=float("nan"))),
         data(replace(scored(), parts=(("a", float("inf")),))),
         data(replace(scored(), flow="other")),
@@ -197,16 +197,16 @@ def test_malformed_records_are_counted_and_change_nothing_else(tmp_path: Path) -
         data(replace(trained(), data=(b"a", b""))),
     ]
     one = writer(tmp_path)
-    assert not one.write([(each, 0) for each in [*wrong, right]])
+    assert not one.write([(each, 0) for each in [*malformed, valid]])
     one.close()
     assert len(rows(tmp_path)) == 1
-    assert SampleReader(tmp_path).left_out() == {"malformed": len(wrong)}
-    for each in wrong[:8]:
+    assert SampleReader(tmp_path).left_out() == {"malformed": len(malformed)}
+    for each in malformed[:8]:
         with pytest.raises(FlowError):
             decode_record(each)
 
 
-def test_a_text_that_unpacks_to_too_much_is_malformed(tmp_path: Path) -> None:
+def test_a_text_that_decompresses_to_too_many_bytes_is_malformed(tmp_path: Path) -> None:
     bomb = replace(scored(), data=(pack_text("x"), b"z" + zlib.compress(bytes(1 << 26)), b""))
     one = writer(tmp_path)
     one.write([(data(bomb), 0)])
@@ -214,7 +214,7 @@ def test_a_text_that_unpacks_to_too_much_is_malformed(tmp_path: Path) -> None:
     assert SampleReader(tmp_path).left_out() == {"malformed": 1}
 
 
-def test_the_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     one = writer(tmp_path)
     one.write([(data(scored()), 0)])
     for path in tmp_path.iterdir():
@@ -225,7 +225,7 @@ def test_the_file_is_for_its_owner_alone(tmp_path: Path) -> None:
 # ---- size
 
 
-def test_the_size_is_bounded_and_flagged_samples_are_the_last_to_go(tmp_path: Path) -> None:
+def test_the_size_is_bounded_and_flagged_samples_are_deleted_last(tmp_path: Path) -> None:
     limit = 400_000
     one = writer(tmp_path, max_bytes=limit)
     steps = 600
@@ -245,7 +245,7 @@ def test_the_size_is_bounded_and_flagged_samples_are_the_last_to_go(tmp_path: Pa
     assert left_out == {"deleted": 4 * steps - len(found)}
 
 
-def test_flagged_samples_go_too_if_nothing_else_is_left(tmp_path: Path) -> None:
+def test_flagged_samples_are_deleted_if_no_others_are_left(tmp_path: Path) -> None:
     limit = 200_000
     one = writer(tmp_path, max_bytes=limit)
     for step in range(300):
@@ -257,14 +257,14 @@ def test_flagged_samples_go_too_if_nothing_else_is_left(tmp_path: Path) -> None:
     assert max(row.step for row in rows(tmp_path)) == 299
 
 
-# ---- the event loop's side
+# ---- limits of the event loop's side
 
 
 @pytest.mark.slow
-def test_what_is_over_the_rate_is_counted_and_not_queued(tmp_path: Path) -> None:
+def test_records_over_the_rate_limit_are_counted_and_not_queued(tmp_path: Path) -> None:
     store = SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30)
     store.begin(1, 0)
-    text = "".join(chr(0x4E00 + number * 7919 % 20_000) for number in range(60_000))  # not compressible to little
+    text = "".join(chr(0x4E00 + number * 7919 % 20_000) for number in range(60_000))  # hardly compressible
     records = [data(scored(prompt, completion=text)) for prompt in range(100)]
     assert len(records[0]) > 100_000
     for record in records:
@@ -308,7 +308,7 @@ def test_long_texts_and_tokens_are_cut_to_fit_a_record() -> None:
 # ---- failures
 
 
-def test_a_full_disk_is_one_notice_and_what_is_not_written_is_counted(
+def test_a_full_disk_gives_one_notice_and_unwritten_samples_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_store, "RETRY_S", 0.0)
@@ -328,7 +328,7 @@ def test_a_full_disk_is_one_notice_and_what_is_not_written_is_counted(
     assert SampleReader(tmp_path).left_out() == {"not written": 399}
 
 
-def test_a_damaged_file_is_one_notice_and_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_gives_one_notice_and_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_store, "RETRY_S", 0.0)
     content = b"not a database, long enough to be looked at " * 100
     (tmp_path / SAMPLES).write_bytes(content)
@@ -345,8 +345,8 @@ def test_a_damaged_file_is_one_notice_and_is_left_alone(tmp_path: Path, monkeypa
     assert (tmp_path / SAMPLES).read_bytes() == content
 
 
-def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:
-    """Readers neither fail nor keep the writer from writing."""
+def test_the_store_is_readable_while_it_is_written(tmp_path: Path) -> None:
+    """Readers do not fail and do not block the writer."""
     one = writer(tmp_path, max_bytes=300_000)
     one.write([(data(scored()), 0)])
     failures: list[str] = []
@@ -377,7 +377,7 @@ def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_the_share_of_chosen_groups(share: float) -> None:
+def test_group_choice_has_the_given_share_and_is_deterministic(share: float) -> None:
     chosen = GroupChoice(seed=3, share=share)
     count = sum(chosen(epoch, prompt) for epoch in range(2) for prompt in range(2000))
     assert abs(count - 4000 * share) <= 4 * (4000 * share * (1 - share)) ** 0.5
@@ -391,7 +391,7 @@ def test_another_seed_chooses_other_groups() -> None:
     assert [one(0, prompt) for prompt in range(64)] != [other(0, prompt) for prompt in range(64)]
 
 
-def test_the_tables_are_those_of_the_formats_page(tmp_path: Path) -> None:
+def test_the_columns_are_those_of_the_formats_page(tmp_path: Path) -> None:
     one = writer(tmp_path)
     one.write([])
     one.close()

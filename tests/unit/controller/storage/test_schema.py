@@ -41,7 +41,7 @@ def test_a_new_ledger_has_the_current_version(tmp_path: Path) -> None:
     ],
     ids=["ledger", "reader", "last step", "check"],
 )
-def test_another_version_is_refused_by_name_and_unchanged(
+def test_a_ledger_of_another_version_is_refused_and_unchanged(
     use: Callable[[Path], object], version: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "ledger.sqlite"

@@ -21,7 +21,7 @@ def steps(run_dir: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run_dir / "attribution.jsonl").read_text().splitlines()]
 
 
-def test_what_was_flushed_is_read_while_the_file_is_written(tmp_path: Path) -> None:
+def test_flushed_lines_are_readable_while_the_file_is_written(tmp_path: Path) -> None:
     file = TimelineFile(tmp_path)
     for number in range(3):
         file.add({"number": number})
@@ -33,7 +33,7 @@ def test_what_was_flushed_is_read_while_the_file_is_written(tmp_path: Path) -> N
     assert len(list(read_timeline(tmp_path))) == 3
 
 
-def test_over_its_bound_the_first_and_the_newest_segments_stay(tmp_path: Path) -> None:
+def test_at_the_size_limit_the_first_and_the_newest_segments_are_kept(tmp_path: Path) -> None:
     rng = random.Random(0)
     file = TimelineFile(tmp_path, max_bytes=20_000, segment_bytes=4_000)
     for number in range(2000):
@@ -129,7 +129,7 @@ def test_spans_and_waits_are_written_with_the_run_clock(tmp_path: Path) -> None:
     assert line["worst"]["gate"] == [["rollout-0", 0.5]]
 
 
-def test_a_disk_that_refuses_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_writes_log_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "timeline").write_text("in the way")
     times = recorder(tmp_path, now=0.0)
     times.account.joined("trainer", "trainer", 0.0)
@@ -139,7 +139,7 @@ def test_a_disk_that_refuses_is_one_warning(tmp_path: Path, caplog: pytest.LogCa
         times.write(number + 10.0, ())
     times.close(20.0, ())
     assert len([record for record in caplog.records if "is not written any more" in record.message]) == 1
-    assert times.latest is not None, "the account goes on"
+    assert times.latest is not None, "attribution continues"
 
 
 def test_waits_of_a_worker_that_has_left_are_in_the_timeline(tmp_path: Path) -> None:

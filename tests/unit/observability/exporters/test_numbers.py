@@ -58,16 +58,14 @@ def test_tensorboard_has_all_numbers_in_single_precision(run_dir: Path, tmp_path
     assert found[3]["time/rollout/gate"] == pytest.approx(0.3)
 
 
-def test_tensorboard_is_purged_when_a_run_goes_back_and_when_it_is_exported_again(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_tensorboard_is_purged_after_a_rewind_and_a_repeated_export(run_dir: Path, tmp_path: Path) -> None:
     write_lines(run_dir / "metrics.jsonl", metrics(range(9)))
     files = TensorBoardFiles(tmp_path / "tb")
     feed = Feed(run_dir, files)
     feed.read_new()
-    again = run_dir / "metrics.jsonl.new"
-    write_lines(again, [*metrics(range(5)), *metrics(range(5, STEPS), seed=7)])
-    again.rename(run_dir / "metrics.jsonl")
+    rewound = run_dir / "metrics.jsonl.new"
+    write_lines(rewound, [*metrics(range(5)), *metrics(range(5, STEPS), seed=7)])
+    rewound.rename(run_dir / "metrics.jsonl")
     feed.read_new(is_last=True)
     files.close()
     names = [(name, tag(name)) for name in metrics([0])[0]]
@@ -109,11 +107,11 @@ def test_prometheus_text_has_the_numbers_of_the_last_step(run_dir: Path) -> None
     assert float(gate) == pytest.approx(0.6 * STEPS)
     assert 'flowrt_workers{role="rollout",state="waiting"} 1\n' in text
     assert 'flowrt_workers{role="trainer",state="cut_off"} 1\n' in text
-    assert "rollout-1" not in text  # no label of a worker
+    assert "rollout-1" not in text  # no label per worker
 
 
 @pytest.mark.slow
-def test_random_numbers_of_steps_are_the_same_everywhere(run_dir: Path, tmp_path: Path) -> None:
+def test_randomly_chosen_tensorboard_numbers_equal_the_metrics(run_dir: Path, tmp_path: Path) -> None:
     assert export(run_dir, "--tensorboard", tmp_path / "tb").returncode == 0
     board, known = tensorboard_numbers(tmp_path / "tb"), metrics_numbers(run_dir)
     draw = random.Random(0)

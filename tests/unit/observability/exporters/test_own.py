@@ -1,4 +1,4 @@
-"""The exporter of examples/own_exporter.py, through the command that its first lines name."""
+"""The exporter of examples/own_exporter.py, run by the command in its docstring."""
 
 import csv
 import subprocess
@@ -49,19 +49,19 @@ def test_the_command_writes_all_steps_with_their_worst_samples(tmp_path: Path) -
         assert row["worst_completion"].encode("utf-8") == sample.completion.encode("utf-8", "backslashreplace")
 
 
-def test_steps_that_are_done_again_are_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_steps_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS_CSV", str(tmp_path / "steps.csv"))
     run_dir = write_run(tmp_path / "run", STEPS)
     exporter = OwnExporter(SPEC)
     feed = Feed(run_dir, exporter)
     feed.read_new()
-    again = [*metrics(range(5)), *metrics(range(5, 8), seed=7)]
-    write_lines(run_dir / "metrics.jsonl.new", again)
+    repeated = [*metrics(range(5)), *metrics(range(5, 8), seed=7)]
+    write_lines(run_dir / "metrics.jsonl.new", repeated)
     (run_dir / "metrics.jsonl.new").rename(run_dir / "metrics.jsonl")
     feed.read_new(is_last=True)
     exporter.close()
     found = rows(tmp_path / "steps.csv")
     assert [(int(row["step"]), float(row["reward"])) for row in found] == [
-        (one["step"], one["reward"]) for one in again
+        (one["step"], one["reward"]) for one in repeated
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "steps.csv"]

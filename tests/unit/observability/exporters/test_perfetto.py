@@ -1,4 +1,4 @@
-"""The trace for Perfetto: valid by the rules of its format, and with the times and numbers of the run's files."""
+"""The trace for Perfetto: valid in its format, with the times and numbers of the run's files."""
 
 import gzip
 import json
@@ -46,12 +46,12 @@ def test_slices_counters_and_events_are_those_of_the_run(run_dir: Path, tmp_path
     trace = read(tmp_path / name)
     assert_nested(trace)
     slices = [one for one in trace if one["ph"] == "X" and one["cat"] != "version"]
-    wanted = sorted((line.get("kind") or line["wait"], line["start_s"], line["end_s"]) for line in spans(STEPS))
+    expected = sorted((line.get("kind") or line["wait"], line["start_s"], line["end_s"]) for line in spans(STEPS))
     found = sorted((one["name"], one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in slices)
-    assert [one[0] for one in found] == [one[0] for one in wanted]
+    assert [one[0] for one in found] == [one[0] for one in expected]
     assert all(
         abs(a - b) <= 1e-6
-        for one, other in zip(found, wanted, strict=True)
+        for one, other in zip(found, expected, strict=True)
         for a, b in zip(one[1:], other[1:], strict=True)
     )
     assert (written.slices, written.left_out, written.problems) == (len(slices) + STEPS, 0, ())
@@ -66,7 +66,7 @@ def test_slices_counters_and_events_are_those_of_the_run(run_dir: Path, tmp_path
     assert instants == [(line["kind"], line["text"]) for line in events(STEPS)]
 
 
-def test_work_at_the_same_time_is_on_two_tracks_and_waits_on_a_third(run_dir: Path, tmp_path: Path) -> None:
+def test_concurrent_work_is_on_two_tracks_and_waits_are_on_a_third(run_dir: Path, tmp_path: Path) -> None:
     write_trace(run_dir, tmp_path / "t.json")
     trace = read(tmp_path / "t.json")
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in trace if one["name"] == "thread_name"}
@@ -81,7 +81,7 @@ def test_work_at_the_same_time_is_on_two_tracks_and_waits_on_a_third(run_dir: Pa
     assert processes == ["run", "rollout on h1", "trainer on h1"]
 
 
-def test_an_arrow_leads_from_a_version_to_each_swap_after_it(run_dir: Path, tmp_path: Path) -> None:
+def test_an_arrow_links_each_version_to_the_swaps_after_it(run_dir: Path, tmp_path: Path) -> None:
     write_trace(run_dir, tmp_path / "t.json")
     trace = read(tmp_path / "t.json")
     starts = {one["id"]: one for one in trace if one["ph"] == "s"}
@@ -96,7 +96,7 @@ def test_an_arrow_leads_from_a_version_to_each_swap_after_it(run_dir: Path, tmp_
         )
 
 
-def test_steps_choose_a_window_and_a_bound_leaves_out_the_latest(run_dir: Path, tmp_path: Path) -> None:
+def test_steps_select_a_window_and_the_latest_slices_are_left_out(run_dir: Path, tmp_path: Path) -> None:
     write_trace(run_dir, tmp_path / "t.json", first=3, last=4)
     trace = [one for one in read(tmp_path / "t.json") if one["ph"] == "C" and one["name"] == "reward"]
     assert [one["ts"] for one in trace] == [3e6, 4e6, 5e6]  # the end of step 2 is the beginning of step 3
@@ -120,7 +120,7 @@ def test_a_damaged_segment_is_named_and_the_rest_is_written(run_dir: Path, tmp_p
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=30))
-def test_tracks_hold_every_span_once_and_never_two_at_a_time(found: list[tuple[int, int]]) -> None:
+def test_tracks_contain_every_span_once_and_do_not_overlap(found: list[tuple[int, int]]) -> None:
     given_spans = [
         _Span(start, start + length, "x", {}) for start, length in sorted(found, key=lambda one: (one[0], -one[1]))
     ]

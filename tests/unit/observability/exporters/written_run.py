@@ -1,4 +1,4 @@
-"""A run directory as a controller writes it, without one: metrics, events, timeline and attribution."""
+"""A synthetic run directory in a controller's format: metrics, events, timeline and attribution."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ START_UNIX_S = 1_700_000_000.0
 
 
 def metrics(steps: Iterable[int], seed: int = 0) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; another seed makes other numbers of the same steps."""
+    """Lines of metrics.jsonl; another seed gives other numbers for the same steps."""
     lines = []
     for step in steps:
         draw = random.Random(f"{seed} {step}")
