@@ -22,7 +22,7 @@ from flowrt.net.curve_keys import WorkerKeys, worker_keys, write_keys
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.fuzz_targets import MOST_MEMBERS, SPEAKERS, hear
+from tests.simulation.fuzz_targets import MOST_MEMBERS, SPEAKERS, deliver
 from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
 from tests.simulation.scenario import grpo_dataflow
 
@@ -44,19 +44,19 @@ def codec(noise: MessageFuzzer, counts: Counter[str], end_s: float) -> None:
 
 def core(noise: MessageFuzzer, counts: Counter[str], end_s: float) -> None:
     while time.monotonic() < end_s:
-        talk = CoreDriver(members=2, groups_per_step=2)
+        driver = CoreDriver(members=2, groups_per_step=2)
         if noise.random.random() < 0.5:
-            talk = CoreDriver()
-            talk.ready_to_train()
-        said: list[m.Message] = [noise.message() for _ in range(5)]
+            driver = CoreDriver()
+            driver.ready_to_train()
+        messages: list[m.Message] = [noise.message() for _ in range(5)]
         for _ in range(40):
-            message = noise.changed(noise.random.choice(said)) if noise.random.random() < 0.5 else noise.message()
+            message = noise.changed(noise.random.choice(messages)) if noise.random.random() < 0.5 else noise.message()
             if isinstance(message, m.Offer) and message.members > MOST_MEMBERS:
                 continue
             counts["to the core"] += 1
-            if not hear(talk, noise.random.choice(SPEAKERS), message):
+            if not deliver(driver, noise.random.choice(SPEAKERS), message):
                 counts["refused by the core"] += 1
-            if talk.core.ended:
+            if driver.core.ended:
                 break
 
 

@@ -99,7 +99,7 @@ def _store(quick: bool) -> dict[str, float]:
     memory = before
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
-        writer = SampleWriter(path / SAMPLES, per_step=ROWS, max_bytes=limit, life=1, step=0)
+        writer = SampleWriter(path / SAMPLES, per_step=ROWS, max_bytes=limit, run_attempt=1, step=0)
         for first in range(0, steps, BATCH_STEPS):
             records: list[tuple[bytes, int]] = []
             outcomes = []

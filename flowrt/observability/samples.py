@@ -27,14 +27,17 @@ Order = Literal["newest", "oldest", "worst", "best", "random"]
 ANY_EVALUATION = "*"
 """As the name of an evaluation: samples of all of them."""
 BUSY_TIMEOUT_S = 5.0
-_ROLLED_BACK = "EXISTS (SELECT 1 FROM attempts WHERE attempts.life > samples.life AND attempts.step <= samples.step)"
+_ROLLED_BACK = (
+    "EXISTS (SELECT 1 FROM run_attempts AS later "
+    "WHERE later.run_attempt > samples.run_attempt AND later.step <= samples.step)"
+)
 _ROW = (
-    "id, step, life, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason, version_min, "
-    f"version_max, tokens, advantage, generate_s, reward_s, prompt_text, completion, {_ROLLED_BACK}"
+    "id, step, run_attempt, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason, "
+    f"version_min, version_max, tokens, advantage, generate_s, reward_s, prompt_text, completion, {_ROLLED_BACK}"
 )
 _ORDERS: Mapping[Order, str] = {
-    "newest": "step DESC, epoch DESC, prompt, life DESC, member, id",
-    "oldest": "step, epoch, prompt, life, member, id",
+    "newest": "step DESC, epoch DESC, prompt, run_attempt DESC, member, id",
+    "oldest": "step, epoch, prompt, run_attempt, member, id",
     "worst": "reward IS NULL, reward, step DESC, id",
     "best": "reward DESC, step DESC, id",
     "random": "(id + ?) * 2654435761 % 4294967291, id",
@@ -48,7 +51,7 @@ class SampleRow:
     id: int
     step: int
     """The step that trained it; of a dropped sample, the step in training then; of an evaluation, the version."""
-    life: int
+    run_attempt: int
     """Number of the start or resume of the run in which it was made, from 1."""
     flow: str
     """train or eval."""
@@ -290,16 +293,17 @@ class SampleReader:
         """The ids of the samples of the same group, this one among them, by member and attempt."""
         rows = self._rows(
             "SELECT b.id FROM samples AS a JOIN samples AS b ON b.flow = a.flow AND b.eval_name = a.eval_name "
-            "AND b.epoch = a.epoch AND b.prompt = a.prompt AND b.life = a.life "
+            "AND b.epoch = a.epoch AND b.prompt = a.prompt AND b.run_attempt = a.run_attempt "
             "AND (a.flow = 'train' OR b.step = a.step) WHERE a.id = ? ORDER BY b.member, b.attempt, b.id",
             [sample],
         )
         return tuple(int(one) for (one,) in rows)
 
-    def attempts(self) -> tuple[tuple[int, int], ...]:
+    def run_attempts(self) -> tuple[tuple[int, int], ...]:
         """(number, step from which it went on) of each start or resume of the run."""
         return tuple(
-            (int(life), int(step)) for life, step in self._rows("SELECT life, step FROM attempts ORDER BY life")
+            (int(number), int(step))
+            for number, step in self._rows("SELECT run_attempt, step FROM run_attempts ORDER BY run_attempt")
         )
 
     def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -318,8 +322,9 @@ class SampleReader:
                     )
                 yield database
         except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, FlowError) as error:
+            reason = " ".join(str(error).split()).encode("unicode_escape").decode()  # it may quote damaged bytes
             raise ConfigError(
-                f"{self._path} cannot be read: {' '.join(str(error).split())}; nothing was changed: it is damaged, or "
+                f"{self._path} cannot be read: {reason}; nothing was changed: it is damaged, or "
                 "a copy of it is not complete"
             ) from error
 

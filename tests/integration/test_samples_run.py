@@ -240,12 +240,12 @@ def test_samples_are_readable_during_a_run_after_sigkill_and_after_resume(
     request.addfinalizer(again.close)
     assert again.wait(180.0) == 0, again.output
     rows = all_rows(run.run_dir)
-    attempts = SampleReader(run.run_dir).attempts()
+    attempts = SampleReader(run.run_dir).run_attempts()
     assert [attempt for attempt, _ in attempts] == [1, 2]
     resume_step = attempts[1][1]
     assert resume_step == CHECKPOINT_EVERY
     assert {row.id for row in before} <= {row.id for row in rows}
-    assert all(row.rolled_back == (row.life == 1 and row.step >= resume_step) for row in rows)
+    assert all(row.rolled_back == (row.run_attempt == 1 and row.step >= resume_step) for row in rows)
     valid = [row for row in rows if not row.rolled_back]
     for step in range(resume_step, steps):
         assert len([row for row in valid if row.step == step and row.advantage is not None]) == PROMPTS * GROUP

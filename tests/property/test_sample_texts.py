@@ -61,7 +61,7 @@ def random_text(random: Random) -> str:
 
 
 def write_store(path: Path, texts: list[str]) -> None:
-    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=1 << 30, life=1, step=0)
+    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=1 << 30, run_attempt=1, step=0)
     records = []
     for number, text in enumerate(texts):
         record = ScoredSample(

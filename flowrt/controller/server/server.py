@@ -173,7 +173,7 @@ class Server:
         self._health = Health()
         self._health_watch: asyncio.Task[None] | None = None
         if observability.samples is not None:
-            observability.samples.begin(self.ledger.life, self.ledger.resumed_from or 0)
+            observability.samples.begin(self.ledger.run_attempt, self.ledger.resumed_from or 0)
         self._log_start()
 
     def close(self) -> None:

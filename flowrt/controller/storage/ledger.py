@@ -307,7 +307,7 @@ class Ledger:
         return self._replay.resumed_from
 
     @property
-    def life(self) -> int:
+    def run_attempt(self) -> int:
         """The number of starts and resumes that this run has had; restarts of its controller do not count."""
         [(count,)] = self._db.execute("SELECT COUNT(*) FROM run_attempts").fetchall()
         return max(int(count), 1)

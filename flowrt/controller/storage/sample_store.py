@@ -10,8 +10,8 @@
 - Nothing here ends a run: a failure is one notice, and what could not be written is counted.
 
 Tables: ``samples`` has a row a sample. A text is TEXT as it is, or a BLOB: zlib over its UTF-8 bytes
-(``surrogatepass``). ``attempts`` has a row for each start or resume of the run: the step from which it went on. Samples
-of an earlier attempt with that step or a later one were rolled back. ``left_out`` counts the samples that were not
+(``surrogatepass``). ``run_attempts`` has a row for each start or resume of the run: the step from which it went on.
+Samples of an earlier one with that step or a later step were rolled back. ``left_out`` counts the samples that were not
 stored, by reason.
 """
 
@@ -43,20 +43,20 @@ from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
 
 SAMPLES = "samples.sqlite"
 """File name of the sample store in the run directory."""
-SAMPLES_VERSION = 1
+SAMPLES_VERSION = 2
 _TABLES = """
 CREATE TABLE samples (
-    id INTEGER PRIMARY KEY, step INTEGER NOT NULL, life INTEGER NOT NULL, flow TEXT NOT NULL,
+    id INTEGER PRIMARY KEY, step INTEGER NOT NULL, run_attempt INTEGER NOT NULL, flow TEXT NOT NULL,
     eval_name TEXT NOT NULL, epoch INTEGER NOT NULL, prompt INTEGER NOT NULL, member INTEGER NOT NULL,
     attempt INTEGER NOT NULL, reward REAL, parts TEXT NOT NULL, finish TEXT NOT NULL, reason TEXT NOT NULL,
     version_min INTEGER, version_max INTEGER, spans TEXT NOT NULL, tokens INTEGER NOT NULL, prompt_text, completion,
     ids BLOB, logprobs BLOB, trainer_logprobs BLOB, advantage REAL, generate_s REAL, reward_s REAL,
     flagged INTEGER NOT NULL
 );
-CREATE UNIQUE INDEX trained_sample ON samples (epoch, prompt, member, attempt, life) WHERE flow = 'train';
-CREATE UNIQUE INDEX evaluated_sample ON samples (eval_name, step, prompt, member, life) WHERE flow = 'eval';
+CREATE UNIQUE INDEX trained_sample ON samples (epoch, prompt, member, attempt, run_attempt) WHERE flow = 'train';
+CREATE UNIQUE INDEX evaluated_sample ON samples (eval_name, step, prompt, member, run_attempt) WHERE flow = 'eval';
 CREATE INDEX samples_by_step ON samples (step, flagged);
-CREATE TABLE attempts (life INTEGER PRIMARY KEY, step INTEGER NOT NULL, unix_s REAL NOT NULL);
+CREATE TABLE run_attempts (run_attempt INTEGER PRIMARY KEY, step INTEGER NOT NULL, unix_s REAL NOT NULL);
 CREATE TABLE left_out (reason TEXT PRIMARY KEY, samples INTEGER NOT NULL) WITHOUT ROWID;
 """
 
@@ -102,7 +102,7 @@ FILTERED, DELETED, TRUNCATED = "of filtered groups", "deleted", "truncated"
 _FILTERED_REASON = "filtered"
 
 _INSERT = """
-INSERT INTO samples (step, life, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason,
+INSERT INTO samples (step, run_attempt, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason,
     version_min, version_max, spans, tokens, prompt_text, completion, ids, reward_s, flagged)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO UPDATE SET reward = excluded.reward, parts = excluded.parts, finish = excluded.finish,
@@ -113,15 +113,15 @@ ON CONFLICT DO UPDATE SET reward = excluded.reward, parts = excluded.parts, fini
 """
 _TRAINED = """
 UPDATE samples SET step = ?, advantage = ?, logprobs = ?, trainer_logprobs = ?
-WHERE flow = 'train' AND epoch = ? AND prompt = ? AND member = ? AND attempt = ? AND life = ?
+WHERE flow = 'train' AND epoch = ? AND prompt = ? AND member = ? AND attempt = ? AND run_attempt = ?
 """
 _GENERATED = """
 UPDATE samples SET generate_s = ?
-WHERE flow = 'train' AND epoch = ? AND prompt = ? AND member = ? AND attempt = ? AND life = ?
+WHERE flow = 'train' AND epoch = ? AND prompt = ? AND member = ? AND attempt = ? AND run_attempt = ?
 """
 _ENDED = """
 UPDATE samples SET step = ?, flagged = MAX(flagged, ?), reason = CASE reason WHEN '' THEN ? ELSE reason END
-WHERE flow = 'train' AND epoch = ? AND prompt = ? AND life = ?
+WHERE flow = 'train' AND epoch = ? AND prompt = ? AND run_attempt = ?
 """
 
 CLOSED = BoundedElsewhere("SampleStore.close")
@@ -174,9 +174,11 @@ class SampleStore:
         self._lock = threading.Lock()  # of _waiting
         self._thread: threading.Thread | None = None
 
-    def begin(self, life: int, step: int) -> None:
-        """Start writing: the start or resume number ``life`` of the run, which goes on from ``step``."""
-        writer = SampleWriter(self._path, per_step=self._per_step, max_bytes=self._max_bytes, life=life, step=step)
+    def begin(self, run_attempt: int, step: int) -> None:
+        """Start writing: the start or resume number ``run_attempt`` of the run, which goes on from ``step``."""
+        writer = SampleWriter(
+            self._path, per_step=self._per_step, max_bytes=self._max_bytes, run_attempt=run_attempt, step=step
+        )
         self._thread = threading.Thread(target=self._run, args=(writer,), name="samples", daemon=True)
         self._batches.put(_Batch((), (), Counter(), 0))  # creates the file
         self._thread.start()
@@ -237,12 +239,12 @@ class SampleStore:
 class SampleWriter:
     """Writes samples.sqlite; used by one thread."""
 
-    def __init__(self, path: Path, *, per_step: int, max_bytes: int, life: int, step: int) -> None:
+    def __init__(self, path: Path, *, per_step: int, max_bytes: int, run_attempt: int, step: int) -> None:
         """As `SampleStore`, and `SampleStore.begin`."""
         self._path = path
         self._per_step = per_step
         self._max_bytes = max_bytes
-        self._life = life
+        self._run_attempt = run_attempt
         self._step = step
         self._db: sqlite3.Connection | None = None
         self._retry_s = 0.0
@@ -337,7 +339,9 @@ class SampleWriter:
             database.execute("PRAGMA synchronous=NORMAL")
             database.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
             database.execute(f"PRAGMA journal_size_limit={LOG_PAGES * 4096}")
-            database.execute("INSERT OR IGNORE INTO attempts VALUES (?, ?, ?)", (self._life, self._step, time.time()))
+            database.execute(
+                "INSERT OR IGNORE INTO run_attempts VALUES (?, ?, ?)", (self._run_attempt, self._step, time.time())
+            )
         except sqlite3.Error:
             database.close()
             raise
@@ -378,7 +382,7 @@ class SampleWriter:
         database.execute(
             _INSERT,
             (
-                *(step, self._life, record.flow, record.eval_name, record.epoch, record.prompt),
+                *(step, self._run_attempt, record.flow, record.eval_name, record.epoch, record.prompt),
                 *(
                     record.member,
                     record.attempt,
@@ -400,10 +404,10 @@ class SampleWriter:
         """Add what a rollout worker or a trainer knows of a sample to its row, or keep it until that is there."""
         key = (record.epoch, record.prompt, record.member, record.attempt)
         if isinstance(record, GeneratedSample):
-            done = database.execute(_GENERATED, (record.generate_s, *key, self._life))
+            done = database.execute(_GENERATED, (record.generate_s, *key, self._run_attempt))
         else:
             values = (record.step, record.advantage, record.data[0] or None, record.data[1] or None)
-            done = database.execute(_TRAINED, (*values, *key, self._life))
+            done = database.execute(_TRAINED, (*values, *key, self._run_attempt))
         if not done.rowcount:
             self._early.setdefault(key, []).append(record)
             if len(self._early) > MAX_REMEMBERED:
@@ -416,12 +420,12 @@ class SampleWriter:
         self._ends.move_to_end(key)
         if len(self._ends) > MAX_REMEMBERED:
             self._ends.popitem(last=False)
-        of_prompt = (*key, self._life)
+        of_prompt = (*key, self._run_attempt)
         changed = database.execute(_ENDED, (outcome.step, bool(outcome.reason), outcome.reason, *of_prompt)).rowcount
         is_filtered = outcome.reason.startswith(_FILTERED_REASON)
         if changed and is_filtered and not _take(self._filtered, outcome.step, changed, self._per_step):
             database.execute(
-                "DELETE FROM samples WHERE flow = 'train' AND epoch = ? AND prompt = ? AND life = ?", of_prompt
+                "DELETE FROM samples WHERE flow = 'train' AND epoch = ? AND prompt = ? AND run_attempt = ?", of_prompt
             )
             self._left_out[FILTERED] += changed
 
@@ -433,7 +437,7 @@ class SampleWriter:
             return
         least = int(PRUNE_TO * self._max_bytes)
         [(newest,)] = database.execute(
-            "SELECT COALESCE(MAX(step), 0) FROM samples WHERE life = ? AND flow = 'train'", (self._life,)
+            "SELECT COALESCE(MAX(step), 0) FROM samples WHERE run_attempt = ? AND flow = 'train'", (self._run_attempt,)
         ).fetchall()
         for flagged in (0, 1):
             while _used(database) > least and (steps := _steps(database, flagged, newest - RECENT_STEPS)):

@@ -100,7 +100,7 @@ def history(ledger: LedgerReader, prompt: int, epoch: int | None, names: tuple[s
     present = ledger.states_of(prompt)
     states = ", ".join(f"{present[one]} in epoch {one}" for one in sorted({event.epoch for event in events}))
     table = Table(title=f"prompt {name}: {states}")
-    for name in ("epoch", "life", "seconds", "step"):
+    for name in ("epoch", "run attempt", "seconds", "step"):
         table.add_column(name, justify="right")
     table.add_column("state", style="bold")
     table.add_column("reward", justify="right")

@@ -219,7 +219,7 @@ def _one_line(text: str) -> str:
 
 
 def _step(row: SampleRow) -> str:
-    return f"{row.step} (life {row.life}, rolled back)" if row.rolled_back else str(row.step)
+    return f"{row.step} (run attempt {row.run_attempt}, rolled back)" if row.rolled_back else str(row.step)
 
 
 def _prompt(row: SampleRow, names: tuple[str, ...]) -> str:

@@ -27,7 +27,7 @@ STEPS, MEMBERS = 10, 4
 
 def fill(path: Path, *, is_open: bool = False) -> SampleWriter:
     """Ten steps of one group; every sample has a different reward."""
-    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=1 << 30, life=1, step=0)
+    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=1 << 30, run_attempt=1, step=0)
     for step in range(STEPS):
         records = []
         for member in range(MEMBERS):
@@ -198,7 +198,7 @@ fill_forever(Path(sys.argv[1]))
 
 def fill_forever(path: Path) -> None:
     """Write until this process is killed; report on stdout once samples are stored."""
-    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=200_000, life=1, step=0)
+    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=200_000, run_attempt=1, step=0)
     for step in itertools.count():
         record = ScoredSample(
             flow="train",

@@ -75,8 +75,10 @@ def data(record: SampleRecord) -> bytes:
     return found
 
 
-def writer(path: Path, *, per_step: int = 32, max_bytes: int = 1 << 30, life: int = 1, step: int = 0) -> SampleWriter:
-    return SampleWriter(path / SAMPLES, per_step=per_step, max_bytes=max_bytes, life=life, step=step)
+def writer(
+    path: Path, *, per_step: int = 32, max_bytes: int = 1 << 30, run_attempt: int = 1, step: int = 0
+) -> SampleWriter:
+    return SampleWriter(path / SAMPLES, per_step=per_step, max_bytes=max_bytes, run_attempt=run_attempt, step=step)
 
 
 def rows(path: Path, eval_name: str = "") -> tuple[SampleRow, ...]:
@@ -166,13 +168,13 @@ def test_samples_of_rolled_back_steps_are_kept_and_marked(tmp_path: Path) -> Non
     first = writer(tmp_path)
     first.write([(data(scored(step)), step) for step in range(4)], [GroupEnd(0, step, step) for step in range(4)])
     first.close()
-    second = writer(tmp_path, life=2, step=2)
+    second = writer(tmp_path, run_attempt=2, step=2)
     second.write([(data(scored(2)), 2)], [GroupEnd(0, 2, 2)])
     second.close()
-    found = {(row.step, row.life): row.rolled_back for row in rows(tmp_path)}
+    found = {(row.step, row.run_attempt): row.rolled_back for row in rows(tmp_path)}
     assert found == {(0, 1): False, (1, 1): False, (2, 1): True, (3, 1): True, (2, 2): False}
     reader = SampleReader(tmp_path)
-    assert reader.attempts() == ((1, 0), (2, 2))
+    assert reader.run_attempts() == ((1, 0), (2, 2))
     assert reader.query(SampleFilter(with_rolled_back=False)).total == 3
 
 
@@ -399,7 +401,7 @@ def test_the_columns_are_those_of_the_formats_page(tmp_path: Path) -> None:
         columns = [name for _, name, *_ in database.execute("PRAGMA table_info(samples)")]
     database.close()
     assert columns == [
-        *("id", "step", "life", "flow", "eval_name", "epoch", "prompt", "member", "attempt", "reward", "parts"),
+        *("id", "step", "run_attempt", "flow", "eval_name", "epoch", "prompt", "member", "attempt", "reward", "parts"),
         *("finish", "reason", "version_min", "version_max", "spans", "tokens", "prompt_text", "completion", "ids"),
         *("logprobs", "trainer_logprobs", "advantage", "generate_s", "reward_s", "flagged"),
     ]
