@@ -21,7 +21,7 @@ class JudgeOptions:
         "How good is the response? Give a number from 0 (wrong) to 1 (right) as your last word."
     )
     """The message; {prompt}, {answer} and {response} are replaced."""
-    pattern: str = r"([-+]?[0-9]*\.?[0-9]+)"
+    pattern: str = r"([-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)"
     """Regular expression of the reward in the judge's answer: the first group of its last match, a number."""
     max_tokens: Annotated[int, Interval(gt=0, le=16_777_216)] = 512
     """Maximum length of the judge's answer, in tokens."""

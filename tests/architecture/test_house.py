@@ -17,7 +17,6 @@ from flowrt.protocol.messages import MAX_RECORD_BYTES, MAX_SIGNAL_BYTES, MESSAGE
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
-BROAD = {"Exception", "BaseException"}
 
 
 def imports(path: Path) -> set[str]:

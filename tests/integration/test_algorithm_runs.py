@@ -87,6 +87,8 @@ def test_several_updates_per_step_publish_one_version(launch: Callable[..., Any]
     assert "plan.updates 4, plan.epochs 2" in run.output
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["samples"]) == (2, 2 * 4 * 4)
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "published"] == [1, 2]
     # After the first update of a step the policy differs from that before the step.
     assert all(abs(line["ratio"] - 1) > 1e-6 for line in metrics(run))
     after = load_file(run.run_dir / "final" / "model.safetensors")

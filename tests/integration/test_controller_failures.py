@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from flowrt import api
 from flowrt.controller.core import Core
 from flowrt.controller.events import Event, MessageReceived, Tick
+from flowrt.controller.storage import ledger
 from flowrt.controller.storage.ledger import WalCheckpointer
 from flowrt.errors import EXIT_FAILED, Stopped
 
@@ -56,13 +58,23 @@ async def test_exception_outside_the_core_ends_the_run(tmp_path: Path, monkeypat
         await session.close()
 
 
-def test_thread_exhaustion_only_delays_the_wal_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write-ahead log is kept, and the next check tries again."""
+def test_thread_exhaustion_only_delays_the_wal_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The write-ahead log is kept, and a later check starts a checkpoint."""
 
     def failing(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     path = tmp_path / "ledger.sqlite"
-    path.with_name("ledger.sqlite-wal").write_bytes(bytes(5 << 20))
+    wal = path.with_name("ledger.sqlite-wal")
+    wal.write_bytes(bytes(5 << 20))
+    checkpointer, started = WalCheckpointer(path), list[str]()
     monkeypatch.setattr(threading.Thread, "start", failing)
-    WalCheckpointer(path).check()
+    checkpointer.check()
+    assert "was not checkpointed: can't start new thread" in caplog.text
+    assert wal.stat().st_size == 5 << 20
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name))
+    monkeypatch.setattr(ledger, "monotonic", lambda: time.monotonic() + ledger.CHECKPOINT_INTERVAL_S)
+    checkpointer.check()
+    assert started == ["ledger"]

@@ -128,7 +128,7 @@ async def test_the_last_number_of_a_judge_reply_is_the_reward(server: Server) ->
             Result.INVALID,
             "gave no number by reward.judge.pattern: 'it is hard to say'",
         ),
-        (judge_reply("1e999") | {}, Result.OK, ""),
+        (judge_reply("1e999"), Result.INVALID, "returned inf, not a finite number"),
         ({"choices": []}, Result.INVALID, "gave no message"),
         ("<html>", Result.HTTP, "gave no JSON: '<html>'"),
         (404, Result.HTTP, "answered with status 404: not now"),
@@ -143,6 +143,13 @@ async def test_every_kind_of_answer_gives_an_outcome(server: Server, answer: Any
     assert detail in found.detail
     # Only a transient failure is retried.
     assert len(server.requests) == (2 if answer == 503 else 1)
+
+
+@pytest.mark.parametrize(("text", "value"), [("7.5 of 10: 0.75", 0.75), ("Score: -1e-2.", -0.01), ("2.5e1", 25.0)])
+async def test_the_last_number_of_the_reply_is_the_reward(server: Server, text: str, value: float) -> None:
+    server.answer = lambda body, number: judge_reply(text)
+    (found,) = await outcomes(judge_options(server), ["x"])
+    assert (found.result, found.value) == (Result.OK, value)
 
 
 async def test_transient_failures_lose_no_reward(server: Server) -> None:
@@ -283,11 +290,14 @@ def has_bwrap() -> bool:
         "import os; assert os.environ.get('HOME')",
     ],
 )
-def test_a_program_in_bubblewrap_cannot_access_the_host(tmp_path: Path, program: str) -> None:
+def test_a_program_in_bubblewrap_cannot_access_the_host(tmp_path: Path, held_port: int, program: str) -> None:
     place = tmp_path / "file"
     place.write_text("x")
     assert scored(PROGRAM, TESTS, "bwrap").value == 1.0
-    assert scored(program.format(place=str(place), port=22), "pass", "bwrap").value == 0.0
+    program = program.format(place=str(place), port=held_port)
+    if "HOME" not in program:  # no child has that
+        assert scored(program, "pass", "limits").value == 1.0
+    assert scored(program, "pass", "bwrap").value == 0.0
 
 
 # ---- flowrt reward check

@@ -141,7 +141,6 @@ FAULTY_FUNCTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parallel
-@pytest.mark.parallel
 @pytest.mark.parametrize(("text", "place", "reason"), FAULTY_FUNCTIONS.values(), ids=FAULTY_FUNCTIONS)
 def test_a_reward_function_that_cannot_be_used_is_refused(tmp_path: Path, text: str, place: str, reason: str) -> None:
     reward_file = tmp_path / "mine.py"

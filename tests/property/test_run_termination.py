@@ -89,11 +89,11 @@ def test_the_lease_of_a_hung_worker_expires_and_another_does_its_work() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("phase", PHASES, ids=lambda one: one.name.lower())
+@pytest.mark.parametrize(
+    "phase", [one for one in PHASES if one not in (Phase.CANCEL, Phase.DEPARTURE)], ids=lambda one: one.name.lower()
+)
 def test_a_slow_rollout_worker_does_not_slow_down_the_run(phase: Phase, seed: int) -> None:
     """One of two workers takes 400 times as long as the other: the run keeps the pace of the other."""
-    if phase in (Phase.CANCEL, Phase.DEPARTURE):
-        return
     run = DegradedRun(phase, "rollout", Kind.SLOW, seed).play()
     assert run.core.ended is not None
     assert run.core.ended.code == 0

@@ -235,11 +235,11 @@ def test_a_disconnected_rollout_worker_is_recorded_in_the_ledger() -> None:
     assert records[-1:] == ["in_flight"]
 
 
-def test_a_pull_after_the_source_disconnected_does_not_raise() -> None:
+def test_a_group_of_a_disconnected_source_is_not_granted() -> None:
     driver = CoreDriver()
     driver.offer()
     driver.event(WorkerDisconnected(WorkerId("source0"), ""))
-    driver.pull("rollout0", "rollout")
+    assert driver.pull("rollout0", "rollout") is None
 
 
 def test_an_evaluation_that_waits_for_weights_does_not_block_training() -> None:

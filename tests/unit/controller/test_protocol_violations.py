@@ -68,12 +68,14 @@ def test_a_protocol_violation_of_a_critical_worker_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("divergence", [math.nan, math.inf, -1.0])
-def test_a_publication_with_an_invalid_divergence_dismisses_the_trainer(divergence: float) -> None:
+def test_a_publication_with_an_invalid_divergence_ends_the_run_of_a_critical_trainer(divergence: float) -> None:
     driver = CoreDriver()
     driver.configure(critical_roles=("trainer",))
     reason, _ = driver.dismissed("trainer0", m.Publish((whole(1),), ((0, divergence),)))
     assert "a divergence that is no number of at least 0" in reason
     assert driver.core.state.models.policy.newest == 0
+    assert driver.core.ended is not None
+    assert (driver.core.ended.code, driver.core.ended.reason.partition(":")[0]) == (1, "trainer0")
 
 
 def test_violations_after_the_end_of_the_run_change_nothing() -> None:

@@ -30,7 +30,6 @@ START_S = 1000.0
 MEMBERS = 2
 PROMPT = 5
 KILLED = "killed by signal 9"
-Recorded = tuple[Path, Core]
 
 
 class Session:
