@@ -39,21 +39,22 @@ async def init_engines(
     staleness: int = 1,
     micro_batch_tokens: int = 2048,
 ) -> None:
-    """Run all engines until ``steps`` updates are done. A task gets a sample as soon as the columns it needs exist.
+    """Run all engines until ``steps`` updates are done. A sample is ready for a task when its needed columns exist.
 
     Args:
         columns: the columns of prompts and samples.
-        tasks: the stages; each pulls and writes columns under its name.
+        tasks: the stages; their engines pull and commit under the names of the stages.
         engines: the coroutine function of each engine, by name.
-        update: name of the task that trains, and of its engine. It takes whole groups; the run ends when it returns.
+        update: name of the task that trains, and of its engine. The task has to take whole groups; the run ends when
+            the engine returns.
         steps: number of updates.
         prompts_per_step: groups per update.
-        staleness: largest difference of the version being trained and the oldest that generated a token, in versions.
+        staleness: largest difference between the version being trained and the oldest version that generated a token.
         micro_batch_tokens: tokens in one batch of the update, over all tensor columns of samples.
 
     Raises:
         ConfigError: if no engine is named ``update``.
-        BaseException: the error of the first engine that fails.
+        Stopped, Exception: as `flowrt.api.run_roles`.
     """
     if update not in engines:
         raise ConfigError(f"no engine is named {update!r} like the task that trains; there are {', '.join(engines)}")
@@ -75,7 +76,7 @@ def _role(engine: Engine) -> api.Role:
 
 
 class Service:
-    """The calls of one engine."""
+    """The service calls of one engine; ``session`` is the engine's session."""
 
     def __init__(self, session: api.Session) -> None:
         self.session = session
@@ -84,9 +85,14 @@ class Service:
         self._version: int | None = None
 
     async def put_prompts_data(self, columns: Mapping[str, Sequence[torch.Tensor]], samples: int) -> bool:
-        """Put prompts into the queue, each for ``samples`` responses.
+        """Put prompts into the queue; returns when the staleness bound admits all of them.
 
-        Returns True when they fit into the staleness bound, False if the run needs no more prompts.
+        Args:
+            columns: group columns, each with one 1-D tensor per prompt.
+            samples: number of responses to each prompt.
+
+        Returns:
+            True when the prompts are admitted, False if the run needs no more prompts.
         """
         count = len(next(iter(columns.values())))
         prompts = range(self._offered, self._offered + count)
@@ -96,12 +102,12 @@ class Service:
     async def get_experience_data(
         self, task: str, count: int = 0, weights: Mapping[str, torch.Tensor] | None = None
     ) -> api.Batch:
-        """Wait for samples that are ready for the task. Each sample is given to one engine.
+        """Wait for samples that are ready for the task. Each sample is leased to one engine. Raises as `Session.pull`.
 
         Args:
             task: name of the task.
             count: largest number of samples; 0 for the update, whose batches have ``micro_batch_tokens``.
-            weights: for a task that generates: tensors into which new versions are copied while it waits.
+            weights: for a task that generates: its weights by name; new versions are copied into them while it waits.
 
         Returns:
             The samples. For the update, ``closed`` is true when the step has all its samples.
@@ -119,7 +125,14 @@ class Service:
         return await api.pull_between(self.session, task, count, swap)
 
     async def put_experience_data(self, task: str, batch: api.Batch, columns: Columns) -> None:
-        """Write the task's columns for the samples of a batch: for each column, 1-D tensors or numbers."""
+        """Write the task's columns for the samples of a batch. Raises as `Session.commit`.
+
+        Args:
+            task: name of the task.
+            batch: as returned by `get_experience_data`.
+            columns: for each column, one 1-D tensor or one number per sample. For a task that generates, the first
+                tensor column has one entry per generated token.
+        """
         tensors: dict[str, Sequence[torch.Tensor]] = {}
         numbers: dict[str, Sequence[float]] = {}
         for name, rows in columns.items():
@@ -130,13 +143,20 @@ class Service:
                 numbers[name] = [float(row) for row in rows]
         spans: list[tuple[int, ...]] = []
         if self._version is not None:
+            if not tensors:
+                raise ConfigError(f"task {task} generates, and none of its columns is a tensor; give one of the tokens")
             spans = [(self._version, len(row)) for row in next(iter(tensors.values()))]
         await self.session.commit(task, batch.slots, batch.leases, tensors, numbers, spans=spans)
 
     async def weight_sync_notify(
         self, weights: Mapping[str, torch.Tensor], metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Complete an update and publish the weights after it. Engines that generate fetch them during their work."""
+        """Complete an update and publish its weights, which generating engines fetch while they work.
+
+        Args:
+            weights: all weights after the update, by name; they are copied.
+            metrics: metrics of the update for metrics.jsonl, by name.
+        """
         self.session.step_done(self._updates, metrics or {})
         self._updates += 1
         await self.session.params.publish(ACTOR, api.Snapshot.take(self._updates, weights))

@@ -1,4 +1,4 @@
-"""The controller's script: `python launch/controller.py --config RUN/config.toml`; see its module for the rest."""
+"""Script of `flowrt.launcher.controller_main`: `python launch/controller.py --config RUN/config.toml`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A first run of one's own task: a chat model, a file of conversations, `--reward math`."""
+"""A first run of a user's own task: a chat model, a file of conversations, `--reward math`."""
 
 import json
 import subprocess
@@ -43,8 +43,10 @@ def first_step(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes seconds)
 def _until_first_step(run: "subprocess.Popen[bytes]", metrics: Path, start_s: float) -> float:
     """Seconds until the run has written a line of metrics. Raises RuntimeError if it ends before, or is too late."""
     while not (metrics.is_file() and b"\n" in metrics.read_bytes()):
-        if run.poll() is not None or time.monotonic() - start_s > TIMEOUT_S:
+        if run.poll() is not None:
             raise RuntimeError(f"the run ended with {run.returncode} before its first step")
+        if time.monotonic() - start_s > TIMEOUT_S:
+            raise RuntimeError(f"the run has not done its first step within {TIMEOUT_S:.0f} s")
         time.sleep(POLL_S)
     return time.monotonic() - start_s
 

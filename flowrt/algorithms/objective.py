@@ -1,10 +1,12 @@
 """The composed objective: credit x policy loss x correction x KL x entropy x aggregation, as one `Algorithm`.
 
-Every preset is such a value. Each part is a frozen value of its own with an identity setting:
+Every preset is an `Objective` or `OnlineDpo`. Each part of an `Objective` is a frozen value with an identity setting:
 
-- `Correction` at level "off" weighs every token 1;
+- `Correction` at level "off" gives every token weight 1;
 - `Rejection` without bounds keeps every sample;
-- coefficients of 0 leave a term out.
+- coefficients of 0 remove a term from the loss.
+
+Constructors raise ValueError for parameters outside their range.
 """
 
 import math
@@ -39,7 +41,7 @@ class Aggregation:
         style: "token_mean", over all tokens of the step (DAPO, arXiv 2503.14476, section 3.3); "sequence_mean", the
             mean over samples of the mean over tokens (GRPO, arXiv 2402.03300, equation 3); "constant", the sum over
             tokens over (samples x limit) (Dr. GRPO, arXiv 2503.20783, section 3.2).
-        limit: of "constant": the response limit in tokens, the same in every step.
+        limit: for "constant": the response limit in tokens, the same in every step.
     """
 
     style: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
@@ -50,7 +52,7 @@ class Aggregation:
             raise ValueError(f"limit is {self.limit}; give the response limit in tokens")
 
     def __call__(self, name: str, loss_T: Tensor, tokens: Tokens, metrics: Metrics) -> Term:
-        """The term of these token losses."""
+        """The term of these token losses [T], with these sums of metrics."""
         match self.style:
             case "token_mean":
                 return Term(name, loss_T.sum(), "token", metrics)
@@ -62,14 +64,14 @@ class Aggregation:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Importance weight of the anchor over the rollout policy, detached, on the policy loss of each token.
+    """Importance weight (anchor / rollout policy, detached) of each token's policy loss.
 
     Args:
         level: "token", each token's own ratio (truncated importance sampling, TIS: Ionides 2008); "sequence", the
             product over the sample, the true weight of a response, with a variance that grows with length;
             "geometric", its geometric mean; "off", 1.
         mode: "truncate" clamps weights to [low, high]; "mask" gives weight 0 outside (IcePop, arXiv 2510.18855).
-        low, high: must contain 1.
+        low, high: 0 <= low <= 1 <= high.
     """
 
     level: Level = "token"
@@ -102,11 +104,12 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Samples whose policy loss is masked because the policy has moved too far from the rollout policy.
+    """Mask of the policy loss of samples on which the policy differs too much from the rollout policy.
 
     Args:
-        low, high: band of the geometric mean of the sample's ratios, policy over rollout; (0, inf) keeps all.
-        negative_kl: masks samples of negative advantage whose mean log(rollout / policy) exceeds it, in nats a token
+        low, high: interval of the geometric mean of the sample's ratios, policy over rollout, with low <= 1 <= high;
+            (0, inf) keeps all.
+        negative_kl: masks samples of negative advantage whose mean log(rollout / policy) exceeds it, in nats per token
             (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556); inf keeps all.
     """
 
@@ -120,10 +123,11 @@ class Rejection:
 
     @property
     def keeps_all(self) -> bool:
+        """Whether no sample is ever masked."""
         return self.low == 0 and math.isinf(self.high) and math.isinf(self.negative_kl)
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        """1 for tokens of samples that are kept, else 0."""
+        """[T], 1 for tokens of samples that are kept, else 0."""
         mean_N = tokens.mean_N(clamped_log_ratio_T(tokens.logprobs_T.detach(), tokens.rollout_T.detach()))
         ratio_N = mean_N.exp()
         kept_N = (ratio_N >= self.low) & (ratio_N <= self.high)
@@ -135,8 +139,8 @@ class Rejection:
 class Kl:
     """Divergence from the reference as a term of the loss; with coef 0 it is only measured.
 
-    ``estimator`` names one of `flowrt.algorithms.losses.KL_ESTIMATORS`. With ``adaptive``, ``coef`` is that of
-    the first step.
+    ``estimator`` names one of `flowrt.algorithms.losses.KL_ESTIMATORS`. With ``adaptive``, ``coef`` is the
+    coefficient of the first step.
     """
 
     coef: float = 0.0
@@ -152,10 +156,11 @@ class Kl:
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
-    """Entropy bonus: -coef times the entropy of the predictions, aggregated as the policy loss; and top tokens alone.
+    """Entropy bonus, and restriction of the policy loss to the tokens of highest entropy.
 
     Args:
-        coef: in nats; 0 leaves the bonus out.
+        coef: the loss gets -coef times the entropy (nats) of the predictions, aggregated as the policy loss; 0: no
+            bonus.
         top: share of the step's tokens, those of highest entropy, whose policy loss is kept (arXiv 2506.01939); 1: all.
     """
 
@@ -169,7 +174,7 @@ class Entropy:
 
 @dataclass(frozen=True, slots=True)
 class SecondMoment:
-    """Masks the tokens with the largest squared log ratios until the mean of the rest is below tau.
+    """Masks the tokens with the largest squared log ratios until the mean of the rest is at most tau (above 0).
 
     M2PO (arXiv 2510.01161), over the tokens of the step; log ratios of the policy over the rollout policy.
     """
@@ -181,7 +186,7 @@ class SecondMoment:
             raise ValueError(f"tau is {self.tau}; it must be above 0")
 
     def threshold(self, step: StepTokens) -> float:
-        """Bound of the squared log ratios that are kept, between the last one kept and the next; inf if all are."""
+        """Upper bound of the squared log ratios that are kept, in nats squared; inf if all are, -inf if none is."""
         squares = clamped_log_ratio_T(step.logprobs_T, step.rollout_T).double().square().sort().values
         means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, dtype=torch.float64)
         kept = int((means <= self.tau).sum())
@@ -189,7 +194,10 @@ class SecondMoment:
 
 
 def _bound(ascending: Tensor, kept: int) -> float:
-    """A number between the ``kept`` smallest values and the others: rounding decides about no token."""
+    """A number between the ``kept`` smallest values and the others, in the middle, so that rounding moves no token.
+
+    inf if all values are kept, -inf if none is.
+    """
     if kept == len(ascending):
         return math.inf
     return float(ascending[kept - 1 : kept + 1].mean()) if kept else -math.inf
@@ -201,7 +209,10 @@ M2_THRESHOLD, ENTROPY_THRESHOLD = "m2_threshold", "entropy_threshold"
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A composed `Algorithm`. Raises ValueError for parts that contradict each other."""
+    """A composed `Algorithm`. Raises ValueError for parts that contradict each other.
+
+    ``policy`` is a loss of `flowrt.algorithms.losses`, ``credit_rule`` a rule of `flowrt.algorithms.advantages`.
+    """
 
     credit_rule: CreditRule = field(default_factory=GroupAdvantages)
     policy: PolicyLoss = field(default_factory=Reinforce)
@@ -313,7 +324,7 @@ class OnlineDpo:
     -log sigmoid(beta (d_best - d_worst)), d = sum over the sample's tokens of log(policy / reference); divided by the
     number of groups. OAIF (arXiv 2402.04792). With ``nll`` above 0, nll times the mean of -log policy over the tokens
     of the best sample is added: without it the likelihood of both samples may fall (Iterative RPO, arXiv 2404.19733,
-    equation 2).
+    equation 2). Sample weights do not apply.
     """
 
     beta: float = 0.1
@@ -345,13 +356,13 @@ class OnlineDpo:
         margin_G = signed_N.new_zeros(len(groups)).index_add(0, group_N, signed_N)
         loss_G = -torch.nn.functional.logsigmoid(self.beta * margin_G)
         kl = clamped_log_ratio_T(tokens.reference_T.detach(), tokens.logprobs_T.detach())
-        metrics = {"margin": margin_G.detach().double().sum(), "kl": (kl.expm1() - kl).double().sum()}
+        metrics = {"kl": (kl.expm1() - kl).double().sum()}
         loss = loss_G.sum()
         if self.nll:
             best_N = (tokens.advantages_N > 0).to(difference_T.dtype)
             tokens_N = tokens.sum_N(tokens.valid_T.to(difference_T.dtype)).clamp(min=1.0)
             loss = loss - self.nll * (best_N * tokens.sum_N(tokens.logprobs_T * tokens.valid_T) / tokens_N).sum()
-        return [Term("preference", loss, "group", metrics)]
+        return [Term("preference", loss, "group", metrics, means={"margin": margin_G.detach().double().sum()})]
 
 
 __all__ = [

@@ -1,6 +1,6 @@
 """``flowrt slurm``: SLURM templates with the values of a site.
 
-- A template is a script with placeholders ``{{NAME}}``, as ``$`` belongs to the shell; every one has a value.
+- A template is a shell script with placeholders ``{{NAME}}``; each placeholder must have a value.
 - Values are checked or quoted, so that none can add a line or a command.
 """
 
@@ -26,7 +26,7 @@ _HEADER = re.compile(r"[A-Za-z0-9_.,:=+-]*")
 
 @dataclass(frozen=True)
 class Site:
-    """The values that differ between clusters."""
+    """The values that differ between clusters; each docstring is the help text of its flag."""
 
     directory: Annotated[str, tyro.conf.Positional] = "."
     """Directory to write the templates to."""
@@ -92,6 +92,7 @@ def placeholders(site: Site) -> dict[str, str]:
         "TRAIN_NODES": site.train_nodes,
         "ROLLOUT_NODES": rollout_nodes,
         "CPUS": site.cpus,
+        "NODE_CPUS": site.cpus * train_gpus,
         "LAST_EXTRA": site.extra - 1,
         "RANKS": site.train_nodes * train_gpus,
         "MANY_WORKERS": rollout_nodes * train_gpus,
@@ -110,7 +111,7 @@ def placeholders(site: Site) -> dict[str, str]:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Replace every placeholder; an #SBATCH line with an empty value is removed, for SLURM's default.
+    """Replace every placeholder; an #SBATCH line with an empty value is removed, so that SLURM's default applies.
 
     Raises ConfigError for a placeholder without a value.
     """
@@ -127,14 +128,18 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def filled(site: Site) -> dict[str, str]:
-    """Every template with its values, by file name."""
+    """The text of each template with the values of the site, by file name. Raises ConfigError as `placeholders`."""
     values = placeholders(site)
     values["JOB"] = fill((HERE / JOB).read_text(), values).rstrip("\n")
     return {path.name: fill(path.read_text(), values) for path in sorted(HERE.glob("*.sbatch"))}
 
 
 def write(arguments: Sequence[str]) -> list[Path]:
-    """Write the templates. Raises ConfigError, with nothing written, if one of the files exists."""
+    """Write the templates; returns their paths.
+
+    ``arguments``: the flags of `Site`. Raises ConfigError for bad values or if one of the files exists, with nothing
+    written, and if writing fails.
+    """
     site = tyro.cli(
         Site,
         prog="flowrt slurm",
@@ -157,7 +162,7 @@ def write(arguments: Sequence[str]) -> list[Path]:
 
 
 def _count(gpus: str) -> int:
-    """Workers on a node: 8 for ``8`` and ``a100:8``, 1 without GPUs."""
+    """Number of workers on a node: 8 for ``8`` and ``a100:8``, 1 without GPUs."""
     last = gpus.rpartition(":")[2]
     if gpus and not last.isdigit():
         raise ConfigError(f"--gpus {gpus!r} does not end with a number; write 8, or a100:8")

@@ -1,18 +1,18 @@
-# The part that all templates share. Each run has a directory of its own, which only its owner can read:
-#   JOB/keys   who may take part in the run     JOB/run   what `flowrt run` writes
-# On several nodes it must lie on a file system that all of them mount, as must the model.
+# The common part of the templates. Each job has a directory of its own, which only its owner can read:
+#   JOB/keys   keys of the controller and the workers     JOB/run   the run directory
+# With several nodes, this directory and the model must lie on a file system that all nodes mount.
 export PATH={{BIN}}:"$PATH"
-export PYTHONSAFEPATH=1 # what happens to lie in the working directory is not imported
+export PYTHONSAFEPATH=1 # never import modules from the working directory
 job={{RUNS}}/$SLURM_JOB_ID
 umask 077
 mkdir -p "$job"
 [ -d "$job/keys" ] || flowrt keys "$job/keys"
 export FLOWRT_KEYS=$job/keys
 
-# Run, or go on after a requeue, to the end; the job leaves with the run's own exit code. Arguments: those of flowrt run.
-# SLURM sends USR1 before the time is up: the run saves what it has trained, ends in order, and the job goes back into the
-# queue. Where SLURM itself preempts and requeues a job, TERM comes first and does the same if there is time, or nothing
-# comes; what the last checkpoint holds is never lost.
+# Start the run, or resume it after a requeue; exits with the exit code of the run. Arguments: those of flowrt run.
+# SLURM sends USR1 before the time limit: the run saves a checkpoint and ends, and the job is requeued. If SLURM itself
+# preempts and requeues the job, it may send TERM first, on which the run also saves and ends. Without a signal, steps
+# after the last checkpoint are lost and trained again.
 run_flowrt() {
   local again="" code=0
   if [ -f "$job/run/config.toml" ]; then
@@ -25,7 +25,7 @@ run_flowrt() {
   trap 'signalled=yes again=yes && kill -TERM "$flowrt" || true' USR1
   trap 'signalled=yes && kill -TERM "$flowrt" || true' TERM INT
   local signalled=yes
-  while [ -n "$signalled" ]; do # a signal ends a wait before the run has ended
+  while [ -n "$signalled" ]; do # a signal ends `wait` before the run has ended
     signalled="" code=0
     wait "$flowrt" || code=$?
   done

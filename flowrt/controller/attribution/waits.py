@@ -1,12 +1,12 @@
-"""Why parked requests wait: a cause and a root for each worker, noted when the core's state changes.
+"""Why parked requests wait: a cause and a root for each worker, recorded when the core's state changes.
 
-- A wait is classified from the state that holds during it, never from the state after the event that ended it: what an
-  event has changed is looked at before the next event is applied, and dated from the change.
-- The cost is bounded: passes over all N parked workers are at least ``PASS_GAP_S`` x N apart, at most `MAX_GAP_S`. A
-  change that concerns all is dated wrongly by at most that time, and a wait that is shorter than `MIN_GAP_S` is not
-  noted.
-- A root may change without a change of cause (another worker holds the slowest sample). Roots are looked at again once
-  as many leases were granted as workers wait and `MIN_LEASES` more, and after `MAX_GAP_S`.
+- A wait is classified from the state during it, never from the state after the event that ended it: the effects of an
+  event are classified before the next event is applied, with the time of the change as their start.
+- The cost is bounded: passes over all N waiting workers are ``PASS_GAP_S`` x N apart, at most `MAX_GAP_S`. The recorded
+  time of a change that concerns all workers is wrong by at most that time, and a wait that is shorter than `MIN_GAP_S`
+  is not recorded.
+- A root may change without a change of cause (another worker holds the slowest sample). All waits are classified again
+  after N + `MIN_LEASES` grants, and after `MAX_GAP_S`.
 """
 
 from collections import deque
@@ -19,19 +19,20 @@ from flowrt.controller.state.samples import Group
 from flowrt.controller.state.state import Environment, State
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.messages import NO_LIMIT
 
 MIN_GAP_S = 0.0005
 PASS_GAP_S = 0.0002
 MAX_GAP_S = 0.5
 CHECK_GAP_S = 0.05
+"""Seconds after which the next event causes a classification, while any worker waits."""
 MIN_LEASES = 16
 MAX_KEPT = 200_000
 """Waits that are kept for `take`; the oldest are dropped if nothing takes them."""
 MAX_GROUPS = 16
-"""Groups that are searched for the sample that holds up a stage: the oldest that are not ready to be trained."""
+"""Maximum number of groups that are searched for the sample that delays a stage: the oldest that are not ready to be
+trained."""
 MAX_SEARCHED = 512
-"""Groups that are searched for those."""
+"""Maximum number of waiting groups that are examined to find these."""
 OF_ONE: frozenset[type[m.Message]] = frozenset((m.WeightsStaged, m.WeightsActivated))
 """Messages that may change the cause of the sender's wait."""
 OF_ALL: frozenset[type[m.Message]] = frozenset((m.Publish, m.StepCompleted, m.EndOfData, m.Evaluated))
@@ -46,7 +47,7 @@ class _OpenWait(NamedTuple):
 
 
 class WaitLog:
-    """The present wait of each worker, and the waits that have ended since the last `take`."""
+    """The current wait of each worker, and the waits that have ended since the last `take`."""
 
     def __init__(self) -> None:
         self.check_s = NEVER_S
@@ -54,14 +55,14 @@ class WaitLog:
         self._open: dict[WorkerId, _OpenWait] = {}
         self._due: dict[WorkerId, float] = {}  # since when the wait of a worker may have another cause
         self._all_due_s: float | None = None
-        self._refresh_s = 0.0  # from this time on, or this number of leases, all waits are looked at again
+        self._refresh_s = 0.0  # from this time on, or this number of leases, all waits are classified again
         self._refresh_leases = 0
         self._ended: deque[WaitInterval] = deque(maxlen=MAX_KEPT)
 
     # ---- what the core calls
 
     def after_event(self, state: State, env: Environment, now: float) -> None:
-        """The parked requests of some workers have changed."""
+        """Take the workers whose parked requests have changed: end their waits, or mark these for classification."""
         requests = state.requests
         trainers = requests.pullers.get(env.flow.train_stage, {})
         for worker in requests.take_changed():
@@ -75,7 +76,7 @@ class WaitLog:
         self._schedule(now)
 
     def note_message(self, worker: WorkerId, kind: type[m.Message], now: float) -> None:
-        """A message of one of the kinds in `OF_ONE` and `OF_ALL` was handled."""
+        """Mark the waits whose causes a message may have changed; its kind is in `OF_ONE` or `OF_ALL`."""
         if kind in OF_ALL:
             self.note_all(now)
         elif worker in self._open:
@@ -83,19 +84,19 @@ class WaitLog:
         self._schedule(now)
 
     def note_all(self, now: float) -> None:
-        """Every wait may have another cause."""
+        """Mark all waits for classification, because each may have another cause."""
         if self._all_due_s is None:
             self._all_due_s = now
         self._schedule(now)
 
     def classify(self, state: State, env: Environment, now: float, changed_s: float) -> None:
-        """Find the present causes.
+        """Classify the marked waits; end those with another reason than before, and begin new ones.
 
         Args:
             state: the state before the event at ``now`` is applied.
             env: the configuration.
             now: seconds on the controller's clock.
-            changed_s: time of the latest event; the state has been the same since.
+            changed_s: time of the latest event; the state has not changed since.
         """
         find = Classifier(state, env)
         due, all_due_s = self._due, self._all_due_s
@@ -120,7 +121,7 @@ class WaitLog:
         self.check_s = now + CHECK_GAP_S if self._open else NEVER_S
 
     def _changed(self, find: "Classifier", requests: ParkedRequests) -> list[WorkerId]:
-        """The workers whose reasons are not the noted ones, or may not be."""
+        """The waiting workers whose reasons may differ from the recorded ones."""
         found: dict[WorkerId, None] = {}
         known = self._open
         for stage, workers in requests.waiting_pullers():
@@ -140,7 +141,7 @@ class WaitLog:
         return ended
 
     def open_waits(self, now: float) -> list[WaitInterval]:
-        """The waits that last at ``now``."""
+        """The waits in progress at ``now``, with that as their end."""
         return [WaitInterval(worker, *one.reason, one.start_s, now) for worker, one in self._open.items()]
 
     def _end(self, worker: WorkerId, now: float) -> None:
@@ -156,7 +157,7 @@ class WaitLog:
 
 
 class Classifier:
-    """Causes and roots in one state; what several workers share is found once."""
+    """Finds causes and roots in one state; results that several workers share are computed once."""
 
     def __init__(self, state: State, env: Environment) -> None:
         self._state = state
@@ -166,7 +167,7 @@ class Classifier:
         self._stages: dict[str, Reason] = {}  # of stages in which no worker can start anything
 
     def reason(self, worker: WorkerId) -> Reason | None:
-        """Why a worker with parked requests waits; None while the controller recovers."""
+        """Why a worker waits; None if it has no parked request, or while the controller recovers."""
         if self._state.recovery.is_active:
             return None
         parked = self._state.requests.first(worker)
@@ -182,7 +183,8 @@ class Classifier:
     def _of_offer(self, offer: m.Offer) -> Reason:
         if offer.flow == self._env.flow.train_flow:
             return Cause.GATE, self.step_root()
-        if NO_LIMIT != offer.at_most > self._state.models.policy.newest:
+        exact = self._state.exact_version(offer)
+        if exact is not None and exact > self._state.models.policy.newest:
             return Cause.WEIGHTS, self.step_root()
         stages = self._state.table.flows.of(offer.flow)
         undone = self._state.table.undone
@@ -205,7 +207,7 @@ class Classifier:
         return found
 
     def of_version(self, worker: WorkerId) -> Reason:
-        """The reason of a pull of a stage that generates, for which slots are ready that the worker may not start."""
+        """The reason of a worker's pull of a generating stage, of whose ready slots it may start none."""
         weights = self._state.models.policy
         fetch, receiver = weights.fetching.get(worker), weights.receivers.get(worker)
         if fetch is not None:
@@ -217,7 +219,7 @@ class Classifier:
         return Cause.GATE, self.step_root()
 
     def _sender(self, worker: WorkerId) -> WorkerId:
-        """The worker at the beginning of a chain of relays: it has the weights that ``worker`` fetches."""
+        """The first worker of a chain of relays, which has the complete weights that ``worker`` fetches."""
         fetching = self._state.models.policy.fetching
         for _ in range(len(fetching)):
             if (fetch := fetching.get(worker)) is None:
@@ -226,7 +228,9 @@ class Classifier:
         return worker
 
     def _of_empty_stage(self, stage: str) -> Reason:
-        """Nothing is ready for a stage: what those that make it wait for, if no worker makes it at present."""
+        """The reason of a pull of a stage without ready slots: a worker that has leases of the stage which makes the
+        missing columns; without such a worker, the reason why that stage waits.
+        """
         flows = self._state.table.flows
         makers = [flows.makers[need] for need in flows.stages[stage].needs if need in flows.makers]
         for maker in makers:
@@ -248,14 +252,14 @@ class Classifier:
     # ---- roots
 
     def step_root(self) -> str:
-        """The worker that holds up the end of the step in training."""
+        """The worker that delays the end of the step in training; empty if none is found."""
         if self._step_root is None:
             self._step_root = ""
             self._step_root = self._trainer_at_work() or self._missing_root()
         return self._step_root
 
     def _trainer_root(self, worker: WorkerId, step: int) -> str:
-        """The worker that holds up a trainer which pulls for ``step``."""
+        """The worker that delays a trainer which pulls for ``step``."""
         if step > self._state.window.step:
             return self._trainer_at_work() or worker
         return self._missing_root() or self._trainer_at_work()
@@ -264,12 +268,12 @@ class Classifier:
         return self._at_work(self._env.flow.train_stage)
 
     def _at_work(self, stage: str) -> str:
-        """The first worker of a stage that waits for nothing."""
+        """The first worker that has pulled the stage and has no parked request; empty if there is none."""
         requests = self._state.requests
         return next((one for one in requests.pullers.get(stage, ()) if requests.first(one) is None), "")
 
     def _missing_root(self) -> str:
-        """The worker that holds up the oldest group which is not ready to be trained."""
+        """The worker that delays the oldest group which is not ready to be trained."""
         for group in self._unready():
             return self._group_root(group)
         return next(iter(self._state.requests.offerers), "")
@@ -284,7 +288,9 @@ class Classifier:
         return self._found
 
     def _group_root(self, group: Group) -> str:
-        """The worker that has a sample of the group which is behind the others, or is to take it next."""
+        """The worker that has leased, or is expected to lease next, a sample of the group for its first stage that is
+        not done for all samples.
+        """
         table = self._state.table
         for stage in table.flows.of(group.flow):
             undone = [slot for slot in group.slots if not table.is_done(slot, stage.name)]
@@ -296,7 +302,9 @@ class Classifier:
         return ""
 
     def _next_of(self, stage: str) -> str:
-        """The worker that holds up a sample which is ready for a stage: one that is not free, or not up to date."""
+        """The worker that delays a sample which is ready for a stage: a worker of the stage without a parked request;
+        otherwise one that pulls the stage, or the sender of the weights that it fetches.
+        """
         if root := self._at_work(stage):
             return root
         weights = self._state.models.policy
@@ -305,7 +313,9 @@ class Classifier:
         return ""
 
     def _leased(self, stage: str) -> str:
-        """A worker that has samples of a stage, those of the oldest group first; empty if there is none."""
+        """A worker that has leased samples for a stage, the oldest group first; in a stream, any worker at work on the
+        stage. Empty if there is none.
+        """
         for group in self._unready():
             for slot in group.slots:
                 if (lease := slot.leases.get(stage)) is not None:

@@ -12,7 +12,7 @@ from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.transitions import pulls
 from flowrt.ids import CONTROLLER, OBSERVER, WorkerId
-from flowrt.protocol.messages import NO_LIMIT, Offer, Pull
+from flowrt.protocol.messages import Offer, Pull
 
 MAX_NAMES = 8
 """Maximum number of workers that are named for one wait; of the others only the number is given."""
@@ -27,10 +27,11 @@ class Edge:
     blocked_on: tuple[str, ...]
     age_s: float
     limit_s: float
-    blocks: bool  # the waiting worker does nothing else, and what it waits for makes no progress by itself
+    blocks: bool  # the worker does nothing else, and what it waits for makes no progress without another worker
 
     @property
     def overdue(self) -> bool:
+        """Whether the wait has lasted longer than its limit."""
         return self.age_s > self.limit_s
 
     def __str__(self) -> str:
@@ -45,13 +46,13 @@ class WorkerState:
     worker: str
     role: str
     state: str  # "at work", "waiting", "finished", or "idle": no lease and no request
-    silent_s: float
-    holds: str
+    silent_s: float  # since its last sign of life
+    holds: str  # its leases as text; empty if it has none
 
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """The graph, longest waits first; ``more`` waits and ``others``, a number of workers, are not listed."""
+    """The graph, longest waits first; ``more`` and ``others`` are the numbers of waits and workers not listed."""
 
     workers: tuple[WorkerState, ...]
     waits: tuple[Edge, ...]
@@ -61,9 +62,10 @@ class WaitGraph:
     counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Number of workers by role and state."""
     requests: tuple[Edge, ...] = ()
-    """The oldest requests that wait for the controller's answer; among `waits` if those are not too many."""
+    """The oldest parked requests; they are part of `waits` too, as far as its limit permits."""
 
     def as_json(self) -> dict[str, Any]:
+        """The graph as values that JSON can represent; an infinite limit is None."""
         return {
             "workers": [[one.worker, one.role, one.state, round(one.silent_s, 1), one.holds] for one in self.workers],
             "waits": [
@@ -85,10 +87,10 @@ class WaitGraph:
         }
 
     def is_deadlocked(self, returned: Collection[str]) -> bool:
-        """True if no worker can make progress, unless a new one connects.
+        """Whether no worker can make progress unless a new one connects; False if waits or workers are not listed.
 
-        Each worker waits for something that only others can provide, has finished, or is one of ``returned``, whose
-        roles have ended; and none holds a lease.
+        Each worker waits for something that only other workers can provide, has finished, or is one of ``returned``,
+        which send no further request; and no worker holds a lease.
         """
         if self.more or self.others or not all(edge.blocks for edge in self.waits):
             return False
@@ -98,7 +100,7 @@ class WaitGraph:
         )
 
     def sentences(self, max_lines: int) -> list[str]:
-        """The graph as text: deadlocks, the longest waits, then what each worker holds."""
+        """The first ``max_lines`` lines of the graph as text: deadlocks, the longest waits, what each worker holds."""
         lines = [f"deadlock: {named(workers)}" for workers in self.deadlocks]
         lines += [str(edge) for edge in self.waits]
         lines += [f"{one.worker} holds {one.holds}" for one in self.workers if one.holds]
@@ -107,7 +109,7 @@ class WaitGraph:
 
 
 def named(workers: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
+    """The first names as text, and the number of the others."""
     rest = len(workers) - MAX_NAMES
     return ", ".join(workers[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -124,7 +126,7 @@ def find_deadlocks(edges: Iterable[Edge], at_work: Collection[str]) -> tuple[tup
             free.add(edge.who)
         elif edge.blocked_on:
             waits.setdefault(edge.who, []).append(edge.blocked_on)
-    # Nearly every wait is for a worker that can act, and mostly the first name is one: sets are made of the others.
+    # Fast path: in nearly every wait the first name is a worker that can act. Sets are built for the other waits only.
     blocked_on = {
         who: set(chain.from_iterable(names))
         for who, names in waits.items()
@@ -156,13 +158,13 @@ def _components(stuck: set[str], blocked_on: dict[str, set[str]]) -> tuple[tuple
 MAX_WAITS = 64
 MAX_WORKERS = 256
 AT_WORK, WAITING, FINISHED, IDLE = "at work", "waiting", "finished", "idle"
-"""What a worker does: idle is one that has no lease, no request and work to do."""
+"""States of a worker. An idle one has no lease and no request, and has not completed its role."""
 
 
 class WaitGraphBuilder:
-    """A snapshot of who holds which leases, from which the waits of parked requests are derived.
+    """Derives the waits of parked requests from a snapshot of the leases of each worker.
 
-    With thousands of workers most requests wait for the same ones: what is found for a stage is kept.
+    With thousands of workers most requests wait for the same workers, so results are cached by stage.
     """
 
     def __init__(self, state: State, env: Environment, now: float) -> None:
@@ -178,7 +180,7 @@ class WaitGraphBuilder:
     # ---- what a request is blocked on
 
     def blocked_on(self, parked: ParkedRequest[Pull] | ParkedRequest[Offer]) -> tuple[tuple[WorkerId, ...], bool]:
-        """The workers that can satisfy a parked request, and whether progress is being made without their action."""
+        """The workers that can satisfy a parked request, and whether they are about to do so already."""
         request = parked.request
         if isinstance(request, Offer):
             return self._offer_blocked_on(request), False
@@ -194,7 +196,8 @@ class WaitGraphBuilder:
     def _offer_blocked_on(self, offer: Offer) -> tuple[WorkerId, ...]:
         if offer.flow == self._env.flow.train_flow:
             return self._workers_of(self._env.flow.train_stage)
-        if NO_LIMIT != offer.at_most > self._state.models.policy.newest:
+        exact = self._state.exact_version(offer)
+        if exact is not None and exact > self._state.models.policy.newest:
             publisher = self._state.models.policy.publisher
             trainers = self._workers_of(self._env.flow.train_stage)
             return (publisher,) if publisher is not None and publisher in self._state.membership else trainers
@@ -203,7 +206,7 @@ class WaitGraphBuilder:
         return tuple(dict.fromkeys(worker for stage in stages for worker in self._workers_of(stage)))
 
     def _version_blocked_on(self, worker: WorkerId) -> tuple[tuple[WorkerId, ...], bool]:
-        """Slots are ready, but this worker may start none: its weights are too old, or a policy withholds them."""
+        """As `blocked_on`, for a worker that may start none of the ready slots with the weights that it uses."""
         weights = self._state.models.policy
         fetch, receiver = weights.fetching.get(worker), weights.receivers.get(worker)
         if fetch is not None:
@@ -218,9 +221,9 @@ class WaitGraphBuilder:
         return self._workers_of(self._env.flow.train_stage), False
 
     def _upstream(self, stage: str) -> tuple[WorkerId, ...]:
-        """Workers that make or could make what this stage needs; the sources if nothing is in flight.
+        """Workers that make or could make the columns this stage needs; the sources if nothing is in flight.
 
-        Empty if an earlier stage has ready slots that no worker has ever pulled.
+        Empty if all that is in flight is ready for stages that no connected worker has ever pulled.
         """
         if stage not in self._upstream_of:
             found, unpulled = self._search_upstream(stage)
@@ -229,7 +232,7 @@ class WaitGraphBuilder:
         return self._upstream_of[stage]
 
     def _search_upstream(self, stage: str) -> tuple[dict[WorkerId, None], list[str]]:
-        """Workers that make or could make what is missing, and stages with ready slots that no worker ever pulled."""
+        """Workers that make or could make the columns of a stage, and stages whose ready slots no worker has pulled."""
         if stage not in self._found:
             self._found[stage] = self._searched(stage)
         return self._found[stage]
@@ -265,11 +268,11 @@ class WaitGraphBuilder:
     # ---- what is listed
 
     def requests(self, request_timeout_s: float) -> list[Edge]:
-        """The oldest parked requests."""
+        """The oldest parked requests, at most `MAX_WAITS`."""
         return [self._edge(one, request_timeout_s) for one in self._state.requests.oldest(MAX_WAITS)]
 
     def fetches(self) -> list[Edge]:
-        """The first weight transfers of each model that are in flight."""
+        """The weight transfers in flight, at most `MAX_WAITS` of each model."""
         return [edge for versions in self._state.models.of.values() for edge in self._fetches(versions)]
 
     def fetching(self) -> set[WorkerId]:
@@ -324,7 +327,7 @@ class WaitGraphBuilder:
         return found
 
     def worker_states(self, members: Sequence[Member], waiting: Collection[str]) -> list[WorkerState]:
-        """These workers, with what they hold."""
+        """The state and the leases of each of these workers."""
         return [self._worker_state(one, waiting) for one in members]
 
     def _worker_state(self, member: Member, waiting: Collection[str]) -> WorkerState:
@@ -358,21 +361,21 @@ class WaitGraphBuilder:
         return found
 
     def listed(self, first: Collection[str], alarming: Collection[str]) -> list[Member]:
-        """The members that are listed: all, or of many those that come first, those with an alarm, and some others."""
+        """At most `MAX_WORKERS` members: those of ``first``, those of ``alarming``, then others; without observers."""
         membership = self._state.membership
         names = sorted(first), sorted(alarming), [one.id for one in membership.members()]
         found = map(membership.find, dict.fromkeys(chain.from_iterable(names)))
         return list(islice((one for one in found if one is not None and one.role != OBSERVER), MAX_WORKERS))
 
     def state_of(self, member: Member, waiting: Collection[str]) -> str:
-        """What a worker does, in a word."""
+        """The state of a worker: `AT_WORK`, `WAITING`, `FINISHED` or `IDLE`."""
         if member.id in self.at_work:
             return AT_WORK
         return WAITING if member.id in waiting else FINISHED if member.finished else IDLE
 
 
 def unserved(state: State) -> list[str]:
-    """Stages with ready samples that no worker has ever pulled."""
+    """Stages with ready slots or groups that no connected worker has ever pulled."""
     table, pullers = state.table, state.requests.pullers
     ready = {
         **{name: len(queue) for name, queue in table.ready.items()},
@@ -391,11 +394,12 @@ def wait_graph(
     """Build the graph.
 
     Args:
-        state: of the core.
-        env: what it runs with.
+        state: the state of the core.
+        env: its settings, dataflow and policies.
         now: seconds on the run's clock.
-        request_timeout_s: how long a worker waits for an answer.
-        first: workers that are listed before those whose wait is overdue, unsatisfiable or a deadlock, and all others.
+        request_timeout_s: how long a worker waits for an answer, in seconds.
+        first: workers that are listed first, if not all can be: before those with an alarm (a wait that is overdue,
+            unsatisfiable or part of a deadlock) and all others.
     """
     builder = WaitGraphBuilder(state, env, now)
     requests = builder.requests(request_timeout_s)

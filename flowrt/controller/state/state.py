@@ -1,7 +1,7 @@
-"""The state of a run and its environment: all that a transition may read.
+"""The state of a run and its environment: the only inputs of a transition besides its event.
 
 - The state is one object of tables. Transitions change it only through the tables' own methods.
-- The environment (settings, dataflow and policies) does not change while the run goes on.
+- The environment (settings, dataflow and policies) does not change during the run.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from flowrt.controller.state.transfers import Lanes, RendezvousLimits
 from flowrt.controller.state.weights import Models
 from flowrt.controller.state.worklist import Worklist
 from flowrt.errors import EXIT_OK
-from flowrt.protocol.messages import unpack
+from flowrt.protocol.messages import NO_LIMIT, Offer, unpack
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What every transition may read, and the lookup tables that follow from it."""
+    """Settings, dataflow and policies, and the lookup tables derived from them."""
 
     settings: Settings
     flow: Dataflow
@@ -58,39 +58,40 @@ class Environment:
 
 
 TERM_BITS = 40
-"""Bits of an id below its controller's term: ids of two controllers of a run never coincide."""
+"""Number of low bits of an id. The bits above are term - 1, so ids of two controllers of a run never coincide."""
 
 
 @dataclass(slots=True)
 class Preemption:
-    """The order to preempt the run, if there is one, and how far it has been carried out."""
+    """The order to preempt the run, if there is one, and the progress of its execution."""
 
     order: PreemptRun | None = None
-    until_s: float = 0.0
+    until_s: float = 0.0  # deadline for the checkpoint
     steps: int | None = None
-    """Number of steps when the run ends; None before the trainers are told."""
+    """Number of steps after which the trainers leave; None before they are told."""
     is_saved: bool = False
 
     @property
     def is_ordered(self) -> bool:
+        """Whether the run is being preempted."""
         return self.order is not None
 
     def begin(self, order: PreemptRun, until_s: float) -> None:
-        """Take an order. A second one gives no more time: schedulers signal every process of a job."""
+        """Set the order. A second one does not move the deadline, because schedulers signal every process of a job."""
         if self.order is None:
             self.until_s = until_s
         self.order = order
 
     def stop_after(self, steps: int) -> None:
-        """The trainers leave when this number of steps is completed."""
+        """Record the number of completed steps after which the trainers leave."""
         self.steps = steps
 
     def save(self) -> None:
-        """All that was trained is saved."""
+        """Record that a checkpoint of all that was trained is saved, or not needed."""
         self.is_saved = True
 
     def end_of(self, reason: str, code: int) -> EndRun:
-        """The end of the run for this reason, which names the preemption if its work is lost."""
+        """The end of the run for this reason; of a preempted run that is not saved, with the code of its preemption."""
         if self.order is None or self.is_saved or code == EXIT_OK:
             return EndRun(reason, code)
         return EndRun(
@@ -101,7 +102,7 @@ class Preemption:
 
 @dataclass(slots=True)
 class State:
-    """Everything that the controller of a run keeps."""
+    """The tables of a run's controller."""
 
     work: Worklist
     membership: Membership
@@ -159,8 +160,14 @@ class State:
         usual, until = env.policies.admission, self.guards.held_until
         return OnPolicy(usual, until) if self.window.step < until else usual
 
+    def exact_version(self, offer: Offer) -> int | None:
+        """The version that has to generate all samples of the offer; None if any version may."""
+        if offer.at_most == NO_LIMIT:
+            return None
+        return self.window.step if offer.at_most < 0 else offer.at_most
+
     def note_progress(self, now: float) -> None:
-        """Something has happened that brings the run nearer to its end."""
+        """Record progress of the run, from which the time without progress is counted."""
         self.progress_s = now
 
     def begin(self, now: float) -> None:
@@ -169,12 +176,12 @@ class State:
             self.progress_s = now
 
     def end(self, reason: str, code: int) -> list[Command]:
-        """End the run; later reasons are ignored."""
+        """End the run with this exit code; returns the command to do so, or nothing if the run has ended already."""
         if self.ended is not None:
             return []
         self.ended = self.preemption.end_of(reason, code)
         return [self.ended]
 
     def reopen(self) -> None:
-        """Let a run that ended end again, for another reason."""
+        """Cancel the end of the run, so that `end` can set another reason."""
         self.ended = None

@@ -27,7 +27,10 @@ SKIP_REASON = "skipped by the curriculum"
 
 
 def offer(state: State, env: Environment, worker: WorkerId, message: Offer, now: float) -> list[Command]:
-    """Open an offer, or park it until there is room."""
+    """Open an offer, reject it if it is invalid, or park it until it can be opened.
+
+    Raises RemoteProtocolError if the worker has a parked request with the same number.
+    """
     if fault := state.membership.role_fault(worker, env.settings.source_roles, "offers prompts"):
         return [Send(worker, Rejected(message.request, fault))]
     requests = state.requests
@@ -51,12 +54,15 @@ def serve_offers(state: State, env: Environment) -> list[Command]:
 
 
 def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> list[Command]:
-    """Open an offer and answer it; nothing if it has to wait."""
+    """Open an offer and answer it; no commands if the offer has to wait.
+
+    An offer that is not needed (the run is complete, or no worker has its exact version) is answered with group -1.
+    """
     offer, worker, window = parked.request, parked.worker, state.window
     if wait_reason(state, env, offer):
         return []
     is_training = offer.flow == env.flow.train_flow
-    exact = _exact_version(state, offer)
+    exact = state.exact_version(offer)
     if (is_training and window.over) or (exact is not None and state.models.policy.is_gone(exact)):
         return [Send(worker, OfferAccepted(offer.request, -1))]
     state.membership.note_results(worker)
@@ -72,7 +78,7 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
         at_most=NO_LIMIT if exact is None else exact,
     )
     first = groups[0].id
-    if not is_training and not env.flow.train_stage:  # a stream has no more to do
+    if not is_training and not env.flow.train_stage:  # a stream is recorded neither in the ledger nor for replay
         return [Send(worker, OfferAccepted(offer.request, first))]
     commands: list[Command] = []
     if env.flow.train_stage:
@@ -92,13 +98,6 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     if skipped:
         commands.append(AppendReplay(CounterSet(SKIPPED, window.skipped)))
     return commands
-
-
-def _exact_version(state: State, offer: Offer) -> int | None:
-    """The version that has to generate all samples of the offer; None if there is none."""
-    if offer.at_most == NO_LIMIT:
-        return None
-    return state.window.step if offer.at_most < 0 else offer.at_most
 
 
 def _is_skipped(state: State, env: Environment, group: Group) -> bool:
@@ -126,7 +125,7 @@ def _opened(offer: Offer, worker: WorkerId, first: Group) -> GroupsOpened:
 
 
 def confirm(state: State, worker: WorkerId, offer: Offer, replayed: ReplayedSamples) -> list[Command]:
-    """Answer an offer again that an earlier controller opened; nothing if it did not."""
+    """Answer an offer again that an earlier controller opened; no commands if no earlier controller opened it."""
     opened = replayed.offers.get((worker, offer.request))
     if opened is None or (opened.flow, opened.epoch, opened.prompts) != (offer.flow, offer.epoch, offer.prompts):
         return []
@@ -229,7 +228,7 @@ def _unknown(table: SampleTable, flow: str) -> str:
 def wait_reason(state: State, env: Environment, offer: Offer) -> str:
     """What an offer waits for; empty if it can be opened or answered now."""
     if offer.flow != env.flow.train_flow:
-        exact, newest = _exact_version(state, offer), state.models.policy.newest
+        exact, newest = state.exact_version(offer), state.models.policy.newest
         if exact is not None and exact > newest:
             return f"version {exact}, which is to be published; version {newest} is the newest"
         return _budget_reason(state, env, offer)
@@ -241,7 +240,7 @@ def wait_reason(state: State, env: Environment, offer: Offer) -> str:
     if window.enough_opened():
         return "a free place: enough prompts are open to complete the run"
     last, size = window.live + len(offer.prompts) - 1, env.settings.groups_per_step
-    # Groups without which the step in training cannot be filled are opened even if admission would let some wait.
+    # Admission does not delay the groups that are needed to fill the step in training.
     if window.live >= size and not state.admission(env).may_open(last, size):
         return f"admission: {window.live} groups live, step {window.step} in training"
     return ""
@@ -266,7 +265,10 @@ def _budget_reason(state: State, env: Environment, offer: Offer) -> str:
 
 
 def end_of_data(state: State, env: Environment, worker: WorkerId, message: EndOfData, now: float) -> list[Command]:
-    """A source has no more prompts for the flow. Raises RemoteProtocolError for an unknown flow."""
+    """Record that a source has opened all its prompts of a flow.
+
+    Raises RemoteProtocolError if the worker is no source or the flow is unknown.
+    """
     if fault := state.membership.role_fault(worker, env.settings.source_roles, "says that prompts are exhausted"):
         raise RemoteProtocolError(fault)
     if not state.table.flows.is_known(message.flow):
@@ -281,12 +283,12 @@ def end_of_data(state: State, env: Environment, worker: WorkerId, message: EndOf
 
 
 def is_exhausted(state: State, env: Environment, flow: str) -> bool:
-    """Whether all sources of the flow have reported its end."""
+    """Whether all sources have reported the end of this flow, which is not the train flow."""
     return len(state.table.exhausted.get(flow, ())) >= env.settings.sources
 
 
 def is_over(state: State, env: Environment, stage: str) -> bool:
-    """Whether nothing will ever become ready for this stage again."""
+    """Whether no slot will become ready for this stage any more; always False for stages of the train flow."""
     flows, train_flow = state.table.exhausted, env.flow.train_flow
     flow = state.table.stages[stage].flow
     if not flows or state.table.undone[stage] or (train_flow and flow in ("", train_flow)):

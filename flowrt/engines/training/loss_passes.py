@@ -39,9 +39,9 @@ AGES = 8
 K3_OF_AGE = [f"k3_of_age_{age}" for age in range(AGES)]
 TOKENS_OF_AGE = [f"tokens_of_age_{age}" for age in range(AGES)]
 MIN_LOGPROB = -87.0
-"""Below it a probability is 0 in float32: no such token can have been sampled."""
+"""Lower bound (nats) of a usable log-probability; below it the probability is 0 in float32 and cannot be sampled."""
 MAX_LOGPROB = 1e-2
-"""Above it a log-probability is no rounding of 0."""
+"""Upper bound (nats) of a usable log-probability; above it the number is not 0 with a rounding error."""
 
 
 Recorded = tuple[Tensor, Tensor | None]
@@ -71,22 +71,23 @@ class LossPasses:
         self.needs_forward = self.is_deferred and (plan.anchor == "step" or needs.token_statistics)
         """Whether a deferred step needs log-probabilities under the policy before its first update."""
         self._metrics = tuple(dict.fromkeys(name for term in terms for name in term.metrics))
+        self._means = {name: DENOMINATORS[term.per] for term in terms for name in term.means}
         self._sums: dict[str, float] = defaultdict(float)
         self._of_age = torch.zeros(2, AGES, dtype=torch.float64)  # sums of k3, counts of tokens
 
     @property
     def denominator(self) -> str:
-        """The count that the gradient of a step is divided by, unless the step is deferred."""
+        """Name of the global count (a key of `global_sums`) that divides the gradient, unless the step is deferred."""
         return next(iter(self._counts.values()))
 
     @property
     def metric_names(self) -> list[str]:
-        """Names of the metrics that a step has besides those of every algorithm."""
+        """Names of a step's metrics that only this algorithm has."""
         losses = [f"{name}_loss" for name in self._counts]
-        return [*self._metrics, *self.numbers, *(losses if len(losses) > 1 else [])]
+        return [*self._metrics, *self._means, *self.numbers, *(losses if len(losses) > 1 else [])]
 
     def cut(self, model: Any, batch: TrainingBatch, rows: Sequence[int] | None = None) -> list[list[int]]:
-        """Indices of the samples of each pass, over these rows of the batch (None: all)."""
+        """Rows of the batch in each pass, out of these rows (None: all)."""
         chosen = range(len(batch.responses)) if rows is None else rows
         if self.algorithm.needs.whole_groups:
             groups_N = batch.groups_N.tolist()
@@ -102,7 +103,10 @@ class LossPasses:
 
     @torch.no_grad()
     def forward(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probabilities [T] of these samples under the present policy, and entropies if needed; on the CPU."""
+        """Log-probabilities [T] (nats) of these samples under the present policy, and entropies [T]; on the CPU.
+
+        The list of entropies is empty unless the algorithm needs them.
+        """
         responses = [batch.responses[row] for row in rows]
         computed = self._predict(model, batch, rows, all_recorded_logprobs(batch, rows))
         lengths = [len(response) for response in responses]
@@ -112,7 +116,11 @@ class LossPasses:
     def loss_sum(
         self, model: Any, batch: TrainingBatch, rows: Sequence[int], deferred: "DeferredPass | None" = None
     ) -> Tensor:
-        """Scalar loss of these samples, differentiable: the sum of a streamed step, the share of a deferred one."""
+        """Scalar loss of these samples, differentiable; updates the metrics of the step.
+
+        Without ``deferred`` it is a sum, which the step divides by `denominator`; with it, the sum of terms that are
+        already divided by their global counts.
+        """
         responses = [batch.responses[row] for row in rows]
         recorded = all_recorded_logprobs(batch, rows)
         computed = self._predict(model, batch, rows, recorded)
@@ -180,7 +188,7 @@ class LossPasses:
             self._sums[name] += float(value_T.sum())
         for term in terms:
             self._sums[f"{term.name}_loss"] += float(term.loss_sum.detach())
-            for name, value in term.metrics.items():
+            for name, value in (*term.metrics.items(), *term.means.items()):
                 self._sums[name] += float(value)
 
     def _measure_divergence(self, trainer_T: Tensor, rollout_T: Tensor, ages_T: Tensor) -> None:
@@ -189,17 +197,17 @@ class LossPasses:
         self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, torch.ones_like(k3_T)]))
 
     def note_batch(self) -> None:
-        """A micro-batch has come, perhaps one of which no sample is trained."""
+        """Count a micro-batch, also if none of its samples is trained."""
         self._sums["batches"] += 1
 
     def reset(self) -> None:
-        """Start a new step."""
+        """Clear the sums of the last step."""
         self._sums.clear()
         self._of_age.zero_()
 
     def global_sums(self) -> dict[str, float]:
         """The step's sums over all ranks, by name. Collective; a rank without micro-batches adds zeros."""
-        names = (*COUNTS, *(f"{name}_loss" for name in self._counts), *MEANS, *RATIOS, *self._metrics)
+        names = (*COUNTS, *(f"{name}_loss" for name in self._counts), *MEANS, *RATIOS, *self._metrics, *self._means)
         totals = torch.cat([torch.tensor([self._sums[name] for name in names], dtype=torch.float64), *self._of_age])
         if ranks() > 1:
             dist.all_reduce(totals)
@@ -208,7 +216,7 @@ class LossPasses:
     def untrained_metrics(self, sums: dict[str, float], lr: float) -> dict[str, float]:
         """Metrics of a step without a trained token: empty if it had no micro-batch on any rank.
 
-        All samples of a step may be left out by the credit, as when the rewards of every group are equal and the
+        The credit may exclude all samples of a step, for example if the rewards of every group are equal and the
         objective trains pairs of a better and a worse sample.
         """
         if not sums["batches"]:
@@ -219,10 +227,13 @@ class LossPasses:
     def step_metrics(self, sums: dict[str, float], grad_norm: float, lr: float) -> dict[str, float]:
         """Metrics of a step, from its global sums. An `Adaptive` algorithm's numbers become those of the next step.
 
-        The loss of each term is divided by its count, ``loss`` is their sum, all others are means per token; with
-        several updates, over all of them. ``divergence_AGE`` is the k3 estimate of KL(rollout || trainer) over tokens
-        of staleness AGE (versions), with the trainer's policy before the step. ``effective_sample_fraction`` is Kish's,
-        over the ratios w of policy over rollout: (sum of w)^2 / (tokens x sum of w^2), which is 1 where all are equal.
+        The loss and the means of each term are divided by its count, and ``loss`` is the sum of these losses; other
+        sums are divided by the number of tokens. With several updates, sums and counts are over all of them.
+        ``divergence_AGE`` is the k3 estimate of KL(rollout || trainer) over tokens of staleness AGE (versions), with
+        the trainer's policy before the step, or, in a step that does not compute it (`needs_forward`), the policy of
+        each pass.
+        ``effective_sample_fraction`` is Kish's, over the ratios w of policy over rollout: (sum of w)^2 /
+        (tokens x sum of w^2), which is 1 where all ratios are equal.
         """
         tokens, samples = sums["tokens"], sums["samples"]
         trained = samples / self.algorithm.plan.epochs
@@ -230,6 +241,7 @@ class LossPasses:
         losses = {f"{name}_loss": sums[f"{name}_loss"] / sums[count] for name, count in self._counts.items()}
         metrics = {"loss": sum(losses.values())} | (losses if len(losses) > 1 else {})
         metrics |= {name: sums[name] / tokens for name in (*MEANS, *self._metrics)}
+        metrics |= {name: sums[name] / sums[count] for name, count in self._means.items()}
         ratios, squares = (sums[name] for name in RATIOS)
         metrics[EFFECTIVE_FRACTION] = ratios**2 / (tokens * squares)
         for age, (k3, count) in enumerate(zip(K3_OF_AGE, TOKENS_OF_AGE, strict=True)):
@@ -249,14 +261,14 @@ class LossPasses:
         return metrics
 
     def restore_numbers(self, saved: Mapping[str, float]) -> None:
-        """Continue with the numbers of a checkpoint; one that it does not have keeps its first value."""
+        """Continue with the numbers of a checkpoint; a number that is not in the checkpoint has its first value."""
         self.numbers = first_numbers(self.algorithm) | {
             name: value for name, value in saved.items() if name in self.numbers
         }
 
 
 def _capture(logprobs_T: Tensor, captures: Sequence[Capture | None], lengths: Sequence[int]) -> None:
-    """Note the log-probabilities of samples that are stored, the first time that they are computed."""
+    """Record the log-probabilities of samples that are stored, the first time they are computed."""
     wanted = [one is not None and one.logprobs_T is None for one in captures]
     if not any(wanted):
         return
@@ -266,7 +278,7 @@ def _capture(logprobs_T: Tensor, captures: Sequence[Capture | None], lengths: Se
 
 
 def _supports(batch: TrainingBatch, rows: Sequence[int], recorded: Sequence[Recorded | None]) -> list[Support] | None:
-    """The support of each sample; of an unusable one, its tokens alone. None without truncated sampling."""
+    """The support of each sample; for a sample with unusable records, its own tokens. None without truncation."""
     if batch.supports is None:
         return None
     return [
@@ -290,7 +302,7 @@ def recorded_logprobs(batch: TrainingBatch, row: int) -> Recorded | None:
 
 
 def all_recorded_logprobs(batch: TrainingBatch, rows: Sequence[int]) -> list[Recorded | None]:
-    """`recorded_logprobs` of these samples. One look at all of them is enough if all are usable, as nearly always."""
+    """`recorded_logprobs` of these samples. Checks all samples at once, and one by one only if that check fails."""
     rollout = [batch.rollout_logprobs[row] for row in rows]
     reference = None if batch.reference_logprobs is None else [batch.reference_logprobs[row] for row in rows]
     lengths = [len(batch.responses[row]) for row in rows]
@@ -298,7 +310,7 @@ def all_recorded_logprobs(batch: TrainingBatch, rows: Sequence[int]) -> list[Rec
     if usable and reference is not None:
         usable = list(map(len, reference)) == lengths and bool(torch.cat(reference).isfinite().all())
     if usable:
-        low, high = torch.cat(rollout).aminmax()  # NaN if one of them is
+        low, high = torch.cat(rollout).aminmax()  # NaN if any value is NaN
         usable = bool((low > MIN_LOGPROB) & (high < MAX_LOGPROB))
     if not usable:
         return [recorded_logprobs(batch, row) for row in rows]
@@ -313,7 +325,7 @@ def _columns(
     present_T: Tensor,
     has_reference: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The recorded columns [T] of a pass; for samples that are not valid, the present policy's own values."""
+    """The recorded columns [T] of a pass; for samples with unusable records, the values of the present policy."""
     device = present_T.device
     if all(one is not None for one in recorded):
         usable = [one for one in recorded if one is not None]
@@ -334,7 +346,7 @@ def first_numbers(algorithm: Algorithm) -> dict[str, float]:
 
 
 def example_tokens(algorithm: Algorithm) -> Tokens:
-    """Two tokens of two samples of a group: for the names of terms and metrics, and for a first check."""
+    """Two tokens of two samples of one group, from which the names of terms and metrics are found."""
     logprobs_T = torch.full((2,), -1.0, requires_grad=True)
     return Tokens(
         logprobs_T=logprobs_T,
@@ -353,7 +365,7 @@ def example_tokens(algorithm: Algorithm) -> Tokens:
 
 
 def example_step(algorithm: Algorithm) -> StepTokens:
-    """The tokens of `example_tokens`, as those of a whole step."""
+    """The tokens of `example_tokens` as the tokens of a whole step."""
     logprobs_T = torch.full((2,), -1.0)
     return StepTokens(
         logprobs_T=logprobs_T,

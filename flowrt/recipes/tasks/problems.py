@@ -1,4 +1,4 @@
-"""Problems of a user's own task: rows of a data set that become prompts when they are read, and the check of all."""
+"""Problems of recipe custom: rows of data sets, converted when they are accessed, and the check of all rows."""
 
 import json
 from array import array
@@ -24,7 +24,7 @@ from flowrt.recipes.tasks.rows import first_held_out
 
 
 class Problems(Sequence[Example]):
-    """A range of the rows of a data set, as problems that are made when they are read."""
+    """The problems of a range of rows of a data set; each is made when it is accessed."""
 
     def __init__(self, rows: Rows, data: DataConfig, places: range) -> None:
         self._rows = rows
@@ -39,7 +39,7 @@ class Problems(Sequence[Example]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Example]: ...
     def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
-        """A problem. Raises ConfigError if its row cannot be used."""
+        """The problem of an index, or a view of a slice. Raises ConfigError if the row cannot be used."""
         if isinstance(index, slice):
             return Problems(self._rows, self._data, self._places[index])
         place = self._places[index]
@@ -86,12 +86,12 @@ class ProblemSet:
     """A data set of the user's.
 
     Attributes:
-        name: empty if it is the only one.
+        name: name of the set; empty if it is the only one.
         weight: share of the prompts, relative to the other sets.
         rows: all rows.
-        data: how they are read.
-        first_held_out: index of the first row that is held out; the rows before are trained on.
-        difficulties: of the rows, if they are trained on in this order; else none.
+        data: options by which the rows are read.
+        first_held_out: index of the first row that is held out; the rows before it are trained on.
+        difficulties: difficulty of each row if the rows are ordered by it; else empty.
     """
 
     name: str
@@ -124,9 +124,9 @@ class ProblemSet:
 
 
 def open_sets(data: DataConfig) -> list[ProblemSet]:
-    """The data sets of a configuration, which has a path or sets.
+    """The data sets ``data.sets``, or the only one at ``data.path``.
 
-    Raises ConfigError if one cannot be read, or has too few rows for its share of the held-out prompts.
+    Raises ConfigError if a set cannot be read, or has no row left to train on after its share of the held-out prompts.
     """
     if not data.sets:
         rows, numbers = _open(Path(data.path), data)
@@ -139,7 +139,9 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
             rows, numbers = _open(Path(one.path), data)
         except ConfigError as error:
             raise ConfigError(f"data set {one.name!r}: {error}") from error
-        if not held_out < len(rows) <= MAX_ROWS:
+        if len(rows) > MAX_ROWS:
+            raise ConfigError(f"data set {one.name!r} has {len(rows)} rows; use at most {MAX_ROWS}, or split it")
+        if len(rows) <= held_out:
             raise ConfigError(
                 f"data set {one.name!r} has {len(rows)} rows, no more than the {held_out} that are held out, its share "
                 f"of data.eval_prompts={data.eval_prompts}; use fewer"
@@ -149,7 +151,7 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
 
 
 def _open(path: Path, data: DataConfig) -> tuple[Rows, Sequence[float]]:
-    """The rows of a path within the limits of the difficulty, and, if they are ordered by it, the difficulties."""
+    """The rows of a path within the limits of the difficulty, and their difficulties if they are ordered by it."""
     rows = open_rows(path, data.split)
     if not data.difficulty_key:
         return rows, ()
@@ -166,7 +168,15 @@ def _open(path: Path, data: DataConfig) -> tuple[Rows, Sequence[float]]:
 
 
 def problem(row: object, data: DataConfig, where: str) -> Example:
-    """The problem of a row. Raises ConfigError if it has no prompt."""
+    """The problem of a row.
+
+    Args:
+        row: as `Rows.row` returns it.
+        data: names of the columns.
+        where: place of the row, the beginning of an error message.
+
+    Raises ConfigError if the row has no usable prompt.
+    """
     columns = as_columns(row, where)
     prompt, messages = prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
     answer = find(columns, data.answer_key)
@@ -178,14 +188,14 @@ def problem(row: object, data: DataConfig, where: str) -> Example:
 
 
 def folded(prompt: str, messages: Messages) -> str:
-    """A prompt in which runs of white space are one space: equal for prompts that count as the same."""
+    """A prompt as one text with normalised white space; two prompts count as equal if these texts are equal."""
     if not messages:
         return _folded(prompt)
     return "\0".join([f"{role}\0{_folded(content)}" for role, content in messages])
 
 
 def _folded(text: str) -> str:
-    if text.isprintable() and "  " not in text:  # no white space but single spaces
+    if text.isprintable() and "  " not in text:  # the only white space is single spaces
         return text.strip(" ")
     return " ".join(text.split())
 
@@ -195,10 +205,10 @@ def check_rows(sets: Sequence[ProblemSet], data: DataConfig) -> None:
 
     Args:
         sets: the data sets.
-        data: how their rows are read.
+        data: options by which their rows are read.
 
-    Raises ConfigError for the first ten rows that cannot be used, for a column of answers that some rows of a set lack,
-    and for held-out prompts that are trained on.
+    Raises ConfigError for the first ten rows that cannot be used, for an answer column that some rows of a set lack (or
+    all of them, if it is not the default one), and for held-out prompts that are trained on.
     """
     mistakes = Mistakes()
     held_out = set[str]() if data.allow_overlap else {text for one in sets for text in _held_out(one)}
@@ -231,7 +241,7 @@ def check_rows(sets: Sequence[ProblemSet], data: DataConfig) -> None:
 
 
 def _incomplete(one: ProblemSet, data: DataConfig, index: int) -> str:
-    """The message on a row without an answer, where others have one."""
+    """The error message on a row without the answer column."""
     names = ", ".join(map(repr, as_columns(one.rows.row(index), "")))
     return (
         f"{one.rows.where(index)} has no field {data.answer_key!r}; it has {names[:200]}; leave the column out of "
@@ -240,12 +250,12 @@ def _incomplete(one: ProblemSet, data: DataConfig, index: int) -> str:
 
 
 def _held_out(one: ProblemSet) -> set[str]:
-    """The held-out prompts of a set."""
+    """The held-out prompts of a set, as `folded`, without those of rows that cannot be used."""
     found: set[str] = set()
     for place in range(one.first_held_out, len(one.rows)):
         try:
             _, prompt = checked(one.rows.row(place), one.data, one.rows, place)
         except ConfigError:
-            continue  # reported with the other mistakes
+            continue  # `check_rows` reports it
         found.add(folded(*prompt))
     return found

@@ -1,5 +1,7 @@
 """Causes and roots of waits in simulated runs with one planted bottleneck."""
 
+from dataclasses import replace
+
 import pytest
 
 from flowrt.controller.attribution.causes import KINDS, Cause
@@ -10,7 +12,7 @@ from flowrt.protocol import messages as m
 from flowrt.simulation.cluster import ClusterPlan
 from tests.simulation.attributed import AttributedRun, attribute
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.scenario import whole
+from tests.simulation.scenario import offer_one, whole
 
 
 def run(
@@ -88,3 +90,20 @@ def test_at_most_3_percent_of_the_time_has_no_cause() -> None:
     for found in (run(train_s=6.0), run(transfer_s=5.0, bound=0), run(tail=1.5)):
         for role in ("rollout", "trainer"):
             assert found.shares(role).get("other", 0.0) <= 0.03, found.shares(role)
+
+
+@pytest.mark.parametrize("version", [1, -1], ids=["numbered", "of_the_last_step"])
+def test_an_evaluation_of_an_unpublished_version_waits_for_weights(version: int) -> None:
+    driver = CoreDriver(steps=5)
+    driver.ready_to_train()
+    assert driver.pull("trainer0", "train", step=0) is not None
+    driver.send("trainer0", m.StepCompleted(0, ()))
+    offer = offer_one(request=9, members=1, prompt=7, flow="eval")
+    driver.now = 1.0
+    assert not driver.send("source0", replace(offer, at_least=version, at_most=version))
+    driver.now = 2.0
+    driver.event(Tick())
+    (wait,) = [one for one in driver.core.waits.open_waits(2.0) if one.worker == "source0"]
+    assert wait.cause is Cause.WEIGHTS
+    (edge,) = [one for one in driver.core.wait_graph(2.0, 600.0).waits if one.who == "source0"]
+    assert edge.blocked_on == ("trainer0",)

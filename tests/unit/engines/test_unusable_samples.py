@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrt.algorithms.objective import Kl, Objective
+from flowrt.algorithms.objective import Kl, Objective, OnlineDpo
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.tiny_model import build_model
@@ -35,6 +35,29 @@ def batch(second: torch.Tensor | None = None, **changes: Any) -> TrainingBatch:
 def engine(objective: Objective | None = None) -> TorchTrainer:
     model = build_model(vocab_size=24, hidden_size=32, layers=1, heads=2, intermediate_size=48, max_length=64, seed=1)
     return TorchTrainer(model, TrainOptions(warmup_steps=0), objective or Objective(), temperature=1.0)
+
+
+@pytest.mark.parametrize("forward_tokens", [1024, 1])  # one pass, or one for each group
+def test_the_margin_of_preference_pairs_is_a_mean_over_groups(forward_tokens: int) -> None:
+    model = build_model(vocab_size=24, hidden_size=32, layers=1, heads=2, intermediate_size=48, max_length=64, seed=1)
+    options = TrainOptions(warmup_steps=0, forward_tokens=forward_tokens)
+    trainer = TorchTrainer(model, options, OnlineDpo(beta=0.5), temperature=1.0)
+    first, reference = batch(), [torch.full((4,), -2.0), torch.full((6,), -4.0)]
+    twice = dataclasses.replace(
+        first,
+        prompts=[*first.prompts, *first.prompts],
+        responses=[*first.responses, *first.responses],
+        rollout_logprobs=[*first.rollout_logprobs, *first.rollout_logprobs],
+        reference_logprobs=[*reference, *reference],
+        advantages_N=torch.tensor([1.0, -1.0, 1.0, -1.0]),
+        weights_N=torch.ones(4),
+        groups_N=torch.tensor([0, 0, 1, 1]),
+    )
+    logprobs_T, _ = response_logprobs(trainer.model, first.prompts, first.responses, 1.0)
+    differences = (logprobs_T - torch.cat(reference)).detach().split([4, 6])
+    margin = float(differences[0].sum() - differences[1].sum())
+    trainer.accumulate(twice)
+    assert trainer.step()["margin"] == pytest.approx(margin, rel=1e-5)
 
 
 def gradient(one: TorchTrainer) -> torch.Tensor:
