@@ -3,7 +3,7 @@
     python bench/compare_trl.py --baseline-python PYTHON [--steps 40] [--json PATH]     # a Python that has TRL
 
 A Qwen2 of a million parameters learns to write the kind of characters that its prompt asks for
-(`end_to_end/task.py`). It cannot end early, so every response has ``--new-tokens`` tokens. Both start from the same
+(`end_to_end/task.py`). It has no end token, so every response has ``--new-tokens`` tokens. Both start from the same
 random weights. TRL generates and trains in turns, in one process with as many threads as there are cores; flowrt runs
 one rollout worker and two trainer ranks in parallel, with a thread each, at staleness 1. Samples per second
 count from the end of the first step.
@@ -15,10 +15,10 @@ Both are compiled by torch.compile: the trainer's passes on both sides, and flow
 generates by transformers as it is. Both run in float32 and in bfloat16, with float32 weights in the optimiser: flowrt
 by its fsdp engine then, TRL by its ``bf16``. On some CPUs bfloat16 is the slower one. ``samples_per_s``, ``reward``,
 ``baseline_samples_per_s``, ``baseline_reward`` and ``ratio`` are of the faster run of each side in each round;
-``float32_ratio`` and ``bfloat16_ratio`` compare the two in one type. ``--dtypes`` leaves one out, ``--no-compile``
-the compiler.
+``float32_ratio`` and ``bfloat16_ratio`` compare the two in one type. ``--dtypes`` selects types; with ``--no-compile``
+neither side is compiled.
 
-What flowrt has generated of the second step when the first one ends is not taken off: one step's generation at most.
+Samples of the second step that flowrt has generated before the first one ends are not subtracted: at most one step.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConf
             micro_batch_tokens=MICRO_BATCH_TOKENS,
             forward_tokens=FORWARD_TOKENS,
             compile=arguments.compile,
-            # The engine that has mixed precision: weights of the optimiser's own are float32.
+            # Mixed precision needs fsdp, whose optimiser keeps float32 weights.
             engine="torch" if dtype == FLOAT32 else "fsdp",
             fsdp=dataclasses.replace(base.trainer.fsdp, dtype=dtype),
         ),
@@ -94,7 +94,7 @@ def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConf
 
 
 def flowrt(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, float]:
-    """A run of the command that a user types, and the bound that follows from its own rates."""
+    """Samples/s and reward of a `flowrt run`, and the bound on samples/s that follows from its busy times."""
     run_config = config(folder, arguments, dtype)
     run_dir = Path(run_config.run_dir)
     file = folder / "run.toml"
@@ -111,7 +111,7 @@ def flowrt(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[st
 
 
 def busiest_s(timeline: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds that the busier of the two roles worked, a worker's mean, from the end of the first step on."""
+    """Busy seconds from the end of the first step on, the mean over workers, of the busier of the two roles."""
     spans: dict[str, dict[str, list[Span]]] = {"rollout": {}, "trainer": {}}
     for one in timeline:
         if one["role"] in spans and "kind" in one:
@@ -154,7 +154,7 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, float]:
-    """Each side in each type, one run after the other."""
+    """The figures of one round: each side in each type, one run after the other."""
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name)
         make_model(folder / "model", arguments.seed)

@@ -47,7 +47,7 @@ def offer(core: Core, rows: int) -> None:
 
 
 def measure(core: Core, cycles: int) -> float:
-    """Events a second over ``cycles`` offers, pulls and commits; as many slots live after as before."""
+    """Events a second over ``cycles`` offers, pulls and commits, which leave the number of live slots unchanged."""
     start_s = time.perf_counter()
     for _ in range(cycles):
         offer(core, 1)
@@ -70,7 +70,7 @@ def measure(core: Core, cycles: int) -> float:
 
 
 class TimedCore(Core):
-    """Sums up the processor time of every event."""
+    """A core that sums the processor time of all events in ``spent_s`` (seconds)."""
 
     spent_s = 0.0
 

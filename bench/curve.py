@@ -1,4 +1,4 @@
-"""What CURVE costs: round trips over the product's own links, with keys and without, in turns.
+"""The cost of CURVE: round trips over flowrt's links, with keys and without, by turns.
 
 python bench/curve.py [--quick] [--json PATH]
 """
@@ -30,7 +30,7 @@ TRIPS, WARM, REPEATS = 4000, 400, 5
 
 
 async def serve(keys: str) -> None:
-    """Echo until the input ends."""
+    """Echo every message until stdin ends."""
 
     def echo(peer: bytes, message: m.Message) -> None:
         link.send(peer, message)

@@ -1,9 +1,9 @@
-"""The plain PyTorch rollout engine, decoding as it is and compiled.
+"""The torch rollout engine: decoding in eager mode and compiled.
 
     python bench/decoding.py [--json PATH] [--quick]
 
 Groups of 8 with prompts of 11 tokens and responses of 64, one thread, a Qwen2 of a million parameters. The two engines
-take turns; both make the same tokens, or the bench says how many samples differ.
+take turns; ``differ_fraction`` is the share of samples whose tokens differ between them.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def engine(folder: Path, rows: int, way: str) -> TorchRollout:
 
 
 def generate(engine: TorchRollout, rows: int, seed: int) -> tuple[float, dict[int, Response]]:
-    """All rows at once; seconds, and what was made."""
+    """Generate all rows at once; returns the seconds and the responses by row."""
     dice = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(1, VOCABULARY, (PROMPT,), generator=dice, dtype=torch.int32) for _ in range(rows)]
     never, done = threading.Event(), dict[int, Response]()

@@ -1,13 +1,13 @@
-"""Deltas of weights: how small, and how fast to make and to apply, over model sizes and kinds of steps.
+"""Deltas of weights: their size and the speed of encoding and applying them, by model size and kind of step.
 
     python bench/deltas.py [--quick] [--json PATH]
 
 The weights are bf16 copies of fp32 weights ~ N(0, 0.02); a step moves each by the learning rate times Adam's update: a
-normal number of mean size 0.2 once the moments have settled, +1 or -1 in the very first step. Rates are full bytes by
-seconds, in one thread: a 10 Gbit/s wire moves 1.25 GB/s of them. "encode" finds and writes what has changed, as a
-publisher does: it has both checksums, for it offers the version whole, too. "summed" computes the new one's on the
-way. "spare" writes into the buckets of an older version, as receivers do; "whole" is sum, encode and apply one after
-the other, as a version takes them (the versions behind it overlap: they are made while it is applied).
+normal number of mean size 0.2 in steady state, +1 or -1 in the very first step. Rates are bytes of the full version a
+second, in one thread; a link of 10 Gbit/s moves 1.25 GB/s. "encode" finds and writes the changes, with both checksums
+given, as a publisher has them for sending the full version; "summed" also computes the checksum of the new version.
+"spare" writes into the buckets of an older version, as receivers do; "whole" is checksum, encode and apply of one
+version, one after the other (of several versions, the next is encoded while one is applied).
 """
 
 import argparse
@@ -25,7 +25,7 @@ from flowrt.transport.weights.delta import Delta
 from flowrt.transport.weights.snapshot import BUCKET_BYTES, Snapshot
 
 STD = 0.02
-# Mean size of Adam's update in learning rates: simulated, gradients with a tenth of signal, after a hundred steps.
+# Mean size of Adam's update over the learning rate, simulated: gradients that are a tenth signal, after 100 steps.
 STEADY_STATE = 0.2
 REPEATS = 5
 PLAIN = "settled, 1e-6"
@@ -38,14 +38,14 @@ STEPS = {
 
 
 def versions(full_bytes: int, learning_rate: float, mean_size: float | None) -> tuple[Snapshot, Snapshot]:
-    """Two versions one step apart; ``mean_size`` None is Adam's first step."""
+    """Two versions of ``full_bytes`` bytes, one step apart; ``mean_size`` None is Adam's first step."""
     generator = torch.Generator().manual_seed(0)
     old, new = Snapshot(1, []), Snapshot(2, [])
     for start in range(0, full_bytes, BUCKET_BYTES):
         elements = min(BUCKET_BYTES, full_bytes - start) // 2
         weights = torch.randn(elements, generator=generator).mul_(STD)
         update = torch.randn(elements, generator=generator)
-        # A normal number's mean size is 0.8 of its deviation.
+        # The mean size of a normal number is 0.798 of its standard deviation.
         update = update.sign() if mean_size is None else update.mul_(mean_size / 0.798)
         old.buckets += Snapshot.take(1, {"weights": weights.bfloat16()}).buckets
         new.buckets += Snapshot.take(2, {"weights": weights.add_(update, alpha=learning_rate).bfloat16()}).buckets
@@ -53,7 +53,7 @@ def versions(full_bytes: int, learning_rate: float, mean_size: float | None) -> 
 
 
 def gbps(full_bytes: int, repeats: int, call: Callable[[], object]) -> float:
-    """Median of the repeats, in GB of the full version by second."""
+    """Median rate of ``call``, in GB of the full version a second."""
     seconds = []
     for _ in range(repeats):
         start_s = time.perf_counter()
@@ -63,7 +63,10 @@ def gbps(full_bytes: int, repeats: int, call: Callable[[], object]) -> float:
 
 
 def measure(full_bytes: int, learning_rate: float, mean_size: float | None, repeats: int = REPEATS) -> dict[str, float]:
-    """One size and kind of step: fractions and rates. The result of every delta is compared bit for bit."""
+    """Fractions of the full bytes, and rates in GB/s, of one size and kind of step.
+
+    Raises SystemExit if too much changed for a delta, or if the delta does not give the new version bit for bit.
+    """
     old, new = versions(full_bytes, learning_rate, mean_size)
     pairs = zip(old.buckets, new.buckets, strict=True)
     differing = sum(int(torch.count_nonzero(a.view(torch.int16) != b.view(torch.int16))) for a, b in pairs)
@@ -92,7 +95,7 @@ def measure(full_bytes: int, learning_rate: float, mean_size: float | None, repe
 
 
 def whole(old: Snapshot, new: Snapshot, old_sum: int, spare: Snapshot) -> Snapshot:
-    """All that is between a snapshot at a publisher and the version at a receiver, one after the other; no wire."""
+    """All work between the snapshot of a publisher and the version of a receiver, without the network."""
     delta = Delta.between(old, new, base_checksum=old_sum, checksum=new.checksum())
     assert delta is not None
     return Delta.from_buffers(delta.buffers()).apply(old, spare)

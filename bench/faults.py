@@ -1,13 +1,13 @@
-"""Real runs to which faults are done, drawn at random: processes, links, files and disks.
+"""Real runs with random faults of processes, links, files and disks.
 
     python bench/faults.py [--trials 300] [--first-seed 0] [--only SEED ...] [--groups NAME ...] [--quick]
                            [--at-once 2] [--kinds KIND ...] [--filtered N] [--json PATH]
 
 Every trial is a whole run of `flowrt run`, and of `flowrt resume` where the run had to end: launcher, controller,
-source, rollout workers, reward, reference and trainer are processes with the real engines and a tiny model, over the
-real wire. Only their start is cheaper: each is forked from a process that has imported everything; the ranks of a
-trainer, and a fork server that replaces one, are started by python. The data has exactly as many prompts as
-the run trains, so that each must be trained once. Every second run (odd seeds) has keys.
+source, rollout workers, reward, reference and trainer are processes with the real engines, a tiny model and real
+connections. Only their start is faster: each is forked from a process that has imported everything, except the ranks
+of a trainer and the replacement of a fork server, which python starts. The data has exactly as many prompts as the run
+trains, so that each must be trained once. Every second run (odd seeds) has CURVE keys.
 
     one          one process is killed, stopped, or its connection is closed or goes silent
     signal       SIGTERM, SIGINT or SIGHUP to a worker or the controller
@@ -17,13 +17,13 @@ the run trains, so that each must be trained once. Every second run (odd seeds) 
     resume       the same, and a fault while the resumed run comes up
     files        the same, and damage to a file before it is resumed
     disk         a full disk (needs root: it is mounted)
-    leave        a worker, the only one of its role, is told to leave in order
+    leave        SIGTERM to the only worker of a role, which drains
 
 With ``--filtered N`` all runs sample dynamically: the group filter drops N groups in each step, the data has N prompts
 a step more, and each prompt must be trained once, or be dropped for good with the filter's reason.
 
-A run may end where its fault demands it (a launcher that is killed, a controller that is interrupted, a full disk); it
-is then resumed, and must complete. The verdict is from the files of the run, with queries of its own:
+A run may end if its fault requires it (a launcher that is killed, a controller that is interrupted, a full disk); it is
+then resumed, and must complete. The verdict comes from the files of the run, read without flowrt's code:
 
     lost      prompts that were not trained        doubled   prompts that were trained twice
     hung      no end within the deadline           wrong     another exit code, sentence, count, step, or something left
@@ -43,7 +43,7 @@ from typing import Any
 
 from common.report import write
 from fault_injection.faults import GROUPS, Plan, draw
-from fault_injection.runs import KEYS, SILENCE_S, prepare, warm_up
+from fault_injection.runs import KEYS, WORKER_TIMEOUT_S, prepare, warm_up
 from fault_injection.trial import STEPS, Outcome, Trial
 from rich.console import Console
 from rich.table import Table
@@ -91,14 +91,18 @@ def main() -> int:
             courses.remove((trial, course))
             if not outcome.is_bad:
                 shutil.rmtree(trial.folder)
-            if outcome.struck or outcome.is_bad or arguments.only:  # else the run was over first: another one is drawn
+            if outcome.injected or outcome.is_bad or arguments.only:  # else the run ended before its fault
                 outcomes.append(outcome)
                 console.print(outcome.line(len(outcomes)), highlight=False, markup=False, soft_wrap=True)
             elif arguments.quick:
                 plans = itertools.chain(_of_group(trial.out.plan.group, trial.out.plan.seed + 1), plans)
     wall_s = time.monotonic() - began_s
     failures = [one.line(0) for one in outcomes if one.is_bad]
-    metrics = metrics_of(outcomes) | {"skipped": skipped, "wall_s": round(wall_s, 1), "worker_timeout_s": SILENCE_S}
+    metrics = metrics_of(outcomes) | {
+        "skipped": skipped,
+        "wall_s": round(wall_s, 1),
+        "worker_timeout_s": WORKER_TIMEOUT_S,
+    }
     Console(width=160).print(table_of(outcomes, metrics))
     if not failures:
         shutil.rmtree(folder)
@@ -135,19 +139,21 @@ def _plans(arguments: argparse.Namespace) -> Iterator[Plan]:
     if arguments.quick:
         return (next(_of_group(group, arguments.first_seed)) for group in QUICK)
     seeds = arguments.only or itertools.count(arguments.first_seed)
-    plans = (draw(seed, STEPS, SILENCE_S, tuple(arguments.groups)) for seed in seeds)
+    plans = (draw(seed, STEPS, WORKER_TIMEOUT_S, tuple(arguments.groups)) for seed in seeds)
     kinds = arguments.kinds
-    return (plan for plan in plans if not kinds or all(one.kind in kinds for one in (*plan.faults, *plan.later)))
+    return (
+        plan for plan in plans if not kinds or all(one.kind in kinds for one in (*plan.faults, *plan.resume_faults))
+    )
 
 
 def _of_group(group: str, first_seed: int) -> Iterator[Plan]:
-    """The first trial of a group from that seed on, as it is among those of all groups."""
-    plans = (draw(seed, STEPS, SILENCE_S) for seed in itertools.count(first_seed))
+    """The first plan of ``group`` with a seed of at least ``first_seed``, as drawn from all groups."""
+    plans = (draw(seed, STEPS, WORKER_TIMEOUT_S) for seed in itertools.count(first_seed))
     return itertools.islice((plan for plan in plans if plan.group == group), 1)
 
 
 def _advance(course: Generator[None, None, Outcome]) -> Outcome | None:
-    """A trial looks around once; its verdict when it is over."""
+    """Advance a trial to its next yield; returns its verdict when it has ended, else None."""
     try:
         next(course)
     except StopIteration as over:
@@ -198,7 +204,7 @@ def times(outcomes: list[Outcome]) -> dict[str, float | None]:
 
 
 def table_of(outcomes: list[Outcome], metrics: dict[str, Any]) -> Table:
-    """By what was done."""
+    """The table of results, a row for each kind of fault."""
     names = (*COUNTED, *(f"{name}_{what}" for name in TIMED for what in ("p50", "max")))
     caption = "  ".join(f"{name} {metrics[name]}" for name in (*names, "skipped", "wall_s", "worker_timeout_s"))
     table = Table(title=f"{metrics['trials']} runs with faults", caption=caption)

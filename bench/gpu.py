@@ -1,15 +1,16 @@
-"""Everything that is to be measured once a GPU is at hand, part by part.
+"""All measurements that need a GPU, part by part.
 
     python bench/gpu.py [--json PATH] [--logs DIR] [--parts NAME ...] [--quick] [--device cuda]
 
 Each part is a process with a time limit and a log of its own; its metrics are written as soon as it has ended, so that
-one that fails or hangs costs no other. NOT RUN ON A GPU YET; ``--device cpu --quick`` tries all parts on the CPU.
+a failing or hanging part does not affect the others. Not run on a GPU yet; ``--device cpu --quick`` tries all parts on
+the CPU.
 
 - tests: the tests marked gpu.
 - weights: snapshot and swap of the weights of a 7B model.
-- generation: decoding as it is and in CUDA graphs, a model of 0.6B.
+- generation: eager decoding and CUDA graphs, a model of 0.6 billion parameters.
 - training: steps of that model with shared and padded prompts, memory relative to the estimate, a checkpoint.
-- overlap: both at a time.
+- overlap: generation and training at the same time.
 - job: the default job, trainer and rollout workers on the device.
 """
 
@@ -34,7 +35,7 @@ CONSOLE = Console(width=120)
 
 
 def tests(device: Device, quick: bool) -> dict[str, float]:  # noqa: ARG001 (the same arguments for all parts)
-    """How many tests failed; on a CPU they are skipped."""
+    """The exit code of the tests marked gpu, which are skipped on a CPU."""
     words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]
     if device.kind == "cuda":
         words += ["--must", "gpu"]
@@ -42,9 +43,9 @@ def tests(device: Device, quick: bool) -> dict[str, float]:  # noqa: ARG001 (the
 
 
 def weights(device: Device, quick: bool) -> dict[str, float]:
-    from weight_sync.gpu import on_a_gpu
+    from weight_sync.gpu import measure_on_gpu
 
-    return on_a_gpu(quick, CONSOLE) if device.kind == "cuda" else {}
+    return measure_on_gpu(quick, CONSOLE) if device.kind == "cuda" else {}
 
 
 def generation(device: Device, quick: bool) -> dict[str, float]:
@@ -66,7 +67,7 @@ def overlap(device: Device, quick: bool) -> dict[str, float]:
 
 
 def job(device: Device, quick: bool) -> dict[str, float]:
-    """The reward at the beginning and end, and who was busy."""
+    """The default job on the device: rewards, throughput and busy shares of the roles."""
     from main_job import metrics_of, run_job
 
     small = ["--sft.steps", "20", "--data.eval-prompts", "8"] if quick else []

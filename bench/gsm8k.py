@@ -1,4 +1,4 @@
-"""Word problems from a file, by the command that a user types; its summary as metrics.
+"""`flowrt run gsm8k` on word problems from a file; the summary of the run as metrics.
 
 python bench/gsm8k.py --data FILE.jsonl [--quick] [--json PATH]
 """

@@ -1,9 +1,9 @@
-"""The default job over seeds, and at several staleness bounds: reward, wall time, samples/s, who was busy.
+"""The default job over seeds and staleness bounds: reward, wall time, samples/s, busy share of each role.
 
     python bench/main_job.py [--quick] [--json PATH] [--seeds N] [--max-staleness 0 1 2 4]
 
-Every run is the command that a user types, in processes of its own; wall times count from the start of the command,
-so they include building and warming up the model.
+Every run is a `flowrt run` command; wall times count from its start, so they include building the model and its warm
+start.
 """
 
 import argparse
@@ -26,9 +26,11 @@ TIMEOUT_S = 600.0
 
 
 def run_job(run_dir: Path, seed: int, staleness: int, steps: int, *more: str) -> dict[str, Any]:
-    """One run: its summary, and the seconds from the command until the mean of ten steps reached each target.
+    """Run the default job with ``more`` flags; returns its summary with three more keys.
 
-    ``more`` are further flags of the command.
+    ``total_s`` are the seconds of the command, ``first_step_total_s`` those until its first step was closed.
+    ``reached`` has for each target the seconds until the mean reward of ten steps reached it, None if it never did.
+    Raises CalledProcessError if the command fails, TimeoutExpired after TIMEOUT_S.
     """
     command = [sys.executable, "-m", "flowrt.cli", "run", "--run-dir", str(run_dir), "--seed", str(seed)]
     command += ["--max-staleness", str(staleness), "--steps", str(steps), *more]
@@ -37,7 +39,7 @@ def run_job(run_dir: Path, seed: int, staleness: int, steps: int, *more: str) ->
     total_s = time.monotonic() - start_s
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    # The controller's clock starts when the model is ready; what came before belongs to the user's wait too.
+    # The controller's clock starts when the model is ready; the user's wait includes the time before.
     before_s = total_s - summary["wall_s"]
     reached = {}
     for target in TARGETS:
@@ -71,13 +73,13 @@ def row_of(result: dict[str, Any]) -> list[str]:
 
 
 def reached_target(result: dict[str, Any]) -> bool:
-    """From at most 0.4 to at least 0.8 within four minutes of the command."""
+    """Whether the reward rose from at most 0.4 to at least 0.8, within 240 s of the start of the command."""
     reached_s = result["reached"][0.8]
     return result["reward_first"] <= 0.4 and result["reward_last"] >= 0.8 and reached_s is not None and reached_s <= 240
 
 
 def metrics_of(results: list[dict[str, Any]], bound: int) -> dict[str, float]:
-    """Medians over seeds at one bound, and how many seeds made it."""
+    """Medians over the seeds at one staleness bound, and the number of seeds that reached each target."""
     some = [result for result in results if result["staleness_bound"] == bound]
     key = f"staleness_{bound}"
     reached = [r["reached"][0.8] for r in some if r["reached"][0.8] is not None]

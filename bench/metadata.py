@@ -1,10 +1,10 @@
-"""The metadata plane: rows a second, round trips, memory and start, next to a bare echo and next to TransferQueue.
+"""The metadata plane: rows/s, round trips, memory and start, compared with a bare echo and with TransferQueue.
 
     python bench/metadata.py [--quick] [--json PATH] [--baseline-python PYTHON] [--sections rows trips …]
 
 ``--baseline-python`` is a Python that has TransferQueue (``pip install TransferQueue torch``); without it only flowrt
 is measured. Every figure is the median of the repeats; the sides that are compared take turns within each repeat, on
-the same machine and with the same orders, and every row that comes out is checked. Client processes are started and
+the same machine and with the same commands, and every row that comes out is checked. Client processes are started and
 warmed up before anything is timed; seconds are those of the monotonic clock, which all processes share.
 """
 
@@ -43,7 +43,7 @@ TARGETS: dict[str, tuple[str, float]] = {
 
 
 class Bench:
-    """One invocation: what it measures, with whom, into which samples."""
+    """One invocation: its options, and the samples that its sections measure."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, console: Console) -> None:
         self.baseline_python: str = arguments.baseline_python
@@ -99,12 +99,12 @@ class Bench:
             system.leave()
 
     def trips(self) -> None:
-        crowd = trips.Crowd(raise_open_files(), max(trips.SIZES))
+        workers = trips.WorkerPool(raise_open_files(), max(trips.SIZES))
         (feeder,) = start_all([Child("control_plane/streamers.py")])
         for repeat in range(self.repeats):
             folder = self.folder / f"trips{repeat}"
-            trips.one_repeat(crowd, feeder, folder, trips.SIZES, self.window_s, self.samples)
-        crowd.leave()
+            trips.one_repeat(workers, feeder, folder, trips.SIZES, self.window_s, self.samples)
+        workers.leave()
         feeder.leave()
 
     def core(self) -> None:
@@ -113,7 +113,7 @@ class Bench:
     def ledger(self) -> None:
         (trainers,) = start_all([Child("control_plane/trainers.py")])
         for repeat in range(self.repeats + 1):
-            # The first warms up. Runs shorter than a second would mostly measure how they begin.
+            # The first is a warm-up. Runs shorter than a second would mostly measure their start.
             samples, folder = self.samples if repeat else Samples(), self.folder / f"ledger{repeat}"
             controllers.ledger(trainers, folder, repeat % 2 == 0, max(self.shrink // 2, 1), samples)
         trainers.leave()

@@ -1,9 +1,9 @@
-"""The proofs of the RL objectives: one table of figures, each with the bound that it must keep.
+"""Verification of the RL objectives: one table of figures with their bounds.
 
     python bench/objectives.py [ROW ...] [--json PATH] [--quick] [--seeds N]
         [--trl-python PYTHON] [--against DIR|COMMIT]
 
-Rows, all of them without names (`bench/objectives_rows/`, a module each; docs/objectives.md says what they show):
+Rows; without names, all of them (`bench/objectives_rows/`, a module each; docs/objectives.md explains them):
 
 - closed_form: every part of an objective against scalar formulas, value and gradient;
 - enumeration: expected gradients, summed over all responses, against the true gradient or their own closed bias;
@@ -11,15 +11,15 @@ Rows, all of them without names (`bench/objectives_rows/`, a module each; docs/o
 - trl: values and gradients against TRL's own loss, in an environment that has TRL (``--trl-python``);
 - bandit: fixed points of training with a divergence, through the rollout and the training engine;
 - lm_head: memory and time of the fused LM head and of whole logits;
-- token_budget: the spread and the lengths of what is trained with a token budget;
-- staleness: what is learned from samples that are 0 to 16 versions old;
-- retention: what is learned if one generation gives the samples of 64 updates;
+- token_budget: the variation of tokens a step and the response lengths, with a token budget;
+- staleness: accuracy after training on samples that are 0 to 16 versions old;
+- retention: accuracy gained when one generation gives the samples of 64 updates;
 - dynamic, curriculum: steps and tokens that are saved by choosing prompts;
 - default_speed: samples/s of the default job over those of another tree (``--against``);
 - runs: the default job with each preset (hours without ``--quick``).
 
-Exits with 1 if a figure misses its bound; with --quick, only if it is an error (a bound of at most 1e-3):
-speed, size and learning are then shown, and too small to be held against their goals.
+Exits with 1 if a figure misses its bound. With --quick only bounds of at most 1e-3 count, which limit numerical
+errors: the runs are then too small for the bounds on speed, size and learning.
 """
 
 import argparse
@@ -68,7 +68,7 @@ BOUNDS = {
     "lm_head_value_error": 1e-5,
     "lm_head_gradient_error": 2e-3,
 }
-"""Of the figures that must stay below one; the others are reported alone."""
+"""Largest values of figures; a figure without a bound is only reported."""
 Row = Callable[[bool], dict[str, float]]
 LOWER_BOUNDS = {
     "staleness16_best": 0.95,
@@ -78,7 +78,7 @@ LOWER_BOUNDS = {
     "default_speed_ratio": 0.98,
     "bound4_over_bound0_min": 0.98,
 }
-"""Of the figures that must stay above one."""
+"""Smallest values of figures."""
 ROWS = (
     *("closed_form", "enumeration", "invariance", "trl", "bandit", "lm_head", "token_budget"),
     *("staleness", "retention", "dynamic", "curriculum", "default_speed", "runs"),
@@ -89,11 +89,11 @@ NEEDS = {
     "trl": "--trl-python, a Python that has TRL",
     "default_speed": "--against, a commit, or a checkout that has a .venv, to compare with",
 }
-"""What a row cannot be measured without."""
+"""The option that a row needs."""
 
 
 def rows(trl_python: str, against: str, seeds: int) -> dict[str, Row]:
-    """What measures each row; without a Python that has TRL, or a tree to compare with, their rows are left out."""
+    """The function that measures each row, without trl if ``trl_python`` and default_speed if ``against`` is empty."""
     found: dict[str, Row] = {
         "closed_form": closed_form.measure,
         "enumeration": enumeration.measure,
@@ -168,7 +168,7 @@ def earlier(path: Path | None) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def bound_of(figure: str) -> str:
-    """The bound of a figure as text; empty if it is reported alone."""
+    """The bounds of a figure as text; empty if it has none."""
     least = [f"at least {LOWER_BOUNDS[figure]:g}"] if figure in LOWER_BOUNDS else []
     return ", ".join([*least, *([f"at most {BOUNDS[figure]:g}"] if figure in BOUNDS else [])])
 

@@ -2,9 +2,9 @@
 
     python bench/passes.py [--json PATH] [--quick]
 
-Each prompt has ``--members`` responses of 64 tokens; prompts are of 16 tokens to 448. Padded, every member brings its
-prompt along; folded, it is computed once. One thread, a Qwen2 of a million parameters, the loss of GRPO. Also how much
-memory one pass needs at its peak, above what was there before it, in a process of its own.
+Each prompt has ``--members`` responses of 64 tokens; prompts have 16 to 448 tokens. Padded: a prompt is computed with
+each of its responses; folded: it is computed once. One thread, a Qwen2 of a million parameters, the loss of GRPO. Also
+the growth of peak memory by one pass, in a process of its own.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 
 PROMPTS = (16, 64, 256, 448)
-"""The model has positions for 512."""
+"""Tokens of a prompt; the model has 512 positions."""
 RESPONSE, VOCABULARY, WHOLE = 64, 37, 8192
 WAYS = {
     "padded": TrainOptions(forward_tokens=WHOLE, share_prompts=False),
@@ -43,7 +43,7 @@ def engine(folder: Path, way: str) -> TorchTrainer:
 
 
 def batch(prompt: int, groups: int, members: int) -> TrainingBatch:
-    """Whole groups of one length: what differs between the ways is what they compute, not what they pad."""
+    """Whole groups of one length, so that no variant computes padding of shorter prompts."""
     dice = torch.Generator().manual_seed(prompt)
     prompts = [torch.randint(1, VOCABULARY, (prompt,), generator=dice) for _ in range(groups)]
     count = groups * members
@@ -65,7 +65,7 @@ def seconds(trainer: TorchTrainer, samples: TrainingBatch) -> float:
 
 
 def peak_bytes(folder: Path, way: str, samples: TrainingBatch, found: Any) -> None:
-    """How far memory rises above what it was before a pass, by the kernel's own high-water mark."""
+    """Send the growth of resident memory by a pass in bytes, from the kernel's high-water mark, to ``found``."""
     torch.set_num_threads(1)
     trainer = engine(folder, way)
     trainer.accumulate(batch(4, 1, 2))

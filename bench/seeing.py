@@ -1,4 +1,4 @@
-"""Seeing a run: what the page, the recorder, the samples and the attribution cost, and whether they tell the truth.
+"""Observability: the cost and the correctness of the page, the recorder, the stored samples and the attribution.
 
     python bench/seeing.py [ROW ...] [--json PATH] [--quick]
 
@@ -6,8 +6,8 @@ A row is a module of bench/seeing_parts: its function `measure` returns figures 
 are allowed, `FLOORS` the smallest; its docstring says what is measured. Without names all rows are measured; `--list`
 prints them.
 
-Exits with 1 if a figure is beyond its bound; with --quick, only if it is an error (a bound of at most 1e-3):
-speed, size and learning are then shown, and too small to be held against their goals.
+Exits with 1 if a figure misses its bound. With --quick only bounds of at most 1e-3 count, which limit numerical
+errors: the runs are then too small for the bounds on speed, size and learning.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Row:
     """A module of bench/seeing_parts."""
 
     measure: Callable[[bool], Mapping[str, float]]
-    """Takes whether few cases are enough; returns the figures."""
+    """Takes ``quick``; returns the figures by name."""
     bounds: Mapping[str, float]
     floors: Mapping[str, float]
     about: str

@@ -1,9 +1,9 @@
-"""How long a real SGLang server stands still for new weights, by how they get in and what becomes of what runs.
+"""Pauses of a real SGLang server for new weights, by the way of the weights and the treatment of running sequences.
 
     python bench/sglang_updates.py --sglang-python PYTHON [--json PATH] [--quick]     # scripts/install_sglang makes one
 
-One server on this machine's cores, with sequences under way at each change. Staging runs in parallel; the server
-stands from the request for its pause to the answer of the one that ends it, and is asked for its checksums in between.
+One server on this machine's cores, with running sequences at each update. Staging runs during generation; the pause
+lasts from the request that begins it to the answer to the request that ends it, and includes a check of checksums.
 """
 
 import argparse
@@ -45,7 +45,7 @@ PARTS = {"/pause_generation": "pause", "/continue_generation": "continue", "/wei
 
 
 class Clock:
-    """When each request to the server began and was answered, since it was last looked at."""
+    """Begin and end of each request to a server since the last `forget`; patches `SglangClient.post`."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, float, float]] = []
@@ -64,7 +64,7 @@ class Clock:
         self._spans.clear()
 
     def parts(self) -> dict[str, float]:
-        """Milliseconds that the server stood, and of these for what."""
+        """Milliseconds of the pause (``stand_ms``), and of its requests by kind."""
         spans = [span for span in self._spans if span[0] != "/generate"]
         begin = next(begun_s for route, begun_s, _ in spans if route == "/pause_generation")
         end = next(done_s for route, _, done_s in spans if route == "/continue_generation")
@@ -75,7 +75,7 @@ class Clock:
 
 
 def engine(options: SglangOptions, folder: Path, tokens: int) -> SglangRollout:
-    """Its end token is none that the model can make: every sequence is as long as it may be."""
+    """An engine whose end token is outside the vocabulary, so that every sequence has ``tokens`` tokens."""
     return SglangRollout(
         options,
         folder / "model",
@@ -90,7 +90,7 @@ def engine(options: SglangOptions, folder: Path, tokens: int) -> SglangRollout:
 
 @contextmanager
 def served(python: str, folder: Path) -> Iterator[str]:
-    """The address of a server, for which this process has the key."""
+    """Run a server; yields its address, with its key in the environment of this process."""
     options = SglangOptions(
         python=python, device="cpu", dtype="float32", arguments="--max-total-tokens 8192", start_s=900.0
     )
@@ -114,7 +114,10 @@ def drain(one: SglangRollout) -> list[Any]:
 
 
 def change(one: SglangRollout, warm: SglangRollout, snapshot: Snapshot, clock: Clock) -> dict[str, float]:
-    """Weights change under sequences that run: one that was sent after them has ended."""
+    """Update the weights during running sequences, once a short sequence that was added after them has ended.
+
+    Returns milliseconds by part, and the share of sequences that span versions.
+    """
     one.add(prompts(snapshot.version))
     warm.add(prompts(snapshot.version)[:1])
     drain(warm)
@@ -144,7 +147,7 @@ def measure(python: str, folder: Path, rounds: int, samples: Samples) -> None:
             for (weights, pause), one in ways.items():
                 times_ms = change(one, warm, Snapshot.take(next(versions), parameters), clock)
                 for name, value in times_ms.items():
-                    if each:  # the first round warms up, and meets the group
+                    if each:  # the first round is a warm-up and sets up the process group
                         samples.add(f"{name}_{weights}_{pause}", value)
 
 

@@ -1,8 +1,8 @@
-"""A user's own task: how its data starts, whether its prompts are the right tokens, and rewards that misbehave.
+"""A user's own task: start with its data, tokens of its prompts, misbehaving rewards, evaluations, best weights.
 
     python bench/tasks.py [ROW ...] [--json PATH] [--quick]
 
-Rows, all of them without names:
+Rows; without names, all of them:
 
 - rows: a JSON Lines file of 1,000,000 rows (20,000 with --quick) in a process of its own: time until the first prompt
   can be offered (index, held-out rows, order) and its memory above an empty start; time of the two checks of every row
@@ -18,15 +18,15 @@ Rows, all of them without names:
   hostile_raw_ratio is without these deadlines;
 - reward_scaling: rate of 4 processes relative to that of one, with calls of 20 ms;
 - judge: a server that answers 1 in 4 requests with 429 or 500 and 1 in 50 with prose, and is away for a second:
-  rewards that are lost without a reason of the answer's, and requests of a second run with the same file;
+  rewards that do not match its answers, and requests of a second run with the same file of answers;
 - eval: samples/s with an evaluation every 10 steps over those without, by turns; pass@k against enumeration; two equal
   runs, and `flowrt eval` of a checkpoint, have the same results;
 - best: runs that are killed and resumed: best weights that are not those of their version;
 - first_step: a chat model and 1,000 conversations of one's own: `flowrt data check`, and `flowrt run --model DIR --data
   FILE --reward math` until its first step is trained.
 
-Exits with 1 if a figure is beyond its bound; with --quick, only if it is an error (a bound of at most 1e-3):
-speed, size and learning are then shown, and too small to be held against their goals.
+Exits with 1 if a figure misses its bound. With --quick only bounds of at most 1e-3 count, which limit numerical
+errors: the runs are then too small for the bounds on speed, size and learning.
 """
 
 import argparse
@@ -70,9 +70,9 @@ BOUNDS = {
     "first_check_s": 10.0,
     "first_step_s": 30.0,
 }
-"""Of the figures that must not be above one; the others are reported alone."""
+"""Largest values of figures; a figure without a bound is only reported."""
 FLOORS = {"hostile_ratio": 0.95, "reward_scaling": 3.6, "eval_ratio": 0.95}
-"""Of the figures that must not be below one."""
+"""Smallest values of figures."""
 ROWS, QUICK_ROWS = 1_000_000, 20_000
 CHECKED, QUICK_CHECKED = 100_000, 2_000
 HELD_OUT = 64
@@ -185,7 +185,7 @@ def sets_exact(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes no time)
 
 
 def templates(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes a second)
-    """Number of prompts and of families with other tokens than they must have."""
+    """Number of prompts checked, and of prompts and end-of-turn tokens that are wrong."""
     wrong = checked = 0
     for family in FAMILIES.values():
         tokenizer = chat_tokenizer(family)

@@ -1,17 +1,18 @@
-"""The tensor plane: put, then get in another process, on shared memory and on gloo, over what the machine can do.
+"""The tensor plane: put rows, then get them in another process, through shared memory and through gloo.
 
     python bench/tensors.py [--quick] [--json PATH] [--baseline-python PYTHON]
 
-``--baseline-python`` is a Python that has TransferQueue (``pip install TransferQueue torch``). A put brings rows into
-the producer's store and their ids and lengths to the controller; a get is the controller's answer to a pull and the
-rows it announces, until they can be read. The messages are the real ones over real links, but the controller here
-keeps no board: what that costs is measured by `bench/metadata.py`. GB/s are bytes over the seconds of put and get
-together, the median of the repeats after one that warms up; the sides that are compared take turns. Every row is
-checked. Memory is what all processes hold at the peak (shared pages counted once), above the same processes before
-(when they had handled as many rows of 1 KB), over the payload. That is held twice, as it was put and as it was got,
-and no third time. What is above 2.0 are ids, lengths and messages (some 160 bytes a row at both ends together: 0.02 %
-of rows of 1 MB) and pages of libraries, of which other processes of the machine take or leave a share while this
-looks.
+``--baseline-python`` is a Python that has TransferQueue (``pip install TransferQueue torch``). A put writes rows into
+the producer's tensor store and sends their ids and lengths to the controller; a get is the controller's answer to a
+pull and the transfer of the rows that it announces, until they can be read. Messages and links are those of flowrt,
+but the controller is a stub without tables: `bench/metadata.py` measures the cost of the tables. GB/s (10^9 bytes) are
+the bytes over the seconds of put and get together, the median of the repeats after a warm-up; the sides that are
+compared take turns. The id at the start of every row is checked.
+
+``peak_memory_x`` is the peak memory of all processes, minus what the same processes held after as many rows of 1 KB,
+over the bytes of the payload. 2.0 is one copy at the producer and one at the consumer. The rest is ids, lengths and
+messages (about 160 bytes a row at both ends together: 0.02 % of rows of 1 MB), and pages of libraries, whose shares
+change when other processes of the machine map or unmap them during the measurement.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from typing import Any
 
 from common.report import write
 from data_plane.raw import WarmMemory, run_gloo, run_tcp
-from data_plane.stub_controller import CONSUMER, PRODUCER, TRANSPORTS, Desk
+from data_plane.stub_controller import CONSUMER, PRODUCER, TRANSPORTS, StubController
 from rich.console import Console
 from rich.table import Table
 
@@ -48,16 +49,16 @@ SAMPLE_S = 0.005
 
 
 def sizes_of(case: str) -> list[int]:
-    """Bytes of each row of a case, such as ``1mb`` or ``1mb_ragged`` (half to one and a half times as much)."""
+    """Bytes of each row of a case: of ``1mb`` all equal, of ``1mb_ragged`` random, 0.5 to 1.5 times as large."""
     size, count = SIZES[case.removesuffix("_ragged")]
     if not case.endswith("_ragged"):
         return [size] * count
-    dice = random.Random(7)
-    return [dice.randrange(size // 2, size * 3 // 2) for _ in range(count)]
+    rng = random.Random(7)
+    return [rng.randrange(size // 2, size * 3 // 2) for _ in range(count)]
 
 
 class Child:
-    """A process that obeys JSON lines."""
+    """A process that reads commands from stdin and writes results to stdout, each a line of JSON."""
 
     def __init__(self, *command: str) -> None:
         self._command = " ".join(command)
@@ -93,11 +94,11 @@ class Child:
             self._popen.wait()
 
 
-class Ours:
-    """Two ends and the desk between them."""
+class FlowrtPlane:
+    """A producer and a consumer process, and the stub controller between them."""
 
-    def __init__(self, desk: Desk, producer: Child, consumer: Child) -> None:
-        self._desk, self._producer, self._consumer = desk, producer, consumer
+    def __init__(self, controller: StubController, producer: Child, consumer: Child) -> None:
+        self._controller, self._producer, self._consumer = controller, producer, consumer
         self._first = self._next = self.held = 0
 
     async def make(self, sizes: list[int]) -> None:
@@ -105,18 +106,18 @@ class Ours:
         await asyncio.to_thread(self._producer.ask, "make", sizes, self._first)
 
     async def once(self, transport: str, count: int, verify: bool = True) -> tuple[float, float]:
-        """Seconds of one put and one get."""
-        # New ids each time: nothing orders the word that the last ones are free before the next put.
+        """Seconds of a put and of a get of ``count`` rows; ``verify`` checks the id of every row."""
+        # New ids each time: the release of the previous ids and the next put arrive in any order.
         ids = tuple(range(self._next, self._next + count))
         self._next += count
         put_s = await asyncio.to_thread(self._producer.ask, "put", ids[0])
         get_s = await asyncio.to_thread(self._consumer.ask, "get", transport, self._first, verify)
         self.held = held_bytes((self._producer.pid, self._consumer.pid))
-        self._desk.free(ids)
+        self._controller.free(ids)
         return put_s, get_s
 
-    async def peak_x(self, transport: str) -> float:
-        """Peak memory of both processes for rows of 1 MB, over their bytes."""
+    async def peak_memory_ratio(self, transport: str) -> float:
+        """Growth of both processes to their peak while rows of 1 MB are put and got, over the bytes of these rows."""
         ends = (self._producer.pid, self._consumer.pid)
         for sizes in ([MB] * 4, [KB] * MEMORY_ROWS):
             await self.make(sizes)
@@ -142,7 +143,7 @@ class Ours:
 
 
 def held_bytes(pids: tuple[int, ...]) -> int:
-    """Memory of these processes; a page that several of them map is counted once."""
+    """Memory of these processes in bytes (proportional set size: a page that n processes map counts 1/n in each)."""
     total = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -152,7 +153,7 @@ def held_bytes(pids: tuple[int, ...]) -> int:
 
 
 class Baseline:
-    """TransferQueue, its producer and its consumer."""
+    """TransferQueue with a producer and a consumer process."""
 
     def __init__(self, python: str) -> None:
         script = str(FOLDER / "data_plane" / "baseline.py")
@@ -183,11 +184,11 @@ def rate(metrics: dict[str, float], name: str, case: str, size: int, seconds: li
     metrics[f"{name}_get_gbps_{case}"] = size / GB / statistics.median(get_s for _, get_s in seconds)
 
 
-async def measure(ours: Ours, baseline: Baseline | None, repeats: int, console: Console) -> dict[str, float]:
+async def measure(plane: FlowrtPlane, baseline: Baseline | None, repeats: int, console: Console) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for case in [*SIZES, *(f"{case}_ragged" for case in RAGGED)]:
         sizes = sizes_of(case)
-        await ours.make(sizes)
+        await plane.make(sizes)
         also_baseline = baseline is not None and case.removesuffix("_ragged") in BASELINE_SIZES
         if baseline is not None and also_baseline:
             await asyncio.to_thread(baseline.make, sizes)
@@ -196,12 +197,12 @@ async def measure(ours: Ours, baseline: Baseline | None, repeats: int, console: 
         for _ in range(repeats + 1):
             copies_s.append(await asyncio.to_thread(warm.once))
             for transport in TRANSPORTS:
-                seconds[transport].append(await ours.once(transport, len(sizes)))
+                seconds[transport].append(await plane.once(transport, len(sizes)))
             if baseline is not None and also_baseline:
                 seconds[BASELINE].append(await asyncio.to_thread(baseline.once, len(sizes)))
-        for name, some in seconds.items():
-            if some:
-                rate(metrics, name, case, sum(sizes), some[1:])
+        for name, timings in seconds.items():
+            if timings:
+                rate(metrics, name, case, sum(sizes), timings[1:])
         if not case.endswith("_ragged"):
             size, count = SIZES[case]
             metrics[f"raw_gloo_gbps_{case}"] = await asyncio.to_thread(run_gloo, size, count)
@@ -212,29 +213,29 @@ async def measure(ours: Ours, baseline: Baseline | None, repeats: int, console: 
 
 
 async def measure_memory() -> dict[str, float]:
-    """Each transport with processes of its own: what another left warm would count as there before."""
+    """Measure each transport in new processes: memory kept from another transport would lower its figure."""
     metrics = {}
     for transport in TRANSPORTS:
-        async with two_ends() as ours:
-            metrics[f"peak_memory_x_{transport}"] = await ours.peak_x(transport)
+        async with producer_and_consumer() as plane:
+            metrics[f"peak_memory_x_{transport}"] = await plane.peak_memory_ratio(transport)
     return {**metrics, "peak_memory_x": max(metrics.values())}
 
 
 @asynccontextmanager
-async def two_ends() -> AsyncIterator[Ours]:
-    desk = Desk()
+async def producer_and_consumer() -> AsyncIterator[FlowrtPlane]:
+    controller = StubController()
     with contextlib.ExitStack() as stack:
         script = str(FOLDER / "data_plane" / "ends.py")
-        ends = [Child(sys.executable, script, desk.address, name) for name in (PRODUCER, CONSUMER)]
+        ends = [Child(sys.executable, script, controller.address, name) for name in (PRODUCER, CONSUMER)]
         for end in ends:
             stack.callback(end.close)
-        await asyncio.wait_for(desk.all_joined.wait(), 30)
-        yield Ours(desk, *ends)
-    desk.close()
+        await asyncio.wait_for(controller.all_joined.wait(), 30)
+        yield FlowrtPlane(controller, *ends)
+    controller.close()
 
 
 def ratios(metrics: dict[str, float]) -> dict[str, float]:
-    """What the targets are set on, where both sides were measured."""
+    """The ratios that have targets; those whose denominator was not measured are left out."""
     both = (*BASELINE_SIZES, *(f"{case}_ragged" for case in RAGGED))
     pairs = {f"shm_times_baseline_{case}": (f"shm_gbps_{case}", f"baseline_gbps_{case}") for case in both}
     pairs |= {f"gloo_times_baseline_{case}": (f"gloo_gbps_{case}", f"baseline_gbps_{case}") for case in BASELINE_SIZES}
@@ -251,8 +252,8 @@ async def main(arguments: argparse.Namespace) -> None:
         if arguments.baseline_python:
             baseline = await asyncio.to_thread(Baseline, arguments.baseline_python)
             stack.callback(baseline.close)
-        async with two_ends() as ours:
-            metrics |= await measure(ours, baseline, 3 if arguments.quick else 9, console)
+        async with producer_and_consumer() as plane:
+            metrics |= await measure(plane, baseline, 3 if arguments.quick else 9, console)
     metrics |= ratios(metrics)
     table = Table("metric", "value", title="the tensor plane")
     for name, value in metrics.items():

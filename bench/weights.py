@@ -1,4 +1,4 @@
-"""Weights on their way: what n receivers cost more than one, what a trainer sends, how long generation stands still.
+"""Weight sync: time for n receivers over that for one, bytes that a trainer sends, pauses of generation.
 
     python bench/weights.py [--quick] [--json PATH] [--mbit 400] [--megabytes 64]
 
@@ -16,9 +16,9 @@ from common.links import LinkedProcess, Unavailable, become_switch, sent_bytes
 from common.report import percentile, write
 from rich.console import Console
 from rich.table import Table
-from weight_sync.gpu import on_a_gpu
-from weight_sync.roles import controlling, publishing, receiving
-from weight_sync.stalls import WAYS, generating
+from weight_sync.gpu import measure_on_gpu
+from weight_sync.roles import controller_orders, receiver_orders, trainer_orders
+from weight_sync.stalls import WAYS, rollout_orders
 
 RECEIVERS = (1, 2, 4, 8)
 CONTROLLER, TRAINER, FIRST = 1, 2, 3
@@ -32,17 +32,17 @@ def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
     """Seconds until all of n receivers hold a version, and the copies of it that the trainer sent."""
     processes: list[LinkedProcess] = []
     try:
-        processes = [LinkedProcess(controlling, CONTROLLER), LinkedProcess(publishing, TRAINER, mbit_s)]
-        processes += [LinkedProcess(receiving, FIRST + number, mbit_s) for number in range(max(RECEIVERS))]
-        hub, trainer, *receivers = processes
-        address, keys = hub.ask("serve", host=f"10.77.0.{CONTROLLER}")
+        processes = [LinkedProcess(controller_orders, CONTROLLER), LinkedProcess(trainer_orders, TRAINER, mbit_s)]
+        processes += [LinkedProcess(receiver_orders, FIRST + number, mbit_s) for number in range(max(RECEIVERS))]
+        controller, trainer, *receivers = processes
+        address, keys = controller.ask("serve", host=f"10.77.0.{CONTROLLER}")
         size = trainer.ask("join", address=address, keys=keys, megabytes=megabytes)
         version, joined = 0, 0
         metrics: dict[str, float] = {}
         for count in RECEIVERS:
             for number in range(joined, count):
                 receivers[number].ask("join", address=address, keys=keys, name=f"receiver-{number}")
-                if version:  # it fetches what is there already, and must not be in the way of what is measured
+                if version:  # let it fetch the version that exists, before the measurement
                     receivers[number].ask("hold", version=version)
             joined = count
             seconds, copies = [], []
@@ -53,7 +53,7 @@ def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
                     receiver.tell("hold", version=version)
                 begun_s = trainer.ask("publish", version=version)
                 held_s = [receiver.answer() for receiver in receivers[:count]]
-                if repeat:  # the first one makes the lanes
+                if repeat:  # the first one opens the lanes
                     seconds.append(max(held_s) - begun_s)
                     copies.append((sent_bytes(TRAINER) - before) / size)
             metrics[f"fanout_s_{count}"] = statistics.median(seconds)
@@ -67,17 +67,17 @@ def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
             process.leave()
 
 
-def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str, float]:
-    """A worker generates; a version comes every PERIOD_S seconds, in each of the WAYS (none for a while before)."""
+def measure_stalls(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str, float]:
+    """Pauses of a generating worker with a version every PERIOD_S seconds, in each of the WAYS; tokens/s over none."""
     linked = bool(mbit_s)
-    processes = [LinkedProcess(controlling, CONTROLLER if linked else 0)]
+    processes = [LinkedProcess(controller_orders, CONTROLLER if linked else 0)]
     try:
         processes += [
-            LinkedProcess(publishing, TRAINER if linked else 0, mbit_s),
-            LinkedProcess(generating, FIRST if linked else 0, mbit_s),
+            LinkedProcess(trainer_orders, TRAINER if linked else 0, mbit_s),
+            LinkedProcess(rollout_orders, FIRST if linked else 0, mbit_s),
         ]
-        hub, trainer, worker = processes
-        address, keys = hub.ask("serve", host=host)
+        controller, trainer, worker = processes
+        address, keys = controller.ask("serve", host=host)
         size = trainer.ask("join", address=address, keys=keys, megabytes=0)
         worker.ask("join", address=address, keys=keys)
         swap_ms = worker.ask("swap_ms", times=swaps)
@@ -105,7 +105,7 @@ def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str
 
 
 def changes(quick: bool) -> dict[str, float]:
-    """What a version costs that is told as changes to the one before."""
+    """Size and speed of a version that is sent as a delta from the previous one."""
     found = deltas.measure((64 if quick else 256) * 2**20, *deltas.STEPS[deltas.PLAIN], repeats=3)
     return {key: found[key] for key in ("delta_fraction", "delta_encode_gbps", "delta_apply_gbps", *MORE_OF_CHANGES)}
 
@@ -127,8 +127,8 @@ def main() -> None:
         links, host = 0.0, "127.0.0.1"
     else:
         metrics |= fan_out(links, arguments.megabytes, 1 if arguments.quick else 5)
-    metrics |= stand_still(host, links, *((3, 100) if arguments.quick else (5, 400)))
-    metrics |= on_a_gpu(arguments.quick, CONSOLE)
+    metrics |= measure_stalls(host, links, *((3, 100) if arguments.quick else (5, 400)))
+    metrics |= measure_on_gpu(arguments.quick, CONSOLE)
     table = Table("metric", "value", title=f"{arguments.megabytes} MB, links of {links:g} Mbit/s")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")

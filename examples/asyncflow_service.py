@@ -1,4 +1,4 @@
-"""AsyncFlow's five service calls and nothing else: three arms to choose from, one of them pays."""
+"""A three-armed bandit, trained with the five service calls of AsyncFlow alone (`flowrt.asyncflow`)."""
 
 import asyncio
 

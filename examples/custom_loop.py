@@ -1,4 +1,4 @@
-"""A loop of your own: three arms to choose from, one of them pays. A dataflow and four roles, no recipe."""
+"""A loop of your own on `flowrt.api`, without a recipe: a three-armed bandit with one dataflow and four roles."""
 
 import torch
 

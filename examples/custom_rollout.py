@@ -1,4 +1,4 @@
-"""A rollout engine of your own in a GRPO run: it computes every sequence from its beginning for each new token."""
+"""A rollout engine of your own in a GRPO run: it recomputes the whole sequence for each new token."""
 
 import asyncio
 import sys
@@ -11,7 +11,7 @@ from flowrt import grpo
 
 
 class Simple:
-    """Up to 32 sequences at a time; no cache, so that it is short."""
+    """Generates up to 32 sequences at a time, without a KV cache, to keep the example short."""
 
     def __init__(self, config: grpo.RunConfig) -> None:
         self._model = grpo.load_model(grpo.model_dir(config)).eval()
@@ -49,7 +49,7 @@ class Simple:
 
     def swap(self, snapshot: grpo.Snapshot) -> None:
         snapshot.restore({name: parameter.detach() for name, parameter in self._model.named_parameters()})
-        self._version = snapshot.version  # nothing runs now, unless config.rollout.weight_update is in_flight
+        self._version = snapshot.version  # no sequence runs now, unless config.rollout.weight_update is in_flight
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from flowrt import grpo
 
 
 class PolicyGradient:
-    """One rank. Where several train together, `step` adds up their gradients and tokens with torch.distributed."""
+    """For one rank. With several, `step` would have to sum gradients and tokens over them with torch.distributed."""
 
     def __init__(self, config: grpo.RunConfig) -> None:
         self._model = grpo.load_model(grpo.model_dir(config)).train()
@@ -22,7 +22,7 @@ class PolicyGradient:
 
     def accumulate(self, batch: grpo.TrainingBatch) -> None:
         logprobs_T, padded = grpo.response_logprobs(self._model, batch.prompts, batch.responses, self._temperature)
-        (-logprobs_T * batch.advantages_N[padded.sample_T]).sum().backward()  # a sum: only the step divides
+        (-logprobs_T * batch.advantages_N[padded.sample_T]).sum().backward()  # a sum: `step` divides by the tokens
         self._tokens += len(logprobs_T)
 
     def step(self) -> dict[str, float]:

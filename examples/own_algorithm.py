@@ -1,8 +1,8 @@
-"""An objective of your own: REINFORCE on advantages of a group, with a penalty on long responses.
+"""An objective of your own: REINFORCE (Williams, 1992) on group advantages, with a penalty on long responses.
 
     flowrt run --algorithm examples/own_algorithm.py:ShortReinforce
 
-The class is made without arguments, in each trainer rank; see flowrt/algorithms/algorithm.py for what it may need.
+Each trainer rank constructs the class without arguments; flowrt/algorithms/algorithm.py defines its interface.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """flowrt: an asynchronous streaming runtime for the RL post-training of language models.
 
-Importing this package loads no torch; each floor below imports what it needs.
+Importing this package loads no torch; each subpackage imports what it needs.
 """
 
 __version__ = "0.1.0"

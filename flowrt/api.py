@@ -100,11 +100,12 @@ __all__ = [
 
 JOIN_S = 10.0
 DEADLOCK_S = 5.0
-"""A run in this process ends once each of its roles has waited for the others for this long."""
+"""Seconds without progress after which a run in this process ends, if all of its roles wait for each other."""
 DEADLOCK_POLL_S = 0.5
 
 
 Role = Callable[[Session], Awaitable[None]]
+"""The coroutine function of a role; it gets its worker's session. Completing roles call `Session.finished` in it."""
 
 
 @asynccontextmanager
@@ -118,7 +119,7 @@ async def controller(
     keys: Path | None = None,
     observability: Observability = DEFAULT_OBSERVABILITY,
 ) -> AsyncIterator[tuple[Server, str]]:
-    """Run a controller on this event loop; yields the server and the address that workers connect to.
+    """Run a controller on this event loop; yields the server and the address that workers connect to, tcp://HOST:PORT.
 
     Leaving the block ends the run and waits until its workers have left.
 
@@ -127,9 +128,9 @@ async def controller(
         settings: sizes, roles and timeouts.
         policies: one policy for each decision of the controller.
         run_dir: an existing directory for the ledger and the metrics.
-        address: address to listen on; port 0: any free port.
+        address: address to listen on, tcp://HOST:PORT; port 0: any free port.
         config: text that every worker receives as `Session.welcome.config`.
-        keys: a directory made by ``flowrt keys``; None: only loopback addresses are allowed.
+        keys: a directory written by ``flowrt keys``; None: only loopback addresses are allowed.
         observability: what is kept of the run beyond ledger, metrics, events and attribution.
 
     Raises:
@@ -177,7 +178,7 @@ async def run_roles(flow: Dataflow, settings: Settings, policies: Policies, role
 
 
 def check_roles(settings: Settings, roles: Collection[str]) -> None:
-    """Check that the settings name only roles of the run. Raises ConfigError."""
+    """Raise ConfigError if the settings name a role that is not in ``roles``."""
     for name in ("completing_roles", "critical_roles", "replaceable_roles", "checkpointing_roles"):
         for role in getattr(settings, name):
             if role not in roles:
@@ -185,15 +186,25 @@ def check_roles(settings: Settings, roles: Collection[str]) -> None:
 
 
 async def play_all(server: Server, address: str, roles: Mapping[str, Role]) -> None:
-    """Run each role with a session of its own until the run of this controller is complete; raises as `run_roles`.
+    """Run each role with a session of its own until the run of this controller is complete.
 
-    Other workers may join. If a required one does not, the roles wait as long as the timeouts of `Settings` allow.
+    Workers of other processes may join the run. If a required worker does not join, the roles wait as long as the
+    timeouts of `Settings` allow.
+
+    Args:
+        server: yielded by `controller`.
+        address: yielded by `controller`.
+        roles: the coroutine function of each role, by name.
+
+    Raises:
+        Stopped: the run ended with an exit code other than 0.
+        Exception: the first exception of a role, as it was raised.
     """
     await _play_all(server, address, roles, detect_deadlock=False)
 
 
 async def _play_all(server: Server, address: str, roles: Mapping[str, Role], detect_deadlock: bool) -> None:
-    """``detect_deadlock``: end the run if these roles wait for each other, because no other worker will join."""
+    """`play_all`; ``detect_deadlock``: end the run if these roles wait for each other, as no other worker will join."""
     returned: set[str] = set()
     try:
         async with asyncio.TaskGroup() as group:
@@ -203,14 +214,14 @@ async def _play_all(server: Server, address: str, roles: Mapping[str, Role], det
             if detect_deadlock:
                 group.create_task(_end_deadlock(server, returned))
     except BaseExceptionGroup as several:
-        raise _first(several) from None  # the others are its consequences
+        raise _first(several) from None  # the other exceptions follow from the first
     ended = server.ended
     if ended is not None and ended.code != 0:
         raise Stopped(ended.reason, ended.code)
 
 
 async def _end_deadlock(server: Server, returned: Collection[str]) -> None:
-    """End the run if every role waits for another one; returns when the run has ended."""
+    """End the run once it is deadlocked; returns when the run has ended. ``returned``: names of completed roles."""
     while server.ended is None:
         await pause(DEADLOCK_POLL_S)
         if why := server.deadlock(returned, DEADLOCK_S):
@@ -218,7 +229,7 @@ async def _end_deadlock(server: Server, returned: Collection[str]) -> None:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first error in a group, with `Stopped` only if there is no other."""
+    """The first error in a nested group that is not `Stopped`; a `Stopped` if there is no other error."""
     while isinstance(error, BaseExceptionGroup):
         others = error.split(Stopped)[1]
         error = (others or error).exceptions[0]

@@ -1,8 +1,8 @@
 """The ``flowrt`` command.
 
-- argparse splits a command line into a command and its arguments; the flags of a configuration (run, config, resume)
-  and the values of a site (slurm) are tyro's, from a dataclass.
-- Bad input is one sentence on stderr and exit code 2, and starts nothing.
+- argparse splits a command line into a command and its arguments; tyro parses the flags of a configuration (run,
+  config, resume) and of a site (slurm) into a dataclass.
+- Bad input prints one sentence to stderr, starts nothing, and ends with exit code 2.
 - A command imports what it needs when it is called: ``flowrt --help`` is fast.
 """
 
@@ -34,7 +34,7 @@ LARGEST_PORT = 65535
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are ConfigError, and which knows flags only by their full names."""
+    """An argparse parser that raises ConfigError for errors and accepts no abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class MainParser(Parser):
-    """The parser of the first words, whose help also lists the recipes."""
+    """The parser of ``flowrt COMMAND``, whose help also lists the recipes."""
 
     def format_help(self) -> str:
         from flowrt.recipes.tasks.registry import RECIPES
@@ -59,13 +59,13 @@ class MainParser(Parser):
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """A subcommand: its line in ``flowrt --help``, and what it does."""
+    """A subcommand: its line in ``flowrt --help``, its implementation and its arguments."""
 
     summary: str
     run: Callable[[argparse.Namespace], int]
     """Takes the parsed arguments; returns the exit code."""
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
-    """None: all words after the command's name are left to `run`, as ``words``."""
+    """Adds the arguments to the parser; None: `run` gets all words after the command's name as ``words``."""
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _split_page_port(words: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The port of ``--watch [PORT]``, which `flowrt run` takes in addition to its configuration, and the rest."""
+    """The port of ``--watch [PORT]``, None without the flag, and the other words. Raises ConfigError."""
     for at, word in enumerate(words):
         flag, equals, port = word.partition("=")
         if flag != WATCH_FLAG:
@@ -115,7 +115,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _split_run_dir(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that are no flag and no value of one, and the others."""
+    """The positional words, and the flags with their values."""
     places: list[str] = []
     flags: list[str] = []
     rest = iter(words)
@@ -264,7 +264,7 @@ def _run_clock(text: str) -> float:
 
 
 def _range(text: str) -> tuple[int, int]:
-    """The ends of A:B."""
+    """A and B of A:B, with A at most B."""
     first, colon, last = text.partition(":")
     if not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
         raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two whole numbers of which A is not the larger one")
@@ -598,7 +598,10 @@ def _parser() -> MainParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 3 no progress, 130 interrupted."""
+    """Run a command; ``arguments`` default to those of the process.
+
+    Returns the exit code: 0 done, 1 failed, 2 bad input, 3 no progress, 5 stopped by a guard, 130 interrupted.
+    """
     if arguments is None:
         prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -61,7 +61,7 @@ class EngineGone(EngineError):
 
 
 class Stopped(FlowError):
-    """The controller has ended the run. ``code`` is the exit code for this process."""
+    """The controller has ended the run or dismissed this worker. ``code`` is the exit code for this process."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -83,7 +83,7 @@ PROGRAMMING_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Errors that, where they are not expected, mean a bug: the object that raised one is not used any more."""
+"""Exceptions that mean a bug where they are not expected; an object that raised one is not used any more."""
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -94,14 +94,14 @@ EXIT_GUARD = 5  # a guard has stopped the run, after a checkpoint
 EXIT_INTERRUPTED = 130
 
 VIOLATION = "protocol violation"
-"""Prefix of the reason for which a worker is dismissed that has broken the protocol."""
+"""Prefix of the dismissal reason of a worker that violated the protocol."""
 
 MAX_NAMES = 20
-"""Of names in an error message."""
+"""Maximum number of names that an error message lists."""
 
 
 def suggested(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the one probably meant, or the first of those known."""
+    """The end of an error message about an unknown name: the most similar known name, or up to MAX_NAMES of them."""
     known = sorted(known)
     if close := get_close_matches(name, known, 1):
         return f"; did you mean {close[0]!r}?"

@@ -62,17 +62,17 @@ async def run_recipe(
     The embedded model is built first if the configuration names no model.
 
     Args:
-        config: the run's configuration, as `parse` makes it from flags; ``run_dir`` must be set.
-        rollout_engine: makes the rollout engine.
-        train_engine: makes the training engine.
+        config: the run's configuration, as returned by `parse`; ``run_dir`` must be set.
+        rollout_engine: creates the rollout engine; called in a thread.
+        train_engine: creates the training engine; called in a thread.
 
     Returns:
         The summary of the run, as in ``summary.json``.
 
-    Raises as `flowrt.api.run_roles`; ConfigError, before anything starts, for truncated sampling with a class of
-    training engines that does not apply supports.
+    Raises as `flowrt.api.run_roles`; also ConfigError, before anything starts, if sampling is truncated and
+    ``train_engine`` is a class whose engines do not apply supports.
     """
-    if isinstance(train_engine, type):  # of a function the engine is known, and checked, when it is made
+    if isinstance(train_engine, type):  # a function's engine is checked by trainer.train, once it exists
         trainer.check_supports(config, train_engine)
 
     async def generate(session: Session) -> None:
@@ -111,7 +111,10 @@ def _prepare(config: RunConfig) -> None:
 
 
 def trainer_worker(make: Callable[[RunConfig], TrainEngine]) -> None:
-    """Run the command of a trainer (``--controller RUN``), also under torchrun, with your engine; never returns."""
+    """Run a trainer's command line (``--controller RUN``), also under torchrun, with your engine; exits the process.
+
+    ``make`` creates the engine of this rank from the run's configuration; called in a thread.
+    """
 
     async def role(session: Session, config: RunConfig) -> None:
         await trainer.train(session, config, await asyncio.to_thread(make, config))
@@ -120,7 +123,10 @@ def trainer_worker(make: Callable[[RunConfig], TrainEngine]) -> None:
 
 
 def rollout_worker(make: Callable[[RunConfig], RolloutEngine]) -> None:
-    """Run the command of a rollout worker (``--controller RUN``) with your engine; never returns."""
+    """Run a rollout worker's command line (``--controller RUN``) with your engine; exits the process.
+
+    ``make`` creates the engine from the run's configuration; called in a thread.
+    """
 
     async def role(session: Session, config: RunConfig) -> None:
         await rollout.generate(session, config, await asyncio.to_thread(make, config))

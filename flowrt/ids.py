@@ -1,8 +1,8 @@
 """Identifiers and names that appear in messages and in the configuration.
 
 - Identifiers are plain integers and strings at run time, and distinct types to the type checker.
-- The number of a prompt is its data set and its row in one integer. Rows of the first set, and of a run's only one,
-  have their own index as number.
+- The number of a prompt encodes the index of its data set and of its row. In the first data set, the number of a
+  prompt equals the index of its row.
 """
 
 from typing import NewType
@@ -26,15 +26,15 @@ ROLES = (REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER)
 OBSERVER = "observer"
 """The role of a connected process that is not a worker: it reads the status, drains a worker or ends the run."""
 CONTROLLER = "the controller"
-"""The controller, where a wait names who it is blocked on."""
+"""The name of the controller as the process that a wait is blocked on."""
 FETCH = "fetch"
-"""Kind of span of a timeline: tensors of samples that were granted are on their way. Any other wait precedes it."""
+"""Kind of span of a timeline: tensors of a grant are in transfer. Every other span or wait takes precedence."""
 RANKS = "ranks"
-"""Kind of span: a rank waits for another one, its root. It precedes all that the rank does at the time."""
+"""Kind of span: a rank waits for another rank, the root of the wait. It takes precedence over the work of the rank."""
 STOPPED = "stopped"
 """Kind of span: the worker's process or host was stopped."""
 AUTO = "auto"
-"""Value of a configuration key that leaves the choice to flowrt."""
+"""Value of a configuration key for a choice by flowrt."""
 
 
 ROW_BITS = 40
@@ -48,8 +48,8 @@ def prompt_number(data_set: int, row: int) -> int:
     """The number of a prompt.
 
     Args:
-        data_set: index of its data set, from 0.
-        row: index of its row, from 0.
+        data_set: index of its data set, from 0 to MAX_SETS - 1.
+        row: index of its row, from 0 to MAX_ROWS - 1.
     """
     return data_set << ROW_BITS | row
 
@@ -65,6 +65,6 @@ def row_of(number: int) -> int:
 
 
 def prompt_name(number: int, names: tuple[str, ...]) -> str:
-    """A prompt for people: ``NAME:ROW`` if the run has several data sets of these names, else its number."""
+    """A prompt in output: ``NAME:ROW`` if the run has several data sets (``names``, in order), else its number."""
     at = data_set_of(number)
     return f"{names[at]}:{row_of(number)}" if at < len(names) and len(names) > 1 else str(number)

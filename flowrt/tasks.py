@@ -1,8 +1,8 @@
-"""The public API for tasks of your own: what a file for ``flowrt run FILE.py`` needs.
+"""The public API for tasks of your own: what a file for ``flowrt run FILE.py`` imports.
 
-- `examples/own_task.py` is complete.
+- `examples/own_task.py` is a complete task.
 - Every name in ``__all__`` is stable; the modules that it comes from are not.
-- The built-in tasks are such files too: a copy of one of them is the same task.
+- The built-in tasks are such files too; a copy of a built-in file defines the same task.
 """
 
 from flowrt.errors import ConfigError

@@ -17,13 +17,13 @@ BOUNDS = (0, 1, 2, 4)
 
 
 def result(name: str) -> dict[str, Any]:
-    """The contents of one results file."""
+    """The contents of one results file: ``metrics`` by name, and ``machine``."""
     loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return loaded
 
 
 def headline() -> str:
-    """The one table of the README."""
+    """The table of the README, as Markdown."""
     job, trl, plain, rows, tensor, weight, steps, fault = (
         result(name)["metrics"]
         for name in (
@@ -371,7 +371,7 @@ TASKS: tuple[tuple[str, str, str], ...] = (
         "<= 30",
     ),
 )
-"""Figure, what it is, and its bound."""
+"""Name of a figure, its description and its bound."""
 
 
 def tasks(one: dict[str, Any], where: str) -> list[str]:
@@ -418,11 +418,11 @@ SEEING: tuple[tuple[str, str, str], ...] = (
     ("numbers_wrong", "numbers that differ between the page, files and exporters", "<= 0"),
     ("trace_wrong", "spans that a Perfetto trace lacks or has at another time", "<= 0"),
 )
-"""Figure, what it is, and its bound."""
+"""Name of a figure, its description and its bound."""
 
 
 def seeing(one: dict[str, Any], where: str) -> list[str]:
-    """What is shown of a run."""
+    """Correctness and cost of observability."""
     return [
         f"What a run shows, and what that costs, on two CPU cores ({where}). `bench/seeing.py --list` says what "
         "each row measures. Ratios of throughput need a machine without other load.",
@@ -456,7 +456,7 @@ OBJECTIVES: tuple[tuple[str, str, str], ...] = (
     ("bound4_over_bound0_min", "least reward at bound 4 over bound 0, of those run at both", ">= 0.98"),
     ("default_speed_ratio", "samples/s of the default job over the tree before objectives", ">= 0.98"),
 )
-"""Figure, what it is, and its bound."""
+"""Name of a figure, its description and its bound."""
 
 
 def objectives() -> str:
@@ -466,7 +466,7 @@ def objectives() -> str:
 
 
 def bounded(figures: Sequence[tuple[str, str, str]], measured: Mapping[str, float]) -> list[str]:
-    """The table of figures that have bounds."""
+    """The lines of a table; ``figures`` are a name, a description and a bound such as "<= 5" each."""
     lines = ["| figure | what it is | bound | measured | |", "|---|---|---|---|---|"]
     for figure, what, bound in figures:
         if figure not in measured:
@@ -558,7 +558,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str, figures: str) -> str:
-    """The text of a page with fresh figures between its markers."""
+    """The text of a page with new figures between its markers. Raises ValueError unless it begins them exactly once."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + figures + END + rest.split(END)[1]
 

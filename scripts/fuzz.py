@@ -61,7 +61,7 @@ def core(noise: MessageFuzzer, counts: Counter[str], end_s: float) -> None:
 
 
 async def live(noise: MessageFuzzer, counts: Counter[str], end_s: float) -> None:
-    """Strangers and workers, all with a valid key. A run that one of them ends is followed by another."""
+    """Messages of peers with a valid key, of which half join; after a run that a message ends, start another."""
     while time.monotonic() < end_s:
         with tempfile.TemporaryDirectory() as folder:
             write_keys(Path(folder) / "keys", [])

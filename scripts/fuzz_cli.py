@@ -745,7 +745,7 @@ class Command:
         return self._output.read_text(errors="replace")
 
     def poll(self) -> int | None:
-        """The exit code, once."""
+        """The exit code once the command has ended, else None; must not be called again after a code."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
@@ -822,7 +822,10 @@ def _run_forked(words: Sequence[Word], place: Place, output: int, environment: M
 
 
 def execute(command: Command, deadline_s: float, is_run: bool) -> Outcome:
-    """Wait until the command has ended; a run is interrupted after its first step."""
+    """Wait until the command has ended; a run gets SIGINT after its first step.
+
+    A command that has not ended after ``deadline_s`` seconds (END_S after SIGINT) is killed, as slow or hung.
+    """
     stepped = slow = hung = False
     signalled_s = 0.0
     code = None
@@ -887,7 +890,7 @@ def _left(command: Command) -> list[str]:
 
 
 def judge(draw: Draw, outcome: Outcome, place: Place, before: set[str]) -> list[str]:
-    """The faults of a draw; none if it passes."""
+    """The names of the faults of a draw; empty if it passes. Adds files that were left to ``outcome.left``."""
     faults = []
     text = outcome.output if draw.kind == "reward" else outcome.output + place.logs()
     faults += ["tracebacks"] if any(word in text for word in BAD_WORDS) else []

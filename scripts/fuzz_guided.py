@@ -3,8 +3,8 @@
 python scripts/fuzz_guided.py codec -runs=1000000        libFuzzer's own options follow the target
 python scripts/fuzz_guided.py core -max_total_time=600
 
-What reached something new is kept in tests/corpus/TARGET.hex, one input a line, from where the tests play it again. A
-finding is written to the present directory as crash-….
+Inputs that reach new code are kept in tests/corpus/TARGET.hex, one a line, and run again by the tests. A finding is
+written to the current directory as crash-….
 """
 
 import subprocess
@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["flowrt.protocol", "flowrt.net", "flowr
     from tests.simulation import fuzz_targets
     from tests.simulation.message_fuzzer import MessageFuzzer
 
-# Encoders and decoders are compiled from each message's declaration, where no import is seen.
+# Encoders and decoders are compiled from the declarations of messages, not imported.
 _compile = codec._compiled
 codec._compiled = lambda *what: atheris.instrument_func(_compile(*what))
 
@@ -32,14 +32,14 @@ USAGE = "usage: python scripts/fuzz_guided.py codec|core [libFuzzer options]"
 
 
 def seeds(target: str) -> list[bytes]:
-    """What a fuzzer would take long to come upon: every message type, well formed."""
+    """Initial inputs that a fuzzer would take long to find: well-formed messages, or conversations of them."""
     if target == "core":
         return [fuzz_targets.conversation(seed) for seed in range(SEEDS)]
     return [encode(MessageFuzzer(seed).message()) for seed in range(SEEDS)]
 
 
 def main() -> int:
-    """A process of its own fuzzes, for libFuzzer ends the one that it is in."""
+    """Fuzz in a child process, because libFuzzer ends its process; then write the corpus. Returns the exit code."""
     target, *options = sys.argv[1:] or [""]
     if target not in ("codec", "core"):
         sys.exit(USAGE)
@@ -52,7 +52,7 @@ def main() -> int:
             for number, data in enumerate(inputs):
                 (folder / str(number)).write_bytes(data)
         ended = subprocess.run([sys.executable, __file__, "--here", target, kept, begun, *options], check=False)
-        # What was begun with is kept only where it was changed: so one message of each kind, as it is.
+        # libFuzzer keeps an initial input only if it changed it, so one message of each kind is added unchanged.
         whole = {data[:2]: data for data in seeds(target)} if target == "codec" else {}
         found = {one.read_bytes() for one in kept.iterdir()} | set(whole.values())
         inputs = sorted(found, key=lambda data: (len(data), data))

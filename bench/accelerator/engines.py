@@ -1,4 +1,4 @@
-"""The torch engines on a device: tokens/s of generation and training, what each optimisation gains, memory.
+"""The torch engines on a device: tokens/s of generation and training, gain of each optimisation, memory.
 
 Models have random weights: speed does not need trained ones.
 """
@@ -31,7 +31,7 @@ MEMBERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A model and what is done with it."""
+    """A model and its load: rows generated at once, tokens of a prompt, of a response and of a forward pass."""
 
     config: Qwen3Config
     rows: int
@@ -75,7 +75,7 @@ def model_of(load: Load, device: Device, dtype: torch.dtype) -> Any:
 
 
 def dtype_of(device: Device) -> torch.dtype:
-    """What is usual on the device."""
+    """float32 on a CPU, bfloat16 on other devices."""
     return torch.float32 if device.kind == "cpu" else torch.bfloat16
 
 
@@ -107,7 +107,7 @@ def rollout_of(load: Load, device: Device, dtype: torch.dtype, *, compiled: bool
 
 
 def generate(engine: TorchRollout, load: Load, seed: int) -> dict[int, Response]:
-    """All rows at once, in groups that share a prompt."""
+    """Generate all rows at once, in groups that share a prompt; returns the responses by row."""
     generator = torch.Generator().manual_seed(seed)
     groups = -(-load.rows // MEMBERS)
     tokens = torch.randint(load.config.vocab_size, (groups, load.prompt), generator=generator, dtype=torch.int32)
@@ -153,7 +153,7 @@ def generation(device: Device, quick: bool) -> dict[str, float]:
 
 
 def generation_bytes(load: Load, engine: TorchRollout, dtype: torch.dtype) -> int:
-    """What `flowrt doctor` says that the engine needs on its device."""
+    """Bytes that the engine needs on its device, by the estimate of `flowrt doctor`."""
     flags = ["--rollout.device", "cuda", "--rollout.max-running-requests", str(load.rows)]
     flags += ["--rollout.max-new-tokens", str(load.response), "--build.max-length", str(4 * load.response)]
     shape = shape_of(load, engine._cached.model)
@@ -167,7 +167,7 @@ def generation_bytes(load: Load, engine: TorchRollout, dtype: torch.dtype) -> in
 
 
 def batch_of(load: Load, seed: int) -> TrainingBatch:
-    """Whole groups, of about the tokens of a pass."""
+    """A batch of whole groups with about the tokens of a forward pass."""
     generator = torch.Generator().manual_seed(seed)
     groups = max(1, load.forward_tokens // (load.prompt + MEMBERS * load.response))
     count = groups * MEMBERS
@@ -205,7 +205,7 @@ def training(device: Device, quick: bool) -> dict[str, float]:
             batch = batch_of(load, seed)
             begin_s = time.perf_counter()
             trainer.accumulate(batch)
-            norms.append(trainer.step()["grad_norm"])  # a number: the device has done the step
+            norms.append(trainer.step()["grad_norm"])  # a float, so the device has finished the step
             rates.append(len(batch.responses) * (load.prompt + load.response) / (time.perf_counter() - begin_s))
         metrics[f"{way}_tokens_per_s"] = statistics.median(rates[1:])
         metrics[f"{way}_first_grad_norm"] = norms[0]

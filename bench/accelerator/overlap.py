@@ -13,8 +13,8 @@ READY_S = 300.0
 SPARE_S = 120.0
 
 
-def working(role: str, kind: str, quick: bool, link: Any) -> None:
-    """Works for as many seconds as it is told, and answers with tokens/s."""
+def serve_role(role: str, kind: str, quick: bool, link: Any) -> None:
+    """Work for each number of seconds received over ``link``, and answer with tokens/s."""
     torch.set_num_threads(1)
     device, load = choose(kind), load_of(quick)
     device.use()
@@ -45,14 +45,14 @@ def working(role: str, kind: str, quick: bool, link: Any) -> None:
 
 
 def overlap(kind: str, quick: bool) -> dict[str, float]:
-    """Tokens/s of each alone and of both together, and the sum of both shares: 1 is taking turns, 2 is perfect."""
+    """Tokens/s of each alone and of both together, and the sum of the two ratios: 1 as by turns, 2 without any loss."""
     context = multiprocessing.get_context("spawn")
     seconds = 1.0 if quick else 20.0
     links, processes = {}, []
     try:
         for role in ("generation", "training"):
             links[role], theirs = context.Pipe()
-            process = context.Process(target=working, args=(role, kind, quick, theirs), daemon=True)
+            process = context.Process(target=serve_role, args=(role, kind, quick, theirs), daemon=True)
             process.start()
             processes.append(process)
         for role, link in links.items():

@@ -1,4 +1,4 @@
-"""Checkpoints' tokenizers with chat templates of the shapes that six families of models have, made here."""
+"""Small tokenizers with chat templates in the form of six families of models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ class Family:
         special: further tokens of the template.
         adds_start: whether the tokenizer puts the start token before each text.
         takes_system: whether the template takes a system message; otherwise it raises.
+        variables: variables of the template with which ``rendered`` was made.
     """
 
     template: str

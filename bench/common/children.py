@@ -1,4 +1,4 @@
-"""Processes that a bench starts and orders about: a line of JSON in, a line of JSON out, the same with every Python."""
+"""Child processes of a bench: a line of JSON in for each command, one out for its result. Needs no packages."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ def raise_open_files() -> int:
 
 
 class Child:
-    """A script of bench, by its path below it, in a process that executes orders. ``ready`` is its first answer."""
+    """A process that runs a script of bench/ and executes commands; ``ready`` is its first answer."""
 
     def __init__(self, script: str, *arguments: str, python: str = sys.executable) -> None:
         self.name = " ".join((script, *arguments))
@@ -52,12 +52,12 @@ class Child:
         return self.ready
 
     def ask(self, order: str, **values: Any) -> Any:
-        """Give an order and wait for its result."""
+        """Send a command and wait for its result."""
         self.tell(order, **values)
         return self.answer()
 
     def tell(self, order: str, **values: Any) -> None:
-        """Give an order; its result is fetched with `answer`, so that several children work at once."""
+        """Send a command; `answer` returns its result, so that several children can work at once."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"order": order, **values}) + "\n")
         self._process.stdin.flush()
@@ -73,7 +73,7 @@ class Child:
         return json.loads(line)
 
     def leave(self) -> None:
-        """No more orders: the process leaves by itself, or is killed when it does not."""
+        """Close its stdin, so that the process ends; kill it if it has not after LEAVE_S seconds."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -103,26 +103,26 @@ def start_all(children: list[Child]) -> list[Child]:
 
 
 def ask_all(children: list[Child], order: str, **values: Any) -> list[Any]:
-    """The same order to several at once; their results in the same order."""
+    """Send the same command to all children; returns their results in the order of ``children``."""
     for child in children:
         child.tell(order, **values)
     return [child.answer() for child in children]
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of all threads of a process so far."""
+    """Processor time of all threads of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def reply(value: Any) -> None:
-    """In the child: the result of an order."""
+    """In the child: write the result of a command."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def serve_commands(orders: Mapping[str, Order], ready: Any = None) -> None:
-    """In the child: carry out orders until the parent has no more."""
+    """In the child: execute commands until stdin ends."""
     reply(ready)
     for line in sys.stdin:
         values = json.loads(line)
@@ -130,7 +130,7 @@ def serve_commands(orders: Mapping[str, Order], ready: Any = None) -> None:
 
 
 async def serve_commands_on_loop(orders: Mapping[str, Order], ready: Any = None) -> None:
-    """Like `obey`, on an event loop that goes on running between orders."""
+    """As `serve_commands`, on an event loop that keeps running between commands."""
     reply(ready)
     while line := await asyncio.to_thread(sys.stdin.readline):
         values = json.loads(line)

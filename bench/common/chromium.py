@@ -30,7 +30,7 @@ def program() -> str | None:
 
 
 class Tab:
-    """A tab of the browser. Errors and reports of its page are collected in ``problems``, addresses in ``requests``."""
+    """A tab of the browser. ``problems`` has its page's errors and reports, ``requests`` the URLs."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -80,16 +80,16 @@ class Tab:
         await self.call("Page.navigate", url=url)
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of an expression, or of the promise that it is. Raises RuntimeError if it throws."""
+        """The value of a JavaScript expression; a promise is awaited. Raises RuntimeError if it throws."""
         result = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"].get("exception", {}).get("description", expression))
         return result["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 20.0) -> Any:
-        """The value of an expression as soon as it is true, looked at every 20 ms; it may throw until then.
+        """The value of an expression as soon as it is true, evaluated every 20 ms; it may throw until then.
 
-        Raises TimeoutError with what the page says.
+        Raises TimeoutError with the text of the page after ``timeout_s`` seconds.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         value: Any = None
@@ -122,7 +122,7 @@ class Tab:
         path.write_bytes(base64.b64decode(picture["data"]))  # noqa: ASYNC240
 
     async def close(self) -> None:
-        """Close the page too: a browser has six connections to a server, and a page keeps one."""
+        """Close the tab and its page, which holds one of the six connections of a browser to a server."""
         if not self._socket.closed:
             await self._socket.send_json({"id": 0, "method": "Page.close"})
         self._reader.cancel()
@@ -143,7 +143,7 @@ class Browser:
 
     @classmethod
     async def start(cls) -> Self:
-        """Start the browser. Raises RuntimeError if none is installed, or it does not come up."""
+        """Start the browser. Raises RuntimeError if none is installed, or after START_S seconds."""
         path = program()
         if path is None:
             raise RuntimeError(f"none of {', '.join(PROGRAMS)} is installed")

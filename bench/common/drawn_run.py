@@ -1,4 +1,4 @@
-"""A run drawn at random, behind the API of the page: for tests and figures of the page alone, at any size.
+"""A random run of any size behind the API of the page, to test and measure the page alone.
 
 The answers have the formats of `flowrt.observability.run_reader`; nothing is read from a disk but the page's own files.
 """
@@ -63,7 +63,7 @@ class DrawnRun:
     others: Mapping[str, "DrawnRun"] = field(default_factory=dict)
     """Runs that it is compared with, by name."""
     texts: Sequence[str] = ()
-    """If there are any, these are the texts of samples, events, reasons and names, in turn."""
+    """Texts that replace those of samples, events, reasons and names by turns; empty: none is replaced."""
     events: list[dict[str, Any]] = field(default_factory=list)
     series: dict[str, list[float | None]] = field(default_factory=dict)
     instead: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class DrawnRun:
         return line
 
     def worker(self, index: int) -> str:
-        """Trainer, reference, reward, and rollout workers after them."""
+        """The name of a worker: trainer, reference, reward, then the rollout workers."""
         first = ("trainer", "reference", "reward")
         return first[index] if index < 3 else f"rollout-{index - 3}"
 
@@ -187,7 +187,7 @@ class DrawnRun:
         raise KeyError(path)
 
     def _series(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """As the reader of a run answers."""
+        """The series of metrics in the format of `RunReader`."""
         series = Series()
         for step in range(len(self.series["wall_s"])):
             series.append(self.line(step))
@@ -228,7 +228,7 @@ class DrawnRun:
         }
 
     def _prompts(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """The prompts behind a count of the ledger."""
+        """The prompts of the ledger in a state, or dropped for a reason."""
         reason, first = query.get("reason", ""), int(query.get("offset", 0))
         ledger = self.answer("api/ledger", {})
         total = ledger["dropped"][reason] if reason else ledger["states"][query["state"]]
@@ -517,7 +517,7 @@ class DrawnRun:
 
 
 def document(run: DrawnRun) -> dict[str, Any]:
-    """The answers that a page in one file carries."""
+    """The answers of the API that a page in one file contains, by path."""
     named = {path: run.answer(path, {}) for path in ("api/run", "api/ledger", "api/logs")}
     for path in ("api/series", "api/attribution", "api/events"):
         named[f"{path}?from=0"] = run.answer(path, {"from": "0"})
@@ -592,7 +592,7 @@ class DrawnServer:
         return web.Response(body=file.read_bytes(), content_type=kind, charset="utf-8", headers=headers)
 
     def prepare(self, *paths: str) -> None:
-        """Make these answers before they are asked for, so that only the page's own time is measured."""
+        """Encode the answers to these paths beforehand, so that only the page's own time is measured."""
         for path in paths:
             name, _, query = path.partition("?")
             pairs = dict(pair.split("=", 1) for pair in query.split("&") if pair)
@@ -624,7 +624,7 @@ def _encode(answer: Any) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has neither NaN nor infinity."""
+    """The value with NaN and infinity, which JSON does not have, replaced by None."""
     match value:
         case float() if not math.isfinite(value):
             return None

@@ -28,7 +28,7 @@ def tensorboard_numbers(directory: Path) -> Numbers:
 
 
 def wandb_numbers(path: Path) -> Numbers:
-    """The history of a .wandb file; of two records of a step both."""
+    """The history of a .wandb file; the values of several records of a step are merged."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found: Numbers = {}

@@ -1,8 +1,8 @@
-"""Processes of a bench, each behind a network link of its own that is as slow as a real one, on one machine.
+"""Processes of a bench on one machine, each behind a rate-limited network link of its own.
 
-The bench's process moves to a fresh network namespace and becomes the switch; every process that it forks moves to one
-more, with a rate-limited cable between the two. The namespaces have no names and the processes die with the bench, so
-however it ends, the kernel takes everything away, and nothing was ever visible to others.
+The process of the bench moves to a new network namespace, in which it makes a bridge; every process that it forks moves
+to another one, with a rate-limited veth pair between the two. The namespaces have no names and the processes end with
+the bench, so the kernel removes everything, and other processes see nothing of it.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ SHORT_PACKETS = "0xc000"
 ANSWER_S = 120.0
 LEAVE_S = 10.0
 Orders = Mapping[str, Callable[..., Any]]
-"""What a process can be told: coroutine functions by name."""
+"""The commands of a process: coroutine functions by name."""
 
 
 class Unavailable(Exception):
-    """This machine cannot have such links; says why."""
+    """This machine does not support such links; the message is the reason."""
 
 
 def become_switch() -> None:
-    """Leave the machine's network for one with nothing but a switch in it. Raises Unavailable."""
+    """Move this process to a new network namespace with nothing but a bridge. Raises Unavailable."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is not installed (package iproute2)")
@@ -55,7 +55,7 @@ def become_switch() -> None:
 
 
 def limited_loopback(mbit_s: float) -> None:
-    """Leave the machine's network for one with nothing but a loopback of this speed in it. Raises Unavailable.
+    """Move this process to a network namespace with only a loopback of ``mbit_s`` Mbit/s. Raises Unavailable.
 
     Short packets do not queue behind the weights, as with the fair queues of hosts and switches.
     """
@@ -72,7 +72,7 @@ def limited_loopback(mbit_s: float) -> None:
 
 
 def sent_bytes(number: int) -> int:
-    """What the process with this number has sent over its cable, headers included."""
+    """Bytes that a process has sent over its link, headers included. Raises ValueError for an unknown number."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == f"port{number}":
@@ -81,12 +81,15 @@ def sent_bytes(number: int) -> int:
 
 
 class LinkedProcess:
-    """A forked process that obeys orders; with a number, behind a cable of its own as 10.77.0.NUMBER."""
+    """A forked process that executes commands; with a number, behind a link of its own as 10.77.0.NUMBER.
+
+    The link is limited to ``mbit_s`` Mbit/s in both directions; 0: not limited.
+    """
 
     def __init__(self, make_orders: Callable[[], Orders], number: int = 0, mbit_s: float = 0.0) -> None:
         self.number = number
         self._pipe, end = _FORK.Pipe()
-        self._process = _FORK.Process(target=_live, args=(make_orders, end, number > 0), daemon=True)
+        self._process = _FORK.Process(target=_run_process, args=(make_orders, end, number > 0), daemon=True)
         self._process.start()
         end.close()
         self.answer()
@@ -99,7 +102,7 @@ class LinkedProcess:
             self.ask("plug_in", address=f"10.77.0.{number}/24", mbit_s=mbit_s)
 
     def tell(self, order: str, **values: Any) -> None:
-        """Give an order; `answer` fetches its result, so that several processes work at once."""
+        """Send a command; `answer` returns its result, so that several processes can work at once."""
         self._pipe.send((order, values))
 
     def answer(self) -> Any:
@@ -112,7 +115,7 @@ class LinkedProcess:
         return self.answer()
 
     def leave(self) -> None:
-        """The process ends by itself, or is killed when it does not."""
+        """Tell the process to end; kill it if it has not after LEAVE_S seconds."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.send(None)
         self._process.join(LEAVE_S)
@@ -120,7 +123,7 @@ class LinkedProcess:
         self._process.join()
 
 
-def _live(make_orders: Callable[[], Orders], pipe: Connection, isolated: bool) -> None:
+def _run_process(make_orders: Callable[[], Orders], pipe: Connection, isolated: bool) -> None:
     die_with_parent()
     if isolated:
         _leave_network()

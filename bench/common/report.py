@@ -1,4 +1,4 @@
-"""What every bench says of itself: its metrics and the machine, in one file."""
+"""The results file of a bench: its metrics and the machine."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from typing import Any
 
 GIT_S = 10.0
 ERROR = 1e-3
-"""A bound of at most this is that of an error, which no size excuses; others are of speed, size and learning."""
+"""Bounds of at most this limit numerical errors, at any size of a run; others limit speed, size and learning."""
 
 
 def processor() -> str:
-    """The processor by the name that its maker gave it, where the system tells."""
+    """The model name of the processor; its architecture where the system does not know the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -27,7 +27,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The tree that is measured; with "-dirty" where it is not quite that. Empty outside a checkout."""
+    """The checked-out commit; with "-dirty" after changes outside bench/results. Empty outside a checkout."""
     here = ["git", "-C", str(Path(__file__).parents[2])]
     commands = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", ".", ":!bench/results"]
     with suppress(OSError):
@@ -40,7 +40,7 @@ def commit() -> str:
 
 
 def write(path: Path | None, metrics: dict[str, float], **about: Any) -> None:
-    """Write {metrics, machine} as JSON; ``about`` joins what is said of the machine."""
+    """Write {metrics, machine} as JSON, with ``about`` as part of machine; without a path, do nothing."""
     if path is None:
         return
     machine: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
@@ -52,7 +52,7 @@ def write(path: Path | None, metrics: dict[str, float], **about: Any) -> None:
 def beyond(
     metrics: Mapping[str, float], bounds: Mapping[str, float], floors: Mapping[str, float], *, quick: bool
 ) -> list[str]:
-    """The figures that miss their bound and fail the bench: of a quick run, only errors.
+    """The figures that miss their bound; in a quick run only bounds of at most ERROR count.
 
     Args:
         metrics: figures by name.
@@ -66,7 +66,7 @@ def beyond(
 
 
 class Samples:
-    """Repeated measurements by metric; what is reported is the median."""
+    """Repeated measurements by metric, reported as medians."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = defaultdict(list)
@@ -81,11 +81,11 @@ class Samples:
         return {metric: float(f"{statistics.median(values):.6g}") for metric, values in self._values.items()}
 
     def spread(self, metric: str) -> tuple[float, float]:
-        """The least and the greatest."""
+        """The smallest and the largest value of a metric."""
         return min(self._values[metric]), max(self._values[metric])
 
     def repeats(self) -> int:
-        """How often the least measured of them was measured."""
+        """The smallest number of measurements of any metric."""
         return min(map(len, self._values.values()), default=0)
 
 

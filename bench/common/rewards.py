@@ -1,4 +1,4 @@
-"""Rows of bench/tasks.py on reward functions: those that misbehave, their scaling, and a judge that fails at times."""
+"""Rows of bench/tasks.py on reward functions: misbehaving ones, their scaling, and a judge that sometimes fails."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ KINDS = {
 
 
 def hostile(quick: bool) -> dict[str, float]:
-    """A function that misbehaves, against the same one that does not."""
+    """Throughput and outcomes of a function whose calls sometimes misbehave, relative to clean calls."""
     count = 400 if quick else 4000
     kinds = {7: "hangs", 17: "memory", 27: "raises"}
     rare = {37: "exits", 137: "forks"}
@@ -75,7 +75,7 @@ def hostile(quick: bool) -> dict[str, float]:
 
 
 def reward_scaling(quick: bool) -> dict[str, float]:
-    """Rate of four processes relative to one."""
+    """Rate of four processes relative to one, and the overhead of a call in ms."""
     count = 200 if quick else 1000
     with tempfile.TemporaryDirectory() as folder:
         one_s, _ = asyncio.run(_score(folder, ["fine"] * count, 1))
@@ -84,7 +84,7 @@ def reward_scaling(quick: bool) -> dict[str, float]:
 
 
 async def _score(folder: str, responses: list[str], workers: int) -> tuple[float, list[RewardOutcome]]:
-    """Seconds for these responses, without those of the start, and their outcomes."""
+    """Seconds to score the responses, after a warm-up, and their outcomes."""
     mine = Path(folder) / "mine.py"
     mine.write_text(HOSTILE)
     options = RewardOptions(functions=(str(mine),), workers=workers, timeout_s=DEADLINE_S, memory_mb=512)
@@ -106,7 +106,7 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def judge(quick: bool) -> dict[str, float]:
-    """A judge that fails at times, twice with the same file of answers."""
+    """A judge that sometimes fails, in two passes with the same file of stored answers."""
     return asyncio.run(_judge(100 if quick else 1000))
 
 
@@ -136,7 +136,7 @@ async def _judge(count: int) -> dict[str, float]:
         for _ in range(2):
             scorer = RewardScorer(options, cache=Path(folder) / "judge.sqlite")
             scoring = asyncio.gather(*(scorer.outcomes(f"response {n}", ROW) for n in range(count) if n % 50 != 49))
-            if not calls:  # the server is away for a second
+            if not calls:  # the server is stopped for a second
                 await asyncio.sleep(0.2)
                 await site.stop()
                 await asyncio.sleep(1.0)

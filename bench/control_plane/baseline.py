@@ -1,10 +1,10 @@
-"""TransferQueue under the same orders as `streamers.py`; runs with the Python that has it, needs nothing of flowrt.
+"""TransferQueue with the same commands as `streamers.py`; runs with a Python that has TransferQueue, without flowrt.
 
 python bench/control_plane/baseline.py queue    starts Ray, the queue's controller and its storage; prints the address
 python bench/control_plane/baseline.py client   a producer or consumer, a process with its own TransferQueueClient
 
-As TransferQueue is meant to be used and at its fastest: two storage units (its default), polling, one torch thread
-(more of them spin against each other where cores are few). A row is one field of one int64; every row is checked.
+In TransferQueue's fastest configuration: two storage units (its default), polling, one torch thread (several compete
+for the cores of a small machine). A row is one field of one int64; every row is checked.
 """
 
 import base64
@@ -37,7 +37,7 @@ def controller_pid() -> int | None:
 
 
 def serve() -> None:
-    """The queue, until the input ends."""
+    """Run the queue until stdin ends."""
     import ray
     import transfer_queue
     from omegaconf import OmegaConf
@@ -56,7 +56,7 @@ def serve() -> None:
 
 
 class Client:
-    """What `streamers.py` does, said to TransferQueue: put is `put`, get is `get_meta` and `get_data`."""
+    """The commands of `streamers.py` on TransferQueue: put is `put`, get is `get_meta` and `get_data`."""
 
     def __init__(self) -> None:
         import torch
@@ -91,7 +91,7 @@ class Client:
         at_s: float = 0.0,
         last: bool = False,  # noqa: ARG002
     ) -> float:
-        """With ``depth`` requests in flight, each asked for by a thread: its client's calls block."""
+        """Put rows with ``depth`` requests in flight, each in a thread because calls block; returns the seconds."""
         batches = [self._rows(first, rows) for first in range(0, rows * requests, rows)]
         time.sleep(max(0.0, at_s - time.monotonic()))
         start_s = time.monotonic()
@@ -116,7 +116,7 @@ class Client:
         return seconds
 
     def drain(self, part: str, rows: int, total: int) -> dict[str, float]:
-        """Next to others, until this task has consumed the whole partition."""
+        """Get rows, with other consumers, until the task has consumed the ``total`` rows of the partition."""
         count, empty, last_s = 0, 0, time.monotonic()
         while True:
             meta = self._client.get_meta([FIELD], rows, part, task_name=TASK)
@@ -136,7 +136,7 @@ class Client:
             self._client.put(self._rows(first, min(1000, rows - first)), partition_id=part)
 
     def pull_times(self, parts: list[str], rows: int, count: int, warm: int) -> list[list[float]]:
-        """Seconds of each `get_meta`, from the parts in turns: what the controller does; the data comes on top."""
+        """Seconds of each `get_meta`, from the parts by turns: the controller's work alone, without the data."""
         times: list[list[float]] = [[] for _ in parts]
         for wanted in [1] * warm + [rows] * count:
             for part, seconds in zip(parts, times, strict=True):
@@ -150,7 +150,7 @@ class Client:
         self._client.clear_partition(part)
 
     def first_row(self, address: str) -> float:
-        """Join the queue, put a row and get it: the moment at which it came."""
+        """Join the queue, put a row and get it; returns when it came (monotonic seconds)."""
         self.join(address)
         self.put("first", 1, 1)
         self.get("first", 1, 1)
@@ -164,4 +164,4 @@ if __name__ == "__main__":
         client = Client()
         orders = ("join", "put", "get", "drain", "fill", "pull_times", "clear", "first_row")
         serve_commands({order: getattr(client, order) for order in orders}, os.getpid())
-        os._exit(0)  # its client's threads have no end
+        os._exit(0)  # the client's threads do not end

@@ -1,4 +1,4 @@
-"""The controller as a process: how soon it serves, how large it is, how fast its core is, what its ledger costs."""
+"""The controller as a process: time to its first answer, memory, speed of its core, cost of its ledger."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ STOP_S = 20.0
 
 
 def rss_mb(pid: int) -> float:
-    """Resident memory of a process, in 10^6 bytes."""
+    """Resident memory of a process, in 10^6 bytes. Raises ValueError if it has none."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024 / 1e6
@@ -28,7 +28,7 @@ def rss_mb(pid: int) -> float:
 
 
 def start(client: Child, folder: Path, samples: Samples) -> None:
-    """The controller's own script for the default job: until it has served a row, and its memory then."""
+    """Seconds until the controller of the default job has served a sample, and its memory in MB then."""
     folder.mkdir()
     config = folder / "config.toml"
     config.write_text(to_toml(replace(defaults("arithmetic"), run_dir=str(folder))))
@@ -54,7 +54,7 @@ def start(client: Child, folder: Path, samples: Samples) -> None:
 
 
 def start_baseline(client: Child, python: str, samples: Samples) -> None:
-    """The baseline's queue and all processes that it needs, measured in the same way."""
+    """The same of the baseline's queue, with all processes that it needs."""
     start_s = time.monotonic()
     queue = Child("control_plane/baseline.py", "queue", python=python)
     try:
@@ -88,7 +88,7 @@ def core_events(cores: dict[str, Child], shrink: int, samples: Samples) -> None:
 
 
 def core_flatness(runs: Child, shrink: int, samples: Samples) -> None:
-    """What a sample costs the core with many rollout workers, over what it costs with few."""
+    """Processor time of the core for a sample with many rollout workers over that with few."""
     for workers in WORKERS:
         samples.add(f"core_us_a_sample_{workers}", runs.ask("measure", workers=workers, steps=max(4 // shrink, 2)))
     few, many = (samples.last(f"core_us_a_sample_{workers}") for workers in WORKERS)
@@ -96,7 +96,10 @@ def core_flatness(runs: Child, shrink: int, samples: Samples) -> None:
 
 
 def ledger(trainers: Child, folder: Path, first: bool, shrink: int, samples: Samples) -> None:
-    """The same small training with the ledger and without, ``first`` first: seconds, and the controller's own."""
+    """A small training run with and without the ledger: ratios of wall time and of the controller's CPU time.
+
+    ``first``: the run with the ledger comes first.
+    """
     seconds, spent_s = {}, {}
     steps = STEPS // shrink
     for kept in (first, not first):

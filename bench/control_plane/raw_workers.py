@@ -1,7 +1,7 @@
-"""Workers on the wire, thousands to a process: a DEALER socket each, one request outstanding each. A child of a bench.
+"""Thousands of workers in one process, each a DEALER socket with one request outstanding. A child of a bench.
 
-They say `Hello` and then pull one slot at a time, over and over, with the product's codec and nothing else of it: a
-whole session for each of 4,096 workers would measure the sessions.
+They send `Hello` and then pull one slot at a time. They use flowrt's codec and socket options but not its sessions,
+because 4,096 sessions would take most of the time.
 """
 
 import os
@@ -25,7 +25,7 @@ NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 
 
 class Workers:
-    """All workers of this process, known by the descriptors of their sockets."""
+    """All workers of this process, by the file descriptors of their sockets."""
 
     def __init__(self) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -35,7 +35,10 @@ class Workers:
         self._ready: list[int] = []
 
     def join(self, address: str, first: int, count: int) -> int:
-        """Connect and greet ``count`` more workers, in portions that the server's backlog can hold."""
+        """Connect ``count`` more workers, in portions that fit into the server's backlog.
+
+        Returns the number of connected workers. Raises TimeoutError if one is not welcomed within DEADLINE_S.
+        """
         end_s = time.monotonic() + DEADLINE_S
         for start in range(first, first + count, PORTION):
             numbers = range(start, min(start + PORTION, first + count))
@@ -81,12 +84,12 @@ class Workers:
         return message
 
     def _check_readable(self, descriptor: int) -> None:
-        """The descriptor wakes a poll only for what arrives after a check that found nothing."""
+        """Note a socket that is readable already: its descriptor is edge-triggered and does not wake the next poll."""
         if zmq.backend.zmq_poll([(self._sockets[descriptor], POLLIN)], 0):
             self._ready.append(descriptor)
 
     def sample(self) -> str:
-        """The bytes that one pull of one slot is answered with, in hexadecimal."""
+        """The encoded answer to a pull of one slot, in hexadecimal. Raises TimeoutError if there is none."""
         descriptor, one = next(iter(self._sockets.items()))
         zmq.backend.Socket.send(one, PULL, NOBLOCK)
         if not one.poll(int(1000 * DEADLINE_S)):
@@ -98,14 +101,14 @@ class Workers:
     def pull(self, at_s: float, warm_s: float, window_s: float, pause_s: float = 0.0) -> dict[str, object]:
         """From ``at_s`` on each worker pulls one slot and, ``pause_s`` after it is served, the next.
 
-        Returns the seconds of each round trip that ended in the window after the warm-up, and how many there were in
-        all.
+        Returns ``trips``, the seconds of each round trip that ended in the window after the warm-up, and ``served``,
+        the number of all round trips. Raises TimeoutError if a pull is not answered.
         """
         clock, send = time.monotonic, zmq.backend.Socket.send
         begin_s, end_s, served = at_s + warm_s, at_s + warm_s + window_s, 0
         sent_s: dict[int, float] = {}
         trips: list[float] = []
-        # The first pulls come one after the other, or all at once from a crowd that does not pause.
+        # The first pulls are spread over ``pause_s``; without a pause, all are sent at once.
         due = [(at_s + pause_s * place / len(self._sockets), one) for place, one in enumerate(self._sockets)]
         while (now := clock()) < end_s or sent_s:
             if now > end_s + DEADLINE_S:
@@ -135,7 +138,7 @@ class Workers:
         return {"trips": trips, "served": served}
 
     def part(self) -> int:
-        """All workers disconnect without a word; returns how many there were."""
+        """Disconnect all workers without a `Leave`; returns their number."""
         count = len(self._sockets)
         for descriptor, one in self._sockets.items():
             self._epoll.unregister(descriptor)

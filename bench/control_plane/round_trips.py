@@ -1,10 +1,10 @@
-"""Round trips: how many pulls of one slot a controller answers, next to a bare echo of the same size.
+"""Round trips: pulls of one slot that a controller answers in a second, compared with an echo of the same size.
 
 The clients are real sockets, one a worker, in a few processes; every worker has one request outstanding. In a closed
-loop every worker pulls again at once: that is the most that can be served (``rtt_per_s_*``), and the time of a trip is
-then, by Little's law, the workers divided by the rate. At 4,096 workers that says nothing of what a worker waits;
-there ``rtt_p50_ms`` and ``rtt_p99_ms`` are those of a paced load, each worker pulls once a second, and the closed
-loop's are reported as ``rtt_closed_*``.
+loop every worker pulls again at once: its rate is the largest that can be served (``rtt_per_s_*``), and the time of a
+trip is then, by Little's law, the number of workers divided by the rate. At 4,096 workers ``rtt_p50_ms`` and
+``rtt_p99_ms`` are of a paced load instead, in which each worker pulls again a second after its last answer; the times
+of the closed loop are ``rtt_closed_*``.
 """
 
 import time
@@ -20,11 +20,11 @@ PROCESSES = 2
 FILES_A_WORKER = 2  # a mailbox and a connection
 WARM_S = 0.2
 START_S = 0.1
-HIGHEST_RATE = 60_000  # rows to have ready a second
+HIGHEST_RATE = 60_000  # rows that are ready for each second of a measurement
 
 
-class Crowd:
-    """All workers: client processes that stay; their workers join one server after another."""
+class WorkerPool:
+    """All workers, in client processes that are kept; the workers join one server after another."""
 
     def __init__(self, open_files: int, largest: int) -> None:
         needed = -(-largest * FILES_A_WORKER // max(open_files - 100, 1))
@@ -35,7 +35,7 @@ class Crowd:
         self.joined = 0
 
     def grow(self, address: str, size: int) -> list[Child]:
-        """Let workers join until there are ``size``; returns the processes that have some."""
+        """Let workers join until there are ``size``; returns the processes that have workers."""
         share, rest = divmod(size - self.joined, len(self.processes))
         shares = [share + (place < rest) for place in range(len(self.processes))]
         first = self.joined
@@ -71,7 +71,7 @@ class Queue:
             self._feeder.ask("fill", part="rows", rows=rows - self._ready)
             self._ready = rows
 
-    def took(self, rows: int) -> None:
+    def count_served(self, rows: int) -> None:
         self._ready -= rows
 
     def close(self) -> None:
@@ -80,27 +80,27 @@ class Queue:
 
 
 def one_repeat(
-    crowd: Crowd, feeder: Child, folder: Path, sizes: tuple[int, ...], window_s: float, samples: Samples
+    workers: WorkerPool, feeder: Child, folder: Path, sizes: tuple[int, ...], window_s: float, samples: Samples
 ) -> None:
-    """At each size the controller and, right after it, the echo; on fresh servers, to which that many workers join."""
+    """Measure the controller and then the echo, each in a new process, at each number of workers."""
     folder.mkdir()
     for size in sizes:
         queue = Queue(feeder, folder / str(size))
         queue.fill(1)
-        grant = crowd.grow(queue.address, 1)[0].ask("sample")
-        queue.took(1)
-        _size(crowd.grow(queue.address, size), queue.server, queue, f"rtt {size}", window_s, samples)
+        grant = workers.grow(queue.address, 1)[0].ask("sample")
+        queue.count_served(1)
+        _measure_size(workers.grow(queue.address, size), queue.server, queue, f"rtt {size}", window_s, samples)
         queue.close()
-        crowd.part()
+        workers.part()
         echo = Child("control_plane/servers.py", "echo", "--reply", grant)
-        processes = crowd.grow(echo.wait_ready(), size)
-        _size(processes, echo, None, f"echo {size}", window_s, samples)
+        processes = workers.grow(echo.wait_ready(), size)
+        _measure_size(processes, echo, None, f"echo {size}", window_s, samples)
         echo.kill()
-        crowd.part()
+        workers.part()
         samples.add(f"rtt_over_echo_{size}", samples.last(f"rtt_per_s_{size}") / samples.last(f"echo_per_s_{size}"))
 
 
-def _size(
+def _measure_size(
     processes: list[Child], server: Child, queue: Queue | None, what: str, window_s: float, samples: Samples
 ) -> None:
     name, size = what.split()
@@ -120,7 +120,7 @@ def _measure(
     processes: list[Child], server: Child, queue: Queue | None, window_s: float, pause_s: float, highest: int
 ) -> tuple[float, list[float], float]:
     """Round trips a second, seconds of each, and microseconds of the server's processor time for each."""
-    # A paced crowd needs a whole round before it is in its stride.
+    # A paced load is steady after one whole pause.
     warm_s = WARM_S + pause_s
     if queue is not None:
         queue.fill(int(highest * (warm_s + window_s)) + PACED)
@@ -130,6 +130,6 @@ def _measure(
     spent_s = cpu_s(server.pid) - before_s
     served = sum(result["served"] for result in results)
     if queue is not None:
-        queue.took(served)
+        queue.count_served(served)
     trips = [trip for result in results for trip in result["trips"]]
     return len(trips) / window_s, trips, 1e6 * spent_s / served

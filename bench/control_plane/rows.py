@@ -1,6 +1,6 @@
-"""Rows through a queue: put and get at several sizes of a request, with much outstanding, with several clients.
+"""Rows through a queue: put and get at several sizes of a request, with many rows outstanding, with several clients.
 
-The same orders go to the product's streamers and to the baseline's clients, so that both are measured alike.
+flowrt's streamers and the baseline's clients get the same commands.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from common.children import Child, ask_all, start_all
 from common.report import Samples
 
 REQUESTS = {1: 1000, 64: 300, 512: 60}
-"""Requests of a measurement, by rows a request."""
+"""Number of requests of a measurement, by rows a request."""
 DEPTH = 8
 OUTSTANDING = (1_000, 100_000)
 WARM_PULLS, PULLS, PULLED_ROWS = 50, 25, 32
@@ -27,7 +27,7 @@ class System:
 
     prefix: str
     folder: Path
-    baseline_python: str = ""  # empty: this is the product
+    baseline_python: str = ""  # empty: flowrt
     stream_requests: int = 1600  # of all producers together
     clients: list[Child] = field(default_factory=list)
     _queues: list[Child] = field(default_factory=list)
@@ -42,7 +42,7 @@ class System:
         self.clients += start_all([start() for _ in range(count - len(self.clients))])
 
     def start_queue(self, sources: int = 1) -> None:
-        """One more queue that all clients have joined. The baseline keeps one: it takes seconds to start."""
+        """Start a queue and let all clients join it. The baseline keeps one queue, which takes seconds to start."""
         if self.baseline_python:
             if not self._queues:
                 self._queues.append(Child("control_plane/baseline.py", "queue", python=self.baseline_python))
@@ -57,7 +57,7 @@ class System:
         ask_all(self.clients, "join", address=self._queues[-1].wait_ready())
 
     def stop_queue(self, for_good: bool = False) -> None:
-        """The queue that was started last."""
+        """Stop the queue that was started last; that of the baseline only ``for_good``."""
         if not self._queues or (self.baseline_python and not for_good):
             return
         if not self.baseline_python:
@@ -65,7 +65,7 @@ class System:
         self._queues.pop().leave()
 
     def part(self) -> str:
-        """A name for rows that have not been there."""
+        """An unused name for a set of rows."""
         self._parts += 1
         return f"rows{self._parts}"
 
@@ -76,7 +76,7 @@ class System:
 
 
 def put_and_get(system: System, rows: int, shrink: int, samples: Samples) -> None:
-    """A producer puts, then a consumer gets, one request after the other, and then with several in flight."""
+    """Rows/s of a put and then a get of ``rows`` rows a request, with one request and with DEPTH in flight."""
     producer, consumer = system.clients[:2]
     for depth in (1, DEPTH):
         part = system.part()
@@ -91,7 +91,7 @@ def put_and_get(system: System, rows: int, shrink: int, samples: Samples) -> Non
 
 
 def warm(system: System) -> None:
-    """Let every client, and the queue, do some of what they will be timed at."""
+    """Warm up every client and the queue with a tenth of the requests of a measurement."""
     for producer, consumer in zip(system.clients[::2], system.clients[1::2], strict=True):
         for rows, requests in REQUESTS.items():
             load = {"part": system.part(), "rows": rows, "requests": requests // 10}
@@ -101,7 +101,7 @@ def warm(system: System) -> None:
 
 
 def pull_ratio(system: System, samples: Samples) -> None:
-    """The median pull with much outstanding, over the median with little: two queues, pulled from in turns."""
+    """Median time of a pull with 100,000 rows outstanding over that with 1,000: two queues, pulled from by turns."""
     producer, consumer = system.clients[:2]
     system.start_queue()
     parts = [system.part() for _ in OUTSTANDING]

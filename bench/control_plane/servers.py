@@ -1,8 +1,10 @@
-"""The servers that a bench measures, each in a process of its own; says its address, leaves when its input ends.
+"""The servers that a bench measures, each in a process that prints its address and ends when its stdin ends.
 
-python bench/control_plane/servers.py echo --reply HEX         answers everything with these bytes
+python bench/control_plane/servers.py echo --reply HEX         answers every message with these bytes
 python bench/control_plane/servers.py stream --run-dir DIR     a controller with one stage that reads rows of one flow
-python bench/control_plane/servers.py training --run-dir DIR   a controller of a small training run; --no-ledger
+python bench/control_plane/servers.py training --run-dir DIR   a controller of a small training run
+
+With --no-ledger a controller writes no ledger.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from flowrt.protocol.messages import Stage
 from flowrt.runtime.event_loop import serve_loop
 
 ANY_PORT = "tcp://127.0.0.1:0"
-PATIENCE_S = 3600.0
+LONG_TIMEOUT_S = 3600.0
 STREAM = Dataflow((), (Stage("consume", ("value",), ()),), tags=("value",))
 TRAINING = Dataflow(
     (),
@@ -47,7 +49,7 @@ TRAINING = Dataflow(
 
 @dataclass(frozen=True, slots=True)
 class TwoSteps:
-    """Two steps' worth of groups at a time, of whatever age: no trainer here publishes weights."""
+    """Admits the groups of two steps at a time, of any staleness: no trainer here publishes weights."""
 
     def may_open(self, live_groups: int, groups_per_step: int) -> bool:
         return live_groups < 2 * groups_per_step
@@ -63,7 +65,7 @@ POLICIES = Policies(TwoSteps(), Fifo(), GroupCount(4), DelayedUpdate())
 
 
 class NoLedger(Ledger):
-    """Takes what the ledger takes and keeps nothing."""
+    """A ledger that discards its records."""
 
     def add(self, record: AppendLedger, at_s: float) -> None:
         pass
@@ -73,7 +75,7 @@ class NoLedger(Ledger):
 
 
 async def echo(answer: bytes) -> None:
-    """On the product's own socket: no codec, no core, one constant answer."""
+    """Answer every message with ``answer``: flowrt's server socket without codec and core."""
     raw = server_socket()
     send = raw.send
     address = raw.bind(ANY_PORT)
@@ -86,7 +88,7 @@ async def echo(answer: bytes) -> None:
 async def serve(flow: Dataflow, settings: Settings, run_dir: Path, ledger: bool) -> None:
     kept = (Ledger if ledger else NoLedger)(run_dir / "ledger.sqlite")
     core = Core(settings, flow, POLICIES)
-    server = Server(core, "", run_dir, heartbeat_s=1.0, request_timeout_s=PATIENCE_S, ledger=kept)
+    server = Server(core, "", run_dir, heartbeat_s=1.0, request_timeout_s=LONG_TIMEOUT_S, ledger=kept)
     address = server.bind(ANY_PORT)
     async with server.running():
         reply(address)
@@ -107,9 +109,9 @@ def long_timeouts(**numbers: int) -> Settings:
     return Settings(
         **numbers,  # type: ignore[arg-type]
         budget_rows=10_000_000,
-        lease_s=PATIENCE_S,
-        worker_timeout_s=PATIENCE_S,
-        no_progress_timeout_s=PATIENCE_S,
+        lease_s=LONG_TIMEOUT_S,
+        worker_timeout_s=LONG_TIMEOUT_S,
+        no_progress_timeout_s=LONG_TIMEOUT_S,
     )
 
 

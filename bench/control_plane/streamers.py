@@ -1,6 +1,6 @@
-"""A producer or consumer of rows on the product's own sessions. A child of a bench; `baseline.py` is its twin.
+"""A producer or consumer of rows on sessions of flowrt, a child of a bench; `baseline.py` does it on TransferQueue.
 
-A row is one number in one inline column, and every row is checked: nothing is missing, nothing comes twice.
+A row is one number in one inline column; a missing row or one that comes twice is an error.
 """
 
 import asyncio
@@ -30,7 +30,10 @@ async def leave() -> None:
 
 
 async def put(part: str, rows: int, requests: int, depth: int = 1, at_s: float = 0.0, last: bool = False) -> float:
-    """Put ``rows`` rows a request, numbered from 0 on, ``depth`` requests in flight; returns the seconds of it."""
+    """Put ``rows`` rows a request, numbered from 0 on, ``depth`` requests in flight; returns the seconds.
+
+    ``at_s`` is the start on the monotonic clock; ``last`` sends the end of data afterwards.
+    """
     session = sessions[-1]
     batches = [list(range(first, first + rows)) for first in range(0, rows * requests, rows)]
     await asyncio.sleep(max(0.0, at_s - time.monotonic()))
@@ -47,9 +50,9 @@ async def put(part: str, rows: int, requests: int, depth: int = 1, at_s: float =
 
 
 async def get(part: str, rows: int, requests: int, depth: int = 1) -> float:  # noqa: ARG001
-    """Read and commit all that `put` has put, ``rows`` rows a request; returns the seconds that it took.
+    """Read and commit all rows of a `put`, ``rows`` a request; returns the seconds. Raises ValueError for other rows.
 
-    That the work on a batch is done travels with the next pull, as in a stream that is iterated over.
+    The commit of a batch is sent with the next pull, as in the iteration over a stream.
     """
     session = sessions[-1]
     got: list[list[float]] = []
@@ -71,7 +74,7 @@ async def get(part: str, rows: int, requests: int, depth: int = 1) -> float:  # 
 
 
 async def drain(part: str, rows: int, total: int) -> dict[str, float]:  # noqa: ARG001
-    """Read and commit, next to others, until the stream is closed; returns how many rows and when the last came."""
+    """Read and commit, with other consumers, until the stream is closed; returns the rows and when the last came."""
     session, count, last_s = sessions[-1], 0, time.monotonic()
     while not (batch := await session.pull(STAGE, rows)).closed:
         await session.commit(STAGE, batch.slots, batch.leases)
@@ -81,16 +84,16 @@ async def drain(part: str, rows: int, total: int) -> dict[str, float]:  # noqa: 
 
 
 async def fill(part: str, rows: int, queue: int = -1) -> None:
-    """Put this many rows, in large portions; ``queue`` says into which of the queues that were joined."""
+    """Put ``rows`` rows into the joined queue of index ``queue``, 1,000 a request."""
     for first in range(0, rows, 1000):
         numbers = range(first, min(first + 1000, rows))
         await sessions[queue].offer_many(part, numbers, tags={"value": numbers})
 
 
 async def pull_times(parts: list[str], rows: int, count: int, warm: int) -> list[list[float]]:
-    """Seconds of each of ``count`` pulls of ``rows`` rows from as many of the last queues as there are parts, in turns.
+    """Seconds of ``count`` pulls of ``rows`` rows from each of the queues joined last, one for each part, by turns.
 
-    ``warm`` pulls of one row come first: a process that slept through the filling is slow to wake.
+    ``warm`` pulls of one row come first, because a process that slept during the filling wakes slowly.
     """
     queues = sessions[-len(parts) :]
     times: list[list[float]] = [[] for _ in queues]
@@ -108,7 +111,7 @@ async def pull_times(parts: list[str], rows: int, count: int, warm: int) -> list
 
 
 async def clear(part: str, rows: int, queue: int = -1) -> None:  # noqa: ARG001
-    """Read what is left: this many rows."""
+    """Read and commit the ``rows`` rows that are left."""
     while rows:
         batch = await sessions[queue].pull(STAGE, min(rows, 1000))
         await sessions[queue].commit(STAGE, batch.slots, batch.leases)
@@ -116,7 +119,7 @@ async def clear(part: str, rows: int, queue: int = -1) -> None:  # noqa: ARG001
 
 
 async def first_sample(address: str) -> float:
-    """Join the controller of a GRPO run, offer a prompt and pull it: the moment at which it came."""
+    """Join the controller of a GRPO run, offer a prompt and pull it; returns when it came (monotonic seconds)."""
     await join(address, "source")  # the only role that may offer prompts in this run
     session = sessions[-1]
     session.params.applied("policy", 0)

@@ -1,4 +1,4 @@
-"""The workers of a small training without tensors, on sessions in one process. A child of a bench."""
+"""The workers of a small training run without tensors, with their sessions in one process. A child of a bench."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ TOKENS = 32
 
 
 async def offer(source: Session, groups: int, members: int) -> None:
-    """Prompts, a step's worth at a time, for as long as they are wanted."""
+    """Offer the prompts of a step at a time, until the controller accepts no more."""
     prompt = 0
     while True:
         prompts = range(prompt, prompt + groups)
@@ -40,7 +40,7 @@ async def score(reward: Session) -> None:
 
 
 async def train(trainer: Session, steps: int) -> int:
-    """All steps; returns how many samples they had."""
+    """Train all steps; returns the number of samples."""
     samples = 0
     for step in range(steps):
         while not (batch := await trainer.pull("train", 0, step=step)).closed:
@@ -50,7 +50,7 @@ async def train(trainer: Session, steps: int) -> int:
 
 
 async def run(address: str, steps: int, groups: int, members: int) -> float:
-    """The training from the first offer to the last step: seconds."""
+    """Run the training; returns the seconds from the first offer to the last step."""
     source, rollout, reward, trainer = [
         await connect(address, role, role, JOIN_S) for role in ("source", "rollout", "reward", "trainer")
     ]

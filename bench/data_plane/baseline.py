@@ -1,10 +1,10 @@
-"""TransferQueue under the same orders as `tensor_ends.py`; runs with the Python that has it, needs nothing of flowrt.
+"""TransferQueue with the same commands as `ends.py`; runs with a Python that has TransferQueue, without flowrt.
 
     python bench/data_plane/baseline.py queue             starts Ray, the queue's controller and its storage
     python bench/data_plane/baseline.py client ADDRESS    a producer or consumer in a process of its own
 
-As it is meant to be used and at its fastest: two storage units (its default), polling, one torch thread. ``put`` is
-its `put`, ``get`` is its `get_meta` and `get_data`; every row is checked.
+In its fastest configuration: two storage units (its default), polling, one torch thread. ``put`` is its `put`, ``get``
+is its `get_meta` and `get_data`; every row is checked.
 """
 
 import base64
@@ -25,7 +25,7 @@ def reply(answer: object) -> None:
 
 
 def serve() -> None:
-    """The queue, until the input ends."""
+    """Run the queue until stdin ends."""
     import ray
     import transfer_queue
     from omegaconf import OmegaConf
@@ -61,7 +61,7 @@ class Client:
         self._client.initialize_storage_manager(manager_type=kind, config=reached.backend[kind])
 
     def make(self, sizes: list[int], first: int) -> None:
-        """One field: dense where all rows are alike, jagged where not; each row begins with its id."""
+        """Make rows of one field: dense if all sizes are equal, else jagged; each begins with its id (int64)."""
         torch = self._torch
         ids = torch.arange(first, first + len(sizes)).view(torch.uint8).view(-1, 8)
         if len(set(sizes)) == 1:
@@ -103,4 +103,4 @@ if __name__ == "__main__":
         for line in sys.stdin:
             order, arguments = json.loads(line)
             reply(getattr(client, order)(*arguments))
-        os._exit(0)  # its threads have no end
+        os._exit(0)  # the client's threads do not end

@@ -1,9 +1,9 @@
-"""One end of `bench/tensors.py`, a process of its own: puts or gets rows, obeys JSON lines on stdin.
+"""The producer or consumer of `bench/tensors.py`: a process that puts or gets rows, commanded by JSON lines on stdin.
 
     python bench/data_plane/ends.py ADDRESS NAME
 
-It has what a worker's session has: a link, a store, lanes. Its controller is the desk of `tensors.py`, which answers
-each message as the real one does, but keeps no board: what is measured is the tensor plane and the messages it needs.
+It has a link, a tensor store and lanes, as a worker's session has. Its controller is that of `stub_controller.py`,
+which answers each message but has no tables: only the tensor plane and the messages that it needs are measured.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LANE_S = 60.0
 
 
 def payload_of(sizes: list[int], first: int) -> Packed:
-    """Rows of bytes; each begins with its own id, so that the receiver can check."""
+    """Packed uint8 rows of these sizes; the first 8 bytes of each are its id (int64), from ``first`` on."""
     flat = torch.ones(sum(sizes), dtype=torch.uint8)
     starts = torch.tensor([0, *sizes[:-1]]).cumsum(0)
     ids = torch.arange(first, first + len(sizes)).view(torch.uint8).view(-1, 8)
@@ -39,7 +39,7 @@ def payload_of(sizes: list[int], first: int) -> Packed:
 
 
 def check(rows: Packed, first: int) -> None:
-    """Every row begins with its id."""
+    """Raise ValueError unless the rows begin with the ids from ``first`` on."""
     starts = torch.tensor([0, *rows.lengths[:-1]]).cumsum(0)
     found = torch.stack([rows.values[starts + byte] for byte in range(8)], 1).contiguous().view(torch.int64).flatten()
     if found.tolist() != list(range(first, first + len(rows))):
@@ -85,7 +85,7 @@ class End:
     async def _ask(self, message: m.Message) -> Any:
         self._answer = self._loop.create_future()
         self._link.send(message)
-        self._loop.call_soon(self._link.spin_wait, SPIN_S)  # as who asks for one thing at a time
+        self._loop.call_soon(self._link.spin_wait, SPIN_S)  # as a worker with one request outstanding does
         return await self._answer
 
     async def make(self, sizes: list[int], first: int) -> None:
@@ -95,7 +95,7 @@ class End:
         self._payload = Packed(torch.empty(0, dtype=torch.uint8), ())
 
     async def put(self, first: int) -> float:
-        """As `Session.commit`: into the store, and its ids and lengths to the controller."""
+        """Store the rows and commit their ids and lengths, as `Session.commit` does; returns the seconds."""
         rows = self._payload
         begin_s = time.perf_counter()
         ids = tuple(range(first, first + len(rows)))
@@ -107,7 +107,7 @@ class End:
         return time.perf_counter() - begin_s
 
     async def get(self, transport: str, first: int, verify: bool) -> float:
-        """As `Session.pull`: a grant, and what it announces."""
+        """Pull a grant and wait for the tensors that it announces, as `Session.pull` does; returns the seconds."""
         begin_s = time.perf_counter()
         grant = await self._ask(m.Pull(request=0, stage=transport, slots=1, tokens=0, step=-1))
         await self.store.wait_for(grant.parts)

@@ -1,4 +1,4 @@
-"""What the machine can do, for `bench/tensors.py`: gloo, loopback TCP and warm shared memory without any of flowrt.
+"""The speed of the machine, for `bench/tensors.py`: gloo, loopback TCP and warm shared memory without flowrt.
 
 python bench/data_plane/raw.py gloo RANK FILE SIZE COUNT     one end of a bare two-rank group
 python bench/data_plane/raw.py tcp RANK PORT SIZE COUNT      one end of a bare connection
@@ -25,7 +25,7 @@ TIMEOUT_S = 60
 
 
 def gloo(rank: int, file: str, size: int, count: int) -> None:
-    """Messages of one size from rank 0 to rank 1, several in flight, each from and into memory of its own."""
+    """Send ``count`` buffers of ``size`` bytes from rank 0 to rank 1, several in flight; rank 1 prints GB/s."""
     from torch.distributed import FileStore, ProcessGroup, ProcessGroupGloo, Work
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def gloo(rank: int, file: str, size: int, count: int) -> None:
 
 
 def tcp(rank: int, port: int, size: int, count: int) -> None:
-    """The same over a socket, received into memory that is there."""
+    """The same over a socket from rank 1 to rank 0, into one buffer; rank 0 prints its port, then GB/s."""
     buffer = memoryview(bytearray(size))
     if rank:
         link = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
@@ -97,7 +97,7 @@ def run_tcp(size: int, count: int) -> float:
 
 
 class WarmMemory:
-    """Shared memory that has been written before, and as many rows to copy into it."""
+    """Shared memory whose pages have been written, and ``count`` rows of ``size`` bytes to copy into it."""
 
     def __init__(self, size: int, count: int) -> None:
         self._size, total = size, size * count

@@ -1,4 +1,4 @@
-"""The controller of `bench/tensors.py`: real messages over real links, and no board."""
+"""A stub controller for `bench/tensors.py`: flowrt's messages and links, without the tables of a controller."""
 
 import asyncio
 
@@ -12,8 +12,8 @@ PRODUCER, CONSUMER = "producer", "consumer"
 TRANSPORTS = ("shm", "gloo")
 
 
-class Desk:
-    """The controller's answers, without its board: whatever was committed last is granted to the next pull."""
+class StubController:
+    """Answers as the controller does, but without tables: the slots of the last commit are granted to the next pull."""
 
     def __init__(self) -> None:
         self._link = ServerLink(self._receive, self._garbled, lambda: None)
@@ -47,7 +47,7 @@ class Desk:
     def _grant(self, peer: bytes, pull: m.Pull) -> None:
         commit = self._offered
         assert commit is not None
-        # A kind of lane for each transport: all stay open.
+        # A lane for each transport, so that both stay open.
         turn = self._lanes[pull.stage].next_turn(WorkerId(PRODUCER), WorkerId(CONSUMER), pull.stage)
         slots, zeros = commit.slots, (0,) * len(commit.slots)
         incoming = (Incoming(turn, commit.parts),)

@@ -15,7 +15,7 @@ PROBLEMS = 4096
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """A Qwen2 of a million parameters with a token for each character. Its end token is none that it can make."""
+    """A Qwen2 of a million parameters with a token for each character. Its end token is outside its vocabulary."""
     tokens = ["<pad>", *CHARACTERS, "<eos>"]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

@@ -1,8 +1,8 @@
-"""TRL's GRPO trainer on the orders of `compare_trl.py`; runs with the Python that has TRL, needs nothing of flowrt.
+"""TRL's GRPO trainer with the settings of `compare_trl.py`; runs with a Python that has TRL, without flowrt.
 
-python bench/end_to_end/trl_baseline.py ORDERS.json      prints one JSON line of what it measured, the last one
+python bench/end_to_end/trl_baseline.py ORDERS.json      its last line is JSON with samples/s, reward and steps
 
-Generation is transformers', as TRL does it without a server; the loss is GRPO with the same clips, no reference.
+Generation is by transformers, as TRL does it without a server; the loss is GRPO with the same clips, no reference.
 """
 
 import json
@@ -18,7 +18,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_DISA
 
 
 def settings(orders: dict[str, Any]) -> Any:
-    """The orders in TRL's words; steps are of whole groups, one optimiser step for each generation."""
+    """The settings as a GRPOConfig; a batch has whole groups, with one optimiser step for each generation."""
     from trl import GRPOConfig
 
     samples = orders["prompts_per_step"] * orders["group_size"]
@@ -83,7 +83,7 @@ def main() -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    # The first step warms up what is made once.
+    # The first step is a warm-up.
     samples = orders["prompts_per_step"] * orders["group_size"] * (len(ends_s) - 1)
     last = rewards[-orders["window"] :]
     measured = {"samples_per_s": samples / (ends_s[-1] - ends_s[0]), "reward": sum(last) / len(last)}

@@ -24,7 +24,7 @@ RUN_TIMEOUT_S = 400.0
 POLL_S = 0.05
 LARGEST_ENUMERATION = 8
 MIXED = "RemoteProtocolError: answers to "
-"""In the log of a source whose evaluation has answers of another version; it ends the run."""
+"""Text in the source's log when an evaluation has answers of another version; this error ends the run."""
 SMALL = (
     *("--sft.steps", "20", "--sft.answer-only-steps", "0", "--data.eval-prompts", "16"),
     *("--prompts-per-step", "4", "--group-size", "4", "--rollout.max-new-tokens", "8", "--eval.overlap", "wait"),
@@ -33,7 +33,7 @@ SMALL = (
 
 
 def run(directory: Path, *flags: str) -> dict[str, Any]:
-    """The summary of a run. Raises RuntimeError if it fails."""
+    """Run the recipe arithmetic; returns its summary. Raises RuntimeError if it fails, unless `is_mixed`."""
     words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory), *flags]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
     if done.returncode and not is_mixed(directory):
@@ -54,7 +54,7 @@ def results(directory: Path) -> list[dict[str, Any]]:
 
 
 def pass_error() -> float:
-    """The largest difference of pass@k from the share of all choices of k answers that have a right one."""
+    """Largest error of `pass_at_k`, compared with the share of all choices of k answers that have a right one."""
     worst = 0.0
     for answers in range(1, LARGEST_ENUMERATION + 1):
         for solved, k in itertools.product(range(answers + 1), range(1, answers + 1)):
@@ -100,7 +100,7 @@ def evaluation(quick: bool) -> dict[str, float]:
 
 
 def best(quick: bool) -> dict[str, float]:
-    """Runs that are killed at a random moment after their first evaluation and resumed: wrong best weights."""
+    """Runs that are killed at a random moment after their first checkpoint and resumed: wrong best weights."""
     runs, wrong, written = (1 if quick else 50), 0, 0
     for seed in range(runs):
         with tempfile.TemporaryDirectory() as place:
@@ -130,12 +130,12 @@ def _killed_and_resumed(directory: Path, seed: int) -> None:
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        # Workers that are in sessions of their own end with their controller.
+        # Workers in sessions of their own get no signal; they end with their controller.
         subprocess.run([str(FLOWRT), "resume", str(directory)], check=True, capture_output=True, timeout=RUN_TIMEOUT_S)
 
 
 def _of_checkpoint(directory: Path, version: int, names: list[str]) -> int | None:
-    """The checksum of the weights in the checkpoint after ``version`` steps; None if there is none."""
+    """The checksum of the weights in the checkpoint after ``version`` steps; None without such a checkpoint."""
     if version not in checkpoint_steps(directory):
         return None
     state = read_tensors(checkpoint_dir(directory, version))

@@ -10,22 +10,23 @@ NOISE_BYTES = 600
 FLIPPED_BYTES = 50
 TAIL_BYTES = 300
 Act = Callable[[Path, random.Random], None]
-"""What is done to a file or directory."""
+"""Damages a file or directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """``goes_on``: the run has to go on to its end (True), must not (False), or may do either (None).
+    """Damage to the path ``where`` of a run directory.
 
-    Where it does not go on, it says so in one sentence, and goes on once what was damaged is back.
+    ``resumes``: `flowrt resume` has to complete the run (True), has to refuse it (False), or may do either (None). A
+    refusal is one sentence, and the run can be resumed after the repair.
     """
 
     where: str
     act: Act
-    goes_on: bool | None = None
+    resumes: bool | None = None
 
     def names(self, sentence: str) -> bool:
-        """Whether it says which file or directory is damaged; the log of a ledger is a part of it."""
+        """Whether the sentence names the damaged path; for the log of the ledger, the ledger."""
         name = "/step-" if self.where == NEWEST else "/ledger.sqlite" if self.where == LOG else f"/{self.where}"
         return name in sentence
 
@@ -100,12 +101,12 @@ def _largest(directory: Path) -> Path:
 
 
 def _in_largest(act: Act) -> Act:
-    """To the largest file of a directory: of a checkpoint, the weights or the moments."""
+    """Damage the largest file of a directory: of a checkpoint, the weights or the optimiser's moments."""
     return lambda path, rng: act(_largest(path), rng)
 
 
 def _flip(path: Path, rng: random.Random) -> None:
-    """In the last half: headers stay as they are."""
+    """Change bytes in the last half, so that headers stay valid."""
     data = bytearray(path.read_bytes())
     for _ in range(FLIPPED_BYTES):
         data[rng.randrange(len(data) // 2, len(data))] ^= rng.randrange(1, 256)
@@ -144,11 +145,11 @@ DAMAGES = {
     "summary {}": Damage("summary.json", _write("{}")),
     "summary []": Damage("summary.json", _write("[]")),
     "summary noise": Damage("summary.json", _noise),
-    "timeline noise": Damage("timeline/0001.jsonl.gz", _noise, goes_on=True),
-    "timeline cut in half": Damage("timeline/0001.jsonl.gz", _cut_half, goes_on=True),
-    "attribution noise": Damage("attribution.jsonl", _noise, goes_on=True),
-    "timeline deleted": Damage("timeline", _delete, goes_on=True),
-    "newest checkpoint deleted": Damage(NEWEST, _delete, goes_on=True),
+    "timeline noise": Damage("timeline/0001.jsonl.gz", _noise, resumes=True),
+    "timeline cut in half": Damage("timeline/0001.jsonl.gz", _cut_half, resumes=True),
+    "attribution noise": Damage("attribution.jsonl", _noise, resumes=True),
+    "timeline deleted": Damage("timeline", _delete, resumes=True),
+    "newest checkpoint deleted": Damage(NEWEST, _delete, resumes=True),
     "newest checkpoint empty": Damage(NEWEST, _empty_directory),
     "newest checkpoint a file": Damage(NEWEST, _become_a_file),
     "newest checkpoint cut": Damage(NEWEST, _in_largest(_cut_half)),
@@ -159,21 +160,21 @@ DAMAGES = {
     "ledger cut in half": Damage(LEDGER, _cut_half),
     "ledger noise": Damage(LEDGER, _noise),
     "ledger header noise": Damage(LEDGER, _noise_at_the_start),
-    "log tail cut": Damage(LOG, _cut_tail, goes_on=True),
+    "log tail cut": Damage(LOG, _cut_tail, resumes=True),
     "log deleted": Damage(LOG, _delete),
     "log empty": Damage(LOG, _empty),
     "log noise in the middle": Damage(LOG, _noise_in_the_middle),
-    "config half": Damage("config.toml", _cut_half, goes_on=False),
-    "config empty": Damage("config.toml", _empty, goes_on=False),
-    "config noise": Damage("config.toml", _noise, goes_on=False),
-    "address noise": Damage("address", _noise, goes_on=True),
-    "address deleted": Damage("address", _delete, goes_on=True),
-    "lock a directory": Damage(".lock", _become_a_directory, goes_on=False),
+    "config half": Damage("config.toml", _cut_half, resumes=False),
+    "config empty": Damage("config.toml", _empty, resumes=False),
+    "config noise": Damage("config.toml", _noise, resumes=False),
+    "address noise": Damage("address", _noise, resumes=True),
+    "address deleted": Damage("address", _delete, resumes=True),
+    "lock a directory": Damage(".lock", _become_a_directory, resumes=False),
 }
 
 
 class Damaged:
-    """Files of a run that were damaged, and a copy of what was there."""
+    """A damaged run directory with a copy of its original files; ``done`` is false if there was nothing to damage."""
 
     def __init__(self, run_dir: Path, name: str, seed: int, aside: Path) -> None:
         self.damage = DAMAGES[name]
@@ -193,12 +194,12 @@ class Damaged:
         self._before = self._contents()
 
     def changed(self) -> list[str]:
-        """Files that are not as they were after the damage; an open ledger has -wal and -shm files, logs grow."""
+        """Files that changed since the damage, except logs, the lock and the -shm file of the ledger."""
         now = self._contents()
         return sorted(name for name in now.keys() | self._before.keys() if now.get(name) != self._before.get(name))
 
     def repair(self) -> None:
-        """Put back what was damaged, from the copy."""
+        """Restore the damaged path from the copy."""
         names = [LEDGER, LOG, f"{LEDGER}-shm"] if self._target in (LEDGER, LOG) else [self._target]
         for name in names:
             path, kept = self._run_dir / name, self._copy / name

@@ -1,4 +1,4 @@
-"""One command of a run (`flowrt run` or `flowrt resume`) in a process of its own, and all that it starts."""
+"""One `flowrt run` or `flowrt resume` in a process of its own, and all processes that it starts."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import psutil
 from fault_injection.faults import AGENT, EVERYTHING, LAUNCHER, LINK_KINDS, RANKS
-from fault_injection.processes import Forked
+from fault_injection.processes import ForkedChildren
 
 from flowrt import cli
 from flowrt.launcher import local_run
@@ -27,11 +27,11 @@ SIGNALS_OF = {one.name: one for one in signal.Signals} | {"kill": signal.SIGKILL
 """The signals that faults send, by their kinds."""
 
 
-class Life:
-    """A launcher, from its start to its end. It is forked: make it where there is no thread."""
+class LauncherProcess:
+    """A launcher process. The constructor forks, so it must be called before a thread is started."""
 
     def __init__(self, folder: Path, words: Sequence[str], links: Sequence[str]) -> None:
-        """``folder`` holds all of the trial, the run directory and its directory for temporary files among it."""
+        """``folder`` is that of the trial, ``words`` is the command, ``links`` are the workers that get a proxy."""
         self.folder = folder
         self.began_s = time.monotonic()
         self.code: int | None = None
@@ -43,10 +43,10 @@ class Life:
         self.pid = os.fork()
         if self.pid == 0:
             self._orders.close()
-            self._become(list(words), list(links), theirs)
+            self._run_command(list(words), list(links), theirs)
         theirs.close()
 
-    def _become(self, words: list[str], links: list[str], orders: socket.socket) -> NoReturn:
+    def _run_command(self, words: list[str], links: list[str], orders: socket.socket) -> NoReturn:
         code = 1
         try:
             die_with_parent()
@@ -59,7 +59,9 @@ class Life:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ |= {"TMPDIR": str(self.folder / "tmp"), "COLUMNS": COLUMNS, "OMP_NUM_THREADS": "1"}
             tempfile.tempdir = None
-            vars(local_run)["Children"] = functools.partial(Forked, table=self._table, links=links, orders=orders)
+            vars(local_run)["Children"] = functools.partial(
+                ForkedChildren, table=self._table, links=links, orders=orders
+            )
             code = cli.main(words)
         except SystemExit as left:
             code = left.code if isinstance(left.code, int) else 1
@@ -82,17 +84,17 @@ class Life:
         return self.code is not None
 
     def read_output(self) -> str:
-        """Its output."""
+        """The standard output and error of this launcher and its children so far."""
         if not self.output.exists():
             return ""
         with self.output.open("rb") as output:
             output.seek(self._output_start)
             return output.read().decode(errors="replace")
 
-    # ---- its processes
+    # ---- processes
 
     def started(self) -> list[tuple[str, int]]:
-        """Names and process ids of all that were ever started in this trial, the last ones last."""
+        """Names and process ids of all processes that were started in this trial, in order of their start."""
         if not self._table.exists():
             return []
         lines = [line.rpartition(" ") for line in self._table.read_text().splitlines()]
@@ -104,7 +106,7 @@ class Life:
         return len(self.started()) == self._started_before
 
     def find(self, victim: str) -> list[psutil.Process]:
-        """The present processes of that name; empty when there is none."""
+        """The living processes of the victim; empty if there is none."""
         if self.is_over():
             return []
         me = psutil.Process(self.pid)
@@ -132,8 +134,8 @@ class Life:
                     if "flowrt.roles.trainer" in process.cmdline():
                         yield process.environ().get("RANK", ""), process
 
-    def strike(self, victim: str, kind: str, found: Sequence[psutil.Process]) -> None:
-        """Do it to processes that were found just now."""
+    def inject(self, victim: str, kind: str, found: Sequence[psutil.Process]) -> None:
+        """Inject a fault: a message to the proxy of the victim, or a signal to the processes ``found``."""
         if kind in LINK_KINDS or kind == "relent":
             with contextlib.suppress(OSError):
                 self._orders.send(f"{kind} {victim}".encode())
@@ -143,22 +145,22 @@ class Life:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    def relent(self, victim: str, kind: str, found: Sequence[psutil.Process]) -> None:
-        """End what lasts."""
+    def end_fault(self, victim: str, kind: str, found: Sequence[psutil.Process]) -> None:
+        """End a lasting fault: continue the stopped processes ``found``, or reopen the link of the victim."""
         if kind == "stop":
-            self.strike(victim, "SIGCONT", found)
+            self.inject(victim, "SIGCONT", found)
         else:
-            self.strike(victim, "relent", found)
+            self.inject(victim, "relent", found)
 
     def left(self) -> list[psutil.Process]:
-        """Living processes of this trial, found by what they are descended from and by what they were started with."""
+        """Living processes of this trial, found by process id, session, command line or environment."""
         pids = {pid for _, pid in self.started()} | {self.pid}
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
                     continue
-                # Those that were forked do not show what they were started with, but their sessions are their own.
+                # Forked processes have the command line of their parent, but a known process id or session.
                 is_started = process.create_time() >= self._began_at() and {process.pid, os.getsid(process.pid)} & pids
                 words = [*process.cmdline(), *process.environ().values()]
                 if is_started or any(str(self.folder) in word for word in words):
@@ -169,7 +171,7 @@ class Life:
         return time.time() - (time.monotonic() - self.began_s) - 1.0
 
     def kill(self) -> None:
-        """End all of it, and wait for the launcher."""
+        """Kill all processes of the trial, and wait for the launcher."""
         for process in self.left():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -179,7 +181,7 @@ class Life:
             self._orders.close()
 
 
-def gone(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     """Whether a process has ended."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -187,7 +189,7 @@ def gone(process: psutil.Process) -> bool:
         return True
 
 
-def used(path: Path) -> bool:
+def is_mapped(path: Path) -> bool:
     """Whether a living process has the file mapped."""
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
@@ -200,7 +202,7 @@ Waits = Iterator[None]
 
 
 def wait(condition: Callable[[], bool], deadline_s: float) -> Waits:
-    """Come back here until it holds, or time is up."""
+    """Yield until ``condition`` holds, at most ``deadline_s`` seconds."""
     end_s = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end_s:
         yield

@@ -1,4 +1,4 @@
-"""The processes of a trial: forked from one that has imported everything already, and noted by name."""
+"""The processes of a trial: forked from a process that has imported everything, and recorded by name."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fault_injection.faults import FORK_SERVER
-from fault_injection.tcp_proxy import Relay
+from fault_injection.tcp_proxy import TcpProxy
 
 from flowrt.launcher.fork_server.child import serve
 from flowrt.launcher.fork_server.parent import ForkServer
@@ -18,11 +18,11 @@ from flowrt.runtime.parent_death import die_with_parent
 MOST_BYTES = 256
 
 
-class Forked(Children):
-    """As those of a run; made before there is a thread.
+class ForkedChildren(Children):
+    """The children of a launcher. The constructor forks, so it must be called before a thread is started.
 
-    ``table`` gets a line "NAME PID" for each process; ``links`` gives the names of the workers whose connection can be
-    cut, by what comes in through ``orders``: "hang up NAME", "hush NAME", "relent NAME".
+    The file ``table`` gets a line "NAME PID" for each process. ``links`` are the workers whose connection has a proxy,
+    which executes the messages on ``orders``: "hang up NAME", "hush NAME", "relent NAME".
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class Forked(Children):
         pid = os.fork()
         if pid == 0:
             ours.close()
-            signal.set_wakeup_fd(-1)  # that of the launcher's event loop
+            signal.set_wakeup_fd(-1)  # it belongs to the launcher's event loop
             die_with_parent()
             serve(theirs)
         theirs.close()
         self._note(FORK_SERVER, pid)
         self._fork_server = ForkServer(log_dir / "fork_server.log", os.environ, modules=("flowrt.",))
         self._fork_server.attach(ours)
-        self._relays = {name: Relay() for name in links}
-        self._places: dict[str, str] = {}
+        self._proxies = {name: TcpProxy() for name in links}
+        self._proxy_addresses: dict[str, str] = {}
         self._orders = orders
 
     async def start_fork_server(self) -> None:
-        """It is running."""
+        """Do nothing: the constructor has started the fork server."""
 
     async def start(self, name: str, words: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
-        if name in self._relays:
-            words = await self._through_relay(name, list(words))
+        if name in self._proxies:
+            words = await self._through_proxy(name, list(words))
         child = await super().start(name, words, pass_fds)
         self._note(name, child.process.pid)
         return child
@@ -66,16 +66,16 @@ class Forked(Children):
         with self._table.open("a") as table:
             table.write(f"{name} {pid}\n")
 
-    async def _through_relay(self, name: str, words: list[str]) -> list[str]:
-        """The worker's command, with the relay in place of the controller."""
-        relay = self._relays[name]
-        if not self._places:
+    async def _through_proxy(self, name: str, words: list[str]) -> list[str]:
+        """The worker's command, with the address of its proxy in place of the controller's."""
+        proxy = self._proxies[name]
+        if not self._proxy_addresses:
             self._orders.setblocking(False)
             asyncio.get_running_loop().add_reader(self._orders, self._on_command)
-        if name not in self._places:
-            self._places[name] = await relay.listen()
+        if name not in self._proxy_addresses:
+            self._proxy_addresses[name] = await proxy.listen()
         at = words.index("--controller") + 1
-        relay.target, words[at] = words[at], self._places[name]
+        proxy.target, words[at] = words[at], self._proxy_addresses[name]
         return words
 
     def _on_command(self) -> None:
@@ -84,5 +84,5 @@ class Forked(Children):
             asyncio.get_running_loop().remove_reader(self._orders)
             return
         kind, _, name = order.rpartition(" ")
-        relay = self._relays[name]
-        {"hang up": relay.hang_up, "hush": relay.hush, "relent": relay.resume}[kind]()
+        proxy = self._proxies[name]
+        {"hang up": proxy.hang_up, "hush": proxy.hold_back, "relent": proxy.resume}[kind]()

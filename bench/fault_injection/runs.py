@@ -1,4 +1,4 @@
-"""What all trials begin with: modules that are imported, data, a tiny model, a configuration."""
+"""Preparation that all trials share: imported modules, data, a tiny model and a configuration."""
 
 import dataclasses
 import gc
@@ -17,7 +17,7 @@ from flowrt.recipes.config_io import defaults
 
 HELD_OUT = 3
 """Problems on which a run is evaluated before its first step and after its last."""
-SILENCE_S = 3.0
+WORKER_TIMEOUT_S = 3.0
 KEYS = "keys"
 
 
@@ -28,18 +28,20 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     for module in (*SHARED, "flowrt.launcher.controller_main", "flowrt.launcher.resume"):
         importlib.import_module(module)
-    # Processes that are forked share these pages for as long as no collector writes to them.
+    # Forked processes share these pages as long as their garbage collectors do not write to them.
     gc.collect()
     gc.freeze()
 
 
 def prepare(folder: Path, filtered: int = 0) -> RunConfig:
-    """The data, a tiny model without any warm start, and the configuration of all trials.
+    """Write the data and build a tiny model without warm start; returns the configuration of all trials.
+
+    Raises RuntimeError if the model cannot be built.
 
     Args:
-        folder: of all trials.
-        filtered: groups of equal rewards that are dropped in each step (dynamic sampling). The model solves nothing, so
-            every group is one, and the data has as many prompts more.
+        folder: directory of all trials.
+        filtered: groups that the group filter drops in each step for their equal rewards (dynamic sampling). The model
+            solves no problem, so every group has equal rewards; the data has ``filtered`` more prompts a step.
     """
     data = folder / "data.jsonl"
     rows = [
@@ -66,9 +68,9 @@ def prepare(folder: Path, filtered: int = 0) -> RunConfig:
         controller=dataclasses.replace(
             base.controller,
             heartbeat_s=0.2,
-            worker_timeout_s=SILENCE_S,
+            worker_timeout_s=WORKER_TIMEOUT_S,
             reconnect_timeout_s=60.0,
-            transfer_idle_timeout_s=SILENCE_S,
+            transfer_idle_timeout_s=WORKER_TIMEOUT_S,
             no_progress_timeout_s=60.0,
             connect_timeout_s=20.0,
             request_timeout_s=600.0,

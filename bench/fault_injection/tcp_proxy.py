@@ -1,4 +1,4 @@
-"""A wire that can be cut: everything between one worker and the controller passes through here."""
+"""A TCP proxy between one worker and the controller, whose connections can be closed or silenced."""
 
 import asyncio
 import contextlib
@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 PIECE_BYTES = 1 << 16
 
 
-class Relay:
-    """Listens where the worker believes its controller to be; ``target`` is where that is."""
+class TcpProxy:
+    """A proxy to which the worker connects as its controller; ``target`` is the address of the real one."""
 
     def __init__(self) -> None:
         self.target = ""
@@ -18,21 +18,21 @@ class Relay:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> str:
-        """Returns the address."""
+        """Listen on a free port of the loopback interface; returns the address."""
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def hang_up(self) -> None:
-        """Both ends see their connection close; the next one is passed on as before."""
+        """Close all connections at both ends; new connections are forwarded as before."""
         for writer in list(self._writers):
             writer.transport.abort()
 
-    def hush(self) -> None:
-        """Drop everything silently."""
+    def hold_back(self) -> None:
+        """Hold back all data and all new connections until `resume`, without closing any."""
         self._open.clear()
 
     def resume(self) -> None:
-        """What was held back is passed on."""
+        """Forward what was held back, and everything after it."""
         self._open.set()
 
     def close(self) -> None:
@@ -41,19 +41,19 @@ class Relay:
             self._server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A loop that ends while a connection waits to be passed on is no fault of the run.
+        # The event loop may end while a connection is held back, which is no error of the run.
         with contextlib.suppress(OSError, asyncio.CancelledError):
             await self._open.wait()
             target = urlsplit(self.target)
-            there, back = await asyncio.open_connection(target.hostname, target.port)
-            self._writers |= {writer, back}
-            await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
-            self._writers -= {back}
+            upstream_reader, upstream_writer = await asyncio.open_connection(target.hostname, target.port)
+            self._writers |= {writer, upstream_writer}
+            await asyncio.gather(self._pass(reader, upstream_writer), self._pass(upstream_reader, writer))
+            self._writers -= {upstream_writer}
         self._writers.discard(writer)
         writer.transport.abort()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction, until either end is gone: then the other is told."""
+        """Forward one direction until either end closes, then close the receiving end."""
         with contextlib.suppress(OSError):
             while data := await reader.read(PIECE_BYTES):
                 await self._open.wait()

@@ -1,4 +1,4 @@
-"""One trial: the attempts of a run, its faults, the verdict. Trials are generators: many go on in one process."""
+"""One trial: the attempts of a run, their faults, the verdict. A trial is a generator: one process advances many."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from fault_injection.damage import NEWEST, Damaged
 from fault_injection.faults import DISK, EVERYTHING, FOR_EVER_S, LASTING_KINDS, LAUNCHER, LINK_KINDS, Fault, Plan
-from fault_injection.launcher_process import LEAVE_S, SIGNALS_OF, Life, gone, used, wait
+from fault_injection.launcher_process import LEAVE_S, SIGNALS_OF, LauncherProcess, has_ended, is_mapped, wait
 from fault_injection.verdict import Account, account, wrong_summary
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
@@ -24,33 +24,33 @@ STEPS, PROMPTS, MEMBERS = 8, 4, 2
 SHARED_MEMORY = Path("/dev/shm")
 DISK_BYTES = 32 << 20
 MAX_ATTEMPTS = 4
-SLOW = 3.0
-"""How much more time a trial has whose processes are not forked."""
+SLOW_START_FACTOR = 3.0
+"""Factor of the deadline of a trial whose processes are started by python instead of forked."""
 REPLACED_WITHIN_S = 5.0
 Steps = Generator[None, None, None]
 
 
 @dataclass(slots=True)
-class Seen:
-    """Times of one fault, in seconds since then; -1 for what never came."""
+class FaultTimes:
+    """Times of one fault: ``injected_s`` on the monotonic clock, the others in seconds since then; -1: not seen."""
 
     fault: Fault
-    struck_s: float = -1.0
+    injected_s: float = -1.0
     noticed_s: float = -1.0
     recovered_s: float = -1.0
     missing_s: float = -1.0
-    """A worker that left in order: how long its place has been empty, or was until it was replaced."""
+    """Group leave: seconds from the end of the worker until its replacement joined, or until now."""
     replaced: bool = False
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One trial, judged."""
+    """The verdict on one trial."""
 
     plan: Plan
     folder: Path
-    seen: list[Seen] = field(default_factory=list)
-    struck: bool = False
+    fault_times: list[FaultTimes] = field(default_factory=list)
+    injected: bool = False
     lost: int = 0
     doubled: int = 0
     hung: bool = False
@@ -58,7 +58,7 @@ class Outcome:
     resumed: int = 0
     refused: str = ""
     resume_s: list[float] = field(default_factory=list)
-    """From each `flowrt resume` to the first step that no life before had closed."""
+    """Seconds from each `flowrt resume` to the first step that no earlier attempt had closed."""
     wall_s: float = 0.0
 
     @property
@@ -67,16 +67,16 @@ class Outcome:
 
     @property
     def noticed_s(self) -> float:
-        return self.seen[0].noticed_s if self.seen else -1.0
+        return self.fault_times[0].noticed_s if self.fault_times else -1.0
 
     @property
     def recovered_s(self) -> float:
-        """From the last fault of a run that went on by itself to its next step."""
-        return self.seen[-1].recovered_s if self.seen and not self.resumed else -1.0
+        """Seconds from the last fault of a run that was not resumed to its next step; -1 otherwise."""
+        return self.fault_times[-1].recovered_s if self.fault_times and not self.resumed else -1.0
 
     @property
     def replaced_s(self) -> float:
-        return self.seen[0].missing_s if self.seen and self.seen[0].replaced else -1.0
+        return self.fault_times[0].missing_s if self.fault_times and self.fault_times[0].replaced else -1.0
 
     def line(self, number: int) -> str:
         times = {"noticed": self.noticed_s, "recovered": self.recovered_s, "replaced": self.replaced_s}
@@ -93,19 +93,19 @@ class Outcome:
 
 
 def filtered_per_step(config: RunConfig) -> int:
-    """Prompts that the group filter drops in each step: as many as it may, because no sample has a reward."""
+    """Prompts that the group filter drops in each step: its limit, because no sample has a reward."""
     return config.algorithm.filter.tries if config.algorithm.filter.zero_variance else 0
 
 
 class Trial:
-    """A run to which a plan is done."""
+    """A run on which a plan of faults is carried out."""
 
     def __init__(self, plan: Plan, base: RunConfig, folder: Path, deadline_s: float, keys: Path) -> None:
-        """``deadline_s`` is what each life may take."""
+        """``deadline_s`` is the time limit of each attempt in seconds; ``keys`` is a directory of CURVE keys."""
         self.folder = folder
         self.out = Outcome(plan, folder)
         self._plan = plan
-        self._deadline_s = deadline_s * (SLOW if plan.starts_pythons else 1.0)
+        self._deadline_s = deadline_s * (SLOW_START_FACTOR if plan.starts_interpreters else 1.0)
         self._place = folder / "place"
         self._run_dir = self._place / "run"
         self._filler = self._place / "filler"
@@ -116,10 +116,10 @@ class Trial:
 
     def _configuration(self, base: RunConfig, keys: Path) -> RunConfig:
         plan = self._plan
-        # In every second run a worker that comes back has to prove who it is.
+        # Every second run has keys, so that a worker that returns has to authenticate.
         controller = dataclasses.replace(base.controller, keys=str(keys) if plan.seed % 2 else "")
         supervisor, rollout = base.supervisor, base.rollout
-        if plan.starts_pythons:
+        if plan.starts_interpreters:
             controller = dataclasses.replace(controller, connect_timeout_s=120.0)
             supervisor = dataclasses.replace(supervisor, role_vacancy_timeout_s=60.0)
         if plan.group == "leave":
@@ -135,10 +135,10 @@ class Trial:
             trainer=dataclasses.replace(base.trainer, ranks=plan.ranks),
         )
 
-    # ---- its course
+    # ---- attempts
 
     def course(self) -> Generator[None, None, Outcome]:
-        """Yields while there is something to wait for; returns the verdict."""
+        """Yield while the trial has to wait; return the verdict."""
         began_s = time.monotonic()
         (self.folder / "tmp").mkdir(parents=True)
         self._place.mkdir()
@@ -158,23 +158,23 @@ class Trial:
         faults = plan.faults
         words = ["run", "--config", str(config)]
         for number in range(MAX_ATTEMPTS):
-            life = Life(self.folder, words, [one.victim for one in faults if one.kind in LINK_KINDS])
-            seen = [Seen(fault) for fault in faults]
-            yield from self._live(life, seen, self._last_step() if number else None)
-            out.seen = out.seen or seen
-            out.struck = all(one.struck_s >= 0 for one in seen) and (out.struck or number == 0)
-            yield from self._left(life, faults)
+            launcher = LauncherProcess(self.folder, words, [one.victim for one in faults if one.kind in LINK_KINDS])
+            fault_times = [FaultTimes(fault) for fault in faults]
+            yield from self._follow(launcher, fault_times, self._last_step() if number else None)
+            out.fault_times = out.fault_times or fault_times
+            out.injected = all(one.injected_s >= 0 for one in fault_times) and (out.injected or number == 0)
+            yield from self._left(launcher, faults)
             if out.hung or out.wrong:
                 return
-            if life.code == 0:
-                if number == 0 and any(one.ends_the_launcher for one in faults) and out.struck:
+            if launcher.code == 0:
+                if number == 0 and any(one.ends_the_launcher for one in faults) and out.injected:
                     out.wrong.append("the launcher ended well although it was killed")
                 return
-            if self._damaged is not None and life.code in (EXIT_FAILED, EXIT_BAD_INPUT) and not out.refused:
-                self._judge_refusal(life)
+            if self._damaged is not None and launcher.code in (EXIT_FAILED, EXIT_BAD_INPUT) and not out.refused:
+                self._judge_refusal(launcher)
                 self._damaged.repair()
             else:
-                self._judge_code(life, seen)
+                self._judge_code(launcher, fault_times)
             broken = self._account(complete=False)
             out.wrong += ["trained twice before it was resumed"] if broken.doubled else []
             if out.wrong:
@@ -182,75 +182,75 @@ class Trial:
             self._filler.unlink(missing_ok=True)
             if number == 0 and plan.damage:
                 self._damaged = Damaged(self._run_dir, plan.damage, plan.seed, self.folder / "copy")
-                out.struck = out.struck and self._damaged.done
-            faults = plan.later if number == 0 else ()
+                out.injected = out.injected and self._damaged.done
+            faults = plan.resume_faults if number == 0 else ()
             if self._run_dir.exists():
                 words = ["resume", str(self._run_dir)]
             out.resumed += 1
         out.wrong.append(f"it did not end well in {MAX_ATTEMPTS} attempts")
 
-    def _live(self, life: Life, seen: Sequence[Seen], before: int | None) -> Steps:
-        """One life to its end; ``before`` is the last step that any life before has closed."""
-        strikes = [self._strike(life, one) for one in seen]
-        deadline_s = life.began_s + self._deadline_s
+    def _follow(self, launcher: LauncherProcess, fault_times: Sequence[FaultTimes], before: int | None) -> Steps:
+        """Follow one attempt to its end; ``before`` is the last step that earlier ones closed, None for the first."""
+        injections = [self._inject(launcher, one) for one in fault_times]
+        deadline_s = launcher.began_s + self._deadline_s
         resumed_s = -1.0
-        while not life.is_over():
+        while not launcher.is_over():
             if time.monotonic() > deadline_s:
                 self.out.hung = True
-                life.kill()
+                launcher.kill()
                 break
-            for strike in list(strikes):
-                if next(strike, self) is self:
-                    strikes.remove(strike)
+            for injection in list(injections):
+                if next(injection, self) is self:
+                    injections.remove(injection)
             if before is not None and resumed_s < 0 and self._last_step() > before:
-                resumed_s = time.monotonic() - life.began_s
+                resumed_s = time.monotonic() - launcher.began_s
                 self.out.resume_s.append(resumed_s)
             yield
 
     # ---- faults
 
-    def _strike(self, life: Life, seen: Seen) -> Steps:
-        """Do it when its time has come, and look what comes of it."""
-        fault = seen.fault
+    def _inject(self, launcher: LauncherProcess, fault_times: FaultTimes) -> Steps:
+        """Inject a fault at its time, then record when it is noticed and when the run has recovered."""
+        fault = fault_times.fault
         while self._steps() < fault.after or not (self._run_dir / "config.toml").exists():
             yield
         yield from wait(lambda: False, fault.delay_s)
-        while fault.victim != DISK and not life.find(fault.victim):
+        while fault.victim != DISK and not launcher.find(fault.victim):
             yield
-        logs = {path: path.stat().st_size for path in self._logs(life)}
+        logs = {path: path.stat().st_size for path in self._logs(launcher)}
         steps, joined = self._steps(), self._joined(fault.victim)
-        found = [] if fault.victim == DISK else life.find(fault.victim)
-        seen.struck_s = began_s = time.monotonic()
+        found = [] if fault.victim == DISK else launcher.find(fault.victim)
+        fault_times.injected_s = began_s = time.monotonic()
         if fault.victim == DISK:
-            self._fill(fault.room_bytes)
+            self._fill(fault.free_bytes)
         else:
-            life.strike(fault.victim, fault.kind, found)
-        lasts = fault.kind in LASTING_KINDS and fault.for_s != FOR_EVER_S
+            launcher.inject(fault.victim, fault.kind, found)
+        lasts = fault.kind in LASTING_KINDS and fault.duration_s != FOR_EVER_S
         gone_s = -1.0
         while True:
             yield
             since_s = time.monotonic() - began_s
-            if lasts and since_s >= fault.for_s:
+            if lasts and since_s >= fault.duration_s:
                 lasts = False
-                life.relent(fault.victim, fault.kind, found)
-            if seen.noticed_s < 0 and self._named(fault, life, logs):
-                seen.noticed_s = since_s
-            # Fewer steps than before: the run went back to a checkpoint, and has to close one anew.
+                launcher.end_fault(fault.victim, fault.kind, found)
+            if fault_times.noticed_s < 0 and self._named(fault, launcher, logs):
+                fault_times.noticed_s = since_s
+            # There are fewer steps after a rollback to a checkpoint; the next closed step counts as the recovery.
             closed, steps_before = self._steps(), steps
             steps = closed
-            if closed > steps_before and seen.recovered_s < 0:
-                seen.recovered_s = since_s
-            if self._plan.group != "leave" or seen.replaced:
+            if closed > steps_before and fault_times.recovered_s < 0:
+                fault_times.recovered_s = since_s
+            if self._plan.group != "leave" or fault_times.replaced:
                 continue
-            if gone_s < 0 and all(map(gone, found)):
+            if gone_s < 0 and all(map(has_ended, found)):
                 gone_s = since_s
             if gone_s >= 0:
-                seen.missing_s = since_s - gone_s
-                seen.replaced = self._joined(fault.victim) > joined
+                fault_times.missing_s = since_s - gone_s
+                fault_times.replaced = self._joined(fault.victim) > joined
 
-    def _fill(self, room_bytes: int) -> None:
-        """Leave so much room on the disk of the run."""
-        free = shutil.disk_usage(self._place).free - room_bytes
+    def _fill(self, free_bytes: int) -> None:
+        """Fill the disk of the run up to ``free_bytes`` bytes."""
+        free = shutil.disk_usage(self._place).free - free_bytes
         with contextlib.suppress(OSError), self._filler.open("wb") as filler:
             filler.write(b"\0" * max(free, 0))
 
@@ -259,14 +259,14 @@ class Trial:
         subprocess.run(words, check=True, timeout=20)
 
     def _unmount(self) -> None:
-        if self.out.is_bad and self._run_dir.exists():  # what is to be looked at outlives the disk
+        if self.out.is_bad and self._run_dir.exists():  # keep the files of a failed trial
             shutil.copytree(self._run_dir, self.folder / "run", dirs_exist_ok=True)
         subprocess.run(["umount", "-l", str(self._place)], check=True, timeout=20)
 
-    # ---- what there is to see
+    # ---- observations
 
     def _steps(self) -> int:
-        """Closed steps."""
+        """Number of closed steps."""
         try:
             return (self._run_dir / "metrics.jsonl").read_bytes().count(b"\n")
         except OSError:
@@ -279,12 +279,12 @@ class Trial:
         log = self._run_dir / "logs" / "controller.log"
         return log.read_text(errors="replace").count(f" {name} joined (") if log.exists() else 0
 
-    def _logs(self, life: Life) -> list[Path]:
-        return [life.output, *(self._run_dir / "logs").glob("*.log")]
+    def _logs(self, launcher: LauncherProcess) -> list[Path]:
+        return [launcher.output, *(self._run_dir / "logs").glob("*.log")]
 
-    def _named(self, fault: Fault, life: Life, before: dict[Path, int]) -> bool:
-        """Whether a log has named the victim since then; a hello at the start does not count."""
-        for path in self._logs(life):
+    def _named(self, fault: Fault, launcher: LauncherProcess, before: dict[Path, int]) -> bool:
+        """Whether a log names the victim after its size in ``before``; joining during the start does not count."""
+        for path in self._logs(launcher):
             if not path.exists() or path.stat().st_size == before.get(path, 0):
                 continue
             with path.open("rb") as log:
@@ -297,36 +297,36 @@ class Trial:
 
     # ---- the verdict
 
-    def _left(self, life: Life, faults: Sequence[Fault]) -> Steps:
-        """Nothing of a life that is over may be left: no process, no shared memory, no temporary file."""
-        yield from wait(lambda: not life.left(), LEAVE_S)
-        left = life.left()
+    def _left(self, launcher: LauncherProcess, faults: Sequence[Fault]) -> Steps:
+        """Check that an ended attempt has left no process, no shared memory and no temporary file."""
+        yield from wait(lambda: not launcher.left(), LEAVE_S)
+        left = launcher.left()
         if left:
             names = []
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     names.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
             self.out.wrong.append(f"processes were left behind: {names}")
-        life.kill()
+        launcher.kill()
         new = set(os.listdir(SHARED_MEMORY)) - self._shared_before if SHARED_MEMORY.is_dir() else set()
-        if shared := sorted(name for name in new if not used(SHARED_MEMORY / name)):
+        if shared := sorted(name for name in new if not is_mapped(SHARED_MEMORY / name)):
             self.out.wrong.append(f"shared memory was left behind: {shared}")
-        # What a process that is killed has made for itself it cannot remove.
+        # A killed process cannot remove its own temporary files.
         self._killed = self._killed or (self._plan.ranks > 1 and any(one.kind in ("kill", "stop") for one in faults))
         if not self._killed and (files := sorted(os.listdir(self.folder / "tmp"))):
             self.out.wrong.append(f"temporary files were left behind: {files}")
 
-    def _judge_code(self, life: Life, seen: Sequence[Seen]) -> None:
-        """A life that did not end well had a reason to, and says it."""
-        code, output = life.code, life.read_output()
-        faults = [one.fault for one in seen if one.struck_s >= 0]
+    def _judge_code(self, launcher: LauncherProcess, fault_times: Sequence[FaultTimes]) -> None:
+        """Check that the faults allow a failed attempt its exit code, and that its message names the cause."""
+        code, output = launcher.code, launcher.read_output()
+        faults = [one.fault for one in fault_times if one.injected_s >= 0]
         interrupted = any(one.interrupts for one in faults) and code == EXIT_INTERRUPTED
         killed = any(one.victim == EVERYTHING or (one.victim, one.kind) == ("launcher", "kill") for one in faults)
         hung_up = any((one.victim, one.kind) == ("launcher", "SIGHUP") for one in faults)
         may_fail = any(one.may_fail_the_run for one in faults) or len(faults) > 1
-        # A launcher that has started nothing dies of signals as any program does.
+        # A launcher that has not started a process yet may die of the signal itself.
         early = (
-            life.started_nothing
+            launcher.started_nothing
             and code is not None
             and -code in [SIGNALS_OF[one.kind] for one in faults if one.victim == LAUNCHER]
         )
@@ -343,21 +343,21 @@ class Trial:
         elif not (early or interrupted or (killed and code == -9) or (hung_up and code in (-1, EXIT_INTERRUPTED))):
             self.out.wrong.append(f"exit code {code}: {sentence or output[-300:]}")
 
-    def _judge_refusal(self, life: Life) -> None:
-        """Files that were damaged and are not gone on with: one sentence says so, and nothing is changed."""
+    def _judge_refusal(self, launcher: LauncherProcess) -> None:
+        """Check the refusal of a damaged run: one sentence that names the damage, and no changed file."""
         assert self._damaged is not None
-        output = life.read_output()
+        output = launcher.read_output()
         sentences = [line for line in output.splitlines() if line.startswith("flowrt: ")]
-        self.out.refused = f"exit code {life.code}: {' / '.join(sentences)[:300]}"
+        self.out.refused = f"exit code {launcher.code}: {' / '.join(sentences)[:300]}"
         if "Traceback" in output:
             self.out.wrong.append("a traceback was shown")
         if len(sentences) != 1:
             self.out.wrong.append(f"{len(sentences)} sentences say why it was refused: {output[-300:]}")
         if not any(self._damaged.damage.names(line) for line in sentences):
             self.out.wrong.append(f"what is damaged is not named: {sentences}")
-        if self._damaged.damage.goes_on:
+        if self._damaged.damage.resumes:
             self.out.wrong.append("it was refused although it could have gone on")
-        if life.code == EXIT_BAD_INPUT and (changed := self._damaged.changed()):
+        if launcher.code == EXIT_BAD_INPUT and (changed := self._damaged.changed()):
             self.out.wrong.append(f"it was refused, and changed {changed}")
 
     def _account(self, *, complete: bool) -> Account:
@@ -365,7 +365,7 @@ class Trial:
         return account(self._run_dir, STEPS * (PROMPTS + filtered), STEPS, complete, filtered)
 
     def _judge(self) -> None:
-        """What the files say in the end."""
+        """Judge the final files of the run."""
         out, plan = self.out, self._plan
         ended = not out.hung and not out.wrong
         judged = self._account(complete=ended)
@@ -384,13 +384,13 @@ class Trial:
         out.wrong += wrong_summary(self._run_dir, expected)
         if "Traceback" in (self.folder / "output.txt").read_text(errors="replace"):
             out.wrong.append("a traceback was shown")
-        if plan.group == "leave" and out.seen[0].missing_s > REPLACED_WITHIN_S:
-            out.wrong.append(f"a place was empty for {out.seen[0].missing_s:.1f} s")
+        if plan.group == "leave" and out.fault_times[0].missing_s > REPLACED_WITHIN_S:
+            out.wrong.append(f"a place was empty for {out.fault_times[0].missing_s:.1f} s")
         if self._damaged is None or not self._damaged.done or out.refused:
             return
-        if self._damaged.damage.goes_on is False:
+        if self._damaged.damage.resumes is False:
             out.wrong.append("it went on although it had to be refused")
-        # A checkpoint that is damaged must not be trained on: the run goes back to the one before it.
+        # A run must not resume from a damaged checkpoint, but from an older one.
         if self._damaged.damage.where == NEWEST and not wrong_summary(
             self._run_dir, {"resumed_from": self._damaged.newest}
         ):
@@ -398,5 +398,5 @@ class Trial:
 
 
 def _names(faults: Sequence[Fault]) -> set[str]:
-    """What a sentence about them may call them."""
+    """Names that an error message may use for the victims."""
     return {"trainer" if one.victim.startswith(("rank", "agent")) else one.victim.split("-")[0] for one in faults}

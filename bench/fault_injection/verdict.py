@@ -1,4 +1,4 @@
-"""What became of a run, from its files alone and with queries of its own: nothing of flowrt's is asked."""
+"""The outcome of a run by its files alone, read without any code of flowrt."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ Prompt = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Prompts of the data, by what the ledger says of them; `fault` names what is not as it should be."""
+    """Numbers of prompts that were lost or trained twice; `fault` describes all other errors, empty if none."""
 
     lost: int
     doubled: int
@@ -31,7 +31,7 @@ class Account:
 
 @dataclass(slots=True)
 class PromptHistory:
-    """What the ledger has of one prompt: its row, and its history."""
+    """One prompt in the ledger: its row, its last event, and how often it was trained since the last rollback."""
 
     state: str = ""
     last_event: str = ""
@@ -40,18 +40,18 @@ class PromptHistory:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether the group filter has dropped it for good."""
+        """Whether the group filter has dropped the prompt for good."""
         return self.state == "dropped" and self.reason.startswith(FILTERED)
 
 
 def account(run_dir: Path, prompts: int, steps: int, complete: bool, filtered: int = 0) -> Account:
-    """Every prompt is trained exactly once if the run is ``complete``, and at most once if it is not.
+    """Check that every prompt was trained exactly once, or at most once if the run is not ``complete``.
 
     Args:
-        run_dir: of the run.
-        prompts: in the data.
-        steps: of the run.
-        complete: whether the run has ended well.
+        run_dir: directory of the run.
+        prompts: number of prompts in the data.
+        steps: number of steps of the run.
+        complete: whether the run ended successfully; if not, only prompts trained twice are counted.
         filtered: prompts that the group filter drops in each step; these are not trained.
     """
     if not (run_dir / LEDGER).exists():
@@ -88,7 +88,7 @@ def account(run_dir: Path, prompts: int, steps: int, complete: bool, filtered: i
 
 
 def wrong_summary(run_dir: Path, expected: dict[str, Any]) -> list[str]:
-    """What is wrong with summary.json; ``expected`` has the values of some keys, those within others by dots."""
+    """Differences of summary.json from ``expected``, a sentence each; a key such as ``prompts.trained`` is nested."""
     try:
         summary: Any = json.loads((run_dir / "summary.json").read_text())
     except (OSError, ValueError) as error:
@@ -105,7 +105,7 @@ def wrong_summary(run_dir: Path, expected: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _copy_of(path: Path) -> Iterator[sqlite3.Connection]:
-    """The ledger with its log, copied: to open a ledger is to change its -wal and -shm files."""
+    """A connection to a copy of the ledger and its log: opening a ledger changes its -wal and -shm files."""
     with tempfile.TemporaryDirectory(prefix="flowrt-verdict-") as place:
         for name in (path.name, f"{path.name}-wal"):
             if path.with_name(name).exists():
@@ -115,12 +115,12 @@ def _copy_of(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _histories(ledger: sqlite3.Connection) -> tuple[dict[Prompt, PromptHistory], int]:
-    """Each prompt, and the number of transactions that are not in the tables yet, which are counted too."""
+    """The history of each prompt, and the number of pending transactions, whose events it includes."""
     histories: dict[Prompt, PromptHistory] = {}
     for epoch, prompt, state, reason in ledger.execute("SELECT epoch, prompt, state, reason FROM prompts").fetchall():
         histories[epoch, prompt] = PromptHistory(state=state, reason=reason)
     events = ledger.execute("SELECT epoch, prompt, state FROM events ORDER BY id").fetchall()
-    # A controller that was killed leaves its last transactions as they were written, not in the tables.
+    # A killed controller leaves its last transactions in pending_writes, not in the tables.
     unsettled = ledger.execute("SELECT data FROM pending_writes ORDER BY id").fetchall()
     for (data,) in unsettled:
         records: list[tuple[float, int, int, str, int, str, float | None]] = msgpack.unpackb(data, use_list=False)[0]
@@ -134,7 +134,7 @@ def _histories(ledger: sqlite3.Connection) -> tuple[dict[Prompt, PromptHistory],
         if state == "trained":
             history.trained += 1
         elif state == "unread":
-            history.trained = 0  # the run went back to before it
+            history.trained = 0  # a rollback has undone the training
     return histories, len(unsettled)
 
 

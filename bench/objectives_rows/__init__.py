@@ -1,1 +1,1 @@
-"""The rows of `bench/objectives.py`: what proves the RL objectives, one module each."""
+"""The rows of `bench/objectives.py`: measurements that verify the RL objectives, one module each."""

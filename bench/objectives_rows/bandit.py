@@ -1,18 +1,20 @@
-"""Row `bandit`: where training with a divergence from a reference ends, through the rollout and the training engine.
+"""Row `bandit`: the fixed point of training with a divergence term, through the rollout and the training engine.
 
-A model with one token to choose, one of 8 arms, of fixed rewards. With coefficient b and reference pi_ref:
+A response is one token, one of 8 arms with fixed rewards. With coefficient b and reference pi_ref:
 
-- k3 in the loss: pi = b pi_ref / (b + V - r), V so that it sums to 1: the optimum of E[r] - b KL(pi_ref || pi);
+- k3 in the loss: pi = b pi_ref / (b + V - r), with V such that pi sums to 1: the optimum of E[r] - b KL(pi_ref || pi);
 - k2 in the loss, k1 in the reward, unbiased k3: pi = pi_ref exp(r / b) / Z, the optimum of E[r] - b KL(pi || pi_ref).
 
-Each at staleness 0 and with samples of the policy of four steps before, at temperature 0.7; responses come from
-`TorchRollout` with published snapshots, steps are those of `TorchTrainer`. Total variation distance to the fixed point.
+Each method is trained at staleness 0 and with samples of the policy four steps earlier, at temperature 0.7;
+`TorchRollout` generates with published snapshots, and `TorchTrainer` trains. Measured is the total variation distance
+to the fixed point.
 
-On-policy, k2 and unbiased k3 have the same gradient sample by sample; at the fixed point of k1 in the reward every
+On-policy, k2 and unbiased k3 have the same gradient for each sample; at the fixed point of k1 in the reward every
 advantage is 0, so it is reached without noise.
 
-The optimiser has no momentum: samples of an earlier policy already act like momentum (arXiv 1605.09774), and with both
-the policy circles around the fixed point. The learning rate falls to 0, so that the noise of single steps averages out.
+The optimiser has no momentum: samples of an earlier policy already have the effect of momentum (arXiv 1605.09774), and
+with both the policy oscillates around the fixed point. The learning rate falls to 0, so that the noise of single steps
+averages out.
 """
 
 import threading
@@ -42,12 +44,12 @@ PROMPT = torch.zeros(1, dtype=torch.int32)
 
 
 def boltzmann(reference: Tensor) -> Tensor:
-    """pi_ref exp(r / b) / Z."""
+    """The fixed point pi_ref exp(r / b) / Z [arms], of the reference's probabilities [arms]."""
     return (reference.log() + REWARDS / COEFFICIENT).softmax(-1)
 
 
 def forward_point(reference: Tensor) -> Tensor:
-    """b pi_ref / (b + V - r), V by bisection."""
+    """The fixed point b pi_ref / (b + V - r) [arms], V by bisection, of the reference's probabilities [arms]."""
     low, high = float(REWARDS.max()) - COEFFICIENT, float(REWARDS.max())
     for _ in range(200):
         middle = (low + high) / 2
@@ -57,6 +59,12 @@ def forward_point(reference: Tensor) -> Tensor:
 
 
 def objective(kl: Kl | None, in_reward: float = 0.0) -> Objective:
+    """An objective with leave-one-out advantages and token importance weights without a cap.
+
+    Args:
+        kl: divergence term in the loss.
+        in_reward: coefficient of the divergence in the reward.
+    """
     credit = GroupAdvantages(baseline="leave_one_out", scale="none", kl_coef=in_reward)
     return Objective(credit, correction=Correction("token", "truncate", 0.0, float("inf")), kl=kl)
 
@@ -70,6 +78,7 @@ METHODS: dict[str, tuple[Objective, Callable[[Tensor], Tensor]]] = {
 
 
 def make_model(seed: int) -> GPT2LMHeadModel:
+    """A GPT-2 of one layer with one token for each arm, without dropout."""
     config = GPT2Config(vocab_size=ARMS, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
     torch.manual_seed(seed)
     model: GPT2LMHeadModel = disable_dropout(GPT2LMHeadModel(config))
@@ -86,7 +95,14 @@ def policy(model: GPT2LMHeadModel) -> Tensor:
 
 
 def total_variation(name: str, staleness: int, steps: int = STEPS, seed: int = 0) -> float:
-    """Distance from the fixed point after training."""
+    """Total variation distance from the fixed point after training.
+
+    Args:
+        name: a key of `METHODS`.
+        staleness: age of the generating weights, in steps.
+        steps: optimiser steps.
+        seed: of the model and the sampling.
+    """
     algorithm, point = METHODS[name]
     model = make_model(seed)
     reference = policy(model)
@@ -114,7 +130,7 @@ def total_variation(name: str, staleness: int, steps: int = STEPS, seed: int = 0
 
 
 def generate(rollout: TorchRollout, seed: int, step: int) -> list[Response]:
-    """One arm for each sample of a step."""
+    """The responses of a step, of one token each."""
     rollout.add([Prompt(row, PROMPT, sample_seed(seed, step, 0, row, 0)) for row in range(SAMPLES)])
     responses: list[Response] = []
     while rollout.running:
@@ -123,7 +139,7 @@ def generate(rollout: TorchRollout, seed: int, step: int) -> list[Response]:
 
 
 def to_batch(algorithm: Objective, responses: list[Response], reference: Tensor) -> TrainingBatch:
-    """The samples as one group."""
+    """The samples as one group, with log-probabilities of the arms under the reference [arms]."""
     arms_N = torch.cat([one.tokens for one in responses]).long()
     group_N = torch.zeros(len(arms_N), dtype=torch.int64)
     reference_N = reference[arms_N].float()
@@ -149,7 +165,7 @@ def to_batch(algorithm: Objective, responses: list[Response], reference: Tensor)
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """The largest distance over methods and staleness, and how far apart the two kinds of fixed points are."""
+    """The largest distance over methods and staleness, the number of runs, and the distance of the two fixed points."""
     torch.set_num_threads(1)
     names = ["k3 in the loss", "k2 in the loss"] if quick else list(METHODS)
     lags = STALENESS[:1] if quick else STALENESS

@@ -1,4 +1,7 @@
-"""Row `closed_form`: every part of an objective against its scalar formula, value and gradient, in float64."""
+"""Row `closed_form`: every part of an objective compared with its scalar formula, value and gradient, in float64.
+
+An error is the distance from the formula, relative to the size of its values above 1 (`closed_forms.error`).
+"""
 
 import dataclasses
 import random
@@ -36,13 +39,13 @@ ESTIMATORS: list[KlEstimator] = list(KL_ESTIMATORS)
 
 
 def worst_loss(name: str, cases: int) -> float:
-    """Of a policy loss by its name in `LOSSES`."""
+    """The largest error of a policy loss, by its name in `LOSSES`, over drawn cases."""
     rng = dice(name)
     return max(loss_error(*LOSSES[name], draw(rng)) for _ in range(cases))
 
 
 def worst_estimate(name: KlEstimator, cases: int) -> float:
-    """Of a KL estimator."""
+    """The largest error of a KL estimator over drawn cases."""
 
     def total(samples: Sequence[Sample]) -> complex:
         return sum((one for sample in samples for one in estimates(name, sample)), 0j)
@@ -76,7 +79,14 @@ def draw_objective(rng: random.Random) -> tuple[Objective, str]:
 def objective_error(
     objective: Objective, loss: str, passes: Sequence[Sequence[Sample]], formula: Objective | None = None
 ) -> float:
-    """Of the sum of the terms of each pass of a step; the formula is that of another objective if one is given."""
+    """The largest error of the sum of all terms, over the passes of a step.
+
+    Args:
+        objective: the objective whose code is called.
+        loss: name of its policy loss in `LOSSES`.
+        passes: the samples of each pass.
+        formula: the objective whose formula it is compared with; None: the same one.
+    """
     step = [one for drawn in passes for one in drawn]
     total = objective_total(formula or objective, LOSSES[loss][1], step)
     measured = objective.measure(step_of(passes))
@@ -89,7 +99,7 @@ def objective_error(
 
 
 def worst_objective(cases: int) -> float:
-    """Of composed objectives, on steps of two passes."""
+    """The largest error of composed objectives over drawn steps of two passes."""
     rng, worst = dice("objective"), 0.0
     for _ in range(cases):
         objective, loss = draw_objective(rng)
@@ -100,7 +110,7 @@ def worst_objective(cases: int) -> float:
 
 
 def worst_preference(cases: int) -> float:
-    """Of online DPO, with samples that are chosen, rejected, or neither."""
+    """The largest error of online DPO over drawn samples that are chosen, rejected, or neither."""
     rng, worst = dice("preference"), 0.0
     for _ in range(cases):
         samples = [dataclasses.replace(one, advantage=float(rng.choice((-1, 1, 0)))) for one in draw(rng)]
@@ -112,18 +122,19 @@ def worst_preference(cases: int) -> float:
 
 
 def worst_credit(name: str, cases: int) -> float:
-    """Of a credit rule."""
+    """The largest error of a credit rule over drawn groups."""
     rng = dice(name)
     single_group = name in ("reinforce", "kl_in_reward", "overlong", *SELECTIONS)
     return max(credit_error(name, draw_groups(rng, 1 if single_group else 2)) for _ in range(cases))
 
 
 def dice(name: str) -> random.Random:
+    """A generator seeded with a name."""
     return random.Random(zlib.crc32(name.encode()))
 
 
 def parts() -> dict[str, Callable[[int], float]]:
-    """Everything that is compared, by name: from a number of cases to the largest error."""
+    """The comparisons by name: functions from a number of cases to the largest error."""
     found: dict[str, Callable[[int], float]] = {f"loss {name}": partial(worst_loss, name) for name in LOSSES}
     found |= {f"kl {name}": partial(worst_estimate, name) for name in ESTIMATORS}
     found |= {f"credit {name}": partial(worst_credit, name) for name in (*ADVANTAGES, *SELECTIONS)}
@@ -131,7 +142,7 @@ def parts() -> dict[str, Callable[[int], float]]:
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """The largest error of any part, relative to the size of its values above 1."""
+    """The largest error of any part, the number of parts, and the cases of each."""
     cases = QUICK_CASES if quick else CASES
     errors = {name: part(cases) for name, part in parts().items()}
     return {

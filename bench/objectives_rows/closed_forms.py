@@ -1,8 +1,8 @@
 """Scalar formulas of every part of an objective, drawn cases, and the distance of the tensor code from them.
 
-The formulas are written on Python numbers, one token or sample at a time, and share no code with `flowrt.algorithms`.
-Gradients come from complex steps: the imaginary part of f(x + ih) / h is f'(x) to the last digit, and `sg` drops it
-where the formula stops the gradient.
+The formulas are written on Python numbers, one token or sample at a time, and share no code with `flowrt.algorithms`;
+a loss of a sample is the list of the losses of its tokens. Gradients are computed by complex steps: the imaginary part
+of f(x + ih) / h is f'(x) to the last digit, and `sg` drops it where the formula stops the gradient.
 """
 
 import cmath
@@ -32,14 +32,17 @@ from flowrt.algorithms.losses import (
 from flowrt.algorithms.objective import Aggregation, Correction, Entropy, Objective, Rejection, SecondMoment
 
 STEP = 1e-30
-"""Of the imaginary axis."""
+"""Length h of the complex step."""
 LIMIT = 20.0
-"""Nats, of every clamped log ratio."""
+"""Bound of the absolute value of every clamped log ratio, in nats."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a drawn pass: log-probabilities and entropies of its tokens, its advantage, weight and group."""
+    """One sample of a drawn pass: log-probabilities and entropies (nats) of its tokens, advantage, weight and group.
+
+    A sample that is not ``valid`` is excluded from the loss.
+    """
 
     policy: list[complex]
     entropy: list[complex]
@@ -53,32 +56,38 @@ class Sample:
 
 
 def sg(value: complex) -> float:
-    """The value without its gradient."""
+    """The value without its gradient (stop-gradient)."""
     return complex(value).real
 
 
 def clamp(value: complex, low: float, high: float) -> complex:
+    """The value between both bounds; outside them, a bound without gradient."""
     real = complex(value).real
     return low if real < low else high if real > high else value
 
 
 def log_ratios(sample: Sample) -> list[complex]:
+    """log(policy / anchor) of a sample's tokens, clamped to +-LIMIT."""
     return [clamp(policy - anchor, -LIMIT, LIMIT) for policy, anchor in zip(sample.policy, sample.anchor, strict=True)]
 
 
 def mean(values: Sequence[complex]) -> complex:
+    """The mean; 0 of no values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def largest(first: complex, second: complex) -> complex:
+    """The value with the larger real part; the first one if they are equal."""
     return first if complex(first).real >= complex(second).real else second
 
 
 def clipped(ratio: complex, advantage: float, low: float, high: float) -> complex:
+    """max(-rho A, -clip(rho, 1 - low, 1 + high) A)."""
     return largest(-ratio * advantage, -clamp(ratio, 1 - low, 1 + high) * advantage)
 
 
 def ppo(sample: Sample, low: float = 0.2, high: float = 0.28, dual: float = math.inf) -> list[complex]:
+    """PPO (arXiv 1707.06347, equation 7) with two clip bounds (arXiv 2503.14476) and dual clip (arXiv 1912.09729)."""
     losses = []
     for log in log_ratios(sample):
         ratio = cmath.exp(log)
@@ -88,6 +97,7 @@ def ppo(sample: Sample, low: float = 0.2, high: float = 0.28, dual: float = math
 
 
 def ppo_delta(sample: Sample) -> list[complex]:
+    """PPO with the unclipped ratio bounded at 1.5 (INTELLECT-2, arXiv 2505.07291)."""
     advantage = sample.advantage
     losses = []
     for log in log_ratios(sample):
@@ -97,24 +107,29 @@ def ppo_delta(sample: Sample) -> list[complex]:
 
 
 def reinforce(sample: Sample) -> list[complex]:
+    """-A policy / sg(policy), whose gradient is -A times that of log policy (Williams, 1992)."""
     return [-cmath.exp(policy - sg(policy)) * sample.advantage for policy in sample.policy]
 
 
 def cispo(sample: Sample) -> list[complex]:
+    """-sg(min(rho, 5)) A log policy (CISPO, arXiv 2506.13585, section 3.1)."""
     pairs = zip(log_ratios(sample), sample.policy, strict=True)
     return [-sg(clamp(cmath.exp(sg(log)), 0.0, 5.0)) * sample.advantage * policy for log, policy in pairs]
 
 
 def gspo(sample: Sample) -> list[complex]:
+    """The clipped loss of the ratio exp(mean of log ratios) (GSPO, arXiv 2507.18071, section 4.1)."""
     loss = clipped(cmath.exp(mean(log_ratios(sample))), sample.advantage, 3e-4, 4e-4)
     return [loss] * len(sample.policy)
 
 
 def luspo(sample: Sample) -> list[complex]:
+    """GSPO times the length of the sample (LUSPO, arXiv 2602.05261)."""
     return [loss * len(sample.policy) for loss in gspo(sample)]
 
 
 def gmpo(sample: Sample) -> list[complex]:
+    """The geometric mean of clipped ratios (GMPO, arXiv 2507.20673, equation 5)."""
     if sample.advantage >= 0:
         kept = [min(log, clamp(log, -0.4, 0.4), key=lambda one: complex(one).real) for log in log_ratios(sample)]
     else:
@@ -123,32 +138,41 @@ def gmpo(sample: Sample) -> list[complex]:
 
 
 def sapo(sample: Sample) -> list[complex]:
+    """-(4 / tau) sigmoid(tau (rho - 1)) A (SAPO, arXiv 2511.20347, equations 5 and 6)."""
     tau = 1.0 if sample.advantage > 0 else 1.05
     losses = []
     for log in log_ratios(sample):
-        at = tau * (cmath.exp(log) - 1)
-        sigmoid = 1 / (1 + cmath.exp(-at)) if at.real >= 0 else cmath.exp(at) / (1 + cmath.exp(at))
+        gate = tau * (cmath.exp(log) - 1)
+        sigmoid = 1 / (1 + cmath.exp(-gate)) if gate.real >= 0 else cmath.exp(gate) / (1 + cmath.exp(gate))
         losses.append(-4 / tau * sigmoid * sample.advantage)
     return losses
 
 
 def dppo(sample: Sample, distance: str) -> list[complex]:
+    """-sg(min(rho, 20)) A log policy, 0 for tokens that moved too far (DPPO, arXiv 2602.04879).
+
+    Args:
+        sample: the sample.
+        distance: of policy and anchor: "tv" or "kl", of the probabilities of the token.
+    """
     losses = []
     for log, policy, anchor in zip(log_ratios(sample), sample.policy, sample.anchor, strict=True):
         p, q = math.exp(sg(policy)), math.exp(anchor)
-        far = abs(p - q) if distance == "tv" else bernoulli_kl(q, p)
-        masked = far > 0.2 and (p - q) * sample.advantage > 0
+        change = abs(p - q) if distance == "tv" else bernoulli_kl(q, p)
+        masked = change > 0.2 and (p - q) * sample.advantage > 0
         losses.append(-(0.0 if masked else min(math.exp(sg(log)), 20.0)) * sample.advantage * policy)
     return losses
 
 
 def bernoulli_kl(q: float, p: float) -> float:
-    tiny = torch.finfo(torch.float64).eps
-    q, p = min(max(q, tiny), 1 - tiny), min(max(p, tiny), 1 - tiny)
+    """KL(q || p) of two Bernoulli distributions, in nats."""
+    eps = torch.finfo(torch.float64).eps
+    q, p = min(max(q, eps), 1 - eps), min(max(p, eps), 1 - eps)
     return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
 
 def vespo(sample: Sample) -> list[complex]:
+    """-sg(e^lambda w^k e^(-lambda w)) A log policy, w the ratio of the sample (VESPO, arXiv 2602.10693)."""
     k, rate = (2.0, 3.0) if sample.advantage >= 0 else (3.0, 2.0)
     log = sg(clamp(sum(log_ratios(sample)), -LIMIT, LIMIT))
     weight = math.exp(rate + k * log - rate * math.exp(log))
@@ -156,6 +180,12 @@ def vespo(sample: Sample) -> list[complex]:
 
 
 def topr(sample: Sample, level: str) -> list[complex]:
+    """A > 0: -A log policy; else -sg(min(ratio, 1)) A log policy (TOPR, arXiv 2503.14286, equation 7).
+
+    Args:
+        sample: the sample.
+        level: the ratio: of the "sequence" or the "token".
+    """
     whole = sg(clamp(sum(log_ratios(sample)), -LIMIT, LIMIT))
     losses = []
     for log, policy in zip(log_ratios(sample), sample.policy, strict=True):
@@ -165,6 +195,7 @@ def topr(sample: Sample, level: str) -> list[complex]:
 
 
 def aspo(sample: Sample) -> list[complex]:
+    """A > 0: -sg(min(1 / rho, 3)) A log policy, 0 for rho > 1.2; else PPO with dual clip 3 (ASPO, arXiv 2510.06062)."""
     if sample.advantage <= 0:
         return ppo(sample, 0.2, 0.2, 3.0)
     ratios = [math.exp(sg(log)) for log in log_ratios(sample)]
@@ -203,15 +234,15 @@ def draw(rng: random.Random) -> list[Sample]:
     for _ in range(rng.randint(1, 4)):
         length = rng.choice((0, 1, 1, 2, 3, 6))
         policy: list[complex] = [-rng.expovariate(1.0) - 1e-3 for _ in range(length)]
-        moved = [[min(one.real + rng.uniform(-spread, spread), -1e-4) for one in policy] for _ in range(3)]
+        noisy = [[min(one.real + rng.uniform(-spread, spread), -1e-4) for one in policy] for _ in range(3)]
         advantage = rng.choice((0.0, 1.0, -1.0, rng.gauss(0, 1), rng.gauss(0, 100)))
         samples.append(
             Sample(
                 policy=policy,
                 entropy=[rng.uniform(0, 4) for _ in range(length)],
-                anchor=moved[0],
-                rollout=moved[1],
-                reference=moved[2],
+                anchor=noisy[0],
+                rollout=noisy[1],
+                reference=noisy[2],
                 advantage=advantage,
                 weight=rng.choice((1.0, 0.5)),
                 group=rng.randint(0, 1),
@@ -222,11 +253,12 @@ def draw(rng: random.Random) -> list[Sample]:
 
 
 def flat(lists: Sequence[Sequence[complex]]) -> torch.Tensor:
+    """The real parts of all numbers of the lists, as one float64 tensor."""
     return torch.tensor([complex(one).real for values in lists for one in values], dtype=torch.float64)
 
 
 def tokens_of(samples: Sequence[Sample], step: dict[str, float] | None = None) -> Tokens:
-    """The samples as one pass, in float64."""
+    """The samples as one pass, in float64; ``step`` has the statistics of the step that `Objective.measure` returns."""
     lengths = [len(one.policy) for one in samples]
     return Tokens(
         logprobs_T=flat([one.policy for one in samples]).requires_grad_(),
@@ -256,7 +288,14 @@ def step_of(passes: Sequence[Sequence[Sample]]) -> StepTokens:
 
 
 def error(value: torch.Tensor, tokens: Tokens, samples: Sequence[Sample], total: Total) -> float:
-    """Distance of a scalar of the tokens, and of its gradient, from the formula, relative to their size above 1."""
+    """The larger of the distances of a scalar, and of its gradient, from the formula, relative to their sizes above 1.
+
+    Args:
+        value: the scalar, computed from ``tokens``; its gradient is by their log-probabilities and entropies.
+        tokens: the samples as one pass.
+        samples: the same samples, as the arguments of the formula.
+        total: the formula.
+    """
     inputs = [one for one in (tokens.logprobs_T, tokens.entropy_T) if one is not None]
     slopes = torch.autograd.grad(value, inputs, allow_unused=True) if value.requires_grad else [None] * len(inputs)
     expected = complex(total(samples)).real
@@ -272,7 +311,7 @@ def error(value: torch.Tensor, tokens: Tokens, samples: Sequence[Sample], total:
 
 
 def derivatives(samples: Sequence[Sample], lists: Sequence[list[complex]], total: Total) -> list[float]:
-    """The derivative of the formula by each number of these lists, which belong to the samples."""
+    """The derivative of the formula by each number of these lists, which are attributes of the samples."""
     slopes = []
     for values in lists:
         for at, value in enumerate(values):
@@ -283,7 +322,7 @@ def derivatives(samples: Sequence[Sample], lists: Sequence[list[complex]], total
 
 
 def loss_error(loss: PolicyLoss, formula: Formula, samples: Sequence[Sample]) -> float:
-    """Of a policy loss on one pass."""
+    """The `error` of a policy loss on one pass."""
     tokens = tokens_of(samples)
     # Weighted by position, so that two wrong tokens cannot cancel out.
     weights = [1.0 + 0.1 * at for at in range(len(tokens.logprobs_T))]
@@ -297,13 +336,14 @@ def loss_error(loss: PolicyLoss, formula: Formula, samples: Sequence[Sample]) ->
 
 
 def k3(delta: complex) -> complex:
+    """exp(delta) - delta - 1, by its power series near 0."""
     return (
         cmath.exp(delta) - delta - 1 if abs(delta) > 1e-2 else sum(delta**n / math.factorial(n) for n in range(2, 12))
     )
 
 
 def estimate(name: KlEstimator, policy: complex, reference: float, rollout: float) -> complex:
-    """A KL estimate of one token."""
+    """A KL estimate of one token, in nats (joschu.net/blog/kl-approx.html; unbiased: arXiv 2512.02556, section 3.1)."""
     log = policy - reference
     delta = clamp(-log, -LIMIT, LIMIT)
     match name:
@@ -348,7 +388,7 @@ def corrected(sample: Sample, correction: Correction) -> list[float]:
 
 
 def drifts(sample: Sample) -> list[float]:
-    """log(policy / rollout) of a sample's tokens."""
+    """log(policy / rollout) of a sample's tokens, without gradient, clamped to +-LIMIT."""
     return [sg(clamp(sg(p) - r, -LIMIT, LIMIT)) for p, r in zip(sample.policy, sample.rollout, strict=True)]
 
 
@@ -360,7 +400,7 @@ def kept(sample: Sample, rejection: Rejection) -> bool:
 
 
 def second_moment_threshold(rule: SecondMoment, samples: Sequence[Sample]) -> float:
-    """The largest squared log ratio of a step that the rule keeps."""
+    """The largest squared log ratio of a step that the rule keeps (M2PO, arXiv 2510.01161)."""
     squares = sorted(drift * drift for one in samples for drift in drifts(one))
     threshold, total = -1.0, 0.0
     for count, square in enumerate(squares, 1):
@@ -372,14 +412,14 @@ def second_moment_threshold(rule: SecondMoment, samples: Sequence[Sample]) -> fl
 
 
 def entropy_threshold(rule: Entropy, samples: Sequence[Sample]) -> float:
-    """A number below the entropies of the share of a step's tokens that the rule keeps, and above the others."""
+    """A number below the entropies of all tokens of a step that the rule keeps, and above those of the others."""
     ranked = sorted(sg(value) for one in samples for value in one.entropy)
     others = len(ranked) - math.ceil(rule.top * len(ranked))
     return (ranked[others - 1] + ranked[others]) / 2 if others else -math.inf
 
 
 def aggregated(values: Sequence[complex], aggregation: Aggregation) -> complex:
-    """What a sample's token losses add to the sum of a term."""
+    """The contribution of a sample's token losses to the sum of a term."""
     match aggregation.style:
         case "token_mean":
             return sum(values, 0j)
@@ -390,38 +430,47 @@ def aggregated(values: Sequence[complex], aggregation: Aggregation) -> complex:
 
 
 def objective_total(objective: Objective, formula: Formula, step: Sequence[Sample]) -> Total:
-    """The sum of all terms of a pass, of a step with these samples."""
+    """The formula of the sum of all terms of a pass.
+
+    Args:
+        objective: the objective.
+        formula: of its policy loss.
+        step: all samples of the step, from which the thresholds are computed.
+    """
     moment, entropy = objective.second_moment, objective.entropy
     largest_square = math.inf if moment is None else second_moment_threshold(moment, step)
     least_entropy = -math.inf if entropy.top == 1 else entropy_threshold(entropy, step)
 
-    def of(sample: Sample) -> complex:
+    def sample_total(sample: Sample) -> complex:
         weights = corrected(sample, objective.correction)
         whole = sample.weight * sample.valid * (kept(sample, objective.rejection))
-        keeps = [
+        keep_weights = [
             whole * (drift * drift <= largest_square) * (sg(nats) >= least_entropy)
             for drift, nats in zip(drifts(sample), sample.entropy, strict=True)
         ]
-        losses = [w * keep * loss for w, keep, loss in zip(weights, keeps, formula(sample), strict=True)]
+        losses = [w * keep * loss for w, keep, loss in zip(weights, keep_weights, formula(sample), strict=True)]
         if objective.kl is not None:
             pairs = zip(losses, estimates(objective.kl.estimator, sample), strict=True)
             losses = [loss + objective.kl.coef * sample.valid * kl for loss, kl in pairs]
         bonus = [-entropy.coef * sample.valid * nats for nats in sample.entropy]
         return aggregated(losses, objective.aggregation) + aggregated(bonus, objective.aggregation)
 
-    return lambda samples: sum((of(sample) for sample in samples), 0j)
+    return lambda samples: sum((sample_total(sample) for sample in samples), 0j)
 
 
 def preference_total(beta: float, nll: float) -> Total:
-    """-log sigmoid of beta times the margin of each group, and the weighted mean -log policy of its best sample."""
+    """The formula of online DPO: -log sigmoid(beta margin) of each group, and ``nll`` times the mean -log policy over
+    the tokens of its best sample."""
 
     def total(samples: Sequence[Sample]) -> complex:
         whole = 0j
         for group in {one.group for one in samples}:
             members = [one for one in samples if one.group == group]
             margin = sum(one.valid * one.advantage * (sum(one.policy) - sum(one.reference)) for one in members)
-            at = beta * margin
-            whole += cmath.log(1 + cmath.exp(-at)) if complex(at).real > 0 else cmath.log(1 + cmath.exp(at)) - at
+            logit = beta * margin
+            whole += (
+                cmath.log(1 + cmath.exp(-logit)) if complex(logit).real > 0 else cmath.log(1 + cmath.exp(logit)) - logit
+            )
             for one in members:
                 if one.advantage > 0 and one.policy:
                     whole -= nll * one.valid * sum(one.policy) / len(one.policy)

@@ -1,4 +1,8 @@
-"""Scalar formulas of every credit rule, in exact rational arithmetic where they have sums, and drawn groups."""
+"""Scalar formulas of every credit rule, with sums in exact rational arithmetic, and drawn groups.
+
+A formula maps the samples of a step and the index of one of them to its advantage. Sources are in
+`flowrt.algorithms.advantages`.
+"""
 
 import math
 import random
@@ -16,8 +20,8 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The samples of a step, by lists: their rewards, groups, lengths, and so on."""
+class DrawnStep:
+    """The samples of a step: rewards, groups, lengths in tokens, truncation and summed log ratios (nats) of each."""
 
     rewards: list[float]
     group: list[int]
@@ -25,12 +29,12 @@ class Drawn:
     truncated: list[bool]
     kl: list[float]
 
-    def mates(self, at: int) -> list[int]:
-        """The samples of the group of one of them."""
+    def members(self, at: int) -> list[int]:
+        """The indices of the samples in the group of sample ``at``."""
         return [other for other, group in enumerate(self.group) if group == self.group[at]]
 
     def groups(self) -> Groups:
-        """As tensors."""
+        """The samples as tensors, with rewards in float64."""
         return Groups(
             rewards_N=torch.tensor(self.rewards, dtype=torch.float64),
             group_N=torch.tensor(self.group),
@@ -41,8 +45,8 @@ class Drawn:
         )
 
 
-def draw_groups(rng: random.Random, least: int = 2) -> Drawn:
-    """1 to 4 interleaved groups of ``least`` to 5; rewards are 0 or 1, all equal, spread, or far from 0."""
+def draw_groups(rng: random.Random, least: int = 2) -> DrawnStep:
+    """1 to 4 interleaved groups of ``least`` to 5 samples; rewards are 0 or 1, all 0.1, in [-10, 10], or in [1, 2]."""
     group = [one for one in range(rng.randint(1, 4)) for _ in range(rng.randint(least, 5))]
     rng.shuffle(group)
     kind = rng.choice(("binary", "equal", "spread", "offset"))
@@ -52,7 +56,7 @@ def draw_groups(rng: random.Random, least: int = 2) -> Drawn:
         "spread": lambda: rng.uniform(-10, 10),
         "offset": lambda: rng.uniform(1, 2),
     }
-    return Drawn(
+    return DrawnStep(
         rewards=[make[kind]() for _ in group],
         group=group,
         lengths=[rng.randint(1, 9) for _ in group],
@@ -62,56 +66,64 @@ def draw_groups(rng: random.Random, least: int = 2) -> Drawn:
 
 
 def average(values: list[float]) -> Fraction:
+    """The exact mean."""
     return sum((Fraction(value) for value in values), Fraction()) / len(values)
 
 
 def deviation(values: list[float]) -> float:
-    """The root of the sum of squares over n - 1."""
+    """The sample standard deviation, with divisor n - 1."""
     return float(statistics.stdev([Fraction(value) for value in values]))
 
 
-Formula = Callable[[Drawn, int], float]
+Formula = Callable[[DrawnStep, int], float]
 
 
-def _mine(drawn: Drawn, at: int) -> list[float]:
-    return [drawn.rewards[other] for other in drawn.mates(at)]
+def _group_rewards(drawn: DrawnStep, at: int) -> list[float]:
+    return [drawn.rewards[other] for other in drawn.members(at)]
 
 
-def centred(drawn: Drawn, at: int) -> float:
-    return float(Fraction(drawn.rewards[at]) - average(_mine(drawn, at)))
+def centred(drawn: DrawnStep, at: int) -> float:
+    """Reward minus the mean of the group."""
+    return float(Fraction(drawn.rewards[at]) - average(_group_rewards(drawn, at)))
 
 
-def leave_one_out(drawn: Drawn, at: int) -> float:
-    others = [drawn.rewards[other] for other in drawn.mates(at) if other != at]
+def leave_one_out(drawn: DrawnStep, at: int) -> float:
+    """Reward minus the mean of the other samples of the group (RLOO, arXiv 2402.14740)."""
+    others = [drawn.rewards[other] for other in drawn.members(at) if other != at]
     return float(Fraction(drawn.rewards[at]) - average(others))
 
 
-def length_weighted(drawn: Drawn, at: int) -> float:
-    mates = drawn.mates(at)
-    total = sum((drawn.lengths[other] * Fraction(drawn.rewards[other]) for other in mates), Fraction())
-    return float(Fraction(drawn.rewards[at]) - total / sum(drawn.lengths[other] for other in mates))
+def length_weighted(drawn: DrawnStep, at: int) -> float:
+    """Reward minus sum(l r) / sum(l) over the group (OPO, arXiv 2505.23585)."""
+    members = drawn.members(at)
+    total = sum((drawn.lengths[other] * Fraction(drawn.rewards[other]) for other in members), Fraction())
+    return float(Fraction(drawn.rewards[at]) - total / sum(drawn.lengths[other] for other in members))
 
 
-def over_group_mean(drawn: Drawn, at: int) -> float:
-    mean = float(average(_mine(drawn, at)))
+def over_group_mean(drawn: DrawnStep, at: int) -> float:
+    """Centred reward over the mean of the group, 0 for a mean up to EPS (MaxRL, arXiv 2602.02710)."""
+    mean = float(average(_group_rewards(drawn, at)))
     return centred(drawn, at) / mean if abs(mean) > EPS else 0.0
 
 
 def whitened(values: list[float], at: int) -> float:
+    """Value minus the mean of all values, over their standard deviation plus EPS."""
     return float(Fraction(values[at]) - average(values)) / (deviation(values) + EPS)
 
 
-def penalised(drawn: Drawn, at: int, limit: int, cache: int) -> float:
+def penalised(drawn: DrawnStep, at: int, limit: int, cache: int) -> float:
+    """Reward with the overlong penalty (DAPO, arXiv 2503.14476, equation 13); limit and cache in tokens."""
     over = drawn.lengths[at] - (limit - cache)
     return drawn.rewards[at] - (0.0 if over <= 0 else 1.0 if over >= cache else over / cache)
 
 
-def all_of(drawn: Drawn, formula: Formula) -> list[float]:
+def values_of_all(drawn: DrawnStep, formula: Formula) -> list[float]:
+    """The formula's value of every sample."""
     return [formula(drawn, at) for at in range(len(drawn.group))]
 
 
 ADVANTAGES: dict[str, tuple[GroupAdvantages, Formula]] = {
-    "grpo": (GroupAdvantages(), lambda d, at: centred(d, at) / (deviation(_mine(d, at)) + EPS)),
+    "grpo": (GroupAdvantages(), lambda d, at: centred(d, at) / (deviation(_group_rewards(d, at)) + EPS)),
     "dr_grpo": (GroupAdvantages(scale="none"), centred),
     "rloo": (GroupAdvantages(baseline="leave_one_out", scale="none"), leave_one_out),
     "reinforce": (GroupAdvantages(baseline="none", scale="none"), lambda d, at: d.rewards[at]),
@@ -124,7 +136,7 @@ ADVANTAGES: dict[str, tuple[GroupAdvantages, Formula]] = {
     ),
     "reinforce_plus_plus_baseline": (
         GroupAdvantages(scale="none", whiten=True),
-        lambda d, at: whitened(all_of(d, centred), at),
+        lambda d, at: whitened(values_of_all(d, centred), at),
     ),
     "kl_in_reward": (
         GroupAdvantages(baseline="none", scale="none", kl_coef=0.1),
@@ -138,20 +150,22 @@ ADVANTAGES: dict[str, tuple[GroupAdvantages, Formula]] = {
 }
 
 
-def best_of(drawn: Drawn, at: int, keep: int, above: float) -> float:
-    mine = drawn.rewards[at]
+def best_of(drawn: DrawnStep, at: int, keep: int, above: float) -> float:
+    """1 for the ``keep`` best samples of a group with rewards over ``above``, else 0; the earlier of equal rewards."""
+    own_reward = drawn.rewards[at]
     better = [
         other
-        for other in drawn.mates(at)
-        if drawn.rewards[other] > mine or (drawn.rewards[other] == mine and other < at)
+        for other in drawn.members(at)
+        if drawn.rewards[other] > own_reward or (drawn.rewards[other] == own_reward and other < at)
     ]
-    return float(len(better) < keep and mine > above)
+    return float(len(better) < keep and own_reward > above)
 
 
-def pair(drawn: Drawn, at: int) -> float:
-    mates = drawn.mates(at)
-    best = max(mates, key=lambda other: (drawn.rewards[other], -other))
-    worst = min(mates, key=lambda other: (drawn.rewards[other], other))
+def pair(drawn: DrawnStep, at: int) -> float:
+    """1 for the best and -1 for the worst sample of a group, else 0; the earlier of equal rewards."""
+    members = drawn.members(at)
+    best = max(members, key=lambda other: (drawn.rewards[other], -other))
+    worst = min(members, key=lambda other: (drawn.rewards[other], other))
     return 0.0 if drawn.rewards[best] == drawn.rewards[worst] else float(at == best) - float(at == worst)
 
 
@@ -162,15 +176,15 @@ SELECTIONS: dict[str, tuple[CreditRule, Formula]] = {
 }
 
 
-def credit_error(name: str, drawn: Drawn) -> float:
-    """Distance of a rule's advantages from the formula, relative to their size above 1; inf for other samples trained.
+def credit_error(name: str, drawn: DrawnStep) -> float:
+    """Distance of a rule's advantages from the formula, relative to their size above 1.
 
-    For the selections both are advantages of 0 and 1, and a sample is trained if its own is not 0.
+    Infinity if the rule trains other samples than expected: those of `SELECTIONS`, the samples whose formula is not 0.
     """
     rule: CreditRule
     rule, formula = SELECTIONS[name] if name in SELECTIONS else ADVANTAGES[name]
     credit = rule(drawn.groups())
-    wanted = all_of(drawn, formula)
+    wanted = values_of_all(drawn, formula)
     if name in SELECTIONS:
         trained = [value != 0 for value in wanted]
     else:

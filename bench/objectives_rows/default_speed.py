@@ -1,8 +1,8 @@
-"""Row `default_speed`: samples/s of the default job of this tree over those of another one, by turns.
+"""Row `default_speed`: samples/s of the default job in this tree over samples/s in another tree.
 
 The other tree is a checkout with its own `.venv`, or a commit of this repository, which is unpacked for the
-measurement and run by this interpreter. Both run the command that a user types, in an order that alternates, so that
-neither always runs on the warmer machine; medians over rounds, the same seeds on both sides.
+measurement and run by this interpreter. Both run `flowrt run`, in alternating order, so that neither always runs on the
+warmer machine; medians over rounds, with the same seeds on both sides.
 """
 
 import json
@@ -35,7 +35,7 @@ def python_of(tree: Path) -> Path:
 
 
 def refusal(against: str) -> str:
-    """Why a directory or a commit cannot be compared with, in a sentence; empty if it can."""
+    """The reason why a directory or commit cannot be compared with, as a sentence; empty if it can."""
     tree = Path(against)
     if not tree.is_dir():
         return "" if commit_of(against) else f"{against} is neither a directory nor a commit of {HERE}"
@@ -47,19 +47,19 @@ def refusal(against: str) -> str:
 
 
 def commit_of(name: str) -> str:
-    """The commit of this repository that a name stands for; empty if there is none."""
+    """The hash of the commit of this repository with this name; empty if there is none."""
     words = ["git", "-C", str(HERE), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
     return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout.strip()
 
 
 @contextmanager
 def other_tree(against: str, folder: Path) -> Iterator[Tree]:
-    """The tree to compare with; the files of a commit are put below ``folder``."""
+    """The tree to compare with; the files of a commit are unpacked below ``folder``."""
     if Path(against).is_dir():
         tree = Path(against).resolve()
         yield Tree(tree, python_of(tree))
         return
-    # No worktree: that would be an entry in the repository, which a measurement that is killed leaves behind.
+    # No git worktree: a killed measurement would leave its entry in the repository.
     archive, path = folder / "against.tar", folder / "against"
     words = ["git", "-C", str(HERE), "archive", "--output", str(archive), commit_of(against)]
     subprocess.run(words, check=True, timeout=TIMEOUT_S)
@@ -69,17 +69,17 @@ def other_tree(against: str, folder: Path) -> Iterator[Tree]:
 
 
 def samples_per_s(tree: Tree, run_dir: Path, seed: int, steps: int) -> float:
-    """Samples/s of one default job, as its summary has it."""
+    """Samples/s of one default job, from summary.json in its run directory."""
     words = ["--run-dir", str(run_dir), "--seed", str(seed), "--steps", str(steps), "--data.eval-prompts", "0"]
     command = [str(tree.python), "-m", "flowrt.cli", "run", *words]
-    # The tree comes before whatever is installed in the environment, also in the processes that the run starts.
+    # The tree takes precedence over installed packages, also in the processes that the run starts.
     environment = {**os.environ, "PYTHONPATH": str(tree.path)}
     subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL, cwd=tree.path, env=environment)
     return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"])
 
 
 def measure(quick: bool, against: str) -> dict[str, float]:
-    """Medians of both sides, and their ratio."""
+    """Median samples/s of this and of the other tree, and their ratio."""
     found: dict[str, list[float]] = {"here": [], "against": []}
     with (
         tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder,
@@ -90,9 +90,9 @@ def measure(quick: bool, against: str) -> dict[str, float]:
             for side in sorted(trees, reverse=bool(turn % 2)):
                 run_dir = Path(folder) / f"{side}-{turn}"
                 found[side].append(samples_per_s(trees[side], run_dir, turn, 20 if quick else STEPS))
-    here, there = (statistics.median(found[side]) for side in ("here", "against"))
+    here, other_speed = (statistics.median(found[side]) for side in ("here", "against"))
     return {
         "default_speed_samples_per_s": here,
-        "default_speed_samples_per_s_against": there,
-        "default_speed_ratio": here / there,
+        "default_speed_samples_per_s_against": other_speed,
+        "default_speed_ratio": here / other_speed,
     }

@@ -1,12 +1,12 @@
-"""Row `enumeration`: the expected gradient of an objective, summed over every response, against exact expressions.
+"""Row `enumeration`: the expected gradient of an objective, summed over all responses, against exact expressions.
 
 4 symbols, 3 tokens: 64 responses. A policy is a table of logits for each of the 21 prefixes. The first token is sampled
-by version 0, the others by version 1 (an in-flight update), and the gradient is that of version 2. Rewards are drawn,
-one a response.
+by version 0, the others by version 1 (an in-flight update), and the gradient is that of version 2. Every response has a
+random reward.
 
 - exact: objectives whose expected gradient is, by theory, the gradient of the expected reward or of a divergence;
-- biased: the others, each against its own limit, which is computed another way: by recursion over prefixes where the
-  weight is a token's own, from probabilities of whole responses otherwise.
+- biased: the others, each against its own expected gradient in closed form, computed in a different way: by recursion
+  over prefixes if each token has its own weight, otherwise from probabilities of whole responses.
 
 Shapes: P = prefixes, S = symbols, Y = responses, T = 3 tokens a response.
 """
@@ -47,13 +47,13 @@ PREFIXES = [prefix for length in range(TOKENS) for prefix in itertools.product(r
 PREFIX_YT = torch.tensor([[PREFIXES.index(one[:at]) for at in range(TOKENS)] for one in RESPONSES])
 SYMBOL_YT = torch.tensor(RESPONSES)
 CAP, LOW, HIGH = 1.1, 0.8, 1.25
-"""Of the truncated weights and the bands: some weights are above, some below."""
+"""Bounds of truncated and of masked weights, chosen so that some weights are above and some below them."""
 INF = float("inf")
 PLAIN = GroupAdvantages(baseline="none", scale="none")
 STEP_PLAN, ROLLOUT_PLAN = Plan(anchor="step"), Plan(anchor="rollout")
 SUM = Aggregation("constant", 1)
 SPREADS = (0.05, 0.3, 1.0)
-"""Distance of versions, in logits."""
+"""Standard deviations of the difference in logits between successive versions."""
 ON_POLICY: tuple[PolicyLoss, ...] = (
     Reinforce(),
     CrossEntropy(),
@@ -71,12 +71,12 @@ ON_POLICY: tuple[PolicyLoss, ...] = (
 )
 """Losses whose gradient at ratio 1 is that of REINFORCE."""
 ESTIMATORS_OF_REVERSE: tuple[KlEstimator, ...] = ("k2", "k3_with_k2_slope", "unbiased")
-"""Of KL(policy || reference), with its gradient."""
+"""Estimators whose expected on-policy gradient is that of KL(policy || reference)."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Log-probabilities of every symbol after every prefix [P, S], and the reward of every response [Y]."""
+    """Log-probabilities of every symbol after every prefix [P, S] under four policies, and the rewards [Y]."""
 
     behaviour: Tensor
     anchor: Tensor
@@ -85,23 +85,26 @@ class World:
     rewards_Y: Tensor
 
     def on_policy(self) -> "World":
-        """The same, sampled by the policy itself."""
+        """A copy in which the policy is also the behaviour and the anchor."""
         return World(self.policy, self.policy, self.policy, self.reference, self.rewards_Y)
 
 
 def draw_world(seed: int, spread: float) -> World:
-    """Four tables that are ``spread`` apart in their logits; the anchor is the policy: a step before its updates."""
-    dice = torch.Generator().manual_seed(seed)
+    """A random world whose tables differ by noise of standard deviation ``spread`` in their logits.
+
+    The anchor is the policy, as in the first update of a step.
+    """
+    generator = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
-        return torch.randn(len(PREFIXES), SYMBOLS, generator=dice, dtype=torch.float64)
+        return torch.randn(len(PREFIXES), SYMBOLS, generator=generator, dtype=torch.float64)
 
     first = noise()
     second = first + spread * noise()
     third = second + spread * noise()
     mixed = torch.cat([first[:1], second[1:]])
     behaviour, policy, reference = (one.log_softmax(-1) for one in (mixed, third, third + spread * noise()))
-    rewards_Y = torch.randn(len(RESPONSES), generator=dice, dtype=torch.float64)
+    rewards_Y = torch.randn(len(RESPONSES), generator=generator, dtype=torch.float64)
     return World(behaviour, policy, policy, reference, rewards_Y)
 
 
@@ -111,12 +114,17 @@ def of_responses(table_PS: Tensor) -> Tensor:
 
 
 def probabilities(table_PS: Tensor) -> Tensor:
-    """Of every response, [Y]."""
+    """The probability of every response, [Y]."""
     return of_responses(table_PS).sum(-1).exp()
 
 
 def gradient_by_logits(weights_YT: Tensor, table_PS: Tensor) -> Tensor:
-    """sum over tokens of weight x d log policy / d logits [P, S], by hand: one-hot of the symbol minus probability."""
+    """sum over tokens of weight x d log policy / d logits [P, S], without autograd: one-hot minus probabilities.
+
+    Args:
+        weights_YT: weight of each token of each response.
+        table_PS: log-probabilities of the policy.
+    """
     slope_PS = torch.zeros_like(table_PS)
     slope_PS.index_put_((PREFIX_YT, SYMBOL_YT), weights_YT, accumulate=True)
     total_P = torch.zeros(len(PREFIXES), dtype=table_PS.dtype).index_put_((PREFIX_YT,), weights_YT, accumulate=True)
@@ -124,7 +132,7 @@ def gradient_by_logits(weights_YT: Tensor, table_PS: Tensor) -> Tensor:
 
 
 def true_gradient(world: World) -> Tensor:
-    """Of the expected reward of the policy, by its logits."""
+    """The gradient of the policy's expected reward by its logits [P, S]."""
     value_Y = probabilities(world.policy) * world.rewards_Y
     return gradient_by_logits(value_Y.unsqueeze(-1).expand(-1, TOKENS), world.policy)
 
@@ -135,7 +143,7 @@ def expected_gradient(algorithm: Algorithm, world: World) -> Tensor:
     logprobs_YT = of_responses(logits_PS.log_softmax(-1))
     tables = [of_responses(table) for table in (world.anchor, world.behaviour, world.reference)]
     chance_Y = probabilities(world.behaviour)
-    sampled = tables[1].sum(-1) - tables[2].sum(-1)
+    sampled_kl_Y = tables[1].sum(-1) - tables[2].sum(-1)
     total = logits_PS.sum() * 0.0
     for response in range(len(RESPONSES)):
         groups = Groups(
@@ -144,7 +152,7 @@ def expected_gradient(algorithm: Algorithm, world: World) -> Tensor:
             lengths_N=torch.tensor([TOKENS]),
             truncated_N=torch.zeros(1, dtype=torch.bool),
             staleness_N=torch.zeros(1, dtype=torch.int64),
-            kl_N=sampled[response : response + 1],
+            kl_N=sampled_kl_Y[response : response + 1],
         )
         tokens = Tokens(
             logprobs_T=logprobs_YT[response],
@@ -174,23 +182,24 @@ def prefix_chances(table_PS: Tensor) -> Tensor:
 
 
 def continuation_values(world: World) -> Tensor:
-    """The expected reward after each prefix and symbol [P, S] where the behaviour policy goes on, by recursion."""
+    """Q: the expected reward after each prefix and symbol [P, S] if the behaviour policy continues, by recursion."""
     value_PS = torch.zeros_like(world.behaviour)
     for index in reversed(range(len(PREFIXES))):
         for symbol in range(SYMBOLS):
-            longer = (*PREFIXES[index], symbol)
-            if len(longer) == TOKENS:
-                value_PS[index, symbol] = world.rewards_Y[RESPONSES.index(longer)]
+            extended = (*PREFIXES[index], symbol)
+            if len(extended) == TOKENS:
+                value_PS[index, symbol] = world.rewards_Y[RESPONSES.index(extended)]
             else:
-                child = PREFIXES.index(longer)
+                child = PREFIXES.index(extended)
                 value_PS[index, symbol] = (world.behaviour[child].exp() * value_PS[child]).sum()
     return value_PS
 
 
 def token_limit(world: World, weight: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The limit of token weights w(policy, behaviour): the behaviour's prefixes and continuations, other symbols.
+    """The expected gradient [P, S] of a loss that weights each token by w(policy, behaviour).
 
-    sum over prefixes s of behaviour(s) sum_a w(a | s) behaviour(a | s) Q(s, a) d log policy(a | s).
+    sum over prefixes s of behaviour(s) sum_a w(a | s) behaviour(a | s) Q(s, a) d log policy(a | s): prefixes and
+    continuations are distributed as the behaviour policy's, whatever the weight.
     """
     policy_PS, behaviour_PS = world.policy.exp(), world.behaviour.exp()
     mass_PS = prefix_chances(world.behaviour).unsqueeze(-1) * behaviour_PS * weight(policy_PS, behaviour_PS)
@@ -199,12 +208,15 @@ def token_limit(world: World, weight: Callable[[Tensor, Tensor], Tensor]) -> Ten
 
 
 def response_limit(world: World, mass_Y: Tensor) -> Tensor:
-    """sum over responses of mass x reward x d log policy."""
+    """sum over responses of mass [Y] x reward x d log policy, by the logits [P, S]."""
     return gradient_by_logits((mass_Y * world.rewards_Y).unsqueeze(-1).expand(-1, TOKENS), world.policy)
 
 
 def divergence_gradient(world: World, *, forward: bool) -> Tensor:
-    """Minus the gradient of KL(policy || reference), or of KL(reference || policy), at the behaviour's prefixes."""
+    """Minus the gradient [P, S] of KL(policy || reference), or, ``forward``, of KL(reference || policy).
+
+    The divergence is the expectation of that of single tokens over the behaviour policy's prefixes.
+    """
     chance_P1 = prefix_chances(world.behaviour).unsqueeze(-1)
     policy_PS, reference_PS = world.policy.exp(), world.reference.exp()
     if forward:
@@ -214,7 +226,7 @@ def divergence_gradient(world: World, *, forward: bool) -> Tensor:
 
 
 def importance(level: Level, mode: Mode = "truncate", low: float = 0.0, high: float = INF) -> Objective:
-    """REINFORCE with this correction, summed over tokens."""
+    """REINFORCE with this importance correction, summed over tokens."""
     return Objective(PLAIN, correction=Correction(level, mode, low, high), aggregation=SUM)
 
 
@@ -224,17 +236,17 @@ def from_rollout(policy: PolicyLoss, credit: GroupAdvantages = PLAIN, kl: Kl | N
 
 
 def at_rollout(world: World) -> World:
-    """The same, with the policy that sampled as the anchor."""
+    """A copy in which the behaviour policy is the anchor."""
     return dataclasses.replace(world, anchor=world.behaviour)
 
 
 def without_rewards(world: World) -> World:
-    """The same with rewards of 0, which leave a divergence alone."""
+    """A copy with rewards of 0, so that only a divergence term has a gradient."""
     return dataclasses.replace(world, rewards_Y=torch.zeros_like(world.rewards_Y))
 
 
 def pair_gradient(algorithm: Algorithm, world: World) -> Tensor:
-    """As `expected_gradient`, over all groups of two responses, of the mean over samples."""
+    """As `expected_gradient`, of the mean over the samples of a group of two, over all pairs of responses."""
     logits_PS = world.policy.clone().requires_grad_()
     first_N, second_N = torch.cartesian_prod(*[torch.arange(len(RESPONSES))] * 2).unbind(-1)
     response_M = torch.stack([first_N, second_N], -1).flatten()
@@ -262,7 +274,7 @@ def pair_gradient(algorithm: Algorithm, world: World) -> Tensor:
 
 
 def penalised_gradient(world: World, coef: float) -> Tensor:
-    """Of the expected reward less coef times KL(policy || reference) of whole responses, by differentiation."""
+    """The gradient [P, S] of expected reward - coef x KL(policy || reference) of whole responses, by autograd."""
     logits_PS = world.policy.clone().requires_grad_()
     logprobs_Y = of_responses(logits_PS.log_softmax(-1)).sum(-1)
     objective_Y = world.rewards_Y - coef * (logprobs_Y - of_responses(world.reference).sum(-1))
@@ -271,7 +283,7 @@ def penalised_gradient(world: World, coef: float) -> Tensor:
 
 
 def exact_cases(world: World) -> dict[str, tuple[Tensor, Tensor]]:
-    """Expected gradients that theory gives exactly, and what they must be."""
+    """Expected gradients of unbiased objectives, each with the exact gradient that it must equal, by name."""
     true_PS, on = true_gradient(world), world.on_policy()
     sequence = importance("sequence")
     decoupled = dataclasses.replace(sequence, policy=Ppo(), plan=STEP_PLAN)
@@ -287,27 +299,30 @@ def exact_cases(world: World) -> dict[str, tuple[Tensor, Tensor]]:
     }
     for loss in ON_POLICY:
         cases[f"{loss}, on-policy"] = expected_gradient(from_rollout(loss), on), true_gradient(on)
-    silent, there = without_rewards(world), without_rewards(on)
+    no_reward, on_policy_no_reward = without_rewards(world), without_rewards(on)
     for estimator in ESTIMATORS_OF_REVERSE:
         kl = from_rollout(Reinforce(), kl=Kl(1.0, estimator))
-        wanted = divergence_gradient(there, forward=False)
-        cases[f"{estimator}, on-policy"] = expected_gradient(kl, there), wanted
+        wanted = divergence_gradient(on_policy_no_reward, forward=False)
+        cases[f"{estimator}, on-policy"] = expected_gradient(kl, on_policy_no_reward), wanted
     unbiased = from_rollout(Reinforce(), kl=Kl(1.0, "unbiased"))
-    cases["unbiased k3, off-policy"] = expected_gradient(unbiased, silent), divergence_gradient(silent, forward=False)
+    cases["unbiased k3, off-policy"] = (
+        expected_gradient(unbiased, no_reward),
+        divergence_gradient(no_reward, forward=False),
+    )
     return cases
 
 
 def biased_cases(world: World) -> dict[str, tuple[Tensor, Tensor]]:
-    """Expected gradients that are not that of the expected reward, and their own limits."""
+    """Expected gradients of biased objectives, each with its own closed form, by name."""
     behaviour_Y, policy_Y = probabilities(world.behaviour), probabilities(world.policy)
     ratio_Y = policy_Y / behaviour_Y
     anchored = at_rollout(world)
-    there = without_rewards(world.on_policy())
+    on_policy_no_reward = without_rewards(world.on_policy())
 
-    def of_tokens(objective: Objective, weight: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def token_case(objective: Objective, weight: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         return expected_gradient(objective, anchored), token_limit(world, weight)
 
-    def of_whole(objective: Objective, mass_Y: Tensor) -> tuple[Tensor, Tensor]:
+    def response_case(objective: Objective, mass_Y: Tensor) -> tuple[Tensor, Tensor]:
         return expected_gradient(objective, world), response_limit(world, mass_Y)
 
     topr_Y = torch.where(world.rewards_Y > 0, behaviour_Y, torch.minimum(behaviour_Y, policy_Y))
@@ -332,32 +347,32 @@ def biased_cases(world: World) -> dict[str, tuple[Tensor, Tensor]]:
             expected_gradient(importance("token", "mask", LOW, HIGH), world),
             token_limit(world, lambda policy, behaviour: banded(policy / behaviour)),
         ),
-        "sequence TIS": of_whole(importance("sequence", high=CAP), torch.minimum(policy_Y, CAP * behaviour_Y)),
-        "sequence mask": of_whole(importance("sequence", "mask", LOW, HIGH), behaviour_Y * banded(ratio_Y)),
-        "geometric": of_whole(importance("geometric"), behaviour_Y ** (1 - 1 / TOKENS) * policy_Y ** (1 / TOKENS)),
+        "sequence TIS": response_case(importance("sequence", high=CAP), torch.minimum(policy_Y, CAP * behaviour_Y)),
+        "sequence mask": response_case(importance("sequence", "mask", LOW, HIGH), behaviour_Y * banded(ratio_Y)),
+        "geometric": response_case(importance("geometric"), behaviour_Y ** (1 - 1 / TOKENS) * policy_Y ** (1 / TOKENS)),
         "TOPR": (expected_gradient(from_rollout(Topr()), anchored), response_limit(world, topr_Y)),
-        "CISPO": of_tokens(
+        "CISPO": token_case(
             from_rollout(Cispo(clip_high=CAP - 1)), lambda policy, behaviour: (policy / behaviour).clamp(max=CAP)
         ),
         "PPO": (expected_gradient(from_rollout(Ppo()), anchored), gradient_by_logits(ppo_YT, world.policy)),
         "k3, on-policy": (
-            expected_gradient(from_rollout(Reinforce(), kl=Kl(1.0, "k3")), there),
-            divergence_gradient(there, forward=True),
+            expected_gradient(from_rollout(Reinforce(), kl=Kl(1.0, "k3")), on_policy_no_reward),
+            divergence_gradient(on_policy_no_reward, forward=True),
         ),
         "k1, on-policy": (
-            expected_gradient(from_rollout(Reinforce(), kl=Kl(1.0, "k1")), there),
+            expected_gradient(from_rollout(Reinforce(), kl=Kl(1.0, "k1")), on_policy_no_reward),
             torch.zeros_like(world.policy),
         ),
     }
 
 
 def banded(ratio: Tensor) -> Tensor:
-    """Weights that are 0 outside the band."""
+    """The ratios within [LOW, HIGH]; 0 for the others."""
     return torch.where((ratio >= LOW) & (ratio <= HIGH), ratio, 0.0)
 
 
 def distance(got_PS: Tensor, wanted_PS: Tensor) -> float:
-    """Relative to the norm of what is wanted, or to 1 if that is 0."""
+    """Norm of the difference, relative to the norm of ``wanted_PS``, or to 1 if that norm is 0."""
     return float((got_PS - wanted_PS).norm() / (wanted_PS.norm() or 1.0))
 
 

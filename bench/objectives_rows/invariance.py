@@ -1,9 +1,9 @@
-"""Row `invariance`: the gradient of a whole model by every engine and cut, against a plain loop over single samples.
+"""Row `invariance`: the gradient of a whole model, by every engine and batching, against a loop over single samples.
 
-For each method: one pass or many, packed or padded, one micro-batch or one a group, one or two ranks of the torch and
-the FSDP2 engine, whose parameters are gathered once a step or in each pass. The gradient of every optimiser step of the
-training step is compared, relative to its norm, and the loss that is reported, relative to 1. A plain loop gives the
-first update; a method with several is compared with the engine on one rank, padded.
+For each objective: one pass or many, packed or padded, one micro-batch or one per group, and one or two ranks of the
+torch and the FSDP2 engine, whose parameters are gathered once per step or in each pass. Compared are the gradient of
+every optimiser update of the step, relative to its norm, and the reported loss, as an absolute difference. The loop
+computes only the first update; an objective with several updates is compared with the padded engine on one rank.
 """
 
 import json
@@ -46,37 +46,49 @@ WAYS: dict[str, tuple[TrainOptions, list[list[int]]]] = {
 QUICK = ("reinforce", "grpo", "dr_grpo", "gspo", "cispo", "sequence_tis", "dpo_online")
 RANKS_TIMEOUT_S = 500.0
 
-Found = dict[str, tuple[list[Tensor], float]]
-"""By the way it was computed: the gradient of each update, and the reported loss."""
+Results = dict[str, tuple[list[Tensor], float]]
+"""By the name of the way of computation: the gradient of each update, and the reported loss."""
 
 
 def torch_engine(algorithm: Algorithm, way: str) -> tuple[list[Tensor], float]:
-    """The gradients and the loss of the step, by the engine on plain PyTorch, on one rank."""
+    """The flat gradient of each update and the reported loss of the step, by the torch engine on one rank.
+
+    Args:
+        algorithm: the objective.
+        way: a key of `WAYS`.
+    """
     model = make_model()
     batch = make_step(model).batch(algorithm)
     train_options, cuts = WAYS[way]
     engine = TorchTrainer(model, train_options, algorithm, temperature=TEMPERATURE)
-    seen: list[Tensor] = []
-    engine.on_gradient = lambda gradient: seen.append(gradient.clone())
+    recorded: list[Tensor] = []
+    engine.on_gradient = lambda gradient: recorded.append(gradient.clone())
     metrics = run_step(engine, batch, cuts)
-    return seen, metrics["loss"]
+    return recorded, metrics["loss"]
 
 
-def of_ranks(names: Sequence[str], folder: Path) -> dict[str, Found]:
-    """The same by two ranks, and by FSDP2, for each method; one torchrun for all of it."""
+def gradients_of_ranks(names: Sequence[str], folder: Path) -> dict[str, Results]:
+    """The gradients and losses by two ranks and by FSDP2, for each objective, from one torchrun.
+
+    Args:
+        names: the objectives, of `presets`.
+        folder: directory for the model and the results.
+
+    Raises RuntimeError if a rank fails.
+    """
     model, out = folder / "model", folder / "found"
     save_model(model)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
+    process = subprocess.run(
         [*command, invariance_rank.__file__, str(model), str(out), *names],
         timeout=RANKS_TIMEOUT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
     )
-    if ended.returncode:
-        raise RuntimeError(f"the ranks of the row invariance failed:\n{ended.stderr[-4000:]}")
+    if process.returncode:
+        raise RuntimeError(f"the ranks of the row invariance failed:\n{process.stderr[-4000:]}")
     gradients = load_file(out.with_suffix(".safetensors"))
     losses: dict[str, dict[str, float]] = json.loads(out.with_suffix(".json").read_text())
     return {
@@ -89,26 +101,28 @@ def of_ranks(names: Sequence[str], folder: Path) -> dict[str, Found]:
 
 
 def distances(algorithm: Algorithm, found: Mapping[str, tuple[list[Tensor], float]]) -> dict[str, float]:
-    """Distance of each way from the plain loop, or from the first way if there are several updates."""
+    """The larger distance, of gradients or loss, of each way from the loop; with several updates, from the first."""
     gradients, loss = next(iter(found.values()))
     if algorithm.plan.optimizer_steps == 1:
         gradient, loss = plain_gradient(algorithm)
         gradients = [gradient]
-    return {way: max(_apart(gradients, seen), abs(reported - loss)) for way, (seen, reported) in found.items()}
+    return {
+        way: max(_distance(gradients, recorded), abs(reported - loss)) for way, (recorded, reported) in found.items()
+    }
 
 
-def _apart(expected: Sequence[Tensor], seen: Sequence[Tensor]) -> float:
-    if len(expected) != len(seen):
+def _distance(expected: Sequence[Tensor], recorded: Sequence[Tensor]) -> float:
+    if len(expected) != len(recorded):
         return float("inf")
-    return max(float((one - other).norm() / one.norm()) for one, other in zip(expected, seen, strict=True))
+    return max(float((one - other).norm() / one.norm()) for one, other in zip(expected, recorded, strict=True))
 
 
 def measure_all(names: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Distances of each way, for each method, or for these."""
+    """The distances of each way, for each objective of ``names``; None: for all."""
     algorithms = presets(LIMIT)
     chosen = list(names or algorithms)
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
-        ranks = of_ranks(chosen, Path(folder))
+        ranks = gradients_of_ranks(chosen, Path(folder))
     return {
         name: distances(algorithms[name], {way: torch_engine(algorithms[name], way) for way in WAYS} | ranks[name])
         for name in chosen
@@ -116,7 +130,7 @@ def measure_all(names: Sequence[str] | None = None) -> dict[str, dict[str, float
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """The largest distance, and how much was compared."""
+    """The largest distance, and the numbers of objectives and of ways."""
     torch.set_num_threads(1)
     found = measure_all(QUICK if quick else None)
     return {

@@ -1,6 +1,6 @@
-"""One rank under torchrun: the gradients of a step of methods, by the engines on two ranks, then on one.
+"""One rank under torchrun: the gradients of a step of several objectives, by the engines on two ranks, then on one.
 
-invariance_rank.py MODEL OUT NAME ...       writes OUT.safetensors and OUT.json: gradients and losses by method
+invariance_rank.py MODEL OUT NAME ...       writes OUT.safetensors and OUT.json: gradients and losses by objective
 """
 
 import json
@@ -29,23 +29,25 @@ Gather = Literal["step", "pass"]
 
 
 def cuts(rank: int, ranks: int) -> list[list[int]]:
-    """Groups of each micro-batch of a rank: uneven shares, one rank cut finer than the other."""
+    """Groups of each micro-batch of a rank: uneven shares, one rank with smaller micro-batches than the other."""
     if ranks == 1:
         return [[0, 1], list(range(2, GROUPS))]
     return [[0, 1]] if rank == 0 else [[group] for group in range(2, GROUPS)]
 
 
 def torch_engine(algorithm: Algorithm) -> tuple[list[Tensor], float]:
+    """The flat gradient of each update and the reported loss of the step, by the torch engine."""
     model = make_model()
     batch = make_step(model).batch(algorithm)
     engine = TorchTrainer(model, options(forward_tokens=40), algorithm, temperature=TEMPERATURE)
-    seen: list[Tensor] = []
-    engine.on_gradient = lambda gradient: seen.append(gradient.clone())
+    recorded: list[Tensor] = []
+    engine.on_gradient = lambda gradient: recorded.append(gradient.clone())
     metrics = run_step(engine, batch, cuts(dist.get_rank(), dist.get_world_size()))
-    return seen, metrics["loss"]
+    return recorded, metrics["loss"]
 
 
 def fsdp_engine(algorithm: Algorithm, model: Path, gather: Gather) -> tuple[list[Tensor], float]:
+    """The flat gradient of each update and the reported loss of the step, by the FSDP2 engine in float64."""
     batch = make_step(make_model()).batch(algorithm)
     engine = FsdpTrainer(
         model,
@@ -55,20 +57,20 @@ def fsdp_engine(algorithm: Algorithm, model: Path, gather: Gather) -> tuple[list
         fsdp=FsdpOptions(dtype="float64", gather=gather),
         temperature=TEMPERATURE,
     )
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
 
-    def keep(optimizer: Any, *_: Any) -> None:
-        """The reduced gradients, as the optimiser is about to use them."""
+    def record_gradients(optimizer: Any, *_: Any) -> None:
+        """Record the reduced gradients before the optimiser uses them."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        seen.append(torch.cat([whole(parameter).flatten() for parameter in parameters]))
+        recorded.append(torch.cat([whole(parameter).flatten() for parameter in parameters]))
 
-    engine._optimizer.register_step_pre_hook(keep)
+    engine._optimizer.register_step_pre_hook(record_gradients)
     metrics = run_step(engine, batch, cuts(dist.get_rank(), dist.get_world_size()))
-    return seen, metrics["loss"]
+    return recorded, metrics["loss"]
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The gradient of a parameter, of all ranks' shards."""
+    """The whole gradient of a parameter, gathered from the shards of all ranks; zeros if it has none."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
@@ -77,25 +79,26 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def main(model: Path, out: Path, names: list[str]) -> None:
+    """Compute on all ranks, then on rank 0 alone; rank 0 writes the results, and the others wait for it."""
     store, rank, ranks = next(dist.rendezvous("env://"))
     algorithms = presets(LIMIT)
     gradients: dict[str, Tensor] = {}
     losses: dict[str, dict[str, float]] = {name: {} for name in names}
 
-    def keep(name: str, way: str, found: tuple[list[Tensor], float]) -> None:
+    def record(name: str, way: str, found: tuple[list[Tensor], float]) -> None:
         losses[name][way] = found[1]
         gradients.update({f"{name}/{way}/{at:03}": gradient for at, gradient in enumerate(found[0])})
 
     for phase, size in enumerate((ranks, 1)):
         if rank < size:
-            own = dist.PrefixStore(f"phase {phase}", store)
+            phase_store = dist.PrefixStore(f"phase {phase}", store)
             deadline = timedelta(seconds=DEADLINE_S)
-            dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=deadline)
+            dist.init_process_group("gloo", store=phase_store, rank=rank, world_size=size, timeout=deadline)
             for name in names:
                 if size > 1:
-                    keep(name, "torch, 2 ranks", torch_engine(algorithms[name]))
-                    keep(name, "fsdp pass, 2 ranks", fsdp_engine(algorithms[name], model, "pass"))
-                keep(name, f"fsdp step, {size} ranks", fsdp_engine(algorithms[name], model, "step"))
+                    record(name, "torch, 2 ranks", torch_engine(algorithms[name]))
+                    record(name, "fsdp pass, 2 ranks", fsdp_engine(algorithms[name], model, "pass"))
+                record(name, f"fsdp step, {size} ranks", fsdp_engine(algorithms[name], model, "step"))
             dist.barrier()
             dist.destroy_process_group()
     if rank == 0:

@@ -1,11 +1,13 @@
-"""Row `lm_head`: the fused LM head and whole logits: memory, time, and how near float64 its narrow numbers are.
+"""Row `lm_head`: the fused LM head against whole logits: memory, time, and the error of bfloat16 against float64.
 
-- Memory of both passes at full size, 8,192 predictions of 151,936 words in bfloat16, in a process of its own.
-- Time of a forward and a backward pass at a size at which whole logits fit, in bfloat16 and in float32, by turns: CPU
-  time of one thread, so that other processes on the same cores do not count. A CPU without bfloat16 instructions is
-  slow with whole logits of that type, so the float32 figure is the one that compares the two ways.
+- Memory of a forward and a backward pass of the fused head at full size, 8,192 predictions of 151,936 words in
+  bfloat16, in a separate process.
+- Time of both passes at a size at which whole logits fit, in bfloat16 and in float32, alternating between the heads.
+  CPU time is measured, so that other processes on the same cores do not count. A CPU without bfloat16 instructions is
+  slow with whole logits of that type, so only the float32 metric compares the two heads.
 - Values and gradients in bfloat16 against float64 on the same inputs. Logits are sums in float32, rounded to the type
-  of the model on both sides, as in rollout engines; from exact sums, one in thousands would be rounded the other way.
+  of the model on both sides, as in rollout engines; with exact sums, about one logit in thousands would be rounded in
+  the other direction.
 """
 
 import multiprocessing
@@ -23,7 +25,7 @@ from flowrt.algorithms.lm_head import fused_logprobs
 
 WIDTH = 64
 Size = tuple[int, int, torch.dtype]
-"""Predictions, words, type."""
+"""Number of predictions, number of words (vocabulary), dtype."""
 FULL: Size = (8192, 151_936, torch.bfloat16)
 TIMED: dict[str, Size] = {
     "lm_head_speed_ratio": (512, 151_936, torch.float32),
@@ -32,7 +34,7 @@ TIMED: dict[str, Size] = {
 QUICK: Size = (512, 40_000, torch.float32)
 NARROW = (256, 20_000)
 ROUNDS = 5
-Way = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def whole(hidden_UD: Tensor, weight_VD: Tensor, prediction_T: Tensor, target_T: Tensor) -> Tensor:
@@ -41,18 +43,18 @@ def whole(hidden_UD: Tensor, weight_VD: Tensor, prediction_T: Tensor, target_T: 
 
 
 def fused(hidden_UD: Tensor, weight_VD: Tensor, prediction_T: Tensor, target_T: Tensor) -> Tensor:
-    """Log-probabilities without logits that are whole."""
+    """Log-probabilities from the fused head, without whole logits."""
     return fused_logprobs(hidden_UD, weight_VD, prediction_T, target_T)[0]
 
 
-WAYS: dict[str, Way] = {"whole": whole, "fused": fused}
+HEADS: dict[str, Head] = {"whole": whole, "fused": fused}
 
 
 def measure(quick: bool) -> dict[str, float]:
     """Metrics of the fused head.
 
     Args:
-        quick: at a small size, which says nothing about the goal.
+        quick: use a small size, at which the bounds of the row do not apply.
 
     Returns:
         ``lm_head_gb``, peak memory (GB) of both passes beyond hidden states, weights and their gradients,
@@ -70,15 +72,18 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def inputs(predictions: int, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states and weights, of a gradient, and targets. Logits have a standard deviation of 2, as in a model."""
+    """Hidden states [U, D] and weights [V, D], which require gradients, and targets [T], with T = U.
+
+    Logits have a standard deviation of 2, as in a model.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden_UD = torch.randn(predictions, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight_VD = (torch.randn(words, WIDTH, generator=generator) / 4).to(dtype).requires_grad_()
     return hidden_UD, weight_VD, torch.randint(words, (predictions,), generator=generator)
 
 
-def narrow_errors(predictions: int, words: int, way: Way = fused) -> tuple[float, float]:
-    """Errors of bfloat16 against float64 over logits rounded to bfloat16.
+def narrow_errors(predictions: int, words: int, head: Head = fused) -> tuple[float, float]:
+    """Errors of a head in bfloat16 against float64, both from logits rounded to bfloat16.
 
     Returns:
         The largest error of a log-probability (nats), and the larger one of the two gradients', relative to its norm.
@@ -86,7 +91,7 @@ def narrow_errors(predictions: int, words: int, way: Way = fused) -> tuple[float
     hidden_UD, weight_VD, target_T = inputs(predictions, words, torch.bfloat16)
     rows_T = torch.arange(predictions)
     slope_T = torch.linspace(-1, 1, predictions)
-    found_T = way(hidden_UD, weight_VD, rows_T, target_T)
+    found_T = head(hidden_UD, weight_VD, rows_T, target_T)
     (slope_T.to(found_T) * found_T).sum().backward()
     exact = hidden_UD.detach().double().requires_grad_(), weight_VD.detach().double().requires_grad_()
     logits_UV = exact[0] @ exact[1].T
@@ -104,38 +109,43 @@ def narrow_errors(predictions: int, words: int, way: Way = fused) -> tuple[float
 
 
 def speed_ratio(size: Size, rounds: int) -> float:
-    """Median CPU time with whole logits over that of the fused head, by turns."""
+    """Median CPU time with whole logits over that of the fused head, measured in alternation."""
     hidden_UD, weight_VD, target_T = inputs(*size)
-    spent: dict[str, list[float]] = {name: [] for name in WAYS}
+    spent: dict[str, list[float]] = {name: [] for name in HEADS}
     for _ in range(rounds):
-        for name, way in WAYS.items():
+        for name, head in HEADS.items():
             begin_s = time.process_time()
-            way(hidden_UD, weight_VD, torch.arange(size[0]), target_T).sum().backward()
+            head(hidden_UD, weight_VD, torch.arange(size[0]), target_T).sum().backward()
             spent[name].append(time.process_time() - begin_s)
     return statistics.median(spent["whole"]) / statistics.median(spent["fused"])
 
 
 def peak_bytes(name: str, size: Size) -> float:
-    """Peak memory of one way beyond its inputs and their gradients, in a process of its own."""
-    mine, theirs = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("spawn").Process(target=_passes, args=(name, size, theirs))
+    """Peak memory (bytes) of both passes beyond the inputs and their gradients, measured in a separate process.
+
+    Args:
+        name: the head, "whole" or "fused".
+        size: of the inputs.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("spawn").Process(target=_passes, args=(name, size, sender))
     child.start()
-    theirs.close()
-    found: float = mine.recv()
+    sender.close()
+    found: float = receiver.recv()
     child.join()
     return found
 
 
-def _passes(name: str, size: Size, found: Any) -> None:
+def _passes(name: str, size: Size, sender: Any) -> None:
     torch.set_num_threads(1)
     hidden_UD, weight_VD, target_T = inputs(*size)
     warm = torch.randn(8, WIDTH).to(size[2]).requires_grad_()
-    WAYS[name](warm, weight_VD, torch.arange(8), target_T[:8]).sum().backward()
+    HEADS[name](warm, weight_VD, torch.arange(8), target_T[:8]).sum().backward()
     weight_VD.grad = None
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
-    WAYS[name](hidden_UD, weight_VD, torch.arange(size[0]), target_T).sum().backward()
-    found.send(float(_resident("VmHWM") - before - hidden_UD.nbytes - weight_VD.nbytes))
+    HEADS[name](hidden_UD, weight_VD, torch.arange(size[0]), target_T).sum().backward()
+    sender.send(float(_resident("VmHWM") - before - hidden_UD.nbytes - weight_VD.nbytes))
 
 
 def _resident(what: str) -> int:

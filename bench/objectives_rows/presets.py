@@ -1,6 +1,6 @@
-"""The objectives under test, by name: all presets of `flowrt run --algorithm`, and what else its flags compose.
+"""The objectives under test, by name: all presets of `flowrt run --algorithm`, and further combinations of its flags.
 
-Every test over methods takes its list from here; the objectives are built as a run builds them.
+Rows and tests over all objectives use this list; the objectives are built as a run builds them.
 """
 
 from flowrt.algorithms.algorithm import Algorithm
@@ -28,11 +28,11 @@ COMPOSED: dict[str, tuple[str, ...]] = {
     "one_update_from_step": ("decoupled", "plan.updates=1", "plan.epochs=2"),
     "two_epochs": ("decoupled", "plan.updates=2", "plan.epochs=2"),
 }
-"""A preset, and the fields of the table `algorithm` that differ."""
+"""By name: a preset, and the fields of the table `algorithm` that differ from it."""
 
 
 def presets(limit: int) -> dict[str, Algorithm]:
-    """All of them, for responses of at most ``limit`` tokens."""
+    """All presets and combinations, for responses of at most ``limit`` tokens."""
     flags = {name: (name,) for name in PRESETS} | COMPOSED
     return {name: _built(limit, *fields) for name, fields in flags.items()}
 

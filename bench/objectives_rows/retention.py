@@ -1,9 +1,10 @@
-"""Row `retention`: what is kept of the gain if one generation gives the mini-batches of 64 updates.
+"""Row `retention`: the share of the gain that is kept if one generation provides the mini-batches of N updates.
 
 The experiment of Asynchronous RLHF (arXiv 2410.18252, section 3.2): the generating weights are refreshed after N
-updates, so the samples of the last of them are N - 1 updates old. The number of updates and of samples is the same for
-every N. Kept: the gain in held-out accuracy over the start, relative to the gain at N = 1. The paper has win rates of a
-summarisation task; here the task is the default one, and PPO is the preset grpo without its divergence term.
+updates, so the samples of the last of these updates are N - 1 updates old. The numbers of updates and of samples are
+the same for every N. Kept share: the gain in held-out accuracy over the initial model, relative to the gain at N = 1.
+The paper measures win rates of a summarisation task; here the task is the default one, and PPO is the preset grpo
+without its divergence term.
 """
 
 from itertools import product
@@ -18,7 +19,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Accuracy at each N, and what is kept of the gain."""
+    """Accuracy at each N, and the share of the gain that is kept."""
     updates, seeds, refresh = (64, SEEDS[:1], (1, 64)) if quick else (UPDATES, SEEDS, REFRESH)
     points = list(product(OBJECTIVES, refresh, seeds))
     outcomes = train_all([StaleRun(OBJECTIVES[name], seed, updates, 0, every) for name, every, seed in points])
@@ -26,7 +27,8 @@ def measure(quick: bool) -> dict[str, float]:
     for (name, every, _), outcome in zip(points, outcomes, strict=True):
         found.setdefault((name, every), []).append(outcome)
     metrics = {
-        f"retention_{name}_accuracy_{every}": mean_of(of, lambda one: one.after) for (name, every), of in found.items()
+        f"retention_{name}_accuracy_{every}": mean_of(of_seeds, lambda one: one.after)
+        for (name, every), of_seeds in found.items()
     }
     for name, every in found:
         gains = {size: mean_of(found[name, size], lambda one: one.after - one.before) for size in (1, every)}

@@ -1,6 +1,6 @@
-"""Row `runs`: the default job with each preset, by the command that a user types: the reward of the last ten steps.
+"""Row `runs`: the reward of the last ten steps of the default job with each preset, run by `flowrt run`.
 
-All runs start from one embedded model, built once: what differs between presets is training alone.
+All runs start from one embedded model, which is built once, so that presets differ only in training.
 """
 
 import statistics
@@ -21,36 +21,43 @@ QUICK = ("reinforce", "dapo", "decoupled")
 
 
 def rewards(folder: Path, model: Path, name: str, seeds: int, bound: int) -> list[float]:
-    """The mean reward of the last ten steps of each seed.
+    """The mean reward of the last ten steps of a preset, for each seed.
 
-    With a group filter the rewards of a step are those of groups that are not all right, so then it is the mean reward
-    of held-out problems, answered greedily, after training.
+    With the filter on zero variance, groups of equal rewards are not trained, so that the rewards of steps are biased;
+    the values are then mean rewards of held-out problems, answered greedily, after training.
+
+    Args:
+        folder: directory of the runs.
+        model: directory of the initial model.
+        name: the preset.
+        seeds: number of seeds.
+        bound: staleness bound.
     """
-    figure = "eval_last" if PRESETS[name].filter.zero_variance else "reward_last"
+    metric = "eval_last" if PRESETS[name].filter.zero_variance else "reward_last"
     flags = ["--algorithm", name, "--model", str(model), "--trainer.save", "False"]
     found = []
     for seed in range(seeds):
         result = run_job(folder / f"{name}-{bound}-{seed}", seed, bound, STEPS, *flags)
-        found.append(float(result[figure]))
+        found.append(float(result[metric]))
     sys.stdout.write(f"{name}, bound {bound}: {', '.join(f'{value:.3f}' for value in found)}\n")
     sys.stdout.flush()
     return found
 
 
 def measure(quick: bool, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, float]:
-    """Medians over seeds, how many presets did not learn, and what the largest bound keeps of the smallest.
+    """Medians over seeds, the number of presets that did not learn, and the reward at the largest over the least bound.
 
     Args:
-        quick: three presets, one seed, bound 1.
-        seeds: runs of each preset at each bound.
-        names: these presets; default: all.
+        quick: only three presets, one seed, bound 1.
+        seeds: number of runs of each preset at each bound.
+        names: the presets; empty: all.
     """
     bounds, seeds = ((1,), 1) if quick else (BOUNDS, seeds)
     chosen = list(names or (QUICK if quick else PRESETS))
     found: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         model = embedded_model(f"{folder}/start")
-        # The hardest bound first: a measurement that is stopped has said most by then.
+        # The largest bound first, so that an interrupted measurement has printed the most informative results.
         for bound in reversed(bounds):
             for name in chosen:
                 found[name, bound] = statistics.median(rewards(Path(folder), model, name, seeds, bound))
@@ -58,7 +65,7 @@ def measure(quick: bool, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[
 
 
 def figures(found: Mapping[tuple[str, int], float]) -> dict[str, float]:
-    """The figures of the row, from the reward of each preset and bound."""
+    """The metrics of the row, from the reward of each preset and bound."""
     names = sorted({name for name, _ in found})
     bounds = sorted({bound for _, bound in found})
     kept = [found[name, bounds[-1]] / max(found[name, bounds[0]], 1e-9) for name in names]

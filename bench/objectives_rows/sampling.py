@@ -1,17 +1,19 @@
-"""Rows `dynamic` and `curriculum`: what choosing prompts by their rewards saves, by the command that a user types.
+"""Rows `dynamic` and `curriculum`: the savings from choosing prompts by their rewards, in runs of `flowrt run`.
 
-Runs write a checkpoint every few steps; their held-out accuracy, greedy, is measured afterwards, because the rewards of
-a run that chooses its prompts are not those of all prompts. Reached is interpolated between two checkpoints.
+Runs write a checkpoint every few steps; the held-out accuracy of each checkpoint (greedy) is measured afterwards,
+because the rewards of a run that chooses its prompts are a biased sample. The step at which the target accuracy is
+reached is interpolated between two checkpoints.
 
 - dynamic: the preset dapo, which replaces groups of equal rewards, with and without that filter, with groups of 4:
-  about half of them have equal rewards. Steps until the accuracy is 0.8, and the groups of equal rewards that were
-  trained all the same.
-- curriculum: half of the prompts have an answer that no response can be. Prompt and response tokens that were generated
-  until the accuracy on held-out prompts, all of them possible, is 0.8: ``curriculum.policy = solve_rate`` against
-  ``uniform``. Both sides replace groups of equal rewards, so that each step trains as many groups that teach something,
-  and a prompt that is skipped saves its tokens: Adam does not depend on the gradient's scale, so without that filter an
-  impossible prompt would cost tokens and cost no progress. The first epoch is the same on both sides, because no prompt
-  has a history in it: few prompts a step and a low learning rate make it one of many.
+  about half of them have equal rewards. Measured are the steps until the accuracy is 0.8, and the groups of equal
+  rewards that were trained despite the filter.
+- curriculum: half of the prompts have an answer that no response can equal. Measured are the prompt and response tokens
+  that were generated until the accuracy on held-out prompts, all of them solvable, is 0.8, with ``curriculum.policy``
+  solve_rate and with uniform. Both sides replace groups of equal rewards, so that every step trains the same number of
+  groups with a policy gradient, and a skipped prompt saves its tokens. (Without the filter, the groups of unsolvable
+  prompts would shrink the gradient, which Adam compensates: they would cost tokens and no progress.) The first epoch is
+  the same on both sides, because no prompt has a history yet; with few prompts per step and a low learning rate a run
+  has many epochs.
 """
 
 import json
@@ -39,12 +41,20 @@ CURRICULUM = {
     "uniform": ("--curriculum.policy", "uniform"),
     "solve_rate": ("--curriculum.policy", "solve_rate"),
 }
-"""The sides of the row `curriculum`."""
+"""The two sides of the row `curriculum`, with their flags."""
 REWARD = 'def reward(response, answer):\n    return float(response.rsplit(",", 1)[-1] == answer)\n'
 
 
 class CheckpointedRun:
-    """A run of the command with a checkpoint every few steps."""
+    """A finished run of `flowrt run` with a checkpoint every `EVERY` steps; the constructor runs it.
+
+    Args:
+        run_dir: run directory.
+        model: directory of the initial model.
+        seed: seed of the run.
+        steps: optimiser steps.
+        flags: further flags.
+    """
 
     def __init__(self, run_dir: Path, model: Path, seed: int, steps: int, flags: Sequence[str]) -> None:
         self.run_dir, self._model = run_dir, model
@@ -58,10 +68,11 @@ class CheckpointedRun:
         )
 
     def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
     def accuracies(self) -> dict[int, float]:
-        """Held-out accuracy of the default task by step, from the start model to the last checkpoint."""
+        """Held-out accuracy of the default task by step, from the initial model (step 0) to the last checkpoint."""
         flags = ["--run-dir", str(self.run_dir), "--model", str(self._model), "--algorithm.kl.coef", "0"]
         loop = StaleLoop(parse([*flags, "--data.eval-prompts", str(HELD_OUT)]))
         found = {0: loop.held_out_accuracy()}
@@ -81,11 +92,11 @@ def steps_to(target: float, accuracies: dict[int, float]) -> float:
 
 
 def dynamic(quick: bool) -> dict[str, float]:
-    """Steps to the target with dynamic sampling over without."""
+    """Metrics of the row `dynamic`: median steps to the target with and without dynamic sampling, and their ratio."""
     shape = ["--algorithm", "dapo", "--prompts-per-step", "8", "--group-size", "4"]
     sides = {"with": shape, "without": [*shape, "--algorithm.filter.zero_variance", "False"]}
     steps: dict[str, list[float]] = {side: [] for side in sides}
-    equal = 0
+    equal_groups = 0
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         model = embedded_model(f"{folder}/start")
         for seed in SEEDS[:1] if quick else SEEDS:
@@ -95,18 +106,18 @@ def dynamic(quick: bool) -> dict[str, float]:
                 )
                 steps[side].append(steps_to(TARGET, run.accuracies()))
                 if side == "with":
-                    equal += sum(line["refused_groups_trained"] for line in run.lines())
+                    equal_groups += sum(line["refused_groups_trained"] for line in run.lines())
     medians = {side: statistics.median(found) for side, found in steps.items()}
     return {
         "dynamic_steps_with": medians["with"],
         "dynamic_steps_without": medians["without"],
         "dynamic_steps_ratio": medians["with"] / medians["without"],
-        "dynamic_equal_groups_trained": float(equal),
+        "dynamic_equal_groups_trained": float(equal_groups),
     }
 
 
 def curriculum(quick: bool) -> dict[str, float]:
-    """Generated tokens to the target with a curriculum by solve rates over those of uniform sampling."""
+    """Metrics of the row `curriculum`: median tokens to the target with solve_rate and uniform, and their ratio."""
     tokens: dict[str, list[float]] = {side: [] for side in CURRICULUM}
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         model = embedded_model(f"{folder}/start")
@@ -149,12 +160,16 @@ def curriculum(quick: bool) -> dict[str, float]:
 
 
 def generated_tokens(line: Mapping[str, Any]) -> float:
-    """Tokens that were generated for a step: filtered groups are taken to be as long as the trained ones on average."""
+    """Estimate of the tokens generated for a step: filtered groups count with the mean tokens of trained groups.
+
+    Args:
+        line: the line of the step in metrics.jsonl.
+    """
     return float(line["tokens"] * (line["groups"] + line["filtered_groups"]) / line["groups"])
 
 
 def training_flags(lr_scale: float = 1.0) -> list[str]:
-    """The optimiser's settings of the default task, which the recipe custom does not have; the learning rate scaled."""
+    """Flags of recipe custom for the optimiser settings of the default task, with a scaled learning rate."""
     trainer = parse([]).trainer
     return [
         *("--trainer.lr", str(trainer.lr * lr_scale), "--trainer.beta2", str(trainer.beta2)),
@@ -163,7 +178,7 @@ def training_flags(lr_scale: float = 1.0) -> list[str]:
 
 
 def at(values: Sequence[float], step: float) -> float:
-    """A cumulative figure at a fractional step."""
+    """A cumulative value, given for each step, interpolated at a fractional step."""
     low = int(step)
     high = min(low + 1, len(values) - 1)
     return values[low] + (values[high] - values[low]) * (step - low)

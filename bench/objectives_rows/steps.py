@@ -1,6 +1,6 @@
-"""A fixed step of GPT-2 in float64, and the gradient that an engine or a plain loop computes of it.
+"""A fixed training step of GPT-2 in float64, and its gradient, by an engine or by a loop over samples.
 
-GPT-2, since the RMSNorm of transformers computes in float32 whatever the model's type.
+The model is GPT-2 because the RMSNorm of transformers computes in float32 whatever the model's type.
 
 Shapes: N = samples, T = their response tokens, V = vocabulary.
 """
@@ -23,11 +23,11 @@ from flowrt.engines.options import TrainOptions
 VOCABULARY, LIMIT, TEMPERATURE = 40, 12, 0.7
 GROUPS, MEMBERS = 6, 4
 LENGTHS = (3, 12, 1, 7, 9, 0, 5, 12)
-"""Response tokens of the samples, in turns; one is of a token, one is empty."""
+"""Response lengths of the samples, in tokens, repeated in this order; one is 1, one is 0."""
 
 
 def make_model() -> Any:
-    """Two layers of width 32, float64."""
+    """A GPT-2 of two layers of width 32 in float64, without dropout; always with the same weights."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,
@@ -43,13 +43,13 @@ def make_model() -> Any:
 
 
 def save_model(folder: Path) -> None:
-    """For engines that load a model from files."""
+    """Save the model of `make_model`, for engines that load a model from files."""
     disable_progress_bar()
     make_model().save_pretrained(folder)
 
 
 def options(*, forward_tokens: int = 8192, share_prompts: bool = True) -> TrainOptions:
-    """Without clipping or warm-up."""
+    """Options of a training engine without gradient clipping and warm-up."""
     return TrainOptions(
         lr=1e-3, warmup_steps=0, max_grad_norm=1e9, forward_tokens=forward_tokens, share_prompts=share_prompts
     )
@@ -57,7 +57,7 @@ def options(*, forward_tokens: int = 8192, share_prompts: bool = True) -> TrainO
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Whole groups: prompts, responses, recorded log-probabilities, rewards."""
+    """The samples of whole groups: token ids [T] of prompts and responses, recorded log-probabilities [T], rewards."""
 
     prompts: list[Tensor]
     responses: list[Tensor]
@@ -66,7 +66,7 @@ class Step:
     groups: Groups
 
     def batch(self, algorithm: Algorithm) -> TrainingBatch:
-        """The samples that the algorithm trains, with their advantages; all groups, in their order."""
+        """The samples of all groups that the algorithm trains, with their advantages; every third has weight 0.5."""
         credit = algorithm.credit(self.groups)
         rows = credit.trained_N.nonzero().flatten().tolist()
         return TrainingBatch(
@@ -81,26 +81,28 @@ class Step:
 
 
 def make_step(model: Any, *, longer_by: int = 2) -> Step:
-    """Samples whose recorded log-probabilities are those of the model and noise of 0.2 nats, as of older versions.
+    """A step whose recorded log-probabilities are those of the model plus noise of 0.2 nats, as of older versions.
 
-    The prompt of each group is ``longer_by`` tokens longer than that of the group before it.
+    Args:
+        model: the model.
+        longer_by: difference in prompt length between a group and the previous group, in tokens.
     """
-    dice = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     prompts, responses, rollout, reference = [], [], [], []
     for group in range(GROUPS):
-        prompt = torch.randint(2, VOCABULARY, (3 + longer_by * group,), generator=dice)
+        prompt = torch.randint(2, VOCABULARY, (3 + longer_by * group,), generator=generator)
         for member in range(MEMBERS):
             length = LENGTHS[(MEMBERS * group + member) % len(LENGTHS)]
-            response = torch.randint(2, VOCABULARY, (length,), generator=dice)
-            own_T = own_forward(model, prompt, response)[0].detach()
-            noise = 0.2 * torch.randn(2, length, generator=dice, dtype=torch.float64)
+            response = torch.randint(2, VOCABULARY, (length,), generator=generator)
+            logprobs_T = sample_forward(model, prompt, response)[0].detach()
+            noise = 0.2 * torch.randn(2, length, generator=generator, dtype=torch.float64)
             prompts.append(prompt)
             responses.append(response)
-            rollout.append((own_T + noise[0]).clamp(max=-1e-6))
-            reference.append((own_T + noise[1]).clamp(max=-1e-6))
+            rollout.append((logprobs_T + noise[0]).clamp(max=-1e-6))
+            reference.append((logprobs_T + noise[1]).clamp(max=-1e-6))
     lengths_N = torch.tensor([len(response) for response in responses])
     groups = Groups(
-        rewards_N=torch.rand(len(responses), generator=dice, dtype=torch.float64),
+        rewards_N=torch.rand(len(responses), generator=generator, dtype=torch.float64),
         group_N=torch.arange(GROUPS).repeat_interleave(MEMBERS),
         lengths_N=lengths_N,
         truncated_N=lengths_N == LIMIT,
@@ -110,8 +112,8 @@ def make_step(model: Any, *, longer_by: int = 2) -> Step:
     return Step(prompts, responses, rollout, reference, groups)
 
 
-def own_forward(model: Any, prompt: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [T] of one sample's response, by a forward pass of its own."""
+def sample_forward(model: Any, prompt: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [T] of the response of one sample, by a forward pass of this sample alone."""
     tokens = torch.cat([prompt, response]).unsqueeze(0)
     logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
     logprobs_TV = logits.log_softmax(-1)
@@ -120,13 +122,13 @@ def own_forward(model: Any, prompt: Tensor, response: Tensor) -> tuple[Tensor, T
 
 
 def plain_gradient(algorithm: Algorithm) -> tuple[Tensor, float]:
-    """The gradient of the step's first update by a plain loop, flattened, and its loss.
+    """The flat gradient of the step's first update, by a loop over samples, and its loss.
 
-    One forward pass a sample, all terms at once, each divided by its count; no packing, padding, or accumulation.
+    One forward pass per sample, then all terms at once, each divided by its count; no packing, padding or accumulation.
     """
     model = make_model()
     batch = make_step(model).batch(algorithm)
-    pairs = [own_forward(model, *sample) for sample in zip(batch.prompts, batch.responses, strict=True)]
+    pairs = [sample_forward(model, *sample) for sample in zip(batch.prompts, batch.responses, strict=True)]
     logprobs_T, entropy_T = (torch.cat(column) for column in zip(*pairs, strict=True))
     rollout_T = torch.cat(list(batch.rollout_logprobs))
     sample_T = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(one) for one in batch.responses]))
@@ -151,7 +153,7 @@ def plain_gradient(algorithm: Algorithm) -> tuple[Tensor, float]:
 
 
 def detached(tokens: Tokens) -> StepTokens:
-    """The numbers of all tokens of a step in one pass."""
+    """The tokens of a pass as those of a whole step, without gradients."""
     return StepTokens(
         logprobs_T=tokens.logprobs_T.detach(),
         anchor_T=tokens.anchor_T.detach(),
@@ -161,13 +163,13 @@ def detached(tokens: Tokens) -> StepTokens:
     )
 
 
-def some(batch: TrainingBatch, groups: Sequence[int]) -> TrainingBatch:
-    """The samples of these groups."""
-    return samples_of(batch, [row for row, group in enumerate(batch.groups_N.tolist()) if group in groups])
+def select_groups(batch: TrainingBatch, groups: Sequence[int]) -> TrainingBatch:
+    """The samples of these groups, by group id."""
+    return select_samples(batch, [row for row, group in enumerate(batch.groups_N.tolist()) if group in groups])
 
 
-def samples_of(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
-    """These samples of a batch."""
+def select_samples(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
+    """The samples of a batch at these indices."""
     reference = batch.reference_logprobs
     return TrainingBatch(
         prompts=[batch.prompts[row] for row in rows],
@@ -181,7 +183,7 @@ def samples_of(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
 
 
 def run_step(engine: TrainEngine, batch: TrainingBatch, cuts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Train one step whose micro-batches are these groups. Returns its metrics."""
+    """Train one step with a micro-batch for each list of group ids in ``cuts``. Returns the metrics of the step."""
     for cut in cuts:
-        engine.accumulate(some(batch, cut))
+        engine.accumulate(select_groups(batch, cut))
     return engine.step()

@@ -1,8 +1,8 @@
-"""Row `trl`: loss and gradient of every loss type of TRL, against TRL's own code in an environment of its own.
+"""Row `trl`: loss and gradient of every loss type of TRL, compared with TRL's own code in a separate environment.
 
 - On given log-probabilities: all loss types, corrections, masks, divergences and entropy terms, in float64.
-- Through a whole GPT-2 in float64: TRL's trainer against flowrt's training engine. The log-probabilities of TRL are
-  computed in float32 there, which is what the distance shows.
+- Through a whole GPT-2 in float64: TRL's trainer against flowrt's training engine. TRL computes log-probabilities in
+  float32 there, which explains the distance.
 
 In bench/, ``python -m objectives_rows.trl_losses PYTHON FILE`` writes what tests/unit/algorithms/test_trl.py reads.
 """
@@ -34,14 +34,14 @@ from objectives_rows.steps import (
     make_step,
     options,
     run_step,
-    samples_of,
     save_model,
+    select_samples,
 )
 
 SCRIPT = Path(__file__).parent / "trl_values.py"
 TIMEOUT_S = 600.0
 SPREADS = (0.02, 0.3, 2.0)
-"""Nats between two policies."""
+"""Standard deviations of the log ratios between policies, in nats."""
 SEQUENCE_MEAN, CONSTANT = Aggregation("sequence_mean"), Aggregation("constant", LIMIT)
 OFF = Correction("off")
 ROLLOUT, STEP = Plan("rollout"), Plan("step")
@@ -50,38 +50,39 @@ Settings = dict[str, float | str | bool]
 
 
 class Values(TypedDict):
-    """What TRL computed of an order; the gradient by entropies only of tokens."""
+    """The values that TRL computed for a request; ``entropy_gradient`` only for requests without a model."""
 
     loss: float
     gradient: list[float]
     entropy_gradient: list[float]
 
 
-def of(policy: PolicyLoss, aggregation: Aggregation | None = None, plan: Plan = STEP) -> Objective:
+def make_objective(policy: PolicyLoss, aggregation: Aggregation | None = None, plan: Plan = STEP) -> Objective:
+    """An objective with this loss and without importance correction."""
     return Objective(policy=policy, plan=plan, correction=OFF, aggregation=aggregation or Aggregation())
 
 
-DAPO = of(Ppo(0.2, 0.28))
+DAPO = make_objective(Ppo(0.2, 0.28))
 CLIP: Settings = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}
 SEQUENCE: Settings = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
 LOSSES: dict[str, tuple[Settings, Objective]] = {
-    "grpo": ({"loss_type": "grpo"}, of(Ppo(), SEQUENCE_MEAN)),
-    "bnpo": ({"loss_type": "bnpo"}, of(Ppo())),
-    "dr_grpo": ({"loss_type": "dr_grpo", "max_completion_length": LIMIT}, of(Ppo(), CONSTANT)),
+    "grpo": ({"loss_type": "grpo"}, make_objective(Ppo(), SEQUENCE_MEAN)),
+    "bnpo": ({"loss_type": "bnpo"}, make_objective(Ppo())),
+    "dr_grpo": ({"loss_type": "dr_grpo", "max_completion_length": LIMIT}, make_objective(Ppo(), CONSTANT)),
     "dapo": (CLIP, DAPO),
-    "two_sided": (CLIP | {"delta": 1.5}, of(Ppo(0.2, 0.28, delta=1.5))),
-    "gspo": (SEQUENCE | {"loss_type": "grpo"}, of(Gspo(), SEQUENCE_MEAN)),
-    "luspo": (SEQUENCE | {"loss_type": "luspo"}, of(Gspo(length_weighted=True), SEQUENCE_MEAN)),
-    "cispo": ({"loss_type": "cispo", "epsilon_high": 5.0}, of(Cispo())),
-    "sapo": ({"loss_type": "sapo"}, of(Sapo(), SEQUENCE_MEAN)),
-    "vespo": ({"loss_type": "vespo"}, of(Vespo())),
+    "two_sided": (CLIP | {"delta": 1.5}, make_objective(Ppo(0.2, 0.28, delta=1.5))),
+    "gspo": (SEQUENCE | {"loss_type": "grpo"}, make_objective(Gspo(), SEQUENCE_MEAN)),
+    "luspo": (SEQUENCE | {"loss_type": "luspo"}, make_objective(Gspo(length_weighted=True), SEQUENCE_MEAN)),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 5.0}, make_objective(Cispo())),
+    "sapo": ({"loss_type": "sapo"}, make_objective(Sapo(), SEQUENCE_MEAN)),
+    "vespo": ({"loss_type": "vespo"}, make_objective(Vespo())),
     "k3": (CLIP | {"beta": 0.1, "use_bias_correction_kl": False}, dataclasses.replace(DAPO, kl=Kl(0.1))),
     "unbiased_k3": (
         CLIP | {"beta": 0.1, "use_bias_correction_kl": True},
         dataclasses.replace(DAPO, plan=ROLLOUT, kl=Kl(0.1, "unbiased")),
     ),
 }
-"""The loss types of TRL, by its names, and their equals here."""
+"""The loss types of TRL: its settings, and the objective of flowrt that must be equal."""
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": Correction("token", "truncate", 0.0, 2.0),
     "token_truncate_band": Correction("token", "truncate", 0.5, 2.0),
@@ -105,18 +106,24 @@ TOKEN_CASES: dict[str, tuple[Settings, Objective]] = {
 
 
 def draw_samples(rng: random.Random, spread: float, rollout_anchor: bool) -> list[Sample]:
-    """Six samples of 1 to 8 tokens."""
+    """Six samples of 1 to 8 tokens.
+
+    Args:
+        rng: source of randomness.
+        spread: standard deviation of the log ratios between policies, in nats.
+        rollout_anchor: whether the anchor is the rollout policy.
+    """
     samples = []
     for length in (1, 8, 3, 5, 2, 7):
         policy: list[complex] = [-rng.expovariate(0.7) - 1e-3 for _ in range(length)]
-        moved = [[min(one.real + rng.gauss(0, spread), -1e-4) for one in policy] for _ in range(3)]
+        noisy = [[min(one.real + rng.gauss(0, spread), -1e-4) for one in policy] for _ in range(3)]
         samples.append(
             Sample(
                 policy=policy,
                 entropy=[rng.uniform(0, 4) for _ in range(length)],
-                anchor=moved[1] if rollout_anchor else moved[0],
-                rollout=moved[1],
-                reference=moved[2],
+                anchor=noisy[1] if rollout_anchor else noisy[0],
+                rollout=noisy[1],
+                reference=noisy[2],
                 advantage=rng.gauss(0, 1),
                 weight=1.0,
                 group=0,
@@ -126,7 +133,7 @@ def draw_samples(rng: random.Random, spread: float, rollout_anchor: bool) -> lis
 
 
 def token_cases() -> dict[str, list[Sample]]:
-    """The samples of each case of tokens, by its name and spread."""
+    """The samples of each case on given log-probabilities, by "NAME SPREAD"; always the same ones."""
     rng = random.Random(17)
     return {
         f"{name} {spread}": draw_samples(rng, spread, objective.plan.anchor == "rollout")
@@ -135,8 +142,8 @@ def token_cases() -> dict[str, list[Sample]]:
     }
 
 
-def token_order(name: str, samples: Sequence[Sample]) -> dict[str, object]:
-    """An order on given log-probabilities; the importance weights are those of the scalar formula."""
+def token_request(name: str, samples: Sequence[Sample]) -> dict[str, object]:
+    """A request on given log-probabilities; the importance weights are those of the scalar formula."""
     settings, objective = TOKEN_CASES[name]
     return {
         "settings": settings,
@@ -151,7 +158,7 @@ def token_order(name: str, samples: Sequence[Sample]) -> dict[str, object]:
 
 
 def token_errors(name: str, samples: Sequence[Sample], values: Values) -> tuple[float, float]:
-    """Distance of loss and gradient from TRL's, relative to their size above 1 and to the largest slope."""
+    """Distances from TRL: of the loss, relative to its size above 1; of the gradient, to its largest element."""
     objective = TOKEN_CASES[name][1]
     tokens = tokens_of(samples, objective.measure(step_of([samples])))
     if not objective.needs.entropy:
@@ -168,22 +175,22 @@ def token_errors(name: str, samples: Sequence[Sample], values: Values) -> tuple[
 
 
 def model_objective(name: str) -> Objective:
-    """A loss whose ratios are measured from the recorded log-probabilities, which both sides are given."""
+    """The objective of a loss type with ratios to the recorded log-probabilities, which both sides receive."""
     return dataclasses.replace(LOSSES[name][1], plan=ROLLOUT)
 
 
 def model_batch(name: str) -> TrainingBatch:
-    """The samples of a fixed step that both sides can be given: of weight 1, not empty, with prompts of one length.
+    """The samples of a fixed step that both sides support: of weight 1, not empty, with prompts of equal length.
 
-    A mean over no tokens is not defined. TRL pads prompts on the left, which moves the positions that GPT-2 counts.
+    The mean over no tokens is undefined. TRL pads prompts on the left, which shifts the position ids of GPT-2.
     """
     batch = make_step(make_model(), longer_by=0).batch(model_objective(name))
-    batch = samples_of(batch, [row for row, response in enumerate(batch.responses) if len(response)])
+    batch = select_samples(batch, [row for row, response in enumerate(batch.responses) if len(response)])
     return dataclasses.replace(batch, weights_N=torch.ones(len(batch.responses), dtype=torch.float64))
 
 
-def model_order(name: str, model: Path) -> dict[str, object]:
-    """An order of a whole model."""
+def model_request(name: str, model: Path) -> dict[str, object]:
+    """A request with a whole model, in the directory ``model``."""
     batch = model_batch(name)
     reference = batch.reference_logprobs or batch.rollout_logprobs
     return {
@@ -200,38 +207,45 @@ def model_order(name: str, model: Path) -> dict[str, object]:
 
 
 def model_errors(name: str, values: Values) -> tuple[float, float]:
-    """Distance of the loss that the engine reports, relative to 1, and of its gradient, relative to its norm."""
+    """Distances from TRL: of the engine's reported loss, relative to its size above 1; of its gradient, by the norm."""
     engine = TorchTrainer(make_model(), options(), model_objective(name), temperature=TEMPERATURE)
-    seen: list[Tensor] = []
-    engine.on_gradient = lambda gradient: seen.append(gradient.clone())
+    recorded: list[Tensor] = []
+    engine.on_gradient = lambda gradient: recorded.append(gradient.clone())
     metrics = run_step(engine, model_batch(name), [[group] for group in range(GROUPS)])
     wanted = torch.tensor(values["gradient"], dtype=torch.float64)
-    gradient = float((seen[0] - wanted).norm() / wanted.norm())
+    gradient = float((recorded[0] - wanted).norm() / wanted.norm())
     return abs(metrics["loss"] - values["loss"]) / max(1.0, abs(values["loss"])), gradient
 
 
-def ask(python: Path, orders: dict[str, dict[str, object]]) -> dict[str, Values]:
-    """What TRL computes of the orders. Raises RuntimeError if it fails."""
+def run_trl(python: Path, requests: dict[str, dict[str, object]]) -> dict[str, Values]:
+    """The values that TRL computes for the requests, by name.
+
+    Args:
+        python: interpreter of the environment that has TRL.
+        orders: the requests, by name.
+
+    Raises RuntimeError if the process fails.
+    """
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
-        asked, answered = Path(folder) / "orders.json", Path(folder) / "values.json"
-        asked.write_text(json.dumps(orders))
-        command = [str(python), str(SCRIPT), str(asked), str(answered)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder)
-        if ended.returncode:
-            raise RuntimeError(f"{python} could not compute the losses of TRL:\n{ended.stderr[-4000:]}")
-        values: dict[str, Values] = json.loads(answered.read_text())
+        request_file, value_file = Path(folder) / "orders.json", Path(folder) / "values.json"
+        request_file.write_text(json.dumps(requests))
+        command = [str(python), str(SCRIPT), str(request_file), str(value_file)]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder)
+        if process.returncode:
+            raise RuntimeError(f"{python} could not compute the losses of TRL:\n{process.stderr[-4000:]}")
+        values: dict[str, Values] = json.loads(value_file.read_text())
         return values
 
 
 def measure(quick: bool, *, python: Path) -> dict[str, float]:
-    """The largest distance of losses and gradients: of given log-probabilities, and of a whole model."""
+    """The largest distances of losses and gradients, on given log-probabilities and through a whole model."""
     cases = token_cases()
     models = ["dapo", "gspo"] if quick else list(LOSSES)
-    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
-        save_model(Path(name))
-        orders = {case: token_order(case.split()[0], samples) for case, samples in cases.items()}
-        orders |= {f"model {loss}": model_order(loss, Path(name)) for loss in models}
-        values = ask(python, orders)
+    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        save_model(Path(folder))
+        requests = {case: token_request(case.split()[0], samples) for case, samples in cases.items()}
+        requests |= {f"model {loss}": model_request(loss, Path(folder)) for loss in models}
+        values = run_trl(python, requests)
     tokens = [token_errors(case.split()[0], samples, values[case]) for case, samples in cases.items()]
     whole = [model_errors(loss, values[f"model {loss}"]) for loss in models]
     return {
@@ -244,9 +258,9 @@ def measure(quick: bool, *, python: Path) -> dict[str, float]:
 
 
 def write_fixture(python: Path, path: Path) -> None:
-    """TRL's losses and gradients of the cases of tokens, for a test that has no TRL."""
-    orders = {case: token_order(case.split()[0], samples) for case, samples in token_cases().items()}
-    path.write_text(json.dumps(ask(python, orders)) + "\n")
+    """Write TRL's values of the cases on given log-probabilities, for a test in an environment without TRL."""
+    requests = {case: token_request(case.split()[0], samples) for case, samples in token_cases().items()}
+    path.write_text(json.dumps(run_trl(python, requests)) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Losses and gradients by TRL's own GRPO loss; runs with the Python that has TRL, needs nothing of flowrt.
+"""Losses and gradients by TRL's own GRPO loss; runs in the environment that has TRL and imports nothing of flowrt.
 
-python bench/objectives_rows/trl_values.py ORDERS.json VALUES.json
+python bench/objectives_rows/trl_values.py REQUESTS.json VALUES.json
 
-An order of tokens has log-probabilities: the loss of TRL is called on them as they are, without its forward pass. An
-order of a model has prompts and responses, and goes through TRL's trainer as a user makes it.
+REQUESTS.json maps names to requests, VALUES.json the same names to losses and gradients. A request without a model has
+log-probabilities, on which the loss of TRL is called directly, without a forward pass. A request with a model has
+prompts and responses, and the loss is computed through TRL's trainer, with its public options.
 """
 
 import json
@@ -26,44 +27,48 @@ DEFAULTS: dict[str, Any] = {"loss_type": "dapo", "beta": 0.0, "epsilon": 0.2, "i
 
 
 def padded(rows: list[list[Any]], dtype: torch.dtype, *, left: bool = False, fill: float = 0) -> Tensor:
-    """Rows of different lengths as one tensor."""
+    """Rows of different lengths as one tensor [rows, longest], with ``fill`` on the right, or on the left."""
     longest = max(map(len, rows))
     blanks = [[fill] * (longest - len(row)) for row in rows]
     return torch.tensor([b + r if left else r + b for b, r in zip(blanks, rows, strict=True)], dtype=dtype)
 
 
 def mask_of(rows: list[list[Any]], *, left: bool = False) -> Tensor:
+    """1 for the tokens of the rows and 0 for padding [rows, longest], as `padded`."""
     return padded([[1] * len(row) for row in rows], torch.long, left=left)
 
 
-def columns(order: dict[str, Any], rows: list[list[Any]]) -> dict[str, Any]:
-    """What TRL's loss reads besides the present log-probabilities, by its names."""
+def columns(request: dict[str, Any], rows: list[list[Any]]) -> dict[str, Any]:
+    """The inputs of TRL's loss besides the trained policy's log-probabilities, by TRL's names."""
     inputs: dict[str, Any] = {
         "completion_mask": mask_of(rows),
-        "advantages": torch.tensor(order["advantages"], dtype=torch.float64),
+        "advantages": torch.tensor(request["advantages"], dtype=torch.float64),
         "num_items_in_batch": torch.tensor(sum(map(len, rows))),
-        "old_per_token_logps": padded(order["anchor"], torch.float64),
-        "sampling_per_token_logps": padded(order["rollout"], torch.float64),
-        "ref_per_token_logps": padded(order["reference"], torch.float64),
+        "old_per_token_logps": padded(request["anchor"], torch.float64),
+        "sampling_per_token_logps": padded(request["rollout"], torch.float64),
+        "ref_per_token_logps": padded(request["reference"], torch.float64),
     }
-    if order.get("importance"):
-        inputs["importance_sampling_ratio"] = padded(order["importance"], torch.float64)
+    if request.get("importance"):
+        inputs["importance_sampling_ratio"] = padded(request["importance"], torch.float64)
     return inputs
 
 
 def flat(gradient: Tensor | None, like: list[list[float]]) -> list[float]:
-    """The gradient by each token of the rows, without their padding."""
+    """The elements of a padded gradient at the tokens of the rows ``like``, in order; zeros for None."""
     if gradient is None:
         return [0.0 for row in like for _ in row]
     return [float(value) for row, values in zip(gradient, like, strict=True) for value in row[: len(values)]]
 
 
-def of_tokens(order: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
-    """TRL's loss of given log-probabilities, with an object in place of its trainer."""
-    settings = {**DEFAULTS, **order["settings"]}
-    logprobs = padded(order["logprobs"], torch.float64).requires_grad_()
-    entropies = padded(order["entropy"], torch.float64).requires_grad_()
-    one = SimpleNamespace(
+def loss_of_tokens(request: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
+    """TRL's loss of given log-probabilities, and its gradients by them and by the entropies.
+
+    A plain object with the attributes that the loss reads takes the place of TRL's trainer.
+    """
+    settings = {**DEFAULTS, **request["settings"]}
+    logprobs = padded(request["logprobs"], torch.float64).requires_grad_()
+    entropies = padded(request["entropy"], torch.float64).requires_grad_()
+    accelerator = SimpleNamespace(
         gather=lambda tensor: tensor,
         gather_for_metrics=lambda tensor: tensor,
         reduce=lambda tensor, **_: tensor,
@@ -71,7 +76,7 @@ def of_tokens(order: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
         num_processes=1,
         sync_gradients=True,
     )
-    this = SimpleNamespace(
+    trainer_stub = SimpleNamespace(
         loss_type=settings["loss_type"],
         beta=settings["beta"],
         epsilon_low=settings["epsilon"],
@@ -83,8 +88,8 @@ def of_tokens(order: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
         entropy_coef=settings.get("entropy_coef", 0.0),
         _entropy_bonus_enabled=bool(settings.get("entropy_coef")),
         use_adaptive_entropy=False,
-        use_vllm=bool(order.get("importance")),
-        vllm_importance_sampling_correction=bool(order.get("importance")),
+        use_vllm=bool(request.get("importance")),
+        vllm_importance_sampling_correction=bool(request.get("importance")),
         args=SimpleNamespace(
             delta=settings.get("delta"),
             use_bias_correction_kl=settings.get("use_bias_correction_kl", False),
@@ -96,7 +101,7 @@ def of_tokens(order: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
             vespo_lambda_neg=2.0,
             steps_per_generation=1,
         ),
-        accelerator=one,
+        accelerator=accelerator,
         aux_loss_enabled=False,
         current_gradient_accumulation_steps=1,
         model=SimpleNamespace(training=True),
@@ -105,20 +110,22 @@ def of_tokens(order: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
         get_gamma_weights=trainer_class.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
     )
-    this.get_high_entropy_mask = lambda *arguments: trainer_class.get_high_entropy_mask(this, *arguments)
-    ids = mask_of(order["logprobs"])
+    trainer_stub.get_high_entropy_mask = lambda *arguments: trainer_class.get_high_entropy_mask(
+        trainer_stub, *arguments
+    )
+    ids = mask_of(request["logprobs"])
     inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids}
-    loss = trainer_class._compute_loss(this, None, inputs | columns(order, order["logprobs"]))
+    loss = trainer_class._compute_loss(trainer_stub, None, inputs | columns(request, request["logprobs"]))
     slopes = torch.autograd.grad(loss, [logprobs, entropies], allow_unused=True)
     return {
         "loss": float(loss.detach()),
-        "gradient": flat(slopes[0], order["logprobs"]),
-        "entropy_gradient": flat(slopes[1], order["entropy"]),
+        "gradient": flat(slopes[0], request["logprobs"]),
+        "entropy_gradient": flat(slopes[1], request["entropy"]),
     }
 
 
 def tokenizer(vocabulary: int) -> Any:
-    """One that TRL accepts; it is never used."""
+    """A tokenizer with this number of tokens, which TRL's trainer requires; no text is tokenized with it."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -128,14 +135,14 @@ def tokenizer(vocabulary: int) -> Any:
     )
 
 
-def of_model(order: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
-    """TRL's loss of a model in float64, through its trainer, and the gradient of all parameters in their order."""
+def loss_of_model(request: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
+    """TRL's loss of a model in float64, through its trainer, and the flat gradient of all parameters in their order."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig
 
-    model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=torch.float64)
-    rows = len(order["responses"])
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float64)
+    rows = len(request["responses"])
     with tempfile.TemporaryDirectory(prefix="trl-") as out:
         trainer = trainer_class(
             model=model,
@@ -144,14 +151,14 @@ def of_model(order: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
                 output_dir=out,
                 per_device_train_batch_size=rows,
                 num_generations=rows,
-                temperature=order["temperature"],
+                temperature=request["temperature"],
                 use_cpu=True,
                 bf16=False,
                 gradient_checkpointing=False,
                 disable_dropout=True,
                 report_to=[],
                 disable_tqdm=True,
-                **{**DEFAULTS, **order["settings"]},
+                **{**DEFAULTS, **request["settings"]},
             ),
             train_dataset=Dataset.from_dict({"prompt": ["w3"] * rows}),
             processing_class=tokenizer(model.config.vocab_size),
@@ -159,25 +166,26 @@ def of_model(order: dict[str, Any], trainer_class: Any) -> dict[str, Any]:
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
         inputs = {
-            "prompt_ids": padded(order["prompts"], torch.long, left=True, fill=PAD),
-            "prompt_mask": mask_of(order["prompts"], left=True),
-            "completion_ids": padded(order["responses"], torch.long, fill=PAD),
+            "prompt_ids": padded(request["prompts"], torch.long, left=True, fill=PAD),
+            "prompt_mask": mask_of(request["prompts"], left=True),
+            "completion_ids": padded(request["responses"], torch.long, fill=PAD),
         }
-        loss = trainer._compute_loss(trainer.model, inputs | columns(order, order["responses"]))
+        loss = trainer._compute_loss(trainer.model, inputs | columns(request, request["responses"]))
     loss.backward()
     slopes = [torch.zeros_like(one) if one.grad is None else one.grad for one in trainer.model.parameters()]
     return {"loss": float(loss.detach()), "gradient": torch.cat([slope.flatten() for slope in slopes]).tolist()}
 
 
-def main(orders: Path, values: Path) -> None:
+def main(requests: Path, values: Path) -> None:
+    """Compute all requests of a file and write the values to another."""
     from trl import GRPOTrainer
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    wanted: dict[str, dict[str, Any]] = json.loads(orders.read_text())
+    wanted: dict[str, dict[str, Any]] = json.loads(requests.read_text())
     found = {
-        name: of_model(order, GRPOTrainer) if "model" in order else of_tokens(order, GRPOTrainer)
-        for name, order in wanted.items()
+        name: loss_of_model(request, GRPOTrainer) if "model" in request else loss_of_tokens(request, GRPOTrainer)
+        for name, request in wanted.items()
     }
     values.write_text(json.dumps(found))
 

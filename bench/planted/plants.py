@@ -1,4 +1,4 @@
-"""What is planted in a run, and what the attribution has to say of it. Times are real seconds."""
+"""Planted causes of waiting, and the attribution that is expected of each. Times are real seconds."""
 
 from dataclasses import dataclass, replace
 
@@ -33,7 +33,7 @@ SAMPLES = STEPS * BASE.samples
 
 @dataclass(frozen=True)
 class Planted:
-    """Seconds that are planted: of a role and kind of time, over the whole run."""
+    """Planted seconds of a role and a kind of time, over the whole run."""
 
     role: str
     kind: str
@@ -46,12 +46,12 @@ class Plant:
 
     Attributes:
         workload: the costs of the run.
-        role: the role that has to wait, or is kept from its work,
-        kind: as this kind of time, the first of all but ``busy``, ``other`` and ``away``,
-        root: because of a worker whose name begins so; empty: any.
-        mode: bound and policies.
+        role: the role that has to wait.
+        kind: its expected largest kind of time, except ``busy``, ``other`` and ``away``; empty: not checked.
+        root: beginning of the name of the worker that is the expected root of the wait; empty: any.
+        mode: name of the mode, which gives the staleness bound and the policies.
         link_mbit_s: speed of the network between the processes; 0: not limited.
-        planted: the seconds that have to be found again.
+        planted: the seconds that the attribution has to find.
     """
 
     workload: Workload
@@ -101,7 +101,7 @@ PLANTS = {
         link_mbit_s=LINK_MBIT_S,
     ),
 }
-"""By name. Of two ranks one is slow; a link that is slow takes half a second for a version of the weights."""
+"""By name. In "rank" one of two ranks is slow; in "link" sending a version of the weights takes half a second."""
 WORKLOADS.update({f"planted {name}": plant.workload for name, plant in PLANTS.items()})
 SLOW_TRAIN = TrainCost(token_s=0.0, pass_s=0.5, optimizer_s=0.02)
 SLOW_DECODE = replace(BASE, decode=GenerationCost(base_s=4 * TOKEN_S, load_s=0.005))

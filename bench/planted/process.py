@@ -1,4 +1,4 @@
-"""One process of a run with a planted cause: the workers of bench/end_to_end/simulated, with what is planted in them.
+"""One process of a run with a planted cause: a worker of bench/end_to_end/simulated, with the cause in it.
 
 python -m planted.process WORKER ...       as `end_to_end.simulated.process`
 """
@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from end_to_end.simulated import roles
-from end_to_end.simulated.modes import Play
+from end_to_end.simulated.modes import RunSpec
 from end_to_end.simulated.process import main
 
 from flowrt.client.session import Session
@@ -30,19 +30,19 @@ from planted.plants import READ_S, SAVE_S, SLOW_RANK, SLOW_TRAIN
 RANKS_TIMEOUT = timedelta(seconds=60)
 
 
-async def rollout(session: Session, play: Play) -> None:
-    """As `roles.rollout`; one worker of the straggler's run decodes four times slower."""
-    if play.workload_name == "planted straggler" and session.worker == "rollout-1":
-        play = dataclasses.replace(play, workload_name="planted slow")
-    await roles.rollout(session, play)
+async def rollout(session: Session, spec: RunSpec) -> None:
+    """As `roles.rollout`; in the run "planted straggler" rollout-1 decodes four times slower."""
+    if spec.workload_name == "planted straggler" and session.worker == "rollout-1":
+        spec = dataclasses.replace(spec, workload_name="planted slow")
+    await roles.rollout(session, spec)
 
 
-async def source(session: Session, play: Play) -> None:
-    """As `roles.source`; that of its run reads slowly."""
-    workload = play.workload
+async def source(session: Session, spec: RunSpec) -> None:
+    """As `roles.source`; in the run "planted source" it reads slowly."""
+    workload = spec.workload
 
     def columns(problem: Example) -> dict[str, torch.Tensor]:
-        if play.workload_name == "planted source":
+        if spec.workload_name == "planted source":
             with session.timeline.busy("read"):
                 time.sleep(READ_S)
         prompt = torch.zeros(workload.prompt_tokens, dtype=torch.int32)
@@ -50,26 +50,26 @@ async def source(session: Session, play: Play) -> None:
         return {"prompt": prompt, "answer": torch.zeros(8, dtype=torch.uint8)}
 
     problems = [Example(str(number), "", "") for number in range(workload.prompts)]
-    await offer_all(session, play.config(), columns, [TrainingSet("", 1.0, problems)])
+    await offer_all(session, spec.config(), columns, [TrainingSet("", 1.0, problems)])
     session.finished()
 
 
-async def trainer(session: Session, play: Play) -> None:
-    """Train and publish; the trainer of its run saves after every step, and that of another is two ranks."""
-    config, pace, cost = play.config(), RealTimeSimClock(play.real_s), play.workload.train
-    if play.workload_name == "planted rank":
+async def trainer(session: Session, spec: RunSpec) -> None:
+    """Train and publish; save after every step in "planted save"; two ranks, one slow, in "planted rank"."""
+    config, pace, cost = spec.config(), RealTimeSimClock(spec.real_s), spec.workload.train
+    if spec.workload_name == "planted rank":
         join_ranks(number := int(session.worker == SLOW_RANK))
         cost = SLOW_TRAIN if number else cost
     is_leader = session.worker != SLOW_RANK
     ranks = RankCollectives(session.timeline, session.worker)
-    engine = SimulatedTrainer(cost, pace, play.workload.parameter_bytes)
+    engine = SimulatedTrainer(cost, pace, spec.workload.parameter_bytes)
     for step in range(config.steps):
         await train_step(session, config, engine, ranks, step, algorithm(config))
         with session.timeline.busy("step"):
             metrics = await ranks.call(engine.step, f"step {step}")
         if is_leader:
             session.step_done(step, metrics)
-        if play.workload_name == "planted save":
+        if spec.workload_name == "planted save":
             with session.timeline.busy("save"):
                 await asyncio.to_thread(pace.wait_until, pace.now() + SAVE_S)
         if is_leader and step + 1 < config.steps:

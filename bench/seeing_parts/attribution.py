@@ -1,10 +1,10 @@
-"""Attribution: runs in real processes with one planted cause each, and whether it is named.
+"""Attribution: runs in real processes with one planted cause each, and whether the attribution finds it.
 
 - causes_planted: runs with a planted cause, of the twelve; a slow link takes root and tc;
-- causes_missed: planted causes whose kind of time, or root, is not the first of the role that is kept from its work;
-- attribution_gap: the largest relative error of the planted seconds that were found again;
-- attribution_sum_error: the largest relative difference of a role's seconds in a step from those that its workers were
-  there;
+- causes_missed: planted causes whose kind of time, or root, is not the largest of the role that has to wait;
+- attribution_gap: the largest relative error of the planted seconds;
+- attribution_sum_error: the largest relative difference of a role's seconds in a step from its workers times the length
+  of the step;
 - attribution_other: the largest share of `other` of all workers of a run, of all plants; attribution_other_PLANT: that
   of each; attribution_other_job: that of the default job.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.links import Unavailable, limited_loopback
-from end_to_end.simulated.modes import Play
+from end_to_end.simulated.modes import RunSpec
 from planted.plants import PLANTS, SLOW_RANK, STEPS, STOP_S, Plant
 
 from flowrt.controller.attribution.causes import KINDS
@@ -43,7 +43,7 @@ BENCH = Path(__file__).parents[1]
 WORKERS = ("rollout-0", "rollout-1", "reference", "reward", "source", "trainer")
 LATE = "rollout-late"
 EXTRA = {"late": LATE, "rank": SLOW_RANK}
-"""A worker that only plays in one plant."""
+"""Workers that take part in one plant only."""
 RUN_S = 240.0
 _FORK = multiprocessing.get_context("fork")
 NOT_LOST = ("busy", "other", "away")
@@ -71,7 +71,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def of_plant(cast: "Cast", name: str) -> dict[str, float]:
-    """Run a plant, and hold what was attributed against it."""
+    """Run a plant; returns the figures that compare its attribution with the planted cause."""
     plant = PLANTS[name]
     with tempfile.TemporaryDirectory(prefix="flowrt-planted-") as directory:
         cast.play(name, plant, Path(directory))
@@ -103,7 +103,7 @@ def of_linked_plant(name: str) -> dict[str, float]:
 
     process = _FORK.Process(target=play)
     process.start()
-    its.close()  # so that its end is noticed
+    its.close()  # so that `mine` reports the end of the child
     try:
         if not mine.poll(2 * RUN_S):
             raise TimeoutError(f"plant {name!r} has not ended after {2 * RUN_S:.0f} s")
@@ -136,12 +136,12 @@ def _gap(plant: Plant, times: Times) -> float:
 
 
 def _sum_error(name: str, steps: list[dict[str, Any]]) -> float:
-    """Of the roles whose workers are there from before the first to after the last of these steps."""
+    """Largest relative error over the roles whose workers are connected during all of these steps."""
     errors = [0.0]
     for line in steps:
         whole_s = line["to_s"] - line["from_s"]
         for role, of in line["roles"].items():
-            if name in ("late", "stop") and role == "rollout":  # one is not there all the time
+            if name in ("late", "stop") and role == "rollout":  # a worker is away or joins late
                 continue
             seconds = sum(of[kind] for kind in KINDS)
             errors.append(abs(seconds - of["workers"] * whole_s) / (of["workers"] * whole_s))
@@ -157,7 +157,7 @@ def _other(times: Times) -> float:
 
 
 class Cast:
-    """The processes of a controller and its workers; they play run after run."""
+    """The processes of a controller and its workers, for one run after another."""
 
     def __init__(self) -> None:
         self._ranks = tempfile.TemporaryDirectory(prefix="flowrt-planted-")
@@ -180,10 +180,10 @@ class Cast:
         self._ranks.cleanup()
 
     def play(self, name: str, plant: Plant, run_dir: Path) -> None:
-        """Run a plant. Raises RuntimeError if it does not end well."""
-        play = Play(f"planted {name}", plant.mode, seed=0, steps=plant.workload.steps, real_s=1.0)
+        """Run a plant. Raises RuntimeError if the run fails."""
+        spec = RunSpec(f"planted {name}", plant.mode, seed=0, steps=plant.workload.steps, real_s=1.0)
         controller = self._processes["controller"]
-        _send(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(play)})
+        _send(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(spec)})
         address = _receive(controller)
         not_yet = ("controller", *EXTRA.values())
         playing = [process for worker, process in self._processes.items() if worker not in not_yet]

@@ -1,10 +1,10 @@
-"""Exporters: whether they tell the same numbers, and what they cost.
+"""Exporters: whether they write the numbers of the run, and what they cost.
 
-`numbers_wrong` counts the (metric, step) of 50 random ones, of a real run, that differ between metrics.jsonl and
+`numbers_wrong` counts, of 50 random pairs of metric and step of a real run, those that differ between metrics.jsonl and
 TensorBoard (single precision), W&B (offline file) or the Prometheus text of a run that ended with that step;
 `trace_wrong` counts spans of the run's timeline that a Perfetto trace lacks or has at another time (1 us), and slices
 of a track that overlap. `export_*_s` is the time of `flowrt export`, with its imports. `exporter_cost` is the share of
-samples/s that a run loses while TensorBoard and an exporter of the user follow it live, of the best of each kind.
+samples/s that a run loses while TensorBoard and an exporter of the user follow it live: the fastest run of each kind.
 """
 
 import gzip

@@ -1,9 +1,9 @@
 """The page in a real Chromium, on a drawn run.
 
 - paint_ms: from the request of the page to all curves drawn, with 4,096 workers and 10,000 steps (median of 5);
-- paint_cpu_ms: CPU time of the page's thread in that (least of 5), which other processes do not count in;
-- redraw_ms: 40 zooms of their timeline, of the heat map and of 64 opened lanes, until the next frame (9 of 10 are
-  faster);
+- paint_cpu_ms: CPU time of the page's thread until then (least of 5), without that of other processes;
+- redraw_ms: from a zoom of its timeline to the next frame, the 90th percentile of 40 zooms: 20 of the heat map, 20 of
+  64 opened lanes;
 - event_s: from a lost worker at the server to its red line on the page (slowest of 5);
 - hostile_effects: of 10,000 hostile texts (1,000 with --quick): changed titles, added elements, foreign requests,
   reports of the content security policy, errors.
@@ -58,13 +58,13 @@ HOSTILE = (
     "é́́́́́́́́́́́" * 40,
     "x" * 5_000,
 )
-"""Texts that would change a page that took them for anything but text."""
+"""Texts that would change a page that interpreted them as markup or code."""
 LONG = "<b id=planted>" * 75_000
 """1 MB."""
 
 
 def hostile_strings(count: int, seed: int = 0) -> list[str]:
-    """Texts made of those of HOSTILE, one of them of 1 MB."""
+    """``count`` texts: those of HOSTILE, one of 1 MB, and random concatenations of HOSTILE."""
     draw = random.Random(seed)
     mixed = ["".join(draw.choices(HOSTILE, k=draw.randint(2, 4)))[:6_000] for _ in range(count - len(HOSTILE) - 1)]
     return [*HOSTILE, LONG, *mixed]
@@ -115,7 +115,7 @@ OPEN = """(async () => {
 
 
 async def _changes(tab: Tab, title: str, names: set[str]) -> list[str]:
-    """What the page has that it had not before the texts."""
+    """Changes of the title and new elements of the page since before the texts."""
     found = []
     if (now := await tab.evaluate("document.title")) != title:
         found.append(f"the title is {now!r}")

@@ -77,7 +77,7 @@ def _simulated(place: Path, runs: int) -> dict[str, float]:
 
 
 def _child(module: str, words: list[str], questions: str = "", hash_seed: str = "random") -> str:
-    """What a child of the property tests prints."""
+    """The standard output of a script of the property tests."""
     return subprocess.run(
         [sys.executable, "-m", f"tests.property.{module}", *words],
         cwd=ROOT,

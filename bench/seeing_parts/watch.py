@@ -6,7 +6,7 @@
 - cost_ratio: samples/s of the default job with samples, recorder, timeline, the page and three clients on its stream,
   over a job without any of it that can be switched off, by turns;
 - cost_rows_ratio: rows/s of the metadata plane with three observers over those without, by turns;
-- unopened: of runs killed (SIGKILL of all processes) at a drawn instant, the commands that do not open what is there:
+- unopened: on runs killed (SIGKILL of all processes) at a random instant, the commands that fail to open the run:
   run.html, samples, the Perfetto trace, the replay of an instant; unopened_runs is the number of runs;
 - http_leaks: requests without or with a wrong token, of a foreign host or origin, of other methods, of paths that leave
   the page, that are not refused, or whose answer has a part of a file; http_requests is their number.
@@ -77,8 +77,8 @@ PLAIN = ("--samples.per-step", "0", "--recorder.mb", "0", "--timeline.mb", "32")
 # ---- the status
 
 
-class Probed(Core):
-    """Takes the status at some instants of a simulated run."""
+class ProbedCore(Core):
+    """A core that makes the brief status at every ``every``-th event, and records processor time and size."""
 
     events = 0
     every = 0
@@ -100,7 +100,7 @@ class Probed(Core):
 
 
 def status_figures(workers: int) -> dict[str, float]:
-    """Time and size of the brief status."""
+    """Processor time in ms and size in KiB of the brief status of a simulated run."""
     plan = ClusterPlan(
         workers=workers,
         rows=4,
@@ -111,12 +111,12 @@ def status_figures(workers: int) -> dict[str, float]:
         decode=GenerationCost(base_s=0.01, per_row_s=0.0005),
         train=TrainCost(token_s=1e-6, optimizer_s=5.0),
     )
-    Probed.every = 6 * workers
-    Probed.spent_s = []
-    fleet = ClusterSimulation(plan, Probed)
+    ProbedCore.every = 6 * workers
+    ProbedCore.spent_s = []
+    fleet = ClusterSimulation(plan, ProbedCore)
     fleet.run()
-    assert isinstance(fleet.core, Probed)
-    return {"status_ms": 1e3 * max(Probed.spent_s), "status_kb": fleet.core.longest / 1024}
+    assert isinstance(fleet.core, ProbedCore)
+    return {"status_ms": 1e3 * max(ProbedCore.spent_s), "status_kb": fleet.core.longest / 1024}
 
 
 # ---- the page
@@ -200,7 +200,7 @@ async def first_load_bytes(run_dir: Path) -> int:
 
 
 def page_figures(workers: int, steps: int) -> dict[str, float]:
-    """Size of the first load."""
+    """Size of the first load of the page in KiB."""
     with tempfile.TemporaryDirectory() as place:
         write_large_run(Path(place), workers, steps)
         return {"page_kb": asyncio.run(first_load_bytes(Path(place))) / 1024}
@@ -226,7 +226,7 @@ class Client(threading.Thread):
 
 
 def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
-    """Of a run of the default job; with the page and ``clients`` clients on it, if any."""
+    """Samples/s of the default job, with the page if there are ``clients``. Raises RuntimeError if it fails."""
     words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(run_dir), *flags]
     if clients:
         words += ["--watch", "0"]
@@ -250,7 +250,7 @@ def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
 
 @contextlib.contextmanager
 def _limit(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> Iterator[None]:
-    """Kill a run and its workers after `RUN_TIMEOUT_S`, so that what reads its output comes to an end."""
+    """Kill a run and its workers after `RUN_TIMEOUT_S`, so that its output ends."""
     timer = threading.Timer(RUN_TIMEOUT_S, kill_all, [process.pid])
     timer.start()
     try:
@@ -391,7 +391,7 @@ def openings(run_dir: Path, draw: random.Random) -> Iterator[list[str]]:
 
 
 def opens(words: list[str]) -> bool:
-    """Whether a command succeeds; says what it says if not."""
+    """Whether a command succeeds; writes the end of its output to standard error if not."""
     ended = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     if ended.returncode:
         sys.stderr.write(f"{' '.join(words)}: {ended.stdout[-500:]}{ended.stderr[-500:]}\n")
@@ -452,7 +452,7 @@ def http_figures() -> dict[str, float]:
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """All figures of this row; what is under way is said on standard error, because most of it takes long."""
+    """All figures of this row; each part that is done is reported on standard error."""
     workers = QUICK_WORKERS if quick else WORKERS
     parts: dict[str, Callable[[], dict[str, float]]] = {
         "status": lambda: status_figures(workers),

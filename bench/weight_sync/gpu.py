@@ -1,6 +1,6 @@
-"""What a version of a 7B model costs on a GPU: the trainer's pause for a snapshot, the generator's for a swap.
+"""Pauses for a version of a 7B model on a GPU: of the trainer for a snapshot, of the generator for a swap.
 
-NOT RUN ON A GPU YET; where torch finds none, it says so and measures nothing.
+Not run on a GPU yet. Without a GPU a message is printed and nothing is measured.
 """
 
 import statistics
@@ -26,14 +26,17 @@ def weights(layers: int) -> dict[str, torch.Tensor]:
 
 
 def step(tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> None:
-    """As much reading and computing as a decode step of these weights; returns when the GPU has done it."""
+    """Multiply ``rows`` with every matrix, as a decode step does; returns when the GPU has finished."""
     for tensor in tensors.values():
         torch.nn.functional.linear(rows, tensor)
     torch.cuda.synchronize()
 
 
-def on_a_gpu(quick: bool, console: Console) -> dict[str, float]:
-    """Milliseconds of a snapshot, and those by which a swap stretches the gap between two decode steps."""
+def measure_on_gpu(quick: bool, console: Console) -> dict[str, float]:
+    """Median milliseconds of a decode step, a snapshot and a swap, with sizes in GB and rates in GB/s.
+
+    Returns no metrics without a GPU.
+    """
     if not torch.cuda.is_available():
         console.print("no GPU: the swap of a 7B-sized set of tensors through pinned memory is not measured")
         return {}
@@ -41,7 +44,7 @@ def on_a_gpu(quick: bool, console: Console) -> dict[str, float]:
     size = sum(tensor.nbytes for tensor in tensors.values())
     rows = torch.randn(64, WIDTH, device="cuda", dtype=torch.bfloat16)
     arrived = Snapshot.take(0, tensors)
-    # What comes over a lane is in memory that is not pinned; a receiver pins it while it stages it, before its swap.
+    # A version received over a lane is in pageable memory; the receiver pins it during staging, before the swap.
     arrived = Snapshot(0, [torch.empty(bucket.numel(), dtype=torch.uint8).copy_(bucket) for bucket in arrived.buckets])
     arrived = arrived.pinned_for(torch.device("cuda"))
     taken_ms, stall_ms, step_ms = [], [], []

@@ -1,4 +1,4 @@
-"""What the processes of bench/weights.py do: a controller, a trainer that only publishes, workers that only receive."""
+"""The processes of bench/weights.py: a controller, a trainer that only publishes, workers that only receive."""
 
 import asyncio
 import tempfile
@@ -38,7 +38,7 @@ VOCABULARY, WIDTH, LAYERS = 64, 256, 6
 
 
 def small_model() -> torch.nn.Module:
-    """Random weights; a token in 64 ends a sequence."""
+    """A model with random weights; about one token in 64 is the end token."""
     model: torch.nn.Module = build_model(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
@@ -51,12 +51,12 @@ def small_model() -> torch.nn.Module:
     return model
 
 
-def controlling() -> Orders:
+def controller_orders() -> Orders:
     torch.set_num_threads(1)
     stack = AsyncExitStack()
 
     async def serve(host: str) -> tuple[str, Path]:
-        """Returns the address, and the directory of the keys without which no worker can connect."""
+        """Start a controller; returns its address and the directory of the keys that workers need."""
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="flowrt-bench-"))
         policies = Policies(StrictLag(1_000_000), Fifo(), GroupCount(1), DelayedUpdate())
         keys = Path(run_dir) / "keys"
@@ -71,13 +71,13 @@ def controlling() -> Orders:
     return {"serve": serve, "stop": stop}
 
 
-def publishing() -> Orders:
+def trainer_orders() -> Orders:
     torch.set_num_threads(1)
     session: Session
     tensors: dict[str, torch.Tensor]
 
     async def join(address: str, keys: Path, megabytes: int) -> int:
-        """With ``megabytes`` MB of weights; 0: those of the small model. Returns the bytes of a version."""
+        """Connect a trainer with ``megabytes`` MB of weights (0: the small model); returns the bytes of a version."""
         nonlocal session, tensors
         session = await connect(address, "trainer", "trainer", JOIN_S, worker_keys(keys, "trainer"))
         if megabytes:
@@ -88,8 +88,8 @@ def publishing() -> Orders:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     async def publish(version: int) -> float:
-        """Returns when it was begun, on the clock that all processes share."""
-        for tensor in tensors.values():  # every element changes, so it travels whole
+        """Publish a version; returns when this began, on the monotonic clock that all processes share."""
+        for tensor in tensors.values():  # every element changes, so no delta is sent
             if tensor.is_floating_point():
                 tensor += 1e-4 * torch.randn_like(tensor)
             else:
@@ -112,7 +112,7 @@ def publishing() -> Orders:
     return {"join": join, "publish": publish, "publish_every": publish_every, "offer": offer}
 
 
-def receiving() -> Orders:
+def receiver_orders() -> Orders:
     torch.set_num_threads(1)
     session: Session
 
@@ -122,7 +122,7 @@ def receiving() -> Orders:
         session.params.applied(MODEL, 0)
 
     async def hold(version: int) -> float:
-        """When this version, or a newer one, was here whole."""
+        """Wait for this version or a newer one; returns when it had arrived, on the monotonic clock."""
         while True:
             staged = await session.params.wait_staged(MODEL)
             session.params.applied(MODEL, staged.snapshot.version)

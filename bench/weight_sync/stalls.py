@@ -1,4 +1,4 @@
-"""A rollout worker that notes when its engine ran and when it swapped; on demand one that stands still for updates."""
+"""A rollout worker that records when its engine ran and swapped; optionally it pauses for each update."""
 
 import asyncio
 import threading
@@ -22,13 +22,13 @@ from flowrt.roles.rollout import RolloutLoop
 ROWS, MAX_NEW, EOS = 8, 128, 1
 LONGEST_BLOCK_S = 30.0
 WAYS = ("boundary", "inflight", "kept", "blocking")
-"""When new weights are put into use: between sequences; between decode steps, with the keys and values of what runs
-computed again or kept; before anything else is done, as in a loop without delayed updates."""
+"""When new weights are used: between sequences (boundary); between decode steps, with the KV cache recomputed
+(inflight) or kept (kept); or at once, with generation paused during the fetch (blocking)."""
 Span = tuple[float, float]
 
 
 class TimedRollout(TorchRollout):
-    """Notes its spans of work; runs only while ``may_run`` is set."""
+    """Records its runs and swaps (monotonic seconds). A run waits for ``may_run``, at most LONGEST_BLOCK_S seconds."""
 
     def begin(self) -> None:
         self.may_run = threading.Event()
@@ -58,13 +58,13 @@ class TimedRollout(TorchRollout):
 
 
 def stalls(runs: list[Span], updates: list[Span]) -> list[float]:
-    """The lengths of the gaps between runs in which an update took place."""
+    """Lengths in seconds of the gaps between runs that overlap an update."""
     gaps = [(before[1], after[0]) for before, after in pairwise(runs)]
     return [end - begin for begin, end in gaps if any(at < end and done > begin for at, done in updates)]
 
 
 class BlockingUpdates:
-    """Generation stands still from the order to fetch a version until it is here."""
+    """While ``on``, pauses generation from the order to fetch a version until that version is staged."""
 
     def __init__(self, session: Session, engine: TimedRollout, loop: RolloutLoop) -> None:
         self.on = False
@@ -88,8 +88,8 @@ class BlockingUpdates:
         self.spans.append((begun_s, time.monotonic()))
 
 
-class Generating:
-    """The worker's orders."""
+class RolloutWorker:
+    """The commands of the rollout worker's process."""
 
     async def join(self, address: str, keys: Path) -> None:
         torch.set_num_threads(1)
@@ -102,7 +102,7 @@ class Generating:
         self.engine.begin()
 
     async def swap_ms(self, times: int) -> list[float]:
-        """Of the swap alone, milliseconds each, for as many versions."""
+        """Milliseconds of each of ``times`` swaps, without any transfer."""
         snapshots = [Snapshot.take(version, self.tensors) for version in range(2)]
         for number in range(times):
             self.engine.swap(snapshots[number % 2])
@@ -123,7 +123,10 @@ class Generating:
             await loop.run()
 
     async def measure(self, seconds: float, way: str) -> dict[str, float]:
-        """Generate for ``seconds`` while updates arrive; they are put into use in one of the WAYS."""
+        """Generate for ``seconds`` while versions arrive, which are used in one of the WAYS.
+
+        Returns the number of swaps, the share of time stalled, the milliseconds stalled per swap, and tokens/s.
+        """
         self.engine.forget()
         self.blocking.on = way == "blocking"
         self.loop._in_flight = way in ("inflight", "kept")
@@ -134,15 +137,15 @@ class Generating:
         if self.generating.done():
             self.generating.result()
         wall_s = time.monotonic() - begun_s
-        stood = stalls(self.engine.runs, self.engine.swaps + self.blocking.spans)
+        stalled_s = stalls(self.engine.runs, self.engine.swaps + self.blocking.spans)
         return {
             "versions": len(self.engine.swaps),
-            "stall_fraction": sum(stood) / wall_s,
-            "stall_ms": 1000 * sum(stood) / max(1, len(self.engine.swaps)),
+            "stall_fraction": sum(stalled_s) / wall_s,
+            "stall_ms": 1000 * sum(stalled_s) / max(1, len(self.engine.swaps)),
             "tokens_per_s": self.engine.tokens / wall_s,
         }
 
 
-def generating() -> Orders:
-    worker = Generating()
+def rollout_orders() -> Orders:
+    worker = RolloutWorker()
     return {name: getattr(worker, name) for name in ("join", "swap_ms", "start", "measure")}

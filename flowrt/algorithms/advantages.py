@@ -1,9 +1,10 @@
-"""Advantages: from the rewards of complete groups to one advantage a sample, and which samples are trained.
+"""Advantages: from the rewards of complete groups to one advantage per sample, and which samples are trained.
 
-- Each rule maps `Groups` to `Credit`. Samples that are not trained leave every sum and every count of the step.
+- Each rule maps `Groups` to `Credit`. Samples that are not trained are excluded from all sums and counts of the step.
 - Rewards are centred within the group first, so a group whose rewards are all equal gets exactly 0 with every scale.
 - A sample weight says how much a stale sample counts in the policy loss. Staleness is in policy versions; it is 0 for a
   sample generated with the weights that are trained.
+- Constructors raise ValueError for parameters outside their range.
 
 Shapes: N = samples, G = groups (in the order of their ids).
 """
@@ -26,7 +27,11 @@ Scale = Literal["none", "group_std", "batch_std", "group_mean"]
 class OverlongPenalty:
     """Soft penalty on long responses: 0 up to limit - cache tokens, then linearly down to -1 at the limit.
 
-    DAPO (arXiv 2503.14476, equation 13), added to the reward.
+    DAPO (arXiv 2503.14476, equation 13), added to the reward. Maps lengths [N] in tokens to penalties [N], float64.
+
+    Args:
+        limit: the response limit in tokens.
+        cache: length in tokens of the interval in which the penalty grows, from 1 to ``limit``.
     """
 
     limit: int
@@ -54,10 +59,11 @@ class GroupAdvantages:
             (REINFORCE++, arXiv 2501.03262).
         kl_coef: times the sample's summed log(rollout / reference), subtracted from the reward.
         overlong: penalty on long responses, added to the reward.
-        mask_truncated: leave out samples that were cut at the length limit.
+        mask_truncated: do not train samples that were cut at the length limit.
 
-    Raises ValueError when called, for a group of one where the baseline or the scale compares samples of a group, and
-    for rewards that are not finite.
+    Raises ValueError when called, for a group of one where the baseline or the scale compares samples of a group, for a
+    step of one sample whose standard deviation is needed, for rewards that are not finite, and for ``kl_coef`` without
+    `Groups.kl_N`.
     """
 
     baseline: Baseline = "group_mean"
@@ -76,6 +82,7 @@ class GroupAdvantages:
 
     @property
     def scope(self) -> Literal["group", "step"]:
+        """`Needs.scope` of this rule."""
         return "step" if self.whiten or self.scale == "batch_std" else "group"
 
     def __call__(self, groups: Groups) -> Credit:
@@ -108,7 +115,7 @@ class GroupAdvantages:
             case "none":
                 pass
         if self.whiten:
-            # Relative to the lowest, equal advantages are exact zeros before the mean, as in `center_in_groups`.
+            # Relative to the lowest advantage, equal ones are exact zeros before the mean, as in `center_in_groups`.
             above_N = advantages_N - advantages_N.min()
             advantages_N = (above_N - above_N.mean()) / (_std(above_N) + self.eps)
         trained_N = ~groups.truncated_N if self.mask_truncated else torch.ones(len(groups), dtype=torch.bool)
@@ -130,8 +137,8 @@ class BestOfGroup:
     """Advantage 1 for the best samples of each group; the others are not trained. RAFT (arXiv 2304.06767).
 
     Args:
-        keep: samples kept a group; among equal rewards the earlier sample.
-        above: only rewards above it are kept.
+        keep: maximum number of samples kept in a group; of samples with equal rewards, the earlier.
+        above: only samples with a reward above it are kept.
     """
 
     keep: int = 1
@@ -178,7 +185,10 @@ def _std(values_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CenteredRewards:
-    """Rewards less the mean of their group, with the index of each sample's group among the G ids."""
+    """Rewards less the mean of their group (centred_N), with the index of each sample's group among the ids [G].
+
+    sizes_G is the number of samples of each group, in the dtype of the rewards.
+    """
 
     ids_G: Tensor
     index_N: Tensor
@@ -186,11 +196,11 @@ class CenteredRewards:
     centred_N: Tensor
 
     def sum_G(self, values_N: Tensor) -> Tensor:
-        """Sum of the values of each group's samples."""
+        """[G], sum of the values of each group's samples."""
         return torch.zeros_like(self.sizes_G).index_add_(0, self.index_N, values_N)
 
     def require_pairs(self, alternative: str) -> None:
-        """Raise ValueError if a group has one sample."""
+        """Raise ValueError if a group has only one sample; ``alternative`` is a setting that the error suggests."""
         single_G = self.ids_G[self.sizes_G == 1]
         if single_G.numel():
             raise ValueError(
@@ -202,7 +212,7 @@ class CenteredRewards:
 def center_in_groups(rewards_N: Tensor, groups_N: Tensor) -> CenteredRewards:
     """Rewards less the mean of their group; exactly 0 where all rewards of a group are equal.
 
-    Raises ValueError for rewards that aren't finite and shapes that differ.
+    Raises ValueError for rewards that are not finite, and shapes that are not [N] both.
     """
     if rewards_N.dim() != 1 or rewards_N.shape != groups_N.shape:
         raise ValueError(

@@ -14,8 +14,8 @@ def pass_at_k(answers: int, solved: int, k: int) -> float:
 
     Args:
         answers: n, the number of answers.
-        solved: c, the number of those that solve it.
-        k: at most n.
+        solved: c, the number of answers that solve the prompt.
+        k: from 1 to n.
 
     Raises:
         ValueError: if k is not from 1 to n, or c not from 0 to n.
@@ -29,7 +29,7 @@ def pass_at_k(answers: int, solved: int, k: int) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of P values, and its standard error; 0 for a single value."""
+    """The mean of P values (at least one), and its standard error, which is 0 for a single value."""
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
@@ -38,12 +38,15 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def statistics(rewards_Pn: Sequence[Sequence[float]], solved_reward: float, ks: Sequence[int]) -> dict[str, float]:
-    """The metrics of an evaluation by name: avg@n and pass@k, each with its standard error.
+    """The metrics of an evaluation by name: avg@n and pass@k, each with its standard error (NAME_error).
 
     Args:
         rewards_Pn: n rewards for each of P prompts, P and n at least 1.
         solved_reward: reward from which an answer counts as right.
-        ks: values of k, at most n.
+        ks: values of k, from 1 to n.
+
+    Raises:
+        ValueError: if a k is not from 1 to n.
     """
     answers = len(rewards_Pn[0])
     found: dict[str, float] = {}

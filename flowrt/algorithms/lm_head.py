@@ -1,16 +1,16 @@
-"""Fused LM head: log-probabilities and entropy from hidden states, without the logits ever being whole.
+"""Fused LM head: log-probabilities and entropy from hidden states, without a tensor of all logits.
 
 The vocabulary is read a slice at a time, in the forward pass (a running log-sum-exp) and again in the backward pass,
-which recomputes each slice's logits from the hidden states. Besides the inputs and their gradients, and copies of the
-hidden states where these are narrow, no more than SLICE_ELEMENTS floats are alive, a few times over. Slices are of the
-vocabulary, not of tokens: then the gradient of each row of the output matrix is one product over all tokens and is
-rounded to the matrix's type once.
+which recomputes each slice's logits from the hidden states. In addition to the inputs, their gradients, and wider
+copies of narrow hidden states, only a few tensors of SLICE_ELEMENTS floats exist at a time. The vocabulary is sliced,
+not the tokens: then the gradient of each row of the output matrix is one product over all tokens and is rounded to the
+matrix's type once.
 
 Logits are rounded to the type of the hidden states, as in a model and a rollout engine, and everything after them is
-float32 or wider: a policy that has not moved has log ratios of 0.
+float32 or wider: an unchanged policy has log ratios of 0.
 
-Shapes: U = predictions, D = width of the hidden states, V = vocabulary, W = words of a slice, T = tokens that the
-predictions are about.
+Shapes: U = predictions, D = width of the hidden states, V = vocabulary, W = vocabulary entries of a slice,
+T = predicted tokens.
 """
 
 import functools
@@ -41,10 +41,10 @@ def fused_logprobs(
     Args:
         hidden_UD: hidden state of each prediction, the input of the LM head.
         weight_VD: matrix of the LM head, in the type of the hidden states.
-        prediction_T: index of the prediction that each token is about; several tokens may be of one prediction.
-        target_T: the tokens.
+        prediction_T: index into the U predictions of each token's prediction; several tokens may share one.
+        target_T: the token ids, int64.
         temperature: divides the logits.
-        bias_V: added to the logits before that.
+        bias_V: added to the logits before the division.
 
     Returns:
         logprobs_T in nats, and entropy_U in nats; both float32, or float64 for float64 inputs.
@@ -175,7 +175,7 @@ def _softmax_slope(
 def _slices(wide_UD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Slices of the vocabulary, their rows of the matrix, and their logits, in the type of the product.
 
-    The next slice overwrites the logits, and so may the caller.
+    The next slice overwrites the logits; the caller may overwrite them too.
     """
     count = len(wide_UD)
     words = min(max(1, SLICE_ELEMENTS // max(1, count)), max(1, len(weight_VD)))
@@ -212,7 +212,7 @@ def _scaled(logits: Tensor, rounded: torch.dtype, temperature: float) -> Tensor:
 def _product_dtype(hidden_UD: Tensor) -> torch.dtype:
     """Type in which products are computed: float32 on a CPU that has no instructions for narrower types.
 
-    PyTorch's own products of narrow types are ten times slower there. They too are summed in float32, then rounded.
+    PyTorch's own products of narrow types are ten times slower there, and are summed in float32 and rounded as well.
     """
     narrow = hidden_UD.dtype in (torch.bfloat16, torch.float16)
     if narrow and hidden_UD.device.type == "cpu" and not (hidden_UD.dtype == torch.bfloat16 and _cpu_has_bfloat16()):

@@ -1,9 +1,10 @@
 """Policy losses and estimators of the KL divergence: one value per token, before weights, masks and aggregation.
 
-Every loss is a frozen value that is called with the tokens of a pass. With rho = policy / anchor (log ratios clamped to
-+-20 before exp, no gradient beyond), A the advantage, sg the stop-gradient. Losses of a whole sample give each of its
-tokens the sample's value, so that the mean over a sequence is the loss of the paper. Each returns metrics as sums over
-tokens: ``ratio``, and what it clipped or masked.
+Every loss is a frozen value that is called with the tokens of a pass, and returns losses [T]. Notation: rho = policy /
+anchor (log ratios are clamped to +-20 before exp, without a gradient beyond), A = advantage, sg = stop-gradient. A loss
+that is defined on whole samples gives each token of a sample the sample's value, so that the mean over a sequence is
+the loss of the paper. Losses with a ratio also return metrics as sums over tokens: ``ratio``, and the numbers of tokens
+that were clipped or masked. Constructors raise ValueError for parameters outside their range.
 
 KL(policy || reference) is estimated from the log-probabilities of tokens that the policy sampled, in nats per token,
 after joschu.net/blog/kl-approx.html. All estimators keep the gradient of the policy and detach the reference. As a
@@ -51,7 +52,7 @@ PolicyLoss = Callable[[Tokens], tuple[Tensor, Metrics]]
 
 
 def log_ratio_T(tokens: Tokens) -> Tensor:
-    """log(policy / anchor), with the gradient of the policy."""
+    """[T], log(policy / anchor) in nats, clamped to +-LOG_RATIO_LIMIT, with the gradient of the policy."""
     return clamped_log_ratio_T(tokens.logprobs_T, tokens.anchor_T.detach())
 
 
@@ -61,7 +62,7 @@ def _sums(**masks: Tensor) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Reinforce:
-    """-A log policy, as the ratio of the policy to itself: value -A, gradient -A times that of log policy.
+    """-A log policy, computed as -A policy / sg(policy): its value is -A, its gradient -A grad log policy.
 
     Williams (1992). At anchor "present" the losses of PPO, GSPO, CISPO, SAPO and GMPO have this gradient.
     """
@@ -73,7 +74,7 @@ class Reinforce:
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """-A log policy with its value: supervised training on the samples of advantage 1. RAFT (arXiv 2304.06767)."""
+    """-A log policy: with A = 1, supervised training on the samples. RAFT (arXiv 2304.06767)."""
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         return -tokens.advantages_T * tokens.logprobs_T, {}
@@ -85,8 +86,6 @@ class Ppo:
 
     PPO (arXiv 1707.06347, equation 7); two bounds (DAPO, arXiv 2503.14476, section 3.1); dual clip (arXiv 1912.09729),
     off at None; ``delta``: upper bound of the unclipped ratio (INTELLECT-2, arXiv 2505.07291), off at None.
-
-    Raises ValueError for bounds that make no sense.
     """
 
     clip_low: float = 0.2
@@ -105,7 +104,7 @@ class Ppo:
         return self.of_ratio(log_ratio_T(tokens).exp(), tokens.advantages_T)
 
     def of_ratio(self, ratio_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Metrics]:
-        """The clipped loss of these ratios, which may be those of whole samples."""
+        """The clipped loss [T] of ratios [T], of tokens or of their whole samples, and the sums of metrics."""
         low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
         bounded_T = ratio_T if self.delta is None else ratio_T.clamp(max=self.delta)
         loss_T = torch.maximum(-bounded_T * advantages_T, -ratio_T.clamp(low, high) * advantages_T)
@@ -123,7 +122,7 @@ class Ppo:
 class Cispo:
     """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log policy: every token keeps its gradient.
 
-    CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1), without a lower bound: ``clip_low`` 1.
+    CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1). ``clip_low`` 1 means no lower bound.
     """
 
     clip_low: float = 1.0
@@ -141,9 +140,10 @@ class Cispo:
 
 @dataclass(frozen=True, slots=True)
 class Gspo:
-    """The clipped loss of a sample's ratio exp(mean of its log ratios), on each of its tokens.
+    """PPO's clipped loss of the sample's ratio exp(mean of its tokens' log ratios), on each of the tokens.
 
-    GSPO (arXiv 2507.18071, section 4.1). With ``length_weighted``, times the sample's length: LUSPO (arXiv 2602.05261).
+    GSPO (arXiv 2507.18071, section 4.1). ``length_weighted`` multiplies by the sample's length in tokens: LUSPO (arXiv
+    2602.05261).
     """
 
     clip_low: float = 3e-4
@@ -192,7 +192,7 @@ class Gmpo:
 
 @dataclass(frozen=True, slots=True)
 class Sapo:
-    """-(4 / tau) sigmoid(tau (rho - 1)) A, tau by the sign of A: a soft gate in place of the clip.
+    """-(4 / tau) sigmoid(tau (rho - 1)) A, where tau depends on the sign of A: a soft gate in place of the clip.
 
     SAPO (arXiv 2511.20347, equations 5 and 6).
     """
@@ -212,11 +212,12 @@ class Sapo:
 
 @dataclass(frozen=True, slots=True)
 class Dppo:
-    """-sg(min(rho, max_ratio)) A log policy, without tokens whose probability has already moved too far that way.
+    """-sg(min(rho, max_ratio)) A log policy, masked where the update would move a distant probability further away.
 
     DPPO (arXiv 2602.04879). Distance of the policy from the anchor, on the sampled token alone: "tv", the difference of
-    probabilities; "kl", the divergence of the two Bernoulli distributions (token or not), anchor first. A token is
-    masked where A > 0 and the policy is above the anchor by more than ``limit``, or A < 0 and it is below.
+    probabilities; "kl", KL(anchor || policy) in nats of the two Bernoulli distributions (this token or another). A
+    token is masked where the distance exceeds ``limit``, and either A > 0 and the policy's probability is the higher
+    one, or A < 0 and it is the lower one.
     """
 
     distance: str = "tv"
@@ -244,9 +245,9 @@ class Dppo:
 
 @dataclass(frozen=True, slots=True)
 class Vespo:
-    """-sg(e^lambda w^k e^(-lambda w)) A log policy, w the ratio of the whole sample; (k, lambda) by the sign of A.
+    """-sg(e^lambda w^k e^(-lambda w)) A log policy, w the ratio of the whole sample.
 
-    VESPO (arXiv 2602.10693).
+    VESPO (arXiv 2602.10693); k and lambda depend on the sign of A.
     """
 
     k_positive: float = 2.0
@@ -298,10 +299,10 @@ class Topr:
 
 @dataclass(frozen=True, slots=True)
 class Aspo:
-    """A > 0: the ratio is turned over, -sg(min(1 / rho, dual_clip)) A log policy; A < 0: PPO with the dual clip.
+    """A > 0: inverted ratio, -sg(min(1 / rho, dual_clip)) A log policy; A <= 0: PPO with the dual clip.
 
-    ASPO (arXiv 2510.06062): tokens with A > 0 and rho above 1 + clip_high are masked, as PPO's clip does; the flipped
-    ratio gives unlikely tokens more weight, bounded softly (the gradient stays).
+    ASPO (arXiv 2510.06062): tokens with A > 0 and rho above 1 + clip_high are masked, as by PPO's clip; the inverted
+    ratio gives unlikely tokens more weight, and a token at its upper bound keeps its gradient.
     """
 
     clip_low: float = 0.2
@@ -362,13 +363,13 @@ def kl_k3_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
 
 
 def kl_k3_with_k2_slope_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2, which on-policy is that of the true divergence."""
+    """The value of k3 with the gradient of k2, which on-policy is the gradient of the true divergence."""
     k2_T = kl_k2_T(logprobs_T, reference_T)
     return k2_T + (kl_k3_T(logprobs_T, reference_T) - k2_T).detach()
 
 
 def kl_unbiased_T(logprobs_T: Tensor, reference_T: Tensor, rollout_T: Tensor) -> Tensor:
-    """k3 times policy / rollout, with the gradient of both factors: unbiased in value and gradient off-policy.
+    """k3 times policy / rollout, with the gradient of both factors: off-policy too, value and gradient are unbiased.
 
     DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
     """
@@ -387,18 +388,18 @@ KL_ESTIMATORS: dict[KlEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 MAX_KL_ERROR = 0.2
-"""Bound of the relative error that an adaptive coefficient follows in a step (arXiv 1909.08593, section 2.2)."""
+"""Clip of the relative error KL / target - 1 of an adaptive coefficient (arXiv 1909.08593, section 2.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveKl:
-    """A coefficient of the divergence that follows a target: a log-space proportional controller.
+    """A coefficient of the KL term that keeps the divergence near a target: a log-space proportional controller.
 
     coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / horizon, Ziegler et al. (arXiv 1909.08593, section 2.2).
 
     Args:
-        target: of the divergence, in nats a token (the paper's is of whole samples).
-        horizon: samples after which the coefficient has changed by a factor of about 1.2, at most.
+        target: target divergence in nats per token (the paper's is per sample).
+        horizon: number of samples over which the coefficient changes by a factor of at most about 1.2.
     """
 
     target: float
@@ -409,12 +410,12 @@ class AdaptiveKl:
             raise ValueError(f"target is {self.target} and horizon {self.horizon}; both must be above 0")
 
     def next_coef(self, coef: float, kl: float, samples: float) -> float:
-        """The coefficient after a step.
+        """The coefficient of the next step.
 
         Args:
-            coef: of the step.
-            kl: mean divergence over the step's tokens, in nats; the coefficient stays where it is not finite.
-            samples: trained in the step, n.
+            coef: coefficient of this step.
+            kl: mean divergence over the step's tokens, in nats; if it is not finite, the coefficient is unchanged.
+            samples: n, the number of samples trained in the step.
         """
         if not math.isfinite(kl):
             return coef

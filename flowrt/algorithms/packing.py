@@ -9,8 +9,8 @@
   runs on the packed tokens. The last token of a response predicts nothing, so it is left out.
 
 Shapes: B = rows (one per sample), L = padded length, M = L - 1 predictions, T = response tokens, flattened; F packed
-tokens, prompts first; U predictions, each used once or, after a prompt, once per member; N positions on all tiles, row
-after row; D any width.
+tokens, prompts first; U predictions, each used once, or by every member if it follows a prompt; N positions on all
+tiles, row after row; D any width; G distinct prompts; S samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,13 +89,12 @@ def pad_samples(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_id: 
 def cut_by_tokens(lengths: Sequence[int], budget_tokens: int, *, padded: bool = True) -> list[list[int]]:
     """Split samples into consecutive micro-batches of at most `budget_tokens` tokens.
 
-    The order is kept; sorting by length would bias which samples are trained first. A sample longer than the budget
-    gets its own micro-batch.
+    The order of the samples is kept. A sample longer than the budget gets its own micro-batch.
 
     Args:
         lengths: tokens of each sample, prompt and response.
         budget_tokens: largest size of a micro-batch.
-        padded: whether its size is rows x longest, or the sum of its lengths.
+        padded: size of a micro-batch: rows x longest sample if true, else the sum of its lengths.
 
     Returns:
         Sample indices of each micro-batch.
@@ -124,12 +123,12 @@ def cut_by_tokens(lengths: Sequence[int], budget_tokens: int, *, padded: bool = 
 MIN_FILL = 0.75
 """Minimum sample length relative to its tile's longest row, which bounds padding; shorter samples start a new tile."""
 MAX_EXPANSION = 2
-"""Maximum tile tokens per token of the budget. Attention alone needs memory for them, all else for packed tokens."""
+"""Maximum tile tokens per token of the budget. Attention needs memory for tile tokens, other layers for packed ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedTile:
-    """Samples of similar length, one a row, right-padded to ``length`` tokens."""
+    """Samples of similar length, one per row, right-padded to ``length`` tokens."""
 
     rows: int
     length: int
@@ -162,7 +161,8 @@ class PackedBatch:
     first_F: Tensor
     """Tile position that each packed token takes its result from."""
     further: tuple[Tensor, ...]
-    """Further tile positions of the leading packed tokens: of prompts with at least 2, 3, ... members."""
+    """Tile positions of the prompt tokens of the second members, the third, ...; entry k is of the prompts with more
+    than k + 1 members, which are the leading packed tokens."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """This batch on ``device``."""
@@ -189,7 +189,7 @@ class PackedBatch:
 
 
 def pack_samples(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> PackedBatch:
-    """Pack samples.
+    """Pack samples, with each distinct prompt once.
 
     Args:
         prompts: 1-D token ids each, not empty: the last token predicts the first of the response.
@@ -299,7 +299,7 @@ def _starts(lengths: Sequence[int], first: int = 0) -> list[int]:
 
 
 def _tiles(lengths: Sequence[int]) -> tuple[tuple[PaddedTile, ...], list[int]]:
-    """Tiles for samples of these lengths, longest first, and the samples in the order of their rows."""
+    """Tiles for samples of these lengths, longest first, and the sample indices in the order of the tiles' rows."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     tiles: list[PaddedTile] = []
     for row in order:
@@ -337,7 +337,7 @@ def _predictions(
     starts_G: Sequence[int],
     ends_S: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """``predicts_U``: each prompt's last token, then all response tokens; and ``prediction_T``."""
+    """``predicts_U``: each prompt's last token, then all packed response tokens; and ``prediction_T``."""
     lasts = torch.tensor([starts_G[place + 1] - 1 for place in range(len(members))])
     place_of = {row: place for place, group in enumerate(members) for row in group}
     begins = len(members) - starts_G[-1]

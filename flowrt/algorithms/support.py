@@ -20,7 +20,7 @@ class Support:
     """The tokens that could be drawn at each position of a response.
 
     Attributes:
-        tokens_E: int token ids, position after position; those of a position are distinct.
+        tokens_E: int token ids, position after position; distinct within a position.
         counts_T: int, number of tokens of each position, which sum to E.
     """
 
@@ -42,7 +42,7 @@ class Support:
         return Support(self.tokens_E[: int(counts_T.sum())], counts_T)
 
     def fits(self, response_T: Tensor) -> bool:
-        """Whether each token of a response has a support that contains it, exactly once."""
+        """Whether there is one support for each token of a response, which contains the token exactly once."""
         if len(self.counts_T) != len(response_T) or bool((self.counts_T < 1).any()):
             return False
         if int(self.counts_T.sum()) != len(self.tokens_E):
@@ -53,7 +53,7 @@ class Support:
 
 
 def singletons(response_T: Tensor) -> Support:
-    """The support of which each token is the only one: all log-probabilities are 0."""
+    """A support with only the response's own token at each position, so all log-probabilities are 0."""
     return Support(response_T, torch.ones_like(response_T))
 
 

@@ -2,7 +2,7 @@
 
 - Messages are returned in order of arrival: those of a lost connection first, then `ConnectionLost`, then, once a
   controller has accepted the worker again, `Reconnected` and the messages of the new connection.
-- While there is no connection, `send` drops messages; what matters of them is repeated after `Reconnected` (`resync`).
+- While there is no connection, `send` drops messages. `requests.resync_messages` has those to send after `Reconnected`.
 - ZeroMQ's I/O threads show that the process is alive, however busy it is; heartbeats show that its event loop runs.
 """
 
@@ -29,7 +29,7 @@ from flowrt.runtime.waits import CONTROLLER, pause, wait_until
 
 log = logging.getLogger(__name__)
 MAX_MISSED_HEARTBEATS = 30
-"""Heartbeats sent without any message received after which the controller counts as gone."""
+"""The controller counts as gone if no message has arrived for this many heartbeat intervals."""
 CONNECT_ATTEMPT_S = 5.0
 """Limit of one attempt to reconnect: a controller may fail again before it sends its welcome."""
 RETRY_S = 0.25
@@ -89,6 +89,7 @@ class Connection:
         Raises:
             WaitExpired: no answer within ``deadline_s`` seconds.
             LocalProtocolError: the controller refused this worker.
+            Stopped: the controller refused this worker for good.
             ConfigError: the address is malformed, or the keys do not match.
         """
         try:
@@ -123,12 +124,12 @@ class Connection:
         """Call ``handler`` with each message as it arrives, which saves a switch between tasks for every answer.
 
         The iteration still returns the messages that have arrived before, those of a handshake, and all other events,
-        so that the order of arrival is kept. It raises the errors of ``handler``, and ends direct handling with them.
+        so that the order of arrival is kept. The iteration raises the errors of ``handler``; one ends direct handling.
         """
         self._handler = handler
 
     def send(self, message: m.Message) -> None:
-        """Send a message; it is dropped while there is no connection."""
+        """Send a message; dropped while there is no connection. Raises LocalProtocolError if it cannot be encoded."""
         if self._link is not None and not self.is_away:
             self._link.send(message)
 
@@ -143,17 +144,17 @@ class Connection:
         sent_s = self._loop.time()
         self.send(message)
         await pause(interval_s)
-        # Only heartbeats sent on time count: the controller is not to blame when this loop was blocked.
+        # Only heartbeats sent on time count: if this loop was blocked, messages may have arrived that it has not read.
         timely = self._loop.time() - sent_s < 2 * interval_s
         if timely and sent_s - self._last_received_s > MAX_MISSED_HEARTBEATS * interval_s:
             self._lose()
 
     def stop_reconnecting(self) -> None:
-        """The session has ended: from now on the iteration ends when the connection is lost."""
+        """From now on, end the iteration when the connection is lost."""
         self._reconnects = False
 
     def close(self) -> None:
-        """Close the connection. Messages that are not sent yet have the socket's linger time to leave."""
+        """Close the connection. Unsent messages are still sent, for at most the socket's linger time."""
         if self._link is not None and not self.is_away:
             self.is_away = True
             self._link.close()
@@ -174,7 +175,7 @@ class Connection:
         return welcome
 
     async def _accepted(self, hello: m.Hello) -> m.Welcome:
-        """The first welcome in the inbox. Raises the error that stands for a refusal."""
+        """The first welcome in the inbox. Raises Stopped or LocalProtocolError for a refusal."""
         while True:
             match await self._next():
                 case m.Welcome() as welcome:
@@ -199,8 +200,8 @@ class Connection:
             try:
                 self.welcome = await self._handshake(hello, min(left_s, CONNECT_ATTEMPT_S))
             except (LocalProtocolError, ConfigError) as refusal:
-                # The controller may not have noticed yet that the old connection is closed, or another process listens
-                # at its address for the moment: the keys did match before.
+                # The controller may not have noticed yet that the old connection is closed, or another process may be
+                # listening at its address for the moment, since the keys did match before.
                 reason = str(refusal)
                 await pause(RETRY_S)
             except WaitExpired:
@@ -229,7 +230,7 @@ class Connection:
             self._arrival.set_result(None)
 
     async def _next(self) -> Event:
-        """The next event in the inbox. Raises an error that is there."""
+        """The next event in the inbox. If that is an error, raises it."""
         # Not an asyncio.Queue: that takes twice as long, for every message.
         while not self._inbox:
             self._arrival = self._loop.create_future()

@@ -1,9 +1,9 @@
-"""The controller's clock as a worker sees it: the offset of its own clock, and stops of its process.
+"""Offset between a worker's clock and the controller's, and detection of stops of the worker's process.
 
 - Processes of one host share the monotonic clock (Linux), so the offset is 0 if both name the same clock.
-- Otherwise it is estimated from heartbeats, which are answered with the controller's time: the middle of the exchange
-  with the least round trip of the last `WINDOW`, as in NTP (RFC 5905, section 8). The error is at most half of that
-  round trip, and the drift of the clocks meanwhile.
+- Otherwise the offset is estimated from heartbeats, which are answered with the controller's time: of the last `WINDOW`
+  exchanges, the one with the least round trip counts, with the middle of its round trip as the time of the answer, as
+  in NTP (RFC 5905, section 8). The error is at most half of that round trip plus the drift of the clocks since then.
 - A host that was suspended, or a virtual machine that was moved, has another offset afterwards.
 """
 
@@ -17,14 +17,14 @@ from flowrt.runtime.timeline import Span
 from flowrt.runtime.waits import every
 
 WINDOW = 16
-"""Exchanges among which that with the least round trip is chosen."""
+"""Number of exchanges of which the one with the least round trip is chosen."""
 MAX_JUMP_S = 0.1
 """Change of the offset that is more than drift: one of the hosts has been suspended."""
 POLL_S = 0.2
 MIN_STOP_S = 1.0
 MAX_STOPS = 10_000
 MAX_STOPPED_CPU = 0.5
-"""Processor seconds a second above which a process that is late was busy, not stopped."""
+"""A late process that used more processor seconds per second than this was busy, not stopped."""
 
 
 class Exchange(NamedTuple):
@@ -45,14 +45,14 @@ class ControllerClock:
 
     @property
     def offset_s(self) -> float | None:
-        """The controller's time minus that of this process; None while it is unknown."""
+        """The controller's time minus that of this process, in seconds; None while it is unknown."""
         if self._is_shared:
             return 0.0
         return min(self._exchanges).offset_s if self._exchanges else None
 
     @property
     def error_s(self) -> float:
-        """Bound on the error of the offset, without drift; infinite while it is unknown."""
+        """Bound on the error of the offset in seconds, without drift; infinite while the offset is unknown."""
         if self._is_shared:
             return 0.0
         return min(self._exchanges).round_trip_s / 2 if self._exchanges else float("inf")
@@ -63,11 +63,11 @@ class ControllerClock:
         Args:
             sent_s: when it was sent, on the clock of this process.
             answered_s: when it was answered, on the controller's clock.
-            received_s: when the answer came, on the clock of this process.
+            received_s: when the answer arrived, on the clock of this process.
 
         Returns:
-            By how many seconds the controller's clock has jumped ahead of this one since the last exchange (less than
-            0: has fallen behind); 0 for what drift and round trips explain.
+            Seconds by which the offset has grown since the earlier exchanges (negative: shrunk); 0 if drift and
+            round trips explain the change.
         """
         if self._is_shared or received_s < sent_s:
             return 0.0
@@ -82,13 +82,13 @@ class ControllerClock:
         return jump_s
 
     def reset(self, is_shared: bool) -> None:
-        """Another controller: its clock may be another one."""
+        """Forget all exchanges: the worker has another controller, which may read another clock."""
         self._is_shared = is_shared
         self._exchanges.clear()
 
 
 class StopWatcher:
-    """A thread that notices when this process has not run: it was stopped, or its machine paused.
+    """A thread that detects when this process did not run because it was stopped or its machine was paused.
 
     A process that computes without letting this thread run is recognised by the processor time that it used.
     """
@@ -113,7 +113,13 @@ class StopWatcher:
         return stops
 
     def note(self, last_s: float, now: float, cpu_s: float) -> None:
-        """The thread ran at ``last_s`` and next at ``now``; the process used ``cpu_s`` seconds of processors."""
+        """Add a stop if the time between two runs of the thread was long, and the process used little processor time.
+
+        Args:
+            last_s: time of the first run (`monotonic`).
+            now: time of the second run.
+            cpu_s: processor seconds of the process in between.
+        """
         if now - last_s > MIN_STOP_S and cpu_s < MAX_STOPPED_CPU * (now - last_s) and len(self._stops) < MAX_STOPS:
             self._stops.append(Span(STOPPED, last_s, now))
 

@@ -1,4 +1,4 @@
-"""What the controller tells a worker of evaluations: results (trainers), and versions that are lost (sources)."""
+"""Messages of the controller about evaluations: results (to trainers), and lost versions (to sources)."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ UNTIL_SESSION_END = BoundedElsewhere("the end of the session")
 
 
 class EvaluationNews:
-    """Results of evaluations in the order in which they came, each once, and versions that no worker has any more."""
+    """Results of evaluations in order of arrival, each once, and versions that no worker has any more."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[str, int], Evaluated] = {}
@@ -18,7 +18,7 @@ class EvaluationNews:
         self._changed = asyncio.Event()
 
     def add(self, message: Evaluated | VersionLost) -> None:
-        """Take a message of the controller; one that is repeated changes nothing."""
+        """Add a message of the controller; a repeated message changes nothing."""
         if isinstance(message, VersionLost):
             self._lost.add(message.version)
         else:
@@ -26,13 +26,13 @@ class EvaluationNews:
         self._changed.set()
 
     def take(self) -> list[Evaluated]:
-        """The results that came since the last call."""
+        """The results that have arrived since the last call."""
         new = list(self._results.values())[self._taken :]
         self._taken += len(new)
         return new
 
     async def take_next(self) -> list[Evaluated]:
-        """Wait for results, and take them."""
+        """Wait until there are results that were not taken yet, and take them."""
         while not (found := self.take()):
             self._changed.clear()
             await wait_until(self._changed.wait(), UNTIL_SESSION_END, "the results of an evaluation", CONTROLLER)

@@ -31,7 +31,7 @@ class Deadlines:
         self._loop = asyncio.get_running_loop()
         self._at_s: dict[int, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = float("inf")  # of the earliest deadline when it was set, which may have been removed since
+        self._timer_s = float("inf")  # earliest deadline when the timer was set; it may have been removed since
 
     def add(self, number: int, seconds: float) -> None:
         """Set the deadline of ``number`` to ``seconds`` from now."""
@@ -60,12 +60,12 @@ class Deadlines:
         self._timer_s = float("inf")
         now = self._loop.time()
         passed = (number for number, at_s in self._at_s.items() if at_s <= now + CLOCK_RESOLUTION_S)
-        due = sorted(passed, key=self._at_s.__getitem__)  # several, if the loop was held up
+        due = sorted(passed, key=self._at_s.__getitem__)  # several if the loop was blocked
         for number in due:
             del self._at_s[number]
         if self._at_s:
             self._set_timer(min(self._at_s.values()))
-        with contextlib.ExitStack() as each:  # calls all of them even if one raises
+        with contextlib.ExitStack() as each:  # makes all calls even if one raises
             for number in reversed(due):
                 each.callback(self._on_expiry, number)
 
@@ -73,7 +73,7 @@ class Deadlines:
 Answer = TypeVar("Answer", m.Grant, m.OfferAccepted, m.Committed)
 Request = m.Offer | m.Pull | m.Commit | m.CheckpointWritten
 CANCEL_TIMEOUT_S = 30.0
-"""How long the controller may take to answer a request that was cancelled."""
+"""Seconds that the controller may take to answer a request that was cancelled."""
 # Waking a thread may take as long as the answer: while answers come within SPIN_IF_FASTER_S, a single open request
 # polls for its answer for up to SPIN_S of processor time before it sleeps.
 SPIN_IF_FASTER_S = 0.001
@@ -129,7 +129,8 @@ class RequestTable:
         """Send a request and return its answer.
 
         Raises:
-            WaitExpired: no answer within ``deadline_s`` seconds; the request is then cancelled at the controller.
+            WaitExpired: no answer within ``deadline_s`` seconds. An offer or pull is then cancelled at the controller;
+                the error is raised after its answer to that, or CANCEL_TIMEOUT_S later.
             Drained: this worker is leaving the run, and the request is a pull.
             RemoteProtocolError: the controller rejected the request, or answered with a message of another type.
             FlowError: the error that ended the session.
@@ -137,7 +138,7 @@ class RequestTable:
         return await self._answer(self._send_request(message, deadline_s), answer_type)
 
     def start(self, message: Request, answer_type: type[Answer], deadline_s: float) -> asyncio.Task[Answer]:
-        """Send a request now; the task that is returned has the answer, and the errors of `ask`."""
+        """Send a request now. The returned task has the answer as its result, and raises the errors of `ask`."""
         answer = self._answer(self._send_request(message, deadline_s), answer_type)
         task = self._loop.create_task(answer)
         task.add_done_callback(lambda _: self._remove(message.request))  # even if it was cancelled before it ran
@@ -181,12 +182,12 @@ class RequestTable:
         self._open.pop(number, None)
 
     def get(self, number: int) -> Request | None:
-        """The request of this number, if it is open."""
+        """The request of this number; None if it is not open."""
         request = self._open.get(number)
         return None if request is None else request.message
 
     def resend_messages(self) -> list[Request]:
-        """The requests to send again to a restarted controller. Requests cancelled at the old one expire."""
+        """The requests to send again to a restarted controller. Requests that were cancelled raise WaitExpired."""
         messages = []
         for request in list(self._open.values()):
             if not request.cancelled:
@@ -198,7 +199,7 @@ class RequestTable:
         return messages
 
     def on_answer(self, number: int, answer: m.Message) -> None:
-        """Complete the request of this number with its answer."""
+        """Complete the request of this number with its answer, or with an error if the answer is `Rejected`."""
         request = self._open.get(number)
         if request is None or request.reply.done():
             self._on_unclaimed(answer)
@@ -213,11 +214,11 @@ class RequestTable:
             request.reply.set_exception(RemoteProtocolError(answer.reason))
 
     def set_leaving(self) -> None:
-        """This worker is drained: a rejected pull raises Drained from now on."""
+        """From now on a rejected pull raises Drained: this worker is drained."""
         self._leaving = True
 
     def end(self, error: FlowError) -> None:
-        """The session has ended: open and later requests raise ``error``."""
+        """Let open and later requests raise ``error``: the session has ended."""
         self._ended = self._ended or error
         self._deadlines.close()
         for request in self._open.values():
@@ -266,7 +267,7 @@ class _Lease:
 
 
 class ResyncState:
-    """Leases of ``renewable`` stages, steps that may not be closed yet, and reports that are made once in a run."""
+    """Leases of ``renewable`` stages, steps that may not be closed yet, and messages that are sent once in a run."""
 
     def __init__(self, renewable: Collection[str]) -> None:
         self._renewable = frozenset(renewable)
@@ -278,7 +279,7 @@ class ResyncState:
         self._evaluated: dict[tuple[str, int], m.Evaluated] = {}
 
     def granted(self, pull: m.Pull, grant: m.Grant) -> None:
-        """A pull was granted. A grant for a step shows that all earlier steps are closed for good."""
+        """Add the lease of a grant. A grant for a step shows that all earlier steps are closed, so they are removed."""
         if pull.stage not in self._renewable:
             return
         if pull.step >= 0:
@@ -289,7 +290,7 @@ class ResyncState:
             self._leases[grant.lease] = _Lease(pull.stage, pull.step, slots)
 
     def lease_ended(self, slots: Sequence[int], leases: Sequence[int]) -> None:
-        """These slots, each with its lease, are committed or released."""
+        """Remove these slots, each with its lease: they are committed or released."""
         if not self._leases:
             return
         for slot, number in zip(slots, leases, strict=True):
@@ -324,7 +325,10 @@ class ResyncState:
             )
 
     def repeated_messages(self) -> Iterator[m.Message]:
-        """Everything else. The controller may know some of it; receiving it twice is harmless."""
+        """The other messages to repeat: steps, ends of data, evaluations, reported numbers, end of the role.
+
+        The controller may have received some of them before; a repeated message changes nothing.
+        """
         yield from self._steps.values()
         yield from (m.EndOfData(flow) for flow in self._exhausted)
         yield from self._evaluated.values()

@@ -2,9 +2,9 @@
 
 - `Batch` has leased slots with their tensors and inline values.
 - `SampleTransfers` moves tensors between the store and the lanes, on the controller's orders.
-- `UncommittedColumns` holds those of offers and commits that the controller has not answered yet. They enter the store
-  when the answer is received, not where it is awaited: the next message may already be the order to send them, and the
-  caller may have stopped waiting.
+- `UncommittedColumns` holds the tensors of offers and commits that the controller has not answered yet. They enter the
+  store when the answer is received, not where it is awaited: the next message may already be the order to send them,
+  and the caller may have stopped waiting.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Columns(Mapping[str, list[torch.Tensor]]):
         return len(self._columns)
 
     def packed(self, column: str) -> Packed:
-        """All rows of a column in one flat tensor: without a copy if they arrived together."""
+        """All rows of a column in one flat tensor; without a copy if the store has them packed."""
         rows = self._columns[column]
         if not isinstance(rows, Packed):
             rows = self._columns[column] = Packed(torch.cat(list(rows)), tuple(map(len, rows)))
@@ -47,7 +47,7 @@ class Columns(Mapping[str, list[torch.Tensor]]):
 
 
 class Numbers(dict[str, list[float]]):
-    """Inline columns, a number for each slot."""
+    """Inline columns, one number for each slot. Raises KeyError, with the columns there are, for any other."""
 
     def __missing__(self, column: str) -> list[float]:
         there_is = ", ".join(map(repr, self)) or "none"
@@ -134,13 +134,13 @@ class SampleTransfers:
         try:
             runs = self._store.runs(order.parts)
         except FlowError as error:
-            # The receiver waits for this turn: only this lane fails.
+            # Fails this lane, and no other, so that the receiver does not wait for its deadline.
             self._lanes.refuse(order.turn, str(error))
         else:
             self._lanes.send(order.turn, runs).add_done_callback(ignore_exception)
 
     def receive(self, incoming: Incoming) -> None:
-        """Receive the samples of this turn of a lane; without room in the store, refuse the turn."""
+        """Receive the samples of this turn of a lane. If the store has no room for them, refuse the turn."""
         arrival: asyncio.Future[None] = self._loop.create_future()
         arrival.add_done_callback(ignore_exception)
         try:
@@ -169,7 +169,7 @@ class SampleTransfers:
 
 
 class UncommittedColumns:
-    """ColumnRows by request number, until the request is answered."""
+    """Tensor columns of offers and commits by request number, until the request is answered."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
@@ -186,7 +186,7 @@ class UncommittedColumns:
             self._offers[request] = columns
 
     def add_commit(self, request: int, slots: Sequence[int], columns: ColumnRows) -> None:
-        """Add columns of a commit, one row per slot. Raises as `add_offer` does."""
+        """Add columns of a commit. Raises as `add_offer`, and LocalProtocolError unless there is one row per slot."""
         self._check(columns)
         for column, rows in columns.items():
             if len(rows) != len(slots):
@@ -199,12 +199,12 @@ class UncommittedColumns:
         self._store.check_room(columns)
 
     def offer_accepted(self, request: int, first: int) -> None:
-        """The offer is accepted: its groups have the ids from ``first`` on. Negative: the run needs no more."""
+        """Store the columns of an accepted offer, whose groups have the ids from ``first`` on. Negative: drop them."""
         for column, rows in self._offers.pop(request, {}).items() if first >= 0 else ():
             self._store.put_rows(column, range(first, first + len(rows)), rows, room_checked=True)
 
     def committed(self, request: int, refused: Sequence[int]) -> None:
-        """The commit is accepted, except for the slots in ``refused``: their rows in the store do not change."""
+        """Store the columns of an accepted commit, except those of the slots in ``refused``."""
         slots, columns = self._commits.pop(request, ((), {}))
         excluded = set(refused)
         kept = [row for row, slot in enumerate(slots) if slot not in excluded]
@@ -217,6 +217,6 @@ class UncommittedColumns:
                 self._store.put_rows(column, [slots[row] for row in kept], kept_rows, room_checked=True)
 
     def rejected(self, request: int) -> None:
-        """The offer or commit is rejected: drop its columns."""
+        """Drop the columns of a rejected offer or commit."""
         self._offers.pop(request, None)
         self._commits.pop(request, None)

@@ -48,7 +48,7 @@ MAX_PULL_ATTEMPTS = 3
 CLOSE_S = 5.0
 LIVENESS = BoundedElsewhere("the liveness timeout of the controller")
 NEXT_MESSAGE = "the next message"
-"""What an open session waits for all the time."""
+"""Name of the wait that every open session has."""
 MAX_REPORTED_WAITS = 8
 MAX_REPORTED_CHARS = 160
 REPORTED_AFTER_S = 2.0
@@ -73,7 +73,7 @@ class Session:
         self.timeline = Timeline(MonotonicClock())
         self._clock = ControllerClock(is_shared=welcome.clock == clock_name())
         self._reported_s = 0.0
-        """Up to this time of the controller's clock what this worker did is reported."""
+        """Time on the controller's clock up to which this worker has reported its work."""
         self._stops = StopWatcher()
         self._stops.start()
         self.store = TensorStore(welcome.columns, welcome.store_bytes)
@@ -108,9 +108,9 @@ class Session:
     # ---- messages of the controller
 
     async def _run(self) -> None:
-        """Handle what the connection returns, until it fails or the session is closed.
+        """Handle the events of the connection, until it fails or the session is closed.
 
-        Most messages are not returned but given to `_on_message`.
+        The connection passes most messages directly to `_on_message`.
         """
         with tracked(NEXT_MESSAGE, CONTROLLER, LIVENESS):
             try:
@@ -169,7 +169,7 @@ class Session:
                     self._on_exchange(sent_s, answered_s)
             # the connection itself
             case ConnectionLost():
-                # Opening a lane needs the controller, and a restarted one does not know those that are open.
+                # A restarted controller does not know the open lanes.
                 self._lanes.drop_all("the controller has gone")
             case Reconnected():
                 self._clock.reset(is_shared=self.welcome.clock == clock_name())
@@ -221,8 +221,8 @@ class Session:
             tensors: group columns, one 1-D tensor per prompt (a list, or `Packed`). They stay in this worker's store
                 until their group is done.
             tags: inline columns, one number per slot.
-            at_least: the lowest policy version that may generate these samples; -1: the one after the last
-                closed step.
+            at_least: the lowest policy version that may generate these samples; -1: the version that the last closed
+                step made.
             deadline_s: seconds to wait for admission; None for the run's default.
             at_most: the version that has to generate all tokens of these samples, equal to ``at_least``; the offer
                 waits for its publication. Not for a flow that is trained. Without it, any later version may.
@@ -235,6 +235,8 @@ class Session:
             WaitExpired: the groups were not admitted in time; none is open.
             OverBudget: this worker's store has no room for the tensors; none is open.
             LocalProtocolError: a prompt id, tensor or number is invalid; none is open.
+            RemoteProtocolError: the controller rejected the offer.
+            FlowError: the error that ended the session.
         """
         if fault := prompts_fault(prompts):
             raise LocalProtocolError(f"offer to flow {flow!r}: {fault}; take a hash modulo 2**63, for example")
@@ -281,6 +283,8 @@ class Session:
             WaitExpired: no slot was ready in time; nothing is leased.
             TransferError: the tensors did not arrive in MAX_PULL_ATTEMPTS attempts.
             Drained: this worker has been asked to leave the run.
+            RemoteProtocolError: the controller rejected the pull.
+            FlowError: the error that ended the session.
         """
         reason = ""
         leases = () if done is None else (done.grant.lease,)
@@ -322,8 +326,8 @@ class Session:
 
         Args:
             stage: the stage that is done.
-            slots: the slots, and in ``leases`` the lease of each.
-            leases: see `Batch.leases`.
+            slots: ids of the slots.
+            leases: the lease of each slot, see `Batch.leases`.
             tensors: tensor columns, one 1-D tensor per slot (a list, or `Packed`). They stay in this worker's store.
             inline: inline columns, one number per slot; they travel with the message.
             spans: for generated samples: (version, tokens, version, tokens, ...) of each slot.
@@ -334,6 +338,9 @@ class Session:
         Raises:
             LocalProtocolError: a tensor does not fit its column or a number is not finite; nothing is committed.
             OverBudget: the store has no room for the tensors; nothing is committed.
+            WaitExpired: no answer within the run's request timeout.
+            RemoteProtocolError: the controller rejected the commit.
+            FlowError: the error that ended the session.
         """
         commit = self._make_commit(stage, slots, leases, tensors, inline, spans)
         done = await self._requests.ask(commit, m.Committed, self.welcome.request_timeout_s)
@@ -350,8 +357,8 @@ class Session:
     ) -> "asyncio.Task[m.Committed]":
         """As `commit`, but returns when the message is sent; ``refused`` of the task's result has the refused slots.
 
-        What follows need not wait for the answer: the controller handles messages in order. Await the task for its
-        errors. Raises as `commit` what is wrong with the arguments.
+        Later messages may be sent before the answer: the controller handles messages in order. LocalProtocolError and
+        OverBudget are raised by this call, the other errors of `commit` by the task.
         """
         commit = self._make_commit(stage, slots, leases, tensors, inline, spans)
         return self._requests.start(commit, m.Committed, self.welcome.request_timeout_s)
@@ -365,7 +372,7 @@ class Session:
         inline: Mapping[str, Sequence[float]] | None,
         spans: Sequence[tuple[int, ...]],
     ) -> m.Commit:
-        """A commit whose tensors are in the store."""
+        """Make a commit, and keep its tensors until the answer. Raises LocalProtocolError and OverBudget."""
         values = _inline_values(f"commit of stage {stage!r}", inline)
         request = self._requests.number()
         columns = tensors or {}
@@ -412,7 +419,10 @@ class Session:
         self.send(done)
 
     async def saved(self, step: int) -> None:
-        """Report a checkpoint after ``step`` steps; returns when the ledger is on disk up to that step."""
+        """Report a checkpoint after ``step`` steps; returns when the ledger is on disk up to that step.
+
+        Raises WaitExpired, RemoteProtocolError and FlowError as `commit`.
+        """
         written = m.CheckpointWritten(self._requests.number(), step)
         await self._requests.ask(written, m.Committed, self.welcome.request_timeout_s)
 
@@ -429,7 +439,7 @@ class Session:
         self._last_waits = waits
 
     def _take_spans(self) -> tuple[BusySpan, ...]:
-        """The spans since the last report, on the controller's clock; none while the offset of that is unknown."""
+        """The spans since the last report, on the controller's clock; empty while its offset is unknown."""
         offset_s = self._clock.offset_s
         if offset_s is None:
             return ()
@@ -441,7 +451,7 @@ class Session:
         )
 
     def _on_exchange(self, sent_s: float, answered_s: float) -> None:
-        """A heartbeat was answered."""
+        """Update the clock's offset with an answered heartbeat, and report a stop of this host that it shows."""
         now = monotonic()
         jump_s = self._clock.add(sent_s, answered_s, now)
         if not jump_s:
@@ -455,9 +465,9 @@ class Session:
         """Report the results of an evaluation; the trainers are told.
 
         Args:
-            name: of the data set; empty: no evaluation follows.
-            version: that generated all answers.
-            numbers: results by name; none: the version could not be evaluated.
+            name: name of the data set; empty: no evaluation follows.
+            version: the version that generated all answers.
+            numbers: results by name; empty: the version could not be evaluated.
         """
         results = tuple((key, float(value)) for key, value in numbers.items())
         done = m.Evaluated(name, version, results)
@@ -465,7 +475,7 @@ class Session:
         self.send(done)
 
     def finished(self) -> None:
-        """Report that this worker's role is complete; it continues to serve the tensors it holds."""
+        """Report that this worker's role is complete. The worker continues to serve the tensors that it holds."""
         self.report()
         self._resync.finished()
         self.send(m.RoleCompleted())
@@ -475,7 +485,7 @@ class Session:
         self.send(m.Drain(0, self.worker))
 
     async def wait_stopped(self) -> None:
-        """Serve tensors to other workers until the controller ends the run; raises Stopped then."""
+        """Serve tensors to other workers until the session ends, then raise its error: Stopped if the run ended."""
         await wait_until(asyncio.shield(self._ended), LIVENESS, "the end of the run", CONTROLLER)
 
     async def unless_ended(self, work: Coroutine[Any, Any, Reply]) -> Reply:
@@ -495,7 +505,7 @@ class Session:
         self._connection.send(message)
 
     async def close(self, error: str = "") -> None:
-        """Leave the run and close the connection; ``error`` is the reason of a failure."""
+        """Leave the run and close the connection. ``error`` is the reason if this worker has failed."""
         self.report()
         self._stops.close()
         self.send(m.Leave(error))
@@ -554,8 +564,8 @@ class Session:
 def reported_waits() -> tuple[tuple[str, str, float, float], ...]:
     """Long open waits of this process, oldest first, as (what, blocked on, age_s, limit_s).
 
-    Waits for the controller are left out: it knows them itself. In a process with more than one session, waits cannot
-    be attributed to a worker and none is reported.
+    Waits for the controller are left out: the controller knows them. In a process with more than one session, waits
+    cannot be attributed to a worker and none is reported.
     """
     now = monotonic()
     waits = open_waits()
@@ -589,7 +599,8 @@ async def connect(address: str, worker: str, role: str, deadline_s: float, keys:
     Raises:
         WaitExpired: no controller answered in time.
         LocalProtocolError: the controller refused this worker.
-        ConfigError: the keys of this worker and of the controller do not match.
+        Stopped: the controller refused this worker for good.
+        ConfigError: the address is malformed, or the keys of this worker and of the controller do not match.
     """
     hello = m.Hello(
         protocol=m.PROTOCOL,

@@ -1,4 +1,4 @@
-"""Pulling in a loop: a stage that makes columns, one that makes none, and weight updates between sequences."""
+"""Loops of pulls: for a stage with output columns, for one without, and with weight updates during a pull."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -16,16 +16,16 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """The columns that a stage makes of a batch, one row a slot; see `Session.commit`."""
+    """The columns that a stage makes of a batch, one row per slot; see `Session.commit`."""
 
     tensors: Mapping[str, Rows] = field(default_factory=dict)
     inline: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 async def run_stage(session: Session, stage: str, slots: int, work: Callable[[Batch], Awaitable[StageOutput]]) -> None:
-    """Pull batches of a stage and commit what ``work`` makes of each, until the stage's flows are exhausted.
+    """Pull batches of a stage and commit the output of ``work`` for each, until the stage's flows are exhausted.
 
-    The next batch is pulled without waiting for the answer to the commit before it, which saves a round trip a batch.
+    The next batch is pulled before the answer to the last commit arrives, which saves a round trip per batch.
 
     Args:
         session: the session of the worker.
@@ -78,7 +78,7 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
     following = asyncio.create_task(session.pull(stage, slots))
     committing: asyncio.Task[m.Committed] | None = None
     batch: Batch | None = None
-    done: Batch | None = None  # complete; reported with the next pull
+    done: Batch | None = None  # a completed batch, to be reported with the next pull
     try:
         while True:
             batch = await following
@@ -94,8 +94,8 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
             if not ahead:
                 following = asyncio.create_task(session.pull(stage, slots, done=done))
             elif not following.done():
-                # The next pull may be far away, and sources may wait for these rows to be freed. The answer is awaited
-                # one batch later.
+                # The next pull may be answered much later, and sources may wait until these rows are freed. The answer
+                # to the commit is awaited one batch later.
                 if committing is not None:
                     await committing
                 committing = session.start_commit(stage, worked.slots, worked.leases)
@@ -116,7 +116,7 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
 
 
 async def pull_between(session: Session, stage: str, slots: int, swap: Callable[[Snapshot], None]) -> Batch:
-    """Like `Session.pull`, for a generating worker that is idle until the answer comes.
+    """Like `Session.pull`, for a generating worker that is idle until the answer arrives.
 
     Slots may become ready only once this worker uses the weights that arrive while it waits, so a worker that takes
     weights only before it pulls could wait for ever.

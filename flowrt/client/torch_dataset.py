@@ -35,14 +35,14 @@ class StreamDataset(IterableDataset[Row]):
     """
 
     def __init__(self, address: str, stage: str, slots: int = 64, name: str = "dataset", role: str = "dataset") -> None:
-        """Describe the stream; each iterator connects by itself.
+        """Describe the stream. Each iterator opens its own connection, and raises as `connect` and `Session.pull`.
 
         Args:
             address: the controller's address.
             stage: the stage to consume.
             slots: rows fetched at a time.
             name: prefix of the worker names of the consumers.
-            role: their role in the run.
+            role: role of the consumers in the run.
         """
         self._address = address
         self._stage = stage
@@ -65,7 +65,7 @@ class StreamDataset(IterableDataset[Row]):
 
 
 async def _committed_batches(session: Session, stage: str, slots: int) -> AsyncIterator[Batch]:
-    """Batches of the stage that are committed already: between two of them nothing is leased."""
+    """Batches of the stage that are already committed, so that no lease is open while the caller uses a batch."""
     while not (batch := await session.pull(stage, slots)).closed:
         if not await session.commit(stage, batch.slots, batch.leases):
             yield batch

@@ -2,7 +2,7 @@
 
 - A received version is verified by its checksum and staged; the worker continues with the old one until it calls
   `applied`.
-- A version that still arrives can be sent on, chunk by chunk.
+- A version can be sent on while it arrives, chunk by chunk.
 - Transfers run in the order of the controller's orders, as both ends of a lane must.
 """
 
@@ -47,12 +47,12 @@ class StagedWeights:
     model: str
     snapshot: Snapshot
     older: bool = False
-    """It is older than the version in use, and takes its place for an evaluation."""
+    """Whether this version is older than the version in use, and takes its place for an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A version that can be sent; one that still arrives (``inbound``) is relayed chunk by chunk."""
+    """A version that can be sent; a version that is still arriving (``inbound``) is relayed chunk by chunk."""
 
     weights: Weights
     buckets: list[torch.Tensor]
@@ -74,7 +74,7 @@ class WeightTransfers:
         self._deadline_s = deadline_s
         self._held: dict[Encoding, _Held] = {}
         self._applied: dict[str, int] = {}
-        self._published: dict[str, tuple[Snapshot, int]] = {}  # the latest of each model, and its checksum
+        self._published: dict[str, tuple[Snapshot, int]] = {}  # latest version of each model, and its checksum
         self._publishing: asyncio.Future[None] | None = None
         self._staged: dict[str, StagedWeights] = {}
         self._devices: dict[str, torch.device] = {}  # of models in use: a new version is pinned before its swap
@@ -90,7 +90,7 @@ class WeightTransfers:
         Args:
             model: the name of the model.
             snapshot: its weights; must not change any more.
-            divergence: KL divergence of earlier versions from this one, for weight sync policies that use it.
+            divergence: KL divergence of earlier versions from this one, by version, for sync policies that use it.
         """
         encodings = await asyncio.to_thread(self._encodings, model, snapshot)
         for weights, buckets in encodings:
@@ -100,9 +100,10 @@ class WeightTransfers:
     async def publish_in_background(
         self, model: str, snapshot: Snapshot, divergence: Mapping[int, float] | None = None
     ) -> None:
-        """As `publish`, but return at once: checksum and delta are computed in the background.
+        """As `publish`, but compute checksum and delta in the background.
 
-        Versions are published in order, so this waits for the one before. `wait_published` waits for the last one.
+        Versions are published in order, so this first waits until the previous version is published, and raises its
+        error if it could not be. `wait_published` waits for the last version.
         """
         await self.wait_published()
         published: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -120,14 +121,14 @@ class WeightTransfers:
         self._spawn(publish())
 
     async def wait_published(self) -> None:
-        """Wait until all versions are published. Raises the error of one that could not be."""
+        """Wait until all versions are published. Raises the error of a version that could not be published."""
         publishing = self._publishing
         self._publishing = None
         if publishing is not None:
             await wait_until(publishing, UNTIL_SESSION_END, "a version to be encoded and published", "this worker")
 
     def _encodings(self, model: str, snapshot: Snapshot) -> list[tuple[Weights, list[torch.Tensor]]]:
-        """The full version and, where that is much smaller, its delta to the version published before it."""
+        """The full version and, if that is much smaller, its delta to the previously published version."""
         checksum = snapshot.checksum()
         version = snapshot.version
         sizes = snapshot.bucket_bytes()
@@ -146,20 +147,20 @@ class WeightTransfers:
         return encodings
 
     def staged(self, model: str = "") -> StagedWeights | None:
-        """The newest version of a model (without a name: of any) that has arrived and is not in use yet."""
+        """The staged version of a model (without a name: of any model); None if there is none."""
         if model:
             return self._staged.get(model)
         return next(iter(self._staged.values()), None)
 
     async def wait_staged(self, model: str = "") -> StagedWeights:
-        """Wait until a version of a model (without a name: of any) is staged, and return it."""
+        """Wait until a version of a model (without a name: of any model) is staged, and return it."""
         while (found := self.staged(model)) is None:
             self._changed.clear()
             await wait_until(self._changed.wait(), UNTIL_SESSION_END, "a newer version", CONTROLLER)
         return found
 
     def applied(self, model: str, version: int) -> None:
-        """Report that this worker generates with ``version`` of a model from now on, and unstage it."""
+        """Report that this worker generates with ``version`` of a model from now on, which is no longer staged then."""
         staged = self._staged.get(model)
         found = -1 if staged is None else staged.snapshot.version
         if staged is not None and (found == version or (found < version and not staged.older)):
@@ -174,7 +175,7 @@ class WeightTransfers:
         return [WeightsActivated(model, version) for model, version in self._applied.items()]
 
     def servable(self) -> tuple[Weights, ...]:
-        """All encodings that have arrived completely: those that the controller can know."""
+        """The full versions and deltas that this worker holds completely, and the controller may know of."""
         return tuple(held.weights for held in self._held.values() if held.inbound is None)
 
     # ---- orders of the controller, in the order in which they arrive
@@ -206,7 +207,7 @@ class WeightTransfers:
         self._spawn(self._stage(order, held, arrived, checksum))
 
     def evict(self, order: EvictVersion) -> None:
-        """Drop all encodings of a version."""
+        """Drop a version: the full version and its deltas."""
         for encoding in [encoding for encoding in self._held if encoding[:2] == (order.model, order.version)]:
             del self._held[encoding]
 
@@ -288,7 +289,7 @@ def _verify(weights: Weights, held: _Held, checksum: int) -> Snapshot:
 
 
 def _close(tensors: Generator[torch.Tensor, None, None]) -> None:
-    """Release the tensors of a transfer. ValueError: its thread is inside the generator, about to fail and release."""
+    """Release the tensors of a transfer. ValueError: its thread is in the generator, and will release them itself."""
     with contextlib.suppress(ValueError):
         tensors.close()
 

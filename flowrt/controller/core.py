@@ -4,7 +4,7 @@
   commands.
 - Each kind of message has one handler, listed in `HANDLERS`: a function of the state, the environment and the message.
 - A handler that refuses a message raises RemoteProtocolError and has changed nothing.
-- What an event makes possible is reported to the worklist and done before `handle` returns.
+- Requests that an event may unblock are reported to the worklist, and tried before `handle` returns.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -46,9 +46,9 @@ from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 
 CHANGES_WAITS = OF_ONE | OF_ALL
-"""Messages after which a wait may have another cause; each is progress."""
+"""Messages that may change the cause of a wait; each of them counts as progress."""
 MAX_STALL_LINES = 12
-"""Lines of the wait-for graph in the reason of a stall; the log has all of them."""
+"""Maximum number of lines of the wait-for graph in the reason of a stall; the log has more of them."""
 
 Handler = Callable[[State, Environment, WorkerId, Any, float], list[Command]]
 HANDLERS: dict[type[m.Message], Handler] = {
@@ -84,8 +84,7 @@ NO_PROGRESS: frozenset[type[m.Message]] = frozenset(
         *(m.FetchFailed, m.TransferFailed, m.ReleaseLease, m.RendezvousKey, m.Notice),
     )
 )
-"""Messages after which a run in which nothing else happens still counts as stalled; a pull that completes a lease is
-progress."""
+"""Messages that do not count as progress of the run; a pull that reports completed leases (``done``) does."""
 
 
 class Core:
@@ -107,8 +106,8 @@ class Core:
             flow: columns and stages.
             policies: one policy for each decision.
             term: the number of this controller of the run, from 1.
-            recovered: the state of a controller that crashed.
-            outcomes: rewards of groups of earlier controllers, for the curriculum.
+            recovered: the state of an earlier controller that crashed, from its replay log; None without one.
+            outcomes: mean rewards of groups under earlier controllers, for the curriculum.
         """
         check_filter(flow, policies)
         self.env = Environment(settings, flow, policies)
@@ -137,7 +136,7 @@ class Core:
         state, waits = self.state, self.waits
         if state.progress_s is None:
             state.begin(now)
-        if now >= waits.check_s:  # what earlier events have changed; this one is not applied yet
+        if now >= waits.check_s:  # the effects of earlier events, before this event is applied
             waits.classify(state, self.env, now, self._event_s)
         self._event_s = now
         if type(event) is MessageReceived:  # most events
@@ -187,7 +186,7 @@ class Core:
                 return self._tick(now)
 
     def _follow_up(self, now: float) -> list[Command]:
-        """Do what the event has made possible."""
+        """Serve parked requests, order fetches and end the run, as far as the event permits."""
         state, env = self.state, self.env
         if state.ended is not None:
             return []
@@ -278,24 +277,28 @@ class Core:
         return state.end(reason, EXIT_STALLED)
 
     def _never_joined(self) -> list[str]:
-        """Roles that the run needs and that have not had a worker yet."""
+        """Roles that the run needs and that have never had a worker."""
         settings = self.env.settings
         needed = (*settings.replaceable_roles, *settings.critical_roles, *settings.completing_roles)
         return [role for role in dict.fromkeys(needed) if role not in self.state.membership.joined_roles]
 
-    # ---- what others read
+    # ---- queries
 
     def wait_graph(self, now: float, request_timeout_s: float = float("inf"), first: Collection[str] = ()) -> WaitGraph:
-        """The wait-for graph at this moment; of many workers it lists ``first`` first."""
+        """The wait-for graph at ``now``; see `flowrt.controller.diagnostics.wait_graph.wait_graph`."""
         return wait_graph(self.state, self.env, now, request_timeout_s, first)
 
     def waiting(self) -> list[tuple[WorkerId, str, float]]:
-        """(worker, what it waits for, since when) of each parked request."""
+        """(worker, what it waits for, since when in seconds of the clock of `handle`) of each parked request."""
         return pulls.waiting(self.state, self.env)
 
     def deadlock(self, now: float, returned: Collection[str], quiet_s: float) -> str:
-        """Why the run cannot go on, if no worker joins it any more and nothing has happened for ``quiet_s`` seconds;
-        empty while it can. ``returned`` are workers that ask for nothing more.
+        """Why the run can make no further progress unless a worker joins; empty if it can, or has ended.
+
+        Args:
+            now: seconds on the clock of `handle`.
+            returned: workers that will send no further request.
+            quiet_s: seconds without progress before which the result is empty.
         """
         state = self.state
         if state.ended is not None or state.progress_s is None or now - state.progress_s < quiet_s:
@@ -318,11 +321,12 @@ class Core:
         return f"every worker waits for another one: {waits}"
 
     def check(self) -> None:
-        """Assert every invariant of the state; for tests and simulations."""
+        """Raises AssertionError if an invariant of the state does not hold; for tests, simulations and replays."""
         audit(self.state, self.env)
 
     @property
     def settings(self) -> Settings:
+        """The settings of the run."""
         return self.env.settings
 
     @property
@@ -332,6 +336,8 @@ class Core:
 
     @property
     def renewable(self) -> tuple[str, ...]:
-        """Stages whose leases outlive the controller: tokens are dear, and what is trained is in a gradient already."""
+        """Stages whose leases can be renewed after a restart of the controller: generation, because it is expensive,
+        and training, because the samples are part of a gradient already.
+        """
         flow = self.env.flow
         return tuple(stage.name for stage in flow.stages if stage.generates or stage.name == flow.train_stage)

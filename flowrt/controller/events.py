@@ -15,11 +15,11 @@ class WorkerConnected:
     worker: WorkerId
     role: str
     host: str
-    lanes: tuple[str, ...] = ()
-    term: int = 0  # term of the controller it was connected to before; 0: a new worker
+    lanes: tuple[str, ...] = ()  # its transports, best first
+    term: int = 0  # term of the earlier controller that it rejoins from; 0: a new worker
 
 
-@dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
+@dataclass(slots=True)  # one for every message: not frozen, because creating a frozen one takes three times as long
 class MessageReceived:
     """A member sent a message."""
 
@@ -50,29 +50,29 @@ class KernelAlive:
 
 @dataclass(frozen=True, slots=True)
 class PreemptRun:
-    """The run is preempted: save what is trained, then end; it will be resumed later."""
+    """The run is preempted: save a checkpoint of what is trained, then end the run, which can be resumed later."""
 
     reason: str
-    code: int
-    kept: int = 0  # steps that the newest checkpoint is known to have
+    code: int  # exit code of the run
+    kept: int = 0  # number of steps in the newest checkpoint, as far as the sender of the order knows
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """The run has to end at once: a signal, a write error, a bug of the controller.
 
-    With ``even_if_complete`` a complete run ends with this error too: its end cannot be written to disk.
+    With ``even_if_complete`` the error also replaces a successful end, which could not be written to disk.
     """
 
     reason: str
-    code: int
+    code: int  # exit code of the run
     even_if_complete: bool = False
 
 
 Event = WorkerConnected | MessageReceived | WorkerDisconnected | KernelAlive | Tick | PreemptRun | Shutdown
 
 
-@dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
+@dataclass(slots=True)  # one for every message: not frozen, because creating a frozen one takes three times as long
 class Send:
     """Send this message to this worker."""
 
@@ -95,13 +95,13 @@ class AppendLedger:
     prompt: int
     epoch: int
     state: str  # in_flight, ready, leased, trained or dropped; unread when its source is lost
-    step: int
+    step: int  # the step in training at the time of the change
     reason: str = ""
     reward: float | None = None
     """Mean reward of a group that was trained, or dropped by the group filter."""
 
 
-@dataclass(slots=True)  # not frozen: one is made for every commit, and that takes three times as long
+@dataclass(slots=True)  # one for every commit: not frozen, because creating a frozen one takes three times as long
 class AppendReplay:
     """Append an entry to the replay log before any message that follows from it is sent."""
 
@@ -109,7 +109,7 @@ class AppendReplay:
 
 
 FRACTIONS = {"zero_variance_groups": "zero_variance_fraction"}
-"""Counts of trained groups that metrics.jsonl also has as fractions."""
+"""Counts of trained groups that metrics.jsonl also has as fractions, and the names of these fractions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,12 @@ class StepClosed:
     step: int
     groups: int
     samples: int
-    tokens: int
+    tokens: int  # of all samples, prompts included
     lags: tuple[int, ...]  # staleness of each sample, in versions
     inline_means: tuple[tuple[str, float], ...]
     metrics: tuple[tuple[str, float], ...]
     counts: tuple[tuple[str, int], ...] = ()
-    """What the group filter and the curriculum have done in the step, see `flowrt.controller.transitions.training`."""
+    """Counts of the step by their names in metrics.jsonl, see `flowrt.controller.transitions.training`."""
     fired: tuple[tuple[str, int], ...] = ()
     """Metrics whose guards fire in the step, each with its consecutive violations."""
 
@@ -139,7 +139,7 @@ class StepClosed:
         return tuple((FRACTIONS[name], count / max(self.groups, 1)) for name, count in self.counts if name in FRACTIONS)
 
     def measured(self) -> dict[str, float]:
-        """All numbers of the step by their names in metrics.jsonl, but for readings of the clock; unrounded."""
+        """All numbers of the step by their names in metrics.jsonl, not rounded; without times of the controller."""
         return {
             **dict(self.metrics),
             **dict(self.inline_means),
@@ -187,7 +187,7 @@ EventKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """Write an event to events.jsonl; one of kind "guard" or "warning" is a warning in the log too."""
+    """Write an event to events.jsonl; kinds "guard" and "warning" are also logged as warnings."""
 
     kind: EventKind
     step: int
@@ -199,7 +199,7 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Flush everything recorded so far to disk, then answer the worker, whose checkpoint depends on it."""
+    """Flush everything recorded so far to disk, then answer the worker: its checkpoint counts only from then on."""
 
     worker: WorkerId
     request: int
@@ -207,10 +207,10 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """The run is over."""
+    """End the run for this reason."""
 
     reason: str
-    code: int
+    code: int  # exit code of the run
 
 
 Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | EvaluationClosed | LogEvent | Persist | EndRun

@@ -19,8 +19,11 @@ from flowrt.protocol.messages import ITEM_BYTES, Column, Position, Stage
 class Dataflow:
     """The stages of a recipe and the columns between them.
 
-    ``train_stage`` ends the flow ``train_flow``; a dataflow without them is a stream: a row is freed when all its
-    stages are done, and a stage is closed when its flows are exhausted.
+    ``train_stage`` is the last stage of the flow ``train_flow``. A dataflow without a train stage is a stream: a row is
+    freed when all its stages are done, and a stage is closed when all flows that it serves are exhausted.
+
+    Raises ConfigError if it is inconsistent: stages or columns with the same name, a column that no stage makes or that
+    two make, an unknown dtype or scope, stages that need each other's columns, or a wrong ``whole_groups``.
     """
 
     columns: tuple[Column, ...]
@@ -30,7 +33,7 @@ class Dataflow:
     token_columns: tuple[str, ...] = ()
     """Columns whose lengths add up to the tokens of a sample."""
     tags: tuple[str, ...] = ()
-    """Inline columns that come with the offer."""
+    """Inline columns that the offer supplies."""
 
     def __post_init__(self) -> None:
         names = [stage.name for stage in self.stages]
@@ -60,11 +63,13 @@ class Dataflow:
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """The columns that come with every offer."""
+        """The columns that every offer supplies: group columns and tags."""
         return (*(column.name for column in self.columns if column.scope == "group"), *self.tags)
 
     def _check_groups(self, stage: Stage) -> None:
-        """Raises ConfigError for a train stage of single slots, and another stage of whole groups that cannot be."""
+        """Raises ConfigError for a train stage that takes single slots, and for another stage that takes whole groups
+        but is outside the train flow, generates, or makes other columns than inline ones for the train stage.
+        """
         if stage.name == self.train_stage:
             if not stage.whole_groups:
                 raise ConfigError(f"stage {stage.name!r} has whole_groups=False; the train stage takes whole groups")
@@ -85,7 +90,9 @@ class Dataflow:
             )
 
     def _check_names(self) -> None:
-        """Raises ConfigError for columns that are declared twice or not at all, and a train stage of another flow."""
+        """Raises ConfigError for a name that is declared twice, a token column that is no tensor column, and a train
+        stage whose flow is not ``train_flow``.
+        """
         names = [*(column.name for column in self.columns), *self.tags]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"columns and tags {twice} are declared twice; give each a name of its own")
@@ -101,7 +108,7 @@ class Dataflow:
                 )
 
     def _check_columns(self, flow: str, stages: list[Stage]) -> None:
-        """Raises ConfigError when a stage can never be ready for a group of this flow, or two make the same column."""
+        """Raises ConfigError if a stage can never be ready for a group of this flow, or a column has two makers."""
         of_flow = f" of flow {flow!r}" if flow else ""
         maker: dict[str, str] = {}
         for stage in stages:
@@ -173,26 +180,26 @@ def check_filter(flow: Dataflow, policies: Policies) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Roles, limits and timeouts of the run."""
+    """Roles, limits and timeouts of the run. Names that end in ``_s`` are in seconds."""
 
     steps: int = 0
     """Optimiser steps of the run."""
     groups_per_step: int = 1
     completing_roles: tuple[str, ...] = ()
-    """The run is complete when all workers of these roles have completed theirs; none: it does not complete."""
+    """The run is complete when all workers of these roles have completed their roles; if empty, it never completes."""
     critical_roles: tuple[str, ...] = ()
-    """Roles whose workers cannot be lost: the run ends with the first one."""
+    """Roles without replacement: the run ends with an error when it loses a worker of one of them."""
     replaceable_roles: tuple[str, ...] = ()
     """Roles that must not stay vacant: the run ends when one has no worker for ``role_vacancy_timeout_s``."""
     role_vacancy_timeout_s: float = 60.0
     checkpointing_roles: tuple[str, ...] = ()
     """Critical roles that train, publish weights, and save a checkpoint when the run is preempted."""
     source_roles: tuple[str, ...] = ()
-    """Roles that may offer prompts and end a flow; none: every role."""
+    """Roles that may offer prompts and end a flow; if empty, all roles but the observer's."""
     preemption_save_timeout_s: float = 60.0
     """Time to save a checkpoint when the run is preempted."""
     model: str = "policy"
-    """The model that generates, whose staleness admission bounds."""
+    """Name of the model that generates samples; admission bounds its staleness."""
     more_models: tuple[str, ...] = ()
     """Names of the other models whose weights are published (a critic, adapters)."""
     strict_issue_order: bool = False
@@ -201,15 +208,15 @@ class Settings:
     attempts: int = 8
     """Failed attempts at a sample after which its group is dropped."""
     filter_tries: int = 128
-    """Groups that the group filter may drop in a step; then all are kept until the step is closed."""
+    """Maximum number of groups that the group filter drops in a step; it keeps all others until the step is closed."""
     data_sets: tuple[str, ...] = ()
-    """Names of the data sets by their index in prompt numbers; with two or more, metrics are kept of each."""
+    """Names of the data sets by their index in prompt numbers; with two or more, each has metrics of its own."""
     sources: int = 1
-    """Number of sources that must report the end of a stream before it has ended."""
+    """Number of sources that must report the end of a flow before it counts as exhausted."""
     budget_rows: int = 1_000_000
-    """Live rows outside the train flow above which offers wait."""
+    """Maximum number of live rows outside the train flow; an offer that would exceed it waits."""
     budget_bytes: int = 0
-    """Bytes of their tensors, on all workers together, above which offers wait; 0: no limit."""
+    """Maximum bytes of their tensors, each counted once; an offer that would exceed it waits; 0: no limit."""
     lease_s: float = 600.0
     worker_timeout_s: float = 30.0
     """Silence after which a worker is dismissed."""
@@ -222,13 +229,13 @@ class Settings:
     transfer_idle_timeout_s: float = 60.0
     """Time without data after which a transfer has failed."""
     min_transfer_mb_per_s: float = 1.0
-    """Rate below which a transfer has failed, measured over ``transfer_idle_timeout_s``."""
+    """Minimum rate of a transfer in MB/s: it fails after ``transfer_idle_timeout_s`` + size / rate seconds."""
     store_bytes: int = 0
     """Maximum bytes of tensors in the store of one worker; 0: no limit."""
     no_progress_timeout_s: float = 900.0
-    """Time without progress after which the run ends, counted from when every role has a worker."""
+    """Time without progress after which the run ends, once every role has had a worker."""
     connect_timeout_s: float = 120.0
-    """While a role has never had a worker, the run ends when none has joined for the longer of this and
-    ``no_progress_timeout_s``."""
+    """While a role has never had a worker, the run ends after this time or ``no_progress_timeout_s`` without progress,
+    whichever is longer."""
     position: Position = field(default_factory=Position)
     """Where a resumed run continues."""

@@ -23,11 +23,11 @@ class Prompt:
     """One sequence to generate.
 
     Attributes:
-        key: chosen by the caller, returned with the response; unique among running sequences.
+        key: identifier chosen by the caller, returned with the response; unique among running sequences.
         tokens: [L] int32, on the CPU.
         seed: of the sample's random numbers, in [0, 2^63).
         greedy: take the most likely token instead of sampling.
-        sampling: how its tokens are drawn; None: as those of the engine's other sequences.
+        sampling: how its tokens are drawn; None: with the engine's own options.
     """
 
     key: int
@@ -48,10 +48,11 @@ class Response:
     """One generated sequence.
 
     Attributes:
-        key: of its prompt.
-        tokens: [T] int32, T >= 1, with the token that ended it.
+        key: `Prompt.key`.
+        tokens: [T] int32, T >= 1, including the token that ended the sequence.
         logprobs: [T] float32, log-probabilities in nats under the distribution that was drawn from: at the sampling
-            temperature, and renormalised over ``support`` if there is one.
+            temperature, and renormalised over ``support`` if there is one, except for responses that are not trained
+            (greedy, or with `Prompt.sampling`).
         spans: (version, count) pairs, flattened: the weight version that generated each run of tokens. The counts sum
             to T.
         truncated: whether it was cut at the length limit; otherwise a stop token or a stop string ended it.
@@ -69,7 +70,9 @@ class Response:
 class Interrupt(Protocol):
     """A flag that another thread sets to make the engine return early; `threading.Event` satisfies it."""
 
-    def is_set(self) -> bool: ...
+    def is_set(self) -> bool:
+        """Whether the flag is set."""
+        ...
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the flag is set, at most ``timeout`` seconds. Returns whether it is set."""
@@ -90,10 +93,10 @@ class RolloutEngine(Protocol):
         ...
 
     def add(self, prompts: Sequence[Prompt]) -> None:
-        """Start sequences; they may advance only inside `run`, or in the background.
+        """Start sequences. Whether they advance only inside `run`, or also between its calls, is up to the engine.
 
         Args:
-            prompts: at most `room` of them.
+            prompts: at most `room`.
 
         Raises:
             EngineError: if there are more prompts than `room`.
@@ -115,9 +118,9 @@ class RolloutEngine(Protocol):
         ...
 
     def swap(self, snapshot: Snapshot) -> None:
-        """Use these weights from now on.
+        """Generate with these weights from now on.
 
-        Without in-flight updates this is called only while no sequence is running. With them, running sequences
+        Without in-flight updates `swap` is called only while no sequence is running. With them, running sequences
         continue with the new weights, and the spans of their responses record which version generated which tokens.
 
         Args:
@@ -165,7 +168,7 @@ class ExternalEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """End the process if this engine started it. Other calls that wait in this engine then return or raise."""
+        """End the process if this engine started it. Calls of this engine that wait on other threads end or raise."""
         ...
 
 
@@ -179,12 +182,12 @@ class AppliesSupports(Protocol):
 
 @dataclass(slots=True)
 class Capture:
-    """What is stored of a sample that is trained (`flowrt samples`); an engine may note it.
+    """Numbers of a trained sample that is stored (`flowrt samples`); a training engine may fill them in.
 
     Attributes:
-        advantage: set by the engine if the algorithm's credit has scope "step".
-        logprobs_T: [T] on the CPU, in nats, under the policy before the step, or the first one that the engine
-            computes; None if it notes none.
+        advantage: overwritten by the engine if the algorithm's credit has scope "step".
+        logprobs_T: [T] on the CPU, in nats, under the policy before the step, or, if the engine does not compute
+            these, the policy of the first pass over the sample; None if the engine records none.
     """
 
     advantage: float
@@ -201,15 +204,15 @@ class TrainingBatch:
         rollout_logprobs: N tensors [T] float32, in nats, under the weights that generated the tokens.
         reference_logprobs: N tensors [T] float32, in nats, under the reference model; None without a KL term.
         advantages_N: [N] float32, one for all tokens of a sample.
-        weights_N: [N] float32, the factor of a sample's loss; 1 unless `algorithm.staleness_weight` is set.
+        weights_N: [N] float32, factor of a sample's policy loss; 1 unless `algorithm.staleness_weight` is set.
         groups_N: [N] int64, group of each sample; all samples of a group are in one batch.
         ages: N tensors [T] int64, staleness of each token in versions: version being trained minus version that
-            generated it; None: no divergence by staleness is measured.
-        credit: what `Algorithm.credit` reads, for these N samples; given if the algorithm has scope "step", whose
-            engine computes advantages at the end of the step, in place of `advantages_N`.
+            generated it; None: divergence by staleness is not measured.
+        credit: the arguments of `Algorithm.credit` for these N samples. Given if the algorithm has scope "step": the
+            engine then computes the advantages at the end of the step, in place of `advantages_N`.
         supports: the tokens that could be drawn at each position of each sample, over which the policy's
             log-probabilities are to be renormalised (`flowrt.algorithms.support`); None: all tokens could be.
-        captures: what is noted of each sample; None, for all or for one: nothing.
+        captures: records of the samples that are stored, None for a sample that is not; None: no sample is stored.
     """
 
     prompts: Sequence[torch.Tensor]
@@ -226,10 +229,10 @@ class TrainingBatch:
 
 
 class TrainEngine(Protocol):
-    """Trains. The gradient must not depend on how the samples of a step are split over micro-batches or ranks.
+    """Trains a policy. The gradient must not depend on how a step's samples are split over micro-batches or ranks.
 
-    Each data-parallel rank has an engine. All methods except `accumulate` are collective: every rank calls them, in the
-    same order.
+    Each data-parallel rank has one engine. All methods except `accumulate` are collective: every rank calls them, in
+    the same order.
     """
 
     def accumulate(self, batch: TrainingBatch) -> None:
@@ -251,8 +254,9 @@ class TrainEngine(Protocol):
         Gradients are divided by global counts over all ranks.
 
         Returns:
-            Metrics of the step by name: per-token means in nats (losses, KL), ``grad_norm`` before clipping, ``lr``,
-            ``response_length`` in tokens; without the means if no sample was trained, and the weights are unchanged.
+            Metrics of the step by name: per-token means in nats (KL and others), ``loss`` divided as the algorithm
+            says, ``grad_norm`` before clipping (mean over the step's updates), ``lr``, ``response_length`` in tokens.
+            If no sample was trained: ``loss`` and ``grad_norm`` of 0 and ``lr``; the weights are then unchanged.
             Empty if no rank accumulated a batch.
 
         Raises:

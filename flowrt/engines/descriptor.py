@@ -1,4 +1,4 @@
-"""What an engine states about itself before it is built: its checks, devices, memory and constructor.
+"""Engine descriptors: checks, devices, memory and constructor of an engine, before it is built.
 
 - Descriptors import no torch at module level: the controller, the launcher and `flowrt doctor` read them too.
 - An engine's descriptor is in the engine's own package; `flowrt.engines.table` is the list of all.
@@ -23,16 +23,16 @@ ADAM_BYTES = 8
 """Both moments of AdamW, in float32."""
 DTYPE_BYTES: dict[Dtype, int] = {"float64": 8, "float32": FLOAT_BYTES, "bfloat16": HALF_BYTES}
 LAYER_TENSORS = 16
-"""Activations of about the model's width that a layer keeps for the backward pass."""
+"""Activations per token, each of about the hidden size, that a layer keeps for the backward pass."""
 WHOLE_LOGITS = 1 << 24
-"""Elements of the logits of a pass up to which they are computed as a whole; above it, the LM head is fused with what
-follows it (`flowrt.algorithms.lm_head`)."""
+"""Elements of a pass's logits up to which all logits are computed at once; above it, the LM head is fused with the
+log-probabilities (`flowrt.algorithms.lm_head`)."""
 FUSED_HEAD_BYTES = 3 * 10**8
-"""What the fused head needs beyond hidden states, weights and their gradients (bench/objectives_rows/lm_head.py)."""
+"""Memory of the fused head beyond hidden states, weights and their gradients (bench/objectives_rows/lm_head.py)."""
 DELTA_SNAPSHOTS = 2
-"""Versions that a trainer holds: the newest, and the one before, from which deltas are computed."""
+"""Versions that a trainer holds: the newest and the previous one, between which deltas are computed."""
 STAGED_VERSIONS = 2
-"""Versions that a rollout worker holds besides its model: the one that arrives, and the base of its delta."""
+"""Versions that a rollout worker holds besides its model: the arriving one, and the base of its delta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +48,20 @@ class ModelShape:
     max_length: int
     intermediate_size: int
     has_plain_head: bool = True
-    """Whether large logits are never whole (`flowrt.engines.training.fused_head`)."""
+    """Whether the fused LM head applies, instead of all logits at once (`flowrt.engines.training.fused_head`)."""
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the weights in float32."""
+        """Size of the weights in float32, in bytes."""
         return self.parameters * FLOAT_BYTES
 
     @property
     def logits_bytes(self) -> int:
-        """Size of one token's logits and their gradient (or softmax) in float32."""
+        """Size of one token's logits and their gradient (or softmax) in float32, in bytes."""
         return 2 * self.vocab_size * FLOAT_BYTES
 
     def head_bytes(self, tokens: int) -> int:
-        """Size of what the LM head and the log-probabilities of a pass of this number of tokens need."""
+        """Memory in bytes of the LM head and the log-probabilities in a pass of this number of tokens."""
         is_whole = tokens * self.vocab_size <= WHOLE_LOGITS or not self.has_plain_head
         return tokens * self.logits_bytes if is_whole else FUSED_HEAD_BYTES
 
@@ -74,7 +74,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """What a version consists of: all weights, or the adapters of ``lora`` alone."""
+    """The contents of a version: all weights, or only the adapters that ``lora`` describes."""
 
     dtype: Dtype = "float32"
     lora: LoraOptions | None = None
@@ -84,12 +84,12 @@ class PublishedWeights:
         return shape.adapter_parameters(self.lora) if self.lora else shape.parameters
 
     def size_bytes(self, shape: ModelShape) -> int:
-        """Size of a version."""
+        """Size of a version in bytes."""
         return DTYPE_BYTES[self.dtype] * self.parameters(shape)
 
 
 class TrainerSettings(Protocol):
-    """What descriptors read of the trainer's configuration (`flowrt.recipes.config.TrainerConfig`)."""
+    """The part of the trainer's configuration (`flowrt.recipes.config.TrainerConfig`) that descriptors read."""
 
     @property
     def ranks(self) -> int: ...
@@ -106,7 +106,7 @@ class TrainerSettings(Protocol):
 
 
 class RolloutSettings(Protocol):
-    """What descriptors read of the rollout workers' configuration (`flowrt.recipes.config.RolloutConfig`)."""
+    """The part of the rollout workers' configuration (`flowrt.recipes.config.RolloutConfig`) that descriptors read."""
 
     @property
     def workers(self) -> int: ...
@@ -143,16 +143,16 @@ class TrainerMemory:
     passes: int
     """Activations and logits of one pass, on the rank's device."""
     first_rank: int
-    """Host memory of rank 0 in addition: the model while it is read or written, or the versions it publishes."""
+    """Additional host memory of rank 0: the model while it is read or written, or the published versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMemory:
-    """Estimated memory of a rollout worker at its peak, in bytes, without what a process needs to start."""
+    """Estimated memory of a rollout worker at its peak, in bytes, without the memory of an idle process."""
 
     host: int
     device: int = 0
-    """On an accelerator; in host memory where there is none."""
+    """On `RolloutEngineDescriptor.device`; in host memory if that is the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +162,11 @@ class TrainerSetup:
     Attributes:
         model: directory of the initial model.
         device: of this rank, as `TrainEngineDescriptor.device` requested.
-        options: with the number of decay steps filled in.
+        options: options with the number of decay steps filled in.
         settings: the trainer's configuration.
         algorithm: the objective.
-        temperature: of sampling; log-probabilities are computed at it.
-        seed: of the run.
+        temperature: sampling temperature, at which log-probabilities are computed.
+        seed: seed of the run.
     """
 
     model: Path
@@ -184,12 +184,12 @@ class RolloutSetup:
 
     Attributes:
         model: directory of the initial model and its tokenizer.
-        settings: the rollout workers' configuration, with the run's device where it names none.
-        published: what the trainer publishes, which the engine has to load.
-        deterministic: fix batch shapes, so that results do not depend on what runs together.
-        threads: CPU threads of a process that the engine starts.
+        settings: the rollout workers' configuration; a device that it leaves open is that of the run.
+        published: the contents of the versions that the engine has to load.
+        deterministic: fix batch shapes, so that results do not depend on which sequences run together.
+        threads: number of CPU threads of a process that the engine starts.
         log_path: log file of a process that the engine starts.
-        chat_template: whose end of turn ends a sequence: "none", a path of a Jinja file, or empty: the checkpoint's.
+        chat_template: the template whose end of turn ends a sequence, as in `stop_token_ids`.
     """
 
     model: Path
@@ -224,7 +224,7 @@ class TrainEngineDescriptor(ABC):
         return False
 
     def published(self, trainer: TrainerSettings) -> PublishedWeights:  # noqa: ARG002
-        """What the engine publishes."""
+        """The contents of a published version."""
         return PublishedWeights()
 
     def forward_dtype(self, trainer: TrainerSettings) -> Dtype:  # noqa: ARG002
@@ -253,7 +253,7 @@ class RolloutEngineDescriptor(ABC):
     """A rollout engine. The defaults describe one that generates inside the worker, on the CPU."""
 
     is_in_worker = True
-    """Whether the engine computes inside the worker, with its torch."""
+    """Whether the engine computes inside the worker process, with its installation of torch."""
 
     def check(  # noqa: B027
         self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool
@@ -261,10 +261,13 @@ class RolloutEngineDescriptor(ABC):
         """Raise ConfigError for options that the engine does not support, or weights that it cannot load."""
 
     def check_device(self, rollout: RolloutSettings) -> None:  # noqa: B027
-        """Raise ConfigError for options that do not work on the device, which may be that of the run."""
+        """Raise ConfigError for options that the device does not support.
+
+        Called after the run's device is filled in where ``rollout`` names none.
+        """
 
     def device(self, rollout: RolloutSettings) -> str:  # noqa: ARG002
-        """Where the engine needs `RolloutMemory.device`: cpu, cuda, npu, or auto (an accelerator if present)."""
+        """The device of `RolloutMemory.device`: cpu, cuda, npu, or auto (an accelerator if present)."""
         return "cpu"
 
     def devices(self, rollout: RolloutSettings) -> int:  # noqa: ARG002
@@ -279,9 +282,10 @@ class RolloutEngineDescriptor(ABC):
 
         Args:
             rollout: the configuration of the worker.
-            shape: of the model.
-            published: what arrives as a version.
-            cache_elements: of the KV cache, for as many sequences of the longest length as run at a time.
+            shape: the numbers of the model.
+            published: the contents of an arriving version.
+            cache_elements: number of elements of a KV cache for the maximum number of running sequences, each of the
+                maximum length.
         """
 
     @abstractmethod

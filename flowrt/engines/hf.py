@@ -14,7 +14,7 @@ from flowrt.errors import EngineError
 from flowrt.runtime.files import partial_path, replace_directory
 
 _loading = threading.Lock()
-"""Loading is serialised: transformers changes process-wide state of torch meanwhile."""
+"""Serialises loading, during which transformers changes process-wide state of torch."""
 
 
 def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -48,7 +48,7 @@ def _first_line(error: Exception) -> str:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write model and tokenizer to a temporary directory, then rename it: the write is atomic."""
+    """Write model and tokenizer to a temporary directory, then rename it to ``path``, so the write is atomic."""
     partial = partial_path(path)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run directory may be on another host
     model.save_pretrained(partial)
@@ -57,15 +57,15 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
 
 
 def write_policy(source: Path, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Write a copy of a checkpoint with other weights, in their own dtype.
+    """Write a copy of a checkpoint with other weights, in the dtype of ``tensors``.
 
     Args:
-        source: the checkpoint.
-        tensors: its trainable parameters (`named_parameters`) by name; others are ignored.
-        directory: is created.
+        source: directory of the checkpoint.
+        tensors: the new trainable parameters (`named_parameters`) by name; other names are ignored.
+        directory: created by the call.
 
     Raises:
-        EngineError: if the weights are not those of the checkpoint's model.
+        EngineError: if the checkpoint cannot be loaded, or a parameter of its model is missing or has another shape.
         OSError, SafetensorError: if writing fails.
     """
     model = load_model(source, dtype=next(iter(tensors.values())).dtype)
@@ -92,7 +92,7 @@ def export_dtype(path: str | os.PathLike[str], wanted: str) -> torch.dtype:
 
 
 def disable_dropout(model: Any) -> Any:
-    """Set every dropout to 0, so that the trained policy is the sampled one. Returns the model.
+    """Set every dropout to 0, so that the trained policy equals the sampled one. Returns the model.
 
     The model's configuration, and so the exported model, keeps its dropout settings.
     """
@@ -106,7 +106,7 @@ def disable_dropout(model: Any) -> Any:
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Trainable parameters by name, in the model's order; tied ones once, under their first name.
+    """Detached trainable parameters by name, in the model's order; tied parameters once, under their first name.
 
     In a model with adapters, only the adapters are trainable.
     """
@@ -116,7 +116,7 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def parameter_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
     """Shapes of `named_parameters` of the checkpoint's model, without loading its weights.
 
-    Raises EngineError if transformers does not know the model.
+    Raises EngineError if transformers does not support the model.
     """
     try:
         with _loading, torch.device("meta"):

@@ -1,8 +1,8 @@
 """Prompts as token ids: plain text, or a conversation in a chat template.
 
-- A conversation is rendered once, to ids, by the tokenizer's `apply_chat_template`; ids travel from here on, no text.
-- A template writes its own start token; a prompt has one at most.
-- Plain text for a checkpoint with a chat template is refused until it is said whether the template applies.
+- A conversation is rendered once by the tokenizer's `apply_chat_template`; from there on only token ids are passed.
+- A template writes its own start token; a prompt has at most one start token.
+- Plain text for a checkpoint with a chat template is refused unless data.chat_template says whether to apply it.
 """
 
 import json
@@ -15,12 +15,12 @@ from flowrt.errors import ConfigError, suggested
 
 NONE, CHAT = "none", "chat"
 ROLE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-"""Variables of a template that are not the user's."""
+"""Variables of a template that the user cannot set."""
 MAX_TEMPLATE_BYTES = 1_000_000
 FAST_BATCH = 64
 """Texts that are tokenized together; larger batches are slower, because their encodings do not fit the cache."""
 PROBE = "flowrt-probe"
-"""A response whose end is looked for in a rendered conversation."""
+"""Text of a response, by which its end is found in a rendered conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class PromptFormat:
     """How prompts become token ids.
 
     Attributes:
-        template: "none", "chat", a path of a Jinja file, or empty: messages take the checkpoint's template.
-        variables: further variables of the template.
-        system_prompt: system message of conversations that begin with none; empty: none.
+        template: "none", "chat" (the checkpoint's), a path of a Jinja file, or empty: the checkpoint's for messages.
+        variables: further variables of the template, by name.
+        system_prompt: system message of conversations that do not begin with one; empty: none.
         prefill: whether a last message of role assistant is the beginning of the response.
     """
 
@@ -41,7 +41,11 @@ class PromptFormat:
 
     @classmethod
     def of(cls, template: str, variables: str, system_prompt: str, *, prefill: bool) -> "PromptFormat":
-        """From the configuration. Raises ConfigError if ``variables`` is not the JSON of an object."""
+        """The format that a configuration describes; ``variables`` is JSON text, empty for none.
+
+        Raises ConfigError if ``variables`` is not a JSON object, or template "none" comes with variables or a system
+        prompt.
+        """
         try:
             table = json.loads(variables) if variables else {}
         except (ValueError, RecursionError) as error:
@@ -58,7 +62,7 @@ def template_text(tokenizer: Any, template: str) -> str:
     """The text of a chat template; empty if there is none.
 
     Args:
-        tokenizer: of the checkpoint.
+        tokenizer: tokenizer of the checkpoint.
         template: "none", "chat", a path, or empty, as `PromptFormat.template`.
 
     Raises ConfigError if the file cannot be read, or the checkpoint has several templates and no default.
@@ -88,7 +92,7 @@ class PromptEncoder:
     """Converts prompts to token ids."""
 
     def __init__(self, tokenizer: Any, form: PromptFormat) -> None:
-        """Raises ConfigError if the template cannot be read, or does not use one of the variables."""
+        """Raises ConfigError if the template is missing, cannot be read, or does not use one of the variables."""
         self._tokenizer = tokenizer
         self._form = form
         self._template = template_text(tokenizer, form.template)
@@ -101,10 +105,10 @@ class PromptEncoder:
         """The token ids of a prompt.
 
         Args:
-            prompt: text, if there are no messages.
-            messages: role and content of each.
+            prompt: plain text, used if there are no messages.
+            messages: (role, content) of each.
 
-        Raises ConfigError if the prompt and the template do not fit together, or the template raises.
+        Raises ConfigError if the prompt needs a template that is missing or excluded, or the template raises.
         """
         if not self.applies_template(bool(messages)):
             return self._plain(prompt)
@@ -118,7 +122,10 @@ class PromptEncoder:
         return ids
 
     def applies_template(self, has_messages: bool) -> bool:
-        """Whether the template is applied to such a prompt. Raises ConfigError if that is not said, or impossible."""
+        """Whether the template is applied to a prompt with or without messages.
+
+        Raises ConfigError if the configuration does not determine it, or the template is needed and missing.
+        """
         if has_messages:
             if self._form.template == NONE:
                 raise ConfigError("the prompt is messages, and data.chat_template is none; use chat, or a Jinja file")
@@ -138,17 +145,17 @@ class PromptEncoder:
         return bool(self._template)
 
     def conversation(self, prompt: str, messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-        """The messages that the template gets."""
+        """The messages that are passed to the template: roles and contents, with the system prompt."""
         pairs = list(messages) or [("user", prompt)]
         if self._form.system_prompt and pairs[0][0] not in ("system", "developer"):
             pairs.insert(0, ("system", self._form.system_prompt))
         return [{"role": role, "content": content} for role, content in pairs]
 
     def encode_all(self, prompts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[list[int]]:
-        """The token ids of many prompts, as `__call__` has them, in a fraction of the time."""
+        """The token ids of many prompts, given as (prompt, messages): results and errors of `__call__`, but faster."""
         texts = [prompt for prompt, _ in prompts]
         conversations: dict[bool, list[int]] = {False: [], True: []}
-        """Places of the prompts that the template is applied to, by whether they are prefilled."""
+        """Indices of the prompts that the template is applied to, by whether they are prefilled."""
         for place, (_, messages) in enumerate(prompts):
             if self.applies_template(bool(messages)):
                 conversations[self._is_prefilled(messages)].append(place)
@@ -164,10 +171,10 @@ class PromptEncoder:
         return ids
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of texts, without tokens of the tokenizer's own."""
+        """The token ids of texts, without special tokens that the tokenizer adds."""
         first: list[int] = self._tokenizer(texts[0], add_special_tokens=False)["input_ids"]
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # of the tokenizers library, which needs no offsets into the text here
+        if backend is not None:  # the tokenizers library: encode_batch_fast computes no offsets into the text
             ids = []
             for start in range(0, len(texts), FAST_BATCH):
                 encodings = backend.encode_batch_fast(texts[start : start + FAST_BATCH], add_special_tokens=False)
@@ -177,18 +184,18 @@ class PromptEncoder:
         return [list(row) for row in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     def render(self, prompt: str, messages: Sequence[tuple[str, str]]) -> str:
-        """The text that the template makes of a prompt. Raises ConfigError if the template raises."""
+        """The text of a prompt rendered by the template. Raises ConfigError if the template raises."""
         return self._render_all([(prompt, messages)])[0]
 
     def _render_all(self, prompts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[str]:
-        """The texts that the template makes of prompts, of which all or none are prefilled."""
+        """The texts of prompts rendered by the template; either all of the prompts are prefilled, or none."""
         conversations = [self.conversation(*one) for one in prompts]
         try:
             texts: list[str] = self._tokenizer.apply_chat_template(
                 conversations, tokenize=False, **self._options(prompts[0][1])
             )
         except Exception as error:  # noqa: BLE001 (the template's own errors are of many kinds)
-            if len(prompts) > 1:  # one after the other, for the error of the first that is refused
+            if len(prompts) > 1:  # one by one, to raise the error of the first refused prompt
                 return [self.render(*one) for one in prompts]
             raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
         return texts
@@ -218,11 +225,11 @@ def end_of_turn_ids(tokenizer: Any, template: str) -> tuple[int, ...]:
     """The token with which a chat template ends a response: the special token that follows an assistant's message.
 
     Args:
-        tokenizer: of the checkpoint.
+        tokenizer: tokenizer of the checkpoint.
         template: text of the template; empty: there is none.
 
     Returns:
-        Its id, or nothing if no special token follows, or the template cannot be rendered.
+        One id; empty if there is no template, no special token follows, or the template cannot be rendered.
     """
     if not template:
         return ()
@@ -251,7 +258,7 @@ def _check_variables(template: str, variables: Mapping[str, object]) -> None:
         environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
         used = meta.find_undeclared_variables(environment.parse(template))
     except TemplateSyntaxError:
-        return  # of a dialect that only transformers knows; an error in it is reported with the first prompt
+        return  # syntax that only transformers supports; an error in it is reported with the first prompt
     for name in variables:
         if name not in used or name in ROLE_VARIABLES:
             own = sorted(used - set(ROLE_VARIABLES))

@@ -1,8 +1,8 @@
 """When a sequence ends: at a stop token, at a stop string, or at the length limit.
 
 - The stop tokens of a checkpoint are those of its tokenizer, of generation_config.json, of config.json and the end of
-  turn of its chat template together: a chat model often ends its turn with another token than the one that its
-  tokenizer calls the end.
+  turn of its chat template together: a chat model often ends its turn with a token other than its tokenizer's end
+  token.
 - A stop string ends a sequence with the token that completes it in the decoded text. No token is removed.
 """
 
@@ -24,11 +24,12 @@ def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_tem
 
     Args:
         path: directory of the checkpoint.
-        tokenizer: of the checkpoint; None: it is loaded.
-        chat_template: whose end of turn is a stop token too: "none", a path of a Jinja file, or empty: the
-            checkpoint's own, if it has one.
+        tokenizer: tokenizer of the checkpoint; None: it is loaded.
+        chat_template: the template whose end of turn is a stop token too: "none", a path of a Jinja file, or empty or
+            "chat" for the checkpoint's own, if it has one.
 
-    Raises EngineError if a file cannot be read, the tokenizer has no end token, or an id is not a number.
+    Raises EngineError if a file of the checkpoint cannot be read, the tokenizer has no end token, or an id is not a
+    number; ConfigError if the chat template cannot be read.
     """
     tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
     sources = {"the tokenizer": tokenizer.eos_token_id}
@@ -54,7 +55,7 @@ def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_tem
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """What ends a sequence before the length limit.
+    """Conditions that end a sequence before the length limit.
 
     Attributes:
         token_ids: a sequence ends with one of these tokens.
@@ -68,15 +69,18 @@ class StopConditions:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], strings: Sequence[str] = (), chat_template: str = "") -> "StopConditions":
-        """The stop tokens of a checkpoint and a chat template (see `stop_token_ids`), and these strings.
+        """The stop tokens of a checkpoint and a chat template, and these strings.
 
-        Raises EngineError if a file cannot be read.
+        Arguments and errors are those of `stop_token_ids`.
         """
         tokenizer = load_tokenizer(path)
         return cls(stop_token_ids(path, tokenizer, chat_template), tuple(strings), tokenizer)
 
     def complete_string(self, tokens: Sequence[int]) -> bool:
-        """Whether a stop string ends in the last of these response tokens; the earlier ones contain none."""
+        """Whether the last of these response tokens completes a stop string.
+
+        The text of the earlier tokens must not contain one.
+        """
         if not self.strings:
             return False
         text = str(self.tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False))
@@ -92,7 +96,7 @@ class StopConditions:
         return None
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of a response, without special tokens, the stop token, and what begins with a stop string."""
+        """The decoded response, without special tokens and the stop token, up to the first stop string."""
         shown = tokens[:-1] if tokens and tokens[-1] in self.token_ids else tokens
         text = str(self.tokenizer.decode(list(shown), skip_special_tokens=True))
         starts = [place for string in self.strings if (place := text.find(string)) >= 0]
@@ -100,8 +104,8 @@ class StopConditions:
 
     @property
     def _window(self) -> int:
-        """Number of tokens within which a stop string lies: each stands for at least one byte.
+        """Number of last tokens whose text contains any stop string that they complete, in tokens.
 
-        One more, because tokenizers may leave out a space before the first token.
+        A token stands for at least one byte; one token more, because tokenizers may drop a space before the first one.
         """
         return max((len(string.encode()) for string in self.strings), default=0) + 1

@@ -18,14 +18,14 @@ from flowrt.engines.training.forward import response_logprobs
 INITIALIZER_RANGE = 0.05
 EVALUATION_INTERVAL = 10
 ANSWER_ONLY_EVALUATION_INTERVAL = 1
-"""Optimiser steps between two evaluations, by stage."""
+"""Optimiser steps between two evaluations of a stage; the second is of the stage of answers only."""
 WARMUP_STEPS = 10
 FORWARD_TOKENS = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class SftExample:
-    """A prompt and its target response: tokens, 1-D int."""
+    """A prompt and its target response: token ids, 1-D int tensors."""
 
     prompt: torch.Tensor
     response: torch.Tensor
@@ -37,11 +37,11 @@ class SftStage:
 
     Attributes:
         steps: maximum number of optimiser steps.
-        first_evaluation: step after which the model is evaluated first.
-        interval: steps between two evaluations.
+        first_evaluation: step (from 1) after which the model is evaluated for the first time.
+        interval: number of steps between two evaluations.
         lr: learning rate after the warm-up.
         example: draws a training example.
-        is_done: whether the stage ends at this mean reward of sampled responses.
+        is_done: whether the stage ends early, given the mean reward of sampled responses.
     """
 
     steps: int
@@ -55,7 +55,10 @@ class SftStage:
 def build_model(
     *, vocab_size: int, hidden_size: int, layers: int, heads: int, intermediate_size: int, max_length: int, seed: int
 ) -> Any:
-    """Build a Qwen3 decoder with random weights (float32); token 0 is padding, token 1 ends a sequence."""
+    """Build a Qwen3 decoder with random weights (float32) and heads of width 32; token 0 is padding, token 1 the end.
+
+    ``max_length`` is the number of positions in tokens; ``seed`` seeds torch's global generator.
+    """
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -97,15 +100,15 @@ def sft(
 
     Args:
         model: trained in place.
-        stages: in order.
-        reward: mean reward of responses to the probes.
+        stages: stages in their order.
+        reward: returns the mean reward of responses to the probes.
         probes: prompts of the evaluations.
-        batch: examples per step.
-        max_new_tokens: maximum length of sampled responses.
-        seed: of the order of examples.
+        batch: number of examples per step.
+        max_new_tokens: maximum length of sampled responses, in tokens.
+        seed: seed of the random examples.
 
     Returns:
-        (step, mean reward) of each evaluation.
+        (step, mean reward) of each evaluation; steps are counted from 1 over all stages.
     """
     rng = random.Random(f"warm start {seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)

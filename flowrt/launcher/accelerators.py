@@ -21,7 +21,7 @@ NODES = {CUDA: "nvidia[0-9]*", ASCEND: "davinci[0-9]*"}
 
 
 def environments(config: RunConfig, environment: Mapping[str, str], dev: Path = DEV) -> dict[str, dict[str, str]]:
-    """Variables to add to the environment of each worker, by its name; empty without accelerators."""
+    """Variables to add to the environment of each worker, by the worker's name; empty without accelerators."""
     if config.launch.devices == NONE:
         return {}
     variable, devices = visible(environment, dev)
@@ -31,7 +31,7 @@ def environments(config: RunConfig, environment: Mapping[str, str], dev: Path = 
 
 
 def visible(environment: Mapping[str, str], dev: Path) -> tuple[str, tuple[str, ...]]:
-    """The variable of this host's kind of accelerator, and the ones that the launcher may use."""
+    """The variable of this host's kind of accelerator, and the devices in it that the launcher may use."""
     for variable, pattern in NODES.items():
         count = len(list(dev.glob(pattern)))
         if count and variable in environment:
@@ -43,7 +43,12 @@ def visible(environment: Mapping[str, str], dev: Path) -> tuple[str, tuple[str, 
 
 
 def shared_device_bytes(config: RunConfig, needs: ResourceEstimate, devices: int) -> int:
-    """Accelerator memory of the processes on the fullest device, if several share one of ``devices``; else 0.
+    """Bytes of accelerator memory needed on the fullest device that several processes share; 0 if none is shared.
+
+    Args:
+        config: of the run.
+        needs: memory of each process.
+        devices: number of accelerators of this host.
 
     Reference workers are not counted: see `flowrt.launcher.doctor.estimate.reference_bytes`.
     """
@@ -62,9 +67,11 @@ def shared_device_bytes(config: RunConfig, needs: ResourceEstimate, devices: int
 def assign(config: RunConfig, devices: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """The devices of each local worker, by its name.
 
-    Trainer ranks that use accelerators get the first ones, one each. Rollout workers take turns over the others, or
-    over all if too few are left; a tensor- or pipeline-parallel server gets one for each of its parts. Reference
-    workers that use accelerators take turns over the same ones.
+    - Trainer ranks that use accelerators get the first devices, one each.
+    - Rollout workers are assigned round-robin to the remaining devices, or to all if too few remain. A tensor- or
+      pipeline-parallel server gets one device for each of its parts.
+    - Reference workers that use accelerators are assigned round-robin to the remaining devices, or to all if none
+      remains.
     """
     if not devices:
         return {}

@@ -40,8 +40,8 @@ Result = TypeVar("Result")
 
 
 def build(config: RunConfig) -> None:
-    """Write the checkpoint that the run starts from into its directory."""
-    RunLock(Path(config.run_dir))  # until this process ends
+    """Write the checkpoint that the run starts from to its run directory. Raises ConfigError for unusable prompts."""
+    RunLock(Path(config.run_dir))  # held until this process ends
     torch.set_num_threads(config.threads)
     start_s = time.monotonic()
     task = task_of(config)
@@ -99,6 +99,7 @@ class WarmStartData:
         self._examples = rng.sample(examples, min(config.sft.eval_prompts, len(examples)))
 
     def stages(self) -> list[SftStage]:
+        """The stages of training: on worked solutions, then on answers alone."""
         warm = self._config.sft
         with_solution = SftStage(
             warm.steps,
@@ -119,12 +120,14 @@ class WarmStartData:
         return [with_solution, answer_only]
 
     def prompts(self) -> list[Prompt]:
+        """The prompts of the evaluations."""
         return [
             Prompt(index, self._ids(example.prompt), sample_seed(self._config.seed, index, 0, 0, 0))
             for index, example in enumerate(self._examples)
         ]
 
     def mean_reward(self, responses: list[Response]) -> float:
+        """The mean reward of responses to `prompts`; the text of a truncated response counts as empty."""
         total = 0.0
         for response in responses:
             ids = response.tokens.tolist()
@@ -139,7 +142,7 @@ class WarmStartData:
         return self._encode(self._called("in sft_example", lambda: self._task.sft_example(rng, answer_only)))
 
     def _called(self, doing: str, call: Callable[[], Result]) -> Result:
-        """The result of a call of the task. Raises ConfigError for what code in a file of the user's raises."""
+        """The result of a call of the task. Raises ConfigError for an exception in a user's task file."""
         recipe = self._config.recipe
         return called(split(recipe)[0], doing, call) if is_task_file(recipe) else call()
 

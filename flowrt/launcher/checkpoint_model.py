@@ -1,8 +1,8 @@
 """Writes the policy of a checkpoint as the model of another run.
 
-``python -m flowrt.launcher.checkpoint_model --config RUN/config.toml --checkpoint DIR --source MODEL``: the model that
-the configuration names is a copy of MODEL with the weights of the checkpoint. Exit code 2 and one sentence if it cannot
-be made.
+``python -m flowrt.launcher.checkpoint_model --config RUN/config.toml --checkpoint DIR --source MODEL``: writes a
+copy of MODEL with the weights of the checkpoint to the model directory of the configuration. Exit code 2 and one
+sentence if that fails.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from flowrt.runtime.logs import log_to_stderr
 
 log = logging.getLogger("flowrt")
 MODEL_PREFIX = "model."
-"""Of the policy's parameters in a checkpoint of a training engine."""
+"""Prefix of the names of the policy's parameters in a checkpoint of a training engine."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Commands that start the workers of a run, with the launcher prefix of those on other hosts."""
+"""Commands that start the workers of a run; the command of a worker on another host has a launcher prefix."""
 
 import os
 import shlex
@@ -17,12 +17,12 @@ from flowrt.recipes.run_dir import ranks_dir
 
 MAX_WORKER_THREADS_PER_CORE = 4
 MAX_THREADS_PER_CORE = 64
-"""Of all workers of a machine together."""
+"""Maximum for all workers of a machine together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``PREFIX python ARGUMENTS``: a worker, or a torchrun of several. The prefix starts it on another host."""
+    """``PREFIX python ARGUMENTS``: a worker, or a torchrun of several workers. The prefix starts it on another host."""
 
     name: str
     arguments: tuple[str, ...]
@@ -31,7 +31,7 @@ class Command:
 
     @property
     def role(self) -> str:
-        """The role of its workers: the last part of the module's name."""
+        """The last part of the module's name: the role of the worker, or torchrun."""
         return self.arguments[1].rpartition(".")[2]
 
     @property
@@ -41,13 +41,17 @@ class Command:
 
     @property
     def words(self) -> list[str]:
+        """The complete command line."""
         return [*self.prefix, sys.executable, *self.arguments]
 
 
 def worker_commands(config: RunConfig, address: str, rendezvous: str = "") -> list[Command]:
-    """The commands of all workers, the trainer last; ``rendezvous`` is HOST:PORT of the store of several torchruns.
+    """The commands of all workers, the trainer last. Raises ConfigError for a launcher prefix that cannot be used.
 
-    A run that only evaluates has no trainer.
+    Args:
+        config: of the run; a run that only evaluates has no trainer.
+        address: of the controller.
+        rendezvous: HOST:PORT of the rendezvous store of several torchruns.
     """
     names = [
         (role, name)
@@ -74,7 +78,7 @@ def reference_names(config: RunConfig) -> list[str]:
 
 
 def check_programs(config: RunConfig) -> None:
-    """Raises ConfigError if a program that starts workers on other hosts, or a package that they need, is missing."""
+    """Raises ConfigError if a program that starts workers on other hosts, or a local trainer's package, is missing."""
     if not config.launch.trainer:
         TRAIN_ENGINES[config.trainer.engine].check_packages(config.trainer)
     for key in ("rollout", "trainer", "auxiliary"):
@@ -132,7 +136,7 @@ def _trainer(config: RunConfig, common: tuple[str, ...], rendezvous: str) -> Com
         return Command("trainer", ("-m", "flowrt.roles.trainer", *worker), prefix)
     torchrun: tuple[str, ...] = ("-m", "flowrt.ranks.torchrun", "--ranks", str(ranks // nodes))
     if nodes > 1:
-        # The launcher has the store: no torchrun hosts it, and no port has to be fixed.
+        # The rendezvous store is a child of the launcher: no torchrun hosts it, and it listens on any free port.
         torchrun = (*torchrun, "--hosts", str(nodes), "--rendezvous", rendezvous)
     if not prefix:
         torchrun = (*torchrun, "--directory", str(ranks_dir(Path(config.run_dir))))

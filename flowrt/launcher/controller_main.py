@@ -1,7 +1,7 @@
 """Controller process of a run.
 
-``python launch/controller.py --config RUN/config.toml`` (or ``-m flowrt.launcher.controller_main``). Once it listens it
-logs its address and writes it to ``--ready-fd`` and to the file ``address`` in the run directory.
+``python launch/controller.py --config RUN/config.toml`` (or ``-m flowrt.launcher.controller_main``). Once the
+controller listens, it logs its address and writes it to ``--ready-fd`` and to file ``address`` in the run directory.
 """
 
 import argparse
@@ -46,8 +46,13 @@ BIND_RETRY_S = 0.25
 def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Server, str]:
     """Create the server, not yet listening; returns it and the address to bind.
 
-    If the previous controller died during the run, this one recovers its state and its workers; otherwise, and always
-    with ``from_checkpoint``, it resumes from the newest checkpoint.
+    If the previous controller died during the run, the new one recovers the state and the workers of the run;
+    otherwise, and always with ``from_checkpoint``, it resumes from the newest checkpoint.
+
+    Args:
+        config: of the run.
+        text: the configuration as TOML, which every worker receives.
+        from_checkpoint: do not recover.
     """
     times = config.controller
     run_dir = Path(config.run_dir)
@@ -58,7 +63,7 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
     clock = MonotonicClock()
     recovered = None if from_checkpoint else ledger.recover()
     if recovered is None:
-        ledger.step_lines(saved)  # raises for a ledger without them, before anything is rolled back
+        ledger.step_lines(saved)  # raises if the ledger lacks the saved steps, before anything is rolled back
         position = ledger.resume(saved, clock.now())
     else:
         position = ledger.position(recovered.numbers.get(STEP, saved))
@@ -90,7 +95,7 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
     )
     if from_checkpoint or (recovered is None and not address_file(run_dir).exists()):
         return server, times.bind
-    # The port that the workers know. The address to bind may differ from the one that they connect to.
+    # The port that the workers know; the host to bind may differ from the host that they connect to.
     return server, f"{times.bind.rpartition(':')[0]}:{address_of(run_dir).rpartition(':')[2]}"
 
 
@@ -139,20 +144,20 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> 
 
 
 def _take_over(config: RunConfig, text: str, arguments: argparse.Namespace) -> None:
-    """Replace the files of an earlier start, after all checks of the run directory."""
+    """Replace the files of an earlier start of the run; called after all checks of the run directory."""
     run_dir = Path(config.run_dir)
     started_with = Path(arguments.config).resolve()
     if started_with.parent == run_dir.resolve() and started_with.name != CONFIG:
         atomic_write(run_dir / CONFIG, text)
     for left in run_dir.glob(f".{CONFIG}.*"):
         if left != started_with and left.suffix[1:].isdecimal() and not is_alive(int(left.suffix[1:])):
-            left.unlink(missing_ok=True)  # of a launcher that was killed
+            left.unlink(missing_ok=True)  # left by a launcher that was killed
     if arguments.from_checkpoint:
         (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def _terminate(server: Server, config: RunConfig) -> None:
-    """Save what is trained, if checkpoints are enabled, and end the run; it can be resumed elsewhere."""
+    """End the run; if checkpoints are enabled, save the trained steps first, so that the run can be resumed."""
     reason = "interrupted (SIGTERM)"
     saved = max(checkpoint_steps(Path(config.run_dir)), default=0)
     if config.checkpoint.every and config.checkpoint.preemption_save_timeout_s:
@@ -165,7 +170,7 @@ def _terminate(server: Server, config: RunConfig) -> None:
 async def bind(server: Server, where: str, retry_s: float) -> str:
     """Bind the server's socket; returns the address. Retries for ``retry_s`` seconds if the port is taken.
 
-    The workers of a restarted controller know only this port. Raises ConfigError if it is still taken.
+    The workers of a restarted controller know only this port. Raises ConfigError if the port is still taken then.
     """
     end_s = monotonic() + retry_s
     warned = False
@@ -213,7 +218,7 @@ def main() -> int:
             config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys=arguments.keys))
         run_dir = Path(config.run_dir)
         private_directory(run_dir)
-        RunLock(run_dir)  # until this process ends
+        RunLock(run_dir)  # held until this process ends
         return serve_loop(serve(config, to_toml(config), arguments))
     except (FlowError, OSError) as error:
         log.error("%s", error)

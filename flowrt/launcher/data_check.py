@@ -1,6 +1,6 @@
-"""``flowrt data check``: what a run would make of a data set, without a process or a model in memory.
+"""``flowrt data check``: check data sets as a run would read them, without a process or a model in memory.
 
-It reads the rows, and of the model the tokenizer and the configuration; the weights are not touched.
+The command reads the rows, and the tokenizer and configuration of the model, but not its weights.
 """
 
 from collections.abc import Sequence
@@ -34,22 +34,22 @@ MAX_SHOWN_TEXT = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What was found in the prompts of a data set."""
+    """Statistics of the prompts of all data sets."""
 
     lengths: list[int]
-    """Tokens of each, ascending."""
+    """Length of each prompt in tokens, ascending."""
     longest: str
-    """File and line of the longest."""
+    """File and line of the longest prompt."""
     overlong: int
     """Number of prompts above the limit."""
     first_overlong: str
     double_starts: int
     """Prompts with two start tokens."""
     duplicates: int
-    """Training rows whose prompt an earlier training row has."""
+    """Training rows with the prompt of an earlier training row."""
     first_duplicate: str
     shared: int
-    """Training rows whose prompt is held out."""
+    """Training rows with a held-out prompt."""
     first_shared: str
 
 
@@ -79,14 +79,14 @@ def check_data(config: RunConfig, show: int, console: Console) -> int:
     """Print the data sets' rows, lengths, stop tokens and duplicates, and their first prompts.
 
     Args:
-        config: of the run; its model needs a tokenizer and config.json alone.
+        config: of the run; its model directory needs only a tokenizer and config.json.
         show: number of prompts to print.
         console: receives the report.
 
     Returns:
         The exit code: `EXIT_BAD_INPUT` if a run would refuse the data.
 
-    Raises ConfigError for rows that cannot be used, and a model that has no tokenizer.
+    Raises ConfigError for rows that cannot be used, and for a model without tokenizer or config.json.
     """
     check_text(config)
     check_bounds(config)
@@ -158,18 +158,18 @@ def _model(path: Path) -> tuple[Any, Any]:
 
 
 def _shares(sets: Sequence[ProblemSet]) -> list[str]:
-    """What is said of the weight of each set; nothing of the only one."""
+    """The share of each data set as text; empty for a single data set."""
     total = sum(one.weight for one in sets)
     return [f", {one.weight / total:.3g} of the prompts" for one in sets] if len(sets) > 1 else [""]
 
 
 def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[ProblemSet]) -> Prompts:
-    """Tokenize all prompts, and look for those that occur twice."""
+    """Tokenize all prompts, and find those that occur twice. ``start``: id of the start token."""
     overlong, shared, duplicates = _Found(), _Found(), _Found()
     double_starts = 0
     evaluated = {folded(one.prompt, one.messages) for part in sets for one in part.held_out}
     trained: set[int] = set()
-    """Hashes: the prompts of a large data set would take its size in memory."""
+    """Hashes of prompts; the prompts themselves would take as much memory as the data set."""
     longest, longest_place = -1, ""
     lengths: list[int] = []
     for one in sets:
@@ -236,7 +236,7 @@ def _quantile(ascending: Sequence[int], share: float) -> int:
 
 
 def _stop_tokens(model: Path, tokenizer: Any, chat_template: str) -> str:
-    """The stop tokens by name, and whether only the template has one of them."""
+    """The stop tokens by id and text, with a note if one of them comes from the chat template alone."""
     from flowrt.engines.prompts import end_of_turn_ids, template_text
     from flowrt.engines.stopping import stop_token_ids
 

@@ -1,6 +1,6 @@
-"""Whether this host has the accelerators that a run names: checked before anything starts.
+"""Check that this host has the accelerators that a run names, before anything starts.
 
-The answer is that of torch, in a process of its own (`flowrt.launcher.device_probe`).
+A separate process asks torch (`flowrt.launcher.device_probe`).
 """
 
 import subprocess
@@ -15,11 +15,11 @@ from flowrt.recipes.devices import named_accelerators
 from flowrt.runtime.waits import blocking
 
 LIMIT_S = 120.0
-"""Of the import of torch and the answer of the driver."""
+"""Time limit for the import of torch and the answer of the driver."""
 
 
 def wanted_here(config: RunConfig) -> dict[str, tuple[int, list[str]]]:
-    """By accelerator: how many one role needs on this host, and the roles. Without what starts on other hosts."""
+    """By name of the accelerator: the most that one role needs on this host, and the roles that have workers here."""
     launch, trainer = config.launch, config.trainer
     elsewhere = {TRAINER: launch.trainer, ROLLOUT: launch.rollout, REFERENCE: launch.auxiliary}
     if not ROLLOUT_ENGINES[config.rollout.engine].is_in_worker:
@@ -41,7 +41,7 @@ def check_devices_here(config: RunConfig) -> None:
 
 
 def missing(name: str, count: int) -> str:
-    """Why there are no ``count`` accelerators of this kind; empty if there are."""
+    """Why this host does not have ``count`` accelerators of this kind; empty if it has."""
     words = [sys.executable, "-m", "flowrt.launcher.device_probe", name, str(count)]
     call = partial(subprocess.run, words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     try:

@@ -1,7 +1,7 @@
 """Whether torch sees enough accelerators here: ``python -m flowrt.launcher.device_probe NAME COUNT``.
 
-Prints why not, in one sentence, or nothing. It is a process of its own: the launcher loads no torch, and a process that
-has asked CUDA must not fork.
+Prints the reason in one sentence if not, else nothing. The probe is a separate process: the launcher does not import
+torch, and a process that has initialised CUDA must not fork.
 """
 
 import sys

@@ -21,10 +21,10 @@ def drain(worker: str, run: str, keys: str, within_s: float, console: Console) -
         worker: the worker's name.
         run: the directory of a run, or the address of its controller.
         keys: directory of keys; empty: those of the run, or of the environment.
-        within_s: time limit for the worker to leave.
+        within_s: time limit for the worker to leave, in seconds.
         console: what the result is printed to.
 
-    Raises ConfigError if the worker cannot leave, WaitExpired if it has not left in time.
+    Raises ConfigError if the controller rejects the drain, WaitExpired if the worker has not left in time.
     """
     address, run_dir = locate(run)
     asyncio.run(_drain(address, find_keys(keys, run_dir), worker, within_s))

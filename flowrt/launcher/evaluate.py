@@ -1,4 +1,4 @@
-"""``flowrt eval RUN``: evaluate a checkpoint of a run, or its best weights; nothing in the run changes."""
+"""``flowrt eval RUN``: evaluate a checkpoint of a run, or its best weights, without a change to the run."""
 
 import dataclasses
 import json
@@ -24,21 +24,24 @@ from flowrt.runtime.files import atomic_write, private_directory
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """What to evaluate; a number of None is that of the run."""
+    """What to evaluate; a number that is None is taken from the configuration of the run."""
 
     step: int | None = None
     """None: the newest checkpoint."""
     best: bool = False
     """The best weights, in place of a checkpoint."""
     data: tuple[str, ...] = ()
-    """NAME=PATH, or PATH as data set ``eval``; none: those of the run."""
+    """NAME=PATH, or PATH as data set ``eval``; empty: the data sets of the run."""
     samples: int | None = None
     temperature: float | None = None
     limit: int | None = None
 
 
 def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, console: Console) -> int:
-    """Evaluate, print the results, and write them to ``json_path``; returns the exit code. Raises ConfigError."""
+    """Evaluate, print the results, and write them to ``json_path``, if given; returns the exit code.
+
+    Raises ConfigError for a run or weights that cannot be evaluated.
+    """
     run_dir = run_dir.absolute()
     config = read_config(run_dir)
     if TRAIN_ENGINES[config.trainer.engine].published(config.trainer).lora is not None:
@@ -72,7 +75,7 @@ def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, consol
 
 
 def _weights(run_dir: Path, options: EvalOptions) -> tuple[int, Path]:
-    """The version to evaluate, and the directory of its weights. Raises ConfigError if there is none."""
+    """The version to evaluate, and the directory of its weights. Raises ConfigError if there are no such weights."""
     if options.best:
         steps = best_steps(run_dir)
         if not steps:
@@ -88,7 +91,7 @@ def _weights(run_dir: Path, options: EvalOptions) -> tuple[int, Path]:
 
 
 def _evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, model: Path) -> RunConfig:
-    """The configuration of a run that only evaluates, with the sampling and the data of ``config``."""
+    """The configuration of a run that only evaluates: ``config`` with the changes of ``options``."""
     changes: dict[str, Any] = {"only": True, "interval": 0, "stop_at": 0.0, "overlap": "skip"}
     if options.data:
         changes["data"] = tuple(one if "=" in one else f"eval={one}" for one in options.data)

@@ -1,6 +1,6 @@
-"""``flowrt export``: a run in the formats of other tools, once, or until the run ends.
+"""``flowrt export``: write a run in the formats of other tools, once, or until the run ends.
 
-TensorBoard, W&B and exporters of the user are processes of their own, so that one that hangs is ended by its deadline.
+TensorBoard, W&B and exporters of the user are separate processes, so that a deadline can end one that hangs.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class ExportOptions:
     follow: bool = False
 
     def processes(self) -> list[tuple[str, Path]]:
-        """The exporters that are processes: name and where their files go."""
+        """Name and target directory of each exporter that runs as a process."""
         found: list[tuple[str, Path]] = []
         if self.tensorboard is not None:
             found.append((TENSORBOARD, self.tensorboard))
@@ -67,7 +67,7 @@ class ExportOptions:
 def export(options: ExportOptions, console: Console) -> int:
     """Export a run; returns the exit code. Raises ConfigError for bad input, with nothing written."""
     reader = RunReader(options.run_dir)
-    ComparedRuns(options.run_dir, options.compare)  # is refused before anything is written
+    ComparedRuns(options.run_dir, options.compare)  # raises ConfigError before anything is written
     first, last = _check(options)
     if options.perfetto is not None:
         trace = write_trace(options.run_dir, options.perfetto, first, last)
@@ -91,7 +91,7 @@ def export(options: ExportOptions, console: Console) -> int:
 
 
 def _check(options: ExportOptions) -> tuple[int, int | None]:
-    """The wanted steps. Raises ConfigError for options that cannot act."""
+    """The first and last step to export. Raises ConfigError for options without effect, and unusable files."""
     found = parse_steps(options.steps)
     processes = options.processes()
     if not processes and options.perfetto is None and options.prometheus is None and options.html is None:
@@ -140,7 +140,7 @@ def _run_processes(options: ExportOptions) -> int:
                 blocking(partial(one.wait, GRACE_S), GRACE_S, "the end of an exporter", "its process")
         return EXIT_INTERRUPTED
     finally:
-        for one in running:  # with what they have started
+        for one in running:  # with their descendants
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(one.pid, signal.SIGKILL)
     code = next((code for code in codes if code), EXIT_OK)

@@ -1,6 +1,6 @@
 """Exporters of a run as processes: started with the run, restarted when they fail, ended after it.
 
-An exporter that fails costs no sample and no step: it is a line in the terminal and in events.jsonl.
+A failed exporter affects no sample and no step; the failure is a line in the terminal and in events.jsonl.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ MODULE = "flowrt.observability.exporters.process"
 MAX_RESTARTS = 3
 BACKOFF_S = 1.0
 MARGIN_S = 5.0
-"""Time for an exporter to notice that it is to end."""
+"""Time for an exporter to react to SIGTERM, in addition to the time that it may take to close."""
 KILL_S = 5.0
 
 
@@ -44,14 +44,14 @@ class ExporterProcesses:
         report: Callable[[str], None],
         log_event: Callable[[str], None],
     ) -> None:
-        """Start none yet.
+        """Create without starting.
 
         Args:
             children: the processes of the launcher.
             run_dir: the run directory.
             names: of the exporters, as in the configuration.
             report: shows a sentence to the user.
-            log_event: writes a sentence to events.jsonl, while the run goes on.
+            log_event: writes a sentence to events.jsonl; not called after `stop`.
         """
         self._children = children
         self._run_dir = run_dir
@@ -63,18 +63,18 @@ class ExporterProcesses:
         self._watchers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start all, each watched by a task."""
+        """Start all exporters, each with a task that restarts it."""
         self._watchers = [asyncio.create_task(self._watch(name)) for name in self._names]
 
     def stop(self) -> None:
-        """Tell all to pass on what is left, and to end."""
+        """Send SIGTERM to all: an exporter then writes what is left and ends."""
         self._ending.set()
         for child in self._running.values():
             if child.process.returncode is None:
                 child.process.send_signal(signal.SIGTERM)
 
     async def finish(self) -> None:
-        """Wait for the end of all, after `stop`; those that hang are killed."""
+        """Wait for the end of all exporters, after `stop`; kill those that exceed their time limits."""
         if not self._watchers:
             return
         end_s = max(map(close_timeout_s, self._names)) + MARGIN_S
@@ -88,7 +88,7 @@ class ExporterProcesses:
             await cancel_and_wait(self._watchers, KILL_S)
 
     async def _watch(self, name: str) -> None:
-        """Start an exporter, and again when it fails."""
+        """Start an exporter, and restart it after a failure, at most `MAX_RESTARTS` times."""
         for left in reversed(range(MAX_RESTARTS + 1)):
             if self._ending.is_set():
                 return

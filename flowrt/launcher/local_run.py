@@ -1,8 +1,9 @@
 """Local run: starts the controller and the workers, shows the live view, restarts what dies, ends every process.
 
-- Input is checked before anything is written: bad input leaves the run directory as it was.
-- A controller that dies is restarted for its workers; a lost trainer restarts the whole run from its newest checkpoint.
-- The exit code is the controller's; one that was killed after the run's end left it in summary.json.
+- Input is checked before anything is written: bad input leaves the run directory unchanged.
+- A controller that dies is restarted and recovers its workers; after the loss of the trainer the whole run restarts
+  from its newest checkpoint.
+- The exit code is that of the controller, or, if the controller was killed after the run's end, that in summary.json.
 """
 
 import asyncio
@@ -73,7 +74,7 @@ LOG_PREFIX = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
 def place(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths and a run directory.
 
-    Raises ConfigError if that directory is in use or cannot be created.
+    Raises ConfigError if that directory is in use or cannot be created, or if trainer.final_dir exists or contains it.
     """
     try:
         return _place(config)
@@ -103,7 +104,10 @@ def _place(config: RunConfig) -> RunConfig:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The configuration with every path made absolute. Raises ConfigError for a path that TOML cannot hold."""
+    """The configuration with every path made absolute.
+
+    Raises ConfigError for a path that TOML cannot represent, and for guards.command without a program.
+    """
     config = dataclasses.replace(
         config,
         run_dir=_absolute(config.run_dir),
@@ -145,7 +149,7 @@ def _exporter(name: str) -> str:
 
 
 def _command(text: str) -> str:
-    """A command line with the path of a program that is a file here made absolute. Raises ConfigError if it is none."""
+    """guards.command with an absolute path if its program is a file. Raises ConfigError if there is no such program."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -169,12 +173,15 @@ def run(config: RunConfig, console: Console, page_port: int | None = None) -> in
 def check_and_run(
     config: RunConfig, console: Console, prepare: Sequence[str] = (), page_port: int | None = None
 ) -> int:
-    """Check keys, port, programs, threads and data; then run. Raises ConfigError, with nothing written.
+    """Check keys, port, programs, threads and data; then run. Returns the exit code.
+
+    Raises ConfigError for bad input, with the run directory unchanged.
+
 
     Args:
         config: of the run.
         console: receives the live view.
-        prepare: a module of `flowrt.launcher` that is run first, and its arguments.
+        prepare: a module of `flowrt.launcher` that is run first, followed by its arguments; empty: none.
         page_port: port of the page of the run; None: it is not served.
     """
     check_page_port(page_port)
@@ -192,7 +199,7 @@ def check_and_run(
 
 
 async def _show_log(path: Path, view: LiveView) -> None:
-    """Show the last line of the log of a process that prepares the run, until cancelled."""
+    """Show the last log line of a process that prepares the run, until cancelled."""
     tail = LineTail(path)
     while True:
         lines = [line for line in tail.read_new().lines if line.strip()]
@@ -208,7 +215,7 @@ async def _run(config: RunConfig, console: Console, prepare: Sequence[str], page
 
 
 class LocalRun:
-    """One run and its processes."""
+    """One run, its processes and their restarts."""
 
     def __init__(
         self,
@@ -218,7 +225,7 @@ class LocalRun:
         prepare: Sequence[str] = (),
         page_port: int | None = None,
     ) -> None:
-        """``page_port``: of the page of the run, served while it goes on; None: it is not served."""
+        """Write the configuration; start nothing yet. Arguments as of `check_and_run`; ``signals``: of this process."""
         self._config = config
         self._begun_s = monotonic()
         self._prepared_s: float | None = None
@@ -230,7 +237,7 @@ class LocalRun:
         private_directory(self._run_dir)
         (self._run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         self._is_new = not (self._run_dir / CONFIG).exists()
-        # The controller renames it to config.toml once it holds the run's lock: a refused start changes nothing.
+        # The controller copies it to config.toml once it holds the run's lock: a refused start changes nothing.
         self._config_path = self._run_dir / (CONFIG if self._is_new else f".{CONFIG}.{os.getpid()}")
         atomic_write(self._config_path, to_toml(config))
         threads = str(config.threads)
@@ -248,7 +255,7 @@ class LocalRun:
         self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
         self._watch_process = WatchProcess(self._run_dir, page_port)
         self._failure = ""
-        self._end_reason = ""  # as the controller gave it
+        self._end_reason = ""  # from the controller
         self._controller: Child | None = None
         self._has_started_controller = False  # one that held the lock of the run directory
         self._rendezvous: Child | None = None
@@ -290,7 +297,7 @@ class LocalRun:
     async def _run_with_restarts(self, view: LiveView) -> int:
         launch = self._config.launch
         here = [command for command in worker_commands(self._config, "") if not command.prefix]
-        # It would import torch for nothing: it forks no process where there are accelerators.
+        # With accelerators the fork server forks nothing, and would import torch in vain.
         if launch.use_fork_server and here and not named_accelerators(self._config):
             await self._children.start_fork_server()
         code = await self._run_first(view, *self._prepare) if self._prepare else EXIT_OK
@@ -302,7 +309,7 @@ class LocalRun:
             view.report("building and warm-starting the model")
             code = await self._run_first(view, "build_model")
         if code == EXIT_OK and self._config.reference.model and not self._config.model:
-            code = await self._run_first(view, "model_check")  # the embedded model's vocabulary is known now
+            code = await self._run_first(view, "model_check")  # only now the embedded model's vocabulary is known
         if code != EXIT_OK:
             return code
         self._prepared_s = monotonic() - self._begun_s
@@ -416,12 +423,12 @@ class LocalRun:
         return code, None if trainer is None else trainer.process.returncode
 
     def _judge(self, code: int, death: str, controller: Child) -> int:
-        """The exit code of the run, given that of its controller; notes a failure.
+        """The exit code of the run, from that of its controller; records the reason of a failure.
 
         Args:
-            code: of the last controller.
-            death: why it was killed, if it was.
-            controller: the last one.
+            code: exit code of the last controller.
+            death: the failure to record if a signal killed the controller during the run.
+            controller: the last controller.
         """
         summary = read_summary(self._run_dir)
         if code < 0:
@@ -471,7 +478,7 @@ class LocalRun:
             return await controller.wait_exit(READY_S), hang
 
     async def _watch(self, worker: Child, words: list[str], supervisor: Supervisor | None, observer: Observer) -> None:
-        """Wait for a worker that is not restarted any more; end the run, with the worker's reason, if it failed."""
+        """Supervise a worker until it is not restarted any more; end the run, with the worker's error, if it failed."""
         if supervisor is not None:
             try:
                 worker = await supervisor.supervise(worker, words)
@@ -482,7 +489,7 @@ class LocalRun:
         if self._signals.preempted and supervisor is not None:
             return  # terminated with the whole job; the run ends when the trainer has saved
         if code < 0 and not self._failure and not self._signals.preempted:
-            # Its peers fail, too, and may report first; only the launcher knows which process was killed.
+            # Other workers fail as a consequence and may report first; only the launcher knows which one was killed.
             self._failure = worker.log_tail()
         if code == EXIT_BAD_INPUT:
             observer.end_run(worker.last_error(), EXIT_BAD_INPUT)
@@ -490,7 +497,7 @@ class LocalRun:
             observer.end_run(worker.log_tail(), EXIT_FAILED)
 
     async def _start_rendezvous(self, address: str) -> str:
-        """Start the store at which torchruns of several hosts meet; returns its address, empty for a single host."""
+        """Start the rendezvous store for torchruns of several hosts; returns HOST:PORT, empty for one host."""
         if self._config.trainer.nodes == 1:
             return ""
         host = address.removeprefix("tcp://").rpartition(":")[0]
@@ -502,11 +509,11 @@ class LocalRun:
         return store_address
 
     def _remove_ranks_dir(self) -> None:
-        """Delete files of torchruns that were killed. No torchrun of this run is alive."""
+        """Delete the files of killed torchruns; to be called while no torchrun of this run is alive."""
         shutil.rmtree(ranks_dir(self._run_dir), ignore_errors=True)
 
     def _restore_run_dir(self) -> None:
-        """Leave the run directory as it was before this run."""
+        """Restore the state of the run directory before this run: empty or missing."""
         shutil.rmtree(self._run_dir)
         if not self._created_dir:
             self._run_dir.mkdir(mode=0o700)

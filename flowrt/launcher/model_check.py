@@ -41,7 +41,7 @@ LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, Attribute
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises ConfigError if the model cannot be loaded, or has too few positions for a prompt and its response."""
+    """Raises ConfigError if the model or reference.model cannot be loaded, or a prompt or top-k does not fit."""
     path = model_dir(config)
     if config.reference.model:
         check_reference(config)
@@ -49,7 +49,7 @@ def check_model(config: RunConfig) -> None:
         return  # built by flowrt
     model_config = check_weights(path)
     tokenizer = load_tokenizer(path)
-    stop_token_ids(path, tokenizer, config.data.chat_template)  # raises for a file that no worker could read
+    stop_token_ids(path, tokenizer, config.data.chat_template)  # raises if its files cannot be read
     text_config = model_config.get_text_config()
     check_sampling(config, getattr(text_config, "vocab_size", None) or sys.maxsize, f"model {path}")
     check_prompts(
@@ -65,8 +65,8 @@ def check_model(config: RunConfig) -> None:
 def check_reference(config: RunConfig) -> None:
     """Raises ConfigError if ``reference.model`` cannot be loaded, or cannot score the run's responses.
 
-    It needs the vocabulary of the trained model, positions for a prompt and its response, and, to be refreshed, the
-    same parameters.
+    The reference model needs the vocabulary of the trained model, positions for a prompt and its response, and, to be
+    refreshed, the same parameters.
     """
     path, policy = Path(config.reference.model), model_dir(config)
     text_config = check_weights(path).get_text_config()
@@ -93,7 +93,7 @@ def check_reference(config: RunConfig) -> None:
         )
     check_prompts(
         task_of(config).prompt_blocks(),
-        load_tokenizer(policy),  # which makes the prompts of the run
+        load_tokenizer(policy),  # the tokenizer of the run's prompts
         limits=prompt_limits(config, text_config),
         what=f"reference.model {path}",
         form=config.data.prompt_format,
@@ -102,7 +102,7 @@ def check_reference(config: RunConfig) -> None:
 
 
 def check_sampling(config: RunConfig, vocab_size: int, what: str) -> None:
-    """Raises ConfigError for a top-k that excludes no token."""
+    """Raises ConfigError if top-k is the only truncation and excludes no token. ``what``: the model in messages."""
     truncation = config.rollout.truncation
     if truncation.top_k >= vocab_size and truncation == Truncation(truncation.top_k):
         raise ConfigError(
@@ -161,7 +161,7 @@ def check_finite(path: Path) -> None:
 
 
 def _headers(path: Path) -> dict[str, torch.Tensor]:
-    """A tensor without data for each tensor of the weights."""
+    """A tensor on the meta device for each tensor of the weight files."""
     found = {}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
@@ -172,7 +172,7 @@ def _headers(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """The type of a safetensors name; only shapes are checked, so other types count as float32."""
+    """The dtype of a safetensors dtype name; only shapes are checked, so other names count as float32."""
     return {"F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}.get(name, torch.float32)
 
 

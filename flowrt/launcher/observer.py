@@ -1,4 +1,4 @@
-"""Observers: connections that receive the status of a run, and may end it or drain a worker; where to connect to."""
+"""Observers: connections that receive the status of a run, and may end it or drain a worker; lookup of addresses."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def hello() -> m.Hello:
 
 
 class Observer:
-    """The launcher's connection: passes on every status, and reconnects to a restarted controller."""
+    """The launcher's connection: passes every status to a callback, and reconnects to a restarted controller."""
 
     def __init__(
         self,
@@ -38,14 +38,19 @@ class Observer:
         worker_timeout_s: float,
         follow: Sequence[str],
     ) -> None:
-        """``on_status`` is called with each status, a dictionary as `Server.status` makes it.
+        """Connect.
 
-        ``follow``: the workers that are in its "followed", whatever the size of the run.
+        Args:
+            address: of the controller.
+            on_status: called with each status, as made by `Server.status`.
+            keys: CURVE keys; None for a controller without.
+            worker_timeout_s: seconds without a status after which the controller counts as hung.
+            follow: names of the workers that "followed" of each status tells of, whatever the size of the run.
         """
         self._follow = tuple(follow)
         self._on_status = on_status
         self.liveness = LivenessTimeout(worker_timeout_s)
-        """Renewed with every status: a controller that sends none for this long hangs."""
+        """Renewed by every status; the controller counts as hung when it expires."""
         self.end_reason = ""
         """Why the run has ended; empty until then."""
         self._link = ClientLink(self._receive, self._on_error, keys)
@@ -62,10 +67,11 @@ class Observer:
         self._link.send(m.Stop(reason, code))
 
     def log_event(self, text: str) -> None:
-        """Write a sentence about an exporter to events.jsonl."""
+        """Make the controller write a sentence about an exporter to events.jsonl."""
         self._link.send(m.Notice("exporter", text))
 
     def close(self) -> None:
+        """Leave the run and close the connection."""
         self._link.send(m.Leave(""))
         self._link.close(0 if self.end_reason else None)
 
@@ -79,14 +85,23 @@ class Observer:
             self._on_status(status)
 
     def _on_error(self, error: FlowError) -> None:
-        # With a ConfigError another process listens at the address for now: the next controller cannot bind it.
+        # A ConfigError means that another process listens at the address now: a restarted controller fails to bind it.
         if not isinstance(error, ConfigError):
             raise error
 
 
 @contextlib.asynccontextmanager
 async def connected(address: str, keys: WorkerKeys | None, deadline_s: float, where: str) -> AsyncIterator[Connection]:
-    """A short connection of a command. Raises WaitExpired without an answer, FlowError if it is refused."""
+    """A connection of a command, closed at the end of the block.
+
+    Args:
+        address: of the controller.
+        keys: CURVE keys; None for a controller without.
+        deadline_s: time limit for the controller's answer, in seconds.
+        where: the run, in messages.
+
+    Raises WaitExpired without an answer, FlowError if the controller refuses.
+    """
     connection = Connection(address, hello(), keys)
     try:
         await connection.open(deadline_s)
@@ -103,7 +118,7 @@ async def connected(address: str, keys: WorkerKeys | None, deadline_s: float, wh
 
 
 async def statuses(connection: Connection) -> AsyncIterator[dict[str, Any]]:
-    """Every status that comes. Raises FlowError at the end of the run or the connection, ConfigError when rejected."""
+    """Yield each status. Raises FlowError at the end of the run or the connection, ConfigError when rejected."""
     async for event in connection:
         match event:
             case m.Status(text):
@@ -120,7 +135,7 @@ async def statuses(connection: Connection) -> AsyncIterator[dict[str, Any]]:
 
 
 async def fetch_status(address: str, keys: WorkerKeys | None, deadline_s: float, where: str) -> dict[str, Any]:
-    """The present status of a run. Raises WaitExpired without an answer, FlowError if the controller refuses."""
+    """The present status of a run; arguments and exceptions as of `connected`."""
     async with connected(address, keys, deadline_s, where) as connection:
         return await wait_until(anext(statuses(connection)), deadline_s, f"the status of {where}", CONTROLLER)
 
@@ -137,7 +152,11 @@ def locate(run: str) -> tuple[str, Path | None]:
 
 
 def address_of(run_dir: Path) -> str:
-    """The address of the run's controller. Raises FlowError, with the end of the run, if it does not listen."""
+    """The address of the run's controller.
+
+    Raises FlowError, with the reason of the run's end if it has ended, if no controller listens; ConfigError for a
+    directory that is no run directory.
+    """
     try:
         return read_address(run_dir)
     except FileNotFoundError:
@@ -153,7 +172,7 @@ def address_of(run_dir: Path) -> str:
 
 
 def find_keys(named: str, run_dir: Path | None) -> WorkerKeys | None:
-    """The observer's keys: from the directory ``named``, from the run's, or from that of the environment."""
+    """The observer's keys, from directory ``named``, else the one of the run, else of the environment; None without."""
     directory = named
     if not directory and run_dir is not None and (run_dir / CONFIG).is_file():
         directory = from_file(run_dir / CONFIG).controller.keys

@@ -1,7 +1,7 @@
-"""The task and the algorithm of a run before it starts; those in files of the user's say what they need.
+"""Checks of the task and the algorithm of a run before it starts, and the needs of those in a user's file.
 
-A file of the user's may hang, exit or crash, so a process of its own loads it. The launcher and the controller do not
-import torch.
+A user's file may hang, exit or crash, and may import torch, which the launcher and the controller do not: it is loaded
+in a separate process.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from flowrt.runtime.file_process import ask
 
 
 def with_checked_task(config: RunConfig, progress: Callable[[str], None]) -> RunConfig:
-    """Read all data of a run, and call its rewards once.
+    """Read all data of a run, and test its reward functions.
 
     Args:
         config: of the run.
@@ -29,7 +29,7 @@ def with_checked_task(config: RunConfig, progress: Callable[[str], None]) -> Run
     Returns:
         The configuration with the digest of the task's file, and the names of the parts of rewards.
 
-    Raises ConfigError for any mistake, and for a task file that is not the one that the run began with.
+    Raises ConfigError for any mistake, and for a task file that has changed since the start of the run.
     """
     if not is_task_file(config.recipe):
         config = check_task(config, progress)
@@ -53,9 +53,10 @@ LOAD_S = 120.0
 
 
 def with_own_needs(config: RunConfig) -> RunConfig:
-    """The configuration with what the user's algorithm needs; a preset's is returned as it is.
+    """The configuration with the needs of the user's algorithm; unchanged for a preset.
 
-    Raises ConfigError if the file cannot be loaded, does not return in time, or defines no algorithm.
+    Raises ConfigError if the file cannot be loaded, does not return in time, or defines no algorithm, and for a guard
+    that cannot act.
     """
     name = config.algorithm.name
     if not is_own(name):

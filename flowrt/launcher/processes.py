@@ -1,4 +1,4 @@
-"""Processes of a run: started with a log each, and ended with their launcher."""
+"""Processes of a run: each has a log and ends with its launcher."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from flowrt.runtime.waits import BoundedElsewhere, Deadline, cancel_and_wait, wa
 
 LOG_TAIL_LINES = 3
 BLOCK_BYTES = 4096
-"""With less free disk space than this, nothing is written to a log any more."""
+"""With less free disk space, in bytes, nothing can be written to a log."""
 TOGETHER = BoundedElsewhere("the common deadline of all processes")
 
 
@@ -31,7 +31,7 @@ class Child:
     log: Path
 
     def exit_description(self) -> str:
-        """Its name and how it ended."""
+        """The name of the process, and how it ended."""
         code = self.process.returncode
         if code is None:
             return f"{self.name} is running"
@@ -39,18 +39,18 @@ class Child:
         return f"{self.name} {ending}"
 
     async def wait_exit(self, deadline: Deadline) -> int:
-        """Wait for its end; returns the exit code. Raises WaitExpired."""
+        """Wait for the end of the process; returns its exit code, negative for a signal. Raises WaitExpired."""
         code: int = await wait_until(self.process.wait(), deadline, f"{self.name} to end", self.name)
         return code
 
     def log_tail(self) -> str:
-        """How it ended, and the last lines of its log; on a full disk the log may lack the line that says so."""
+        """How the process ended, and the last lines of its log, with a note if the disk is full: the log may be cut."""
         lines = self._log_lines()[-LOG_TAIL_LINES:]
         full = "; the disk is full" if shutil.disk_usage(self.log.parent).free < BLOCK_BYTES else ""
         return f"{self.exit_description()}; its log {self.log} ends: {' | '.join(lines) or 'empty'}{full}"
 
     def last_error(self) -> str:
-        """The last line of its log without time and level: the reason of a process that ended with one."""
+        """The last line of the log without time and level; `log_tail` if the log is empty."""
         lines = self._log_lines()
         return error_message(lines[-1]) if lines else self.log_tail()
 
@@ -67,7 +67,13 @@ class Children:
         environment: Mapping[str, str],
         environments: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """``environment`` is added to that of every process, ``environments`` to that of single ones, by name."""
+        """Create without starting a process.
+
+        Args:
+            log_dir: an existing directory for the logs.
+            environment: variables to add to the environment of every process.
+            environments: variables to add to the environment of single processes, by name.
+        """
         self._log_dir = log_dir
         self._environments = environments or {}
         self._environment = {**os.environ, **environment, LAUNCHER: this_launcher()}
@@ -75,7 +81,7 @@ class Children:
         self._fork_server: ForkServer | None = None
 
     async def start_fork_server(self) -> None:
-        """Fork workers of this host from now on (on Linux)."""
+        """Start a fork server for the workers of this host; on Linux only."""
         if sys.platform == "linux":
             self._fork_server = ForkServer(self._log_dir / "fork_server.log", self._environment)
             await self._fork_server.start()
@@ -83,7 +89,8 @@ class Children:
     async def start(self, name: str, words: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
         """Start a command with its output in ``logs/NAME.log``.
 
-        Raises ConfigError if there is no such program, or the system cannot start another process.
+        ``pass_fds`` stay open in the process, with the same numbers. Raises ConfigError if there is no such program, or
+        the system cannot start another process.
         """
         path = self._log_dir / f"{name}.log"
         environment = {**self._environment, **self._environments.get(name, {})}
@@ -115,12 +122,13 @@ class Children:
         )
 
     def running(self) -> list[Child]:
+        """The processes that have not ended."""
         return [child for child in self._all if child.process.returncode is None]
 
     async def start_ready(self, name: str, words: Sequence[str], deadline_s: float) -> tuple[Child, str]:
-        """Start ``WORDS --ready-fd FD`` and return the line that it writes there; empty if it ended without one.
+        """Start ``WORDS --ready-fd FD``; returns the process and the line it wrote to FD, empty if it ended before.
 
-        Raises WaitExpired if neither has happened by the deadline.
+        Raises WaitExpired if the process neither wrote nor ended within ``deadline_s`` seconds.
         """
         read_fd, write_fd = os.pipe()
         try:
@@ -140,7 +148,7 @@ class Children:
             transport.close()
 
     async def wait_all(self, deadline_s: float) -> bool:
-        """Wait for the end of every process; False if the deadline came first."""
+        """Wait for the end of every process; returns False if some have not ended after ``deadline_s`` seconds."""
         ends = [asyncio.ensure_future(child.wait_exit(TOGETHER)) for child in self._all]
         try:
             await wait_all(ends, deadline_s, "all processes to end", "each of them")
@@ -150,7 +158,7 @@ class Children:
         return True
 
     async def end(self, grace_s: float) -> None:
-        """Wait ``grace_s``, then terminate, then kill; returns when no process is left."""
+        """Wait ``grace_s`` seconds, then terminate, then kill; returns when all have ended, or 5 s after SIGKILL."""
         if await self.wait_all(grace_s):
             return
         self._signal_groups(signal.SIGTERM)
@@ -160,13 +168,13 @@ class Children:
         await self.wait_all(5.0)
 
     async def close(self) -> None:
-        """`end` without grace, and end the fork server."""
+        """End all processes without grace, and the fork server."""
         await self.end(0.0)
         if self._fork_server is not None:
             await self._fork_server.close()
 
     def signal_group(self, child: Child, number: signal.Signals) -> None:
-        """Signal a process and its descendants; the process alone if it was stopped before it had its own group."""
+        """Signal a process and its descendants; only the process if it has no process group of its own yet."""
         try:
             os.killpg(child.process.pid, number)
         except ProcessLookupError:

@@ -1,7 +1,7 @@
 """Check of a run's prompts against its model: their length, their tokens, and the chat template.
 
-Prompts are tokenized only where their size leaves a doubt: every token stands for at least one byte, and what a chat
-template adds depends on the roles of the messages alone.
+A prompt is tokenized only if its size in bytes does not prove that it fits: every token stands for at least one byte,
+and what a chat template adds depends only on the roles of the messages.
 """
 
 from collections import Counter
@@ -20,11 +20,11 @@ SHORT_BYTES = 4
 MAX_SPECIAL_TOKENS = 16
 """Tokens that a tokenizer adds to a text; every other token stands for at least one byte of it."""
 UTF8_BYTES = 4
-"""Most bytes of a character."""
+"""Maximum number of bytes of a character."""
 
 
 class Overlong(NamedTuple):
-    """A prompt that is too long: its data set, place and tokens."""
+    """A prompt that is too long: its data set, its place, and its length in tokens."""
 
     data_set: str
     where: str
@@ -43,9 +43,9 @@ def check_prompts(
 
     Args:
         blocks: the prompts.
-        tokenizer: of the model.
-        limits: of the model and the configuration.
-        what: the model, for messages.
+        tokenizer: the tokenizer of the model.
+        limits: limits of the model and the configuration.
+        what: name of the model in messages.
         form: how prompts become tokens; None: text as it is.
 
     Raises ConfigError for a prompt without tokens, with tokens outside the vocabulary, too long, or that the chat
@@ -63,7 +63,7 @@ def check_prompts(
 
 
 class _PromptCheck:
-    """The mistakes in the prompts so far."""
+    """A check of prompts, block by block, that collects their mistakes."""
 
     def __init__(self, tokenizer: Any, limits: PromptLimits, what: str, encoder: PromptEncoder) -> None:
         self._limits = limits
@@ -89,7 +89,7 @@ class _PromptCheck:
             self._judge(block, place, tokens)
 
     def report(self) -> None:
-        """Raise ConfigError for the mistakes that were found, and if no prompt of a set is left."""
+        """Raise ConfigError for the mistakes that were found, and if all prompts of a data set are too long."""
         self._mistakes.report()
         if not self._overlong:
             return
@@ -116,7 +116,7 @@ class _PromptCheck:
         )
 
     def _is_doubtful(self, prompt: Prompt) -> bool:
-        """Whether the prompt may have too many tokens, none, or wrong ones."""
+        """Whether the prompt has to be tokenized: it may have too many tokens, none, or ids outside the vocabulary."""
         text, messages = prompt
         roles = tuple([role for role, _ in messages])
         added = self._added[roles] if roles in self._added else self._added_bytes(prompt, roles)

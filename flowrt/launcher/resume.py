@@ -1,4 +1,4 @@
-"""``flowrt resume RUN``: continue a run from its newest checkpoint, from its directory alone."""
+"""``flowrt resume RUN``: continue a run from its newest checkpoint; needs only the run directory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from flowrt.runtime.files import RunLock
 
 
 def resume(run_dir: Path, flags: Sequence[str], console: Console, page_port: int | None = None) -> int:
-    """Continue the run to its end, with the flags' changes; returns the exit code.
+    """Continue the run to its end, with the changes of ``flags`` to its configuration; returns the exit code.
 
-    Prints a line for a run that is complete, and returns 0. Raises ConfigError, with nothing changed, on bad input.
+    For a run that is complete, prints a line and returns 0. Raises ConfigError, with nothing changed, on bad input.
     """
     run_dir = run_dir.absolute()
     before = read_config(run_dir)
@@ -52,7 +52,7 @@ def resume(run_dir: Path, flags: Sequence[str], console: Console, page_port: int
 
 
 def _check_unfinished(run_dir: Path) -> None:
-    """Raises ConfigError for a run without checkpoints that may be complete: its summary.json is damaged."""
+    """Raises ConfigError for a run without checkpoints that may be complete, because its summary.json is damaged."""
     summary, trained = run_dir / "summary.json", last_step(run_dir / LEDGER)
     if summary.exists() and trained is not None:
         raise ConfigError(
@@ -62,7 +62,10 @@ def _check_unfinished(run_dir: Path) -> None:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """The configuration of a run that has ended; its directory may have moved. Raises ConfigError if there is none."""
+    """The configuration of a run that has ended, whose directory may have been moved.
+
+    Raises ConfigError for a directory that is no run directory, and for a configuration that is not valid.
+    """
     path = run_dir / "config.toml"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.toml")

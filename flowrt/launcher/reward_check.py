@@ -1,5 +1,5 @@
-"""``flowrt reward check``: what the reward functions of a run, or the reward of a task in a file, give on its rows,
-without a model.
+"""``flowrt reward check``: the results of a run's reward functions, or of a task file's reward, on its rows, without
+a model.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ DESCRIPTION = (
     "responses each; starts no run."
 )
 LIMIT = 50
-"""Rows that are used if no number is given."""
+"""Number of rows without --limit."""
 LONG = 100_000
 """Characters of the long response."""
 GIBBERISH = 200
@@ -50,9 +50,10 @@ class Found:
 
 
 def reward_check(words: Sequence[str], console: Console) -> int:
-    """Print for each function and kind of response: outcomes, spread, time, and what it raised.
+    """Print outcomes, rewards, times in milliseconds and first failures of each function and kind of response.
 
-    Returns the exit code. Raises ConfigError for what a run would refuse, after the report if there is one.
+    Returns the exit code. Raises ConfigError for what a run would refuse: a bad configuration before the report, failed
+    rewards after it.
     """
     limit, flags = _limit(words)
     about = f"{DESCRIPTION} --limit N: rows (default: {LIMIT})."
@@ -74,7 +75,7 @@ def reward_check(words: Sequence[str], console: Console) -> int:
 
 
 def _check_task(config: RunConfig, limit: int, console: Console) -> int:
-    """As `reward_check`, of the reward of a task in a file."""
+    """`reward_check` for the reward of a task file."""
     if not is_task_file(config.recipe):
         raise ConfigError(
             f"recipe {config.recipe} has a reward of its own; flowrt reward check takes FILE.py or custom"
@@ -94,7 +95,7 @@ def _check_task(config: RunConfig, limit: int, console: Console) -> int:
 
 
 async def _found(config: RunConfig, rows: Sequence[bytes]) -> dict[tuple[str, str], Found]:
-    """The outcomes by function and kind of response, all of them."""
+    """The outcomes of all calls, by function and kind of response. ``rows``: JSON of the columns of each row."""
     scorer = RewardScorer(config.reward, task=task_reward(config))
     found = {(one.name, probe): Found() for one in scorer.functions for probe in PROBES}
     try:
@@ -116,7 +117,7 @@ async def _found(config: RunConfig, rows: Sequence[bytes]) -> dict[tuple[str, st
 
 
 def _responses(row: bytes) -> Iterable[tuple[str, str]]:
-    """The responses to a row, the same in every check."""
+    """Each kind of response with its text for a row; the same texts in every check."""
     rng = random.Random(row)
     answer = as_text(json.loads(row).get("answer"))
     texts = (answer, "", "".join(rng.choices(ALPHABET, k=GIBBERISH)), "".join(rng.choices(ALPHABET, k=LONG)))

@@ -1,4 +1,4 @@
-"""Signals of a launcher: SIGTERM ends a run after saving what it has trained, SIGINT ends it at once."""
+"""Signals of a launcher: SIGTERM makes a run save a checkpoint and end, SIGINT ends the run at once."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ class Signals:
     """SIGINT and SIGTERM of this process. A second SIGTERM has no effect: schedulers and job scripts both send it."""
 
     def __init__(self, save_timeout_s: float) -> None:
-        """``save_timeout_s``: how long saving may take; 0: nothing is saved, and SIGTERM ends the run at once, too."""
+        """``save_timeout_s``: time limit for saving in seconds; 0: SIGTERM ends the run at once, like SIGINT."""
         self._save_timeout_s = save_timeout_s
         self._interrupted = asyncio.Event()
         self._terminated = asyncio.Event()
@@ -29,17 +29,17 @@ class Signals:
 
     @property
     def preempted(self) -> bool:
-        """Whether the run was told to save and end; it is not restarted by this launcher."""
+        """Whether SIGTERM made the run save and end; this launcher does not restart it."""
         return self._terminated.is_set()
 
     async def guard(
         self, work: asyncio.Task[int], forward: Callable[[signal.Signals], bool], report: Callable[[str], None]
     ) -> int:
-        """Return the exit code of ``work``; after a signal, end it within a time limit.
+        """Wait for ``work`` and return its exit code; after a signal, end it within a time limit.
 
         Args:
             work: the run.
-            forward: passes a signal on to the controller, which ends its run in order; False without a controller.
+            forward: signals the controller, which then ends its run in order; returns False without a controller.
             report: prints a line.
         """
         interrupted = asyncio.create_task(wait_until(self._interrupted.wait(), RUN, "an interruption", "the user"))

@@ -1,4 +1,4 @@
-"""Supervision of the processes of a run: what is restarted, what is killed, and when a run is given up.
+"""Supervision of the processes of a run: which are restarted, which are killed, and when the run is ended.
 
 - A worker that dies is restarted under its name (`Supervisor`), unless it failed twice for the same reason.
 - A process that is alive but no longer part of the run is killed, so that it can be replaced (`HungProcessReaper`).
@@ -32,7 +32,7 @@ BACK_OFF_FACTOR = 4
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """The summary that the controller wrote at its end; None if it is running or was killed.
 
-    A damaged file counts as none: all of it is in the ledger, and the next end of the run writes it again.
+    A damaged file counts as missing: all of its content is in the ledger, and the next end of the run rewrites it.
     """
     try:
         found: object = json.loads((run_dir / "summary.json").read_bytes())
@@ -53,14 +53,14 @@ class RestartPolicy:
         self._first_step = 0
 
     def begin(self) -> None:
-        """The run starts, from its newest checkpoint. (A controller that recovers its run does not count.)"""
+        """Note a start of the run from its newest checkpoint; not to be called when a controller recovers the run."""
         self._first_step = max(checkpoint_steps(self._run_dir), default=0)
 
     def back_off_s(self, trainer_code: int | None) -> float | None:
-        """Delay before the restart of a run that has ended; None: it is not restarted.
+        """Delay in seconds before the restart of a run that has ended; None: it is not restarted. Counts the restart.
 
-        ``trainer_code`` is the trainer's exit code, None if it has not ended: it is stopped, or disconnected. A trainer
-        that failed by itself before it completed a step would fail again.
+        ``trainer_code`` is the trainer's exit code, None if it has not ended: it is stopped, or disconnected. A run
+        whose trainer exited with an error before it completed a step is not restarted: it would fail again.
         """
         summary = read_summary(self._run_dir)
         if summary is None or summary["exit_code"] == 0 or not summary["reason"].startswith("trainer"):
@@ -72,7 +72,7 @@ class RestartPolicy:
         return float(min(FIRST_BACK_OFF_S * BACK_OFF_FACTOR ** (self._restarts - 1), MAX_BACK_OFF_S))
 
     def lacks_only_summary(self, steps: int) -> bool:
-        """Whether all steps are saved and only the summary is missing. If so, counts as a restart."""
+        """Whether only the summary is missing, all ``steps`` are saved, and a restart is left; counts the restart."""
         saved = max(checkpoint_steps(self._run_dir), default=0)
         if read_summary(self._run_dir) is not None or saved < steps:
             return False
@@ -80,12 +80,12 @@ class RestartPolicy:
         return self._restarts <= max(self._max_restarts, 1)
 
     def reason(self) -> str:
-        """Why the run ended, as the controller gave it."""
+        """Why the run ended, from the summary of the controller."""
         summary = read_summary(self._run_dir)
         return str(summary["reason"]) if summary is not None else "the controller was killed"
 
     def describe(self, back_off_s: float) -> str:
-        """The restart, for the terminal."""
+        """A description of the restart for the terminal."""
         step = max(checkpoint_steps(self._run_dir), default=0)
         return f"restart {self._restarts} of {self._max_restarts} in {back_off_s:.0f} s, from step {step}"
 
@@ -96,7 +96,7 @@ CANCEL_S = 1.0
 
 
 async def cpu_time_watchdog(child: Child, timeout_s: float) -> int:
-    """Wait for a process without a connection; returns its exit code.
+    """Wait for a process that has no connection to the controller; returns its exit code.
 
     Raises WaitExpired if it used no CPU time for ``timeout_s`` seconds. Without /proc there is no timeout.
     """
@@ -126,7 +126,7 @@ async def _renew_while_busy(pid: int, liveness: LivenessTimeout) -> None:
 
 
 def _cpu_ticks(pid: int) -> int | None:
-    """CPU time of a process so far; None without /proc."""
+    """CPU time of a process so far, in clock ticks; None without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -135,17 +135,17 @@ def _cpu_ticks(pid: int) -> int | None:
 
 
 class HungProcessReaper:
-    """Kills processes whose workers are not in the run any more, or never joined: stopped ones, and hung ones."""
+    """Kills processes that are alive, stopped or hung, although their workers have left the run or never joined it."""
 
     def __init__(
         self, children: Children, timeout_s: float, connect_timeout_s: float, report: Callable[[str], None]
     ) -> None:
-        """Kill after a time limit.
+        """Set the time limits.
 
         Args:
             children: the processes.
-            timeout_s: how long a process may be alive without being in the run.
-            connect_timeout_s: how much longer before it joins for the first time.
+            timeout_s: seconds that a process may be alive while its workers are not in the run.
+            connect_timeout_s: additional seconds before its workers join for the first time.
             report: prints a line for each process that is killed.
         """
         self._children = children
@@ -156,18 +156,19 @@ class HungProcessReaper:
         self._joined: set[tuple[str, int]] = set()
 
     def extend(self, for_s: float) -> None:
-        """Give every process ``for_s`` seconds more: the controller is restarted, and they have to find it."""
+        """Set every deadline to ``for_s`` plus the timeout from now: workers have to find a restarted controller."""
         self._deadline_s = dict.fromkeys(self._deadline_s, monotonic() + for_s + self._timeout_s)
 
     def check(
         self, workers: Collection[str], local: Mapping[str, Collection[str]], critical: Collection[str] = ()
     ) -> None:
-        """Kill the processes that were absent for too long.
+        """Kill the processes whose workers have been absent for too long.
 
         Args:
             workers: names of the workers in the run now.
-            local: names of the workers of each process by its own name; one torchrun has several, all of which join.
-            critical: processes that are only killed before they join; when they leave, the run restarts anyway.
+            local: names of the workers of each process, by the name of the process; a torchrun has several, and is
+                absent while any of them is.
+            critical: processes that are only killed before they join; when they leave, the run restarts as a whole.
         """
         now = monotonic()
         deadline_s = {}
@@ -192,16 +193,16 @@ NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
 def present(status: Mapping[str, Any]) -> Collection[str]:
-    """The workers in the run, of those that this launcher follows; in the first status, of those that it lists."""
+    """The workers in the run, of those that this launcher follows; those listed, in a status without "followed"."""
     found: Collection[str] = status.get("followed", {"present": status["workers"]})["present"]
     return found
 
 
 class Vacancies:
-    """Which workers have to be replaced after they left, and which had results, by the status of the run."""
+    """Decides from the statuses of a run which workers to replace after they left, and which had results."""
 
     def __init__(self, roles: Mapping[str, str], is_preempted: Callable[[], bool]) -> None:
-        """``roles`` by worker name; ``is_preempted``: whether the launcher was told to end the run."""
+        """``roles``: by name of the worker; ``is_preempted``: whether the launcher was told to end the run."""
         self._roles = roles
         self._is_preempted = is_preempted
         self._has_ended = False
@@ -217,7 +218,10 @@ class Vacancies:
         waiting.set_result(status)
 
     async def is_missed(self, name: str) -> bool:
-        """Whether the run is active, and this worker was not drained by an operator or its role is vacant now."""
+        """Whether a worker that left in order has to be replaced; waits for the next status.
+
+        True if the run is active, and no operator drained this worker or its role is vacant now.
+        """
         if self._has_ended or self._is_preempted():
             return False
         next_status = asyncio.shield(self._next)
@@ -234,7 +238,7 @@ class Vacancies:
 
 
 class Supervisor:
-    """Restarts workers that can be replaced."""
+    """Restarts replaceable workers that failed or left."""
 
     def __init__(
         self,
@@ -245,14 +249,14 @@ class Supervisor:
         is_missed: Callable[[str], Awaitable[bool]],
         take_results: Callable[[str], bool],
     ) -> None:
-        """Restart within limits.
+        """Set the limits of restarts.
 
         Args:
             children: the processes.
-            config: limits of restarts.
+            config: limits and delays.
             report: prints a line for each restart.
-            is_missed: whether the run still needs a worker in the place of this one, which left in order.
-            take_results: whether this worker, which failed, had results since its start.
+            is_missed: whether the run needs a replacement of the worker of this name, which left in order.
+            take_results: whether the worker of this name had results since the last call.
         """
         self._is_missed = is_missed
         self._take_results = take_results
@@ -264,8 +268,8 @@ class Supervisor:
     async def supervise(self, child: Child, words: Sequence[str]) -> Child:
         """Restart a worker whenever it fails, or leaves in order while the run needs it; returns the last process.
 
-        It is not restarted after bad input, after the same failure twice without a result in between (both would
-        happen again), or after too many restarts.
+        The worker is not restarted after bad input, after the same failure twice without a result in between (both
+        would happen again), or after too many restarts.
         """
         failure = ""
         while True:
@@ -283,14 +287,14 @@ class Supervisor:
             child = await self._children.start(child.name, words)
 
     async def may_restart(self, child: Child) -> bool:
-        """Wait for the back-off and return True; return False after too many restarts of this process."""
+        """Wait for the back-off delay and return True; return False at once after too many restarts of this process."""
         starts = self._starts[child.name]
         now = monotonic()
         while starts and now - starts[0] > self._config.window_s:
             starts.popleft()
         if len(starts) >= self._config.max_worker_restarts:
             return False
-        # Exponential: a process that cannot start must not take the machine from the others.
+        # Exponential: a process that cannot start must not use up the CPU time of other processes.
         delay_s = self._config.backoff_s * 2 ** len(starts)
         starts.append(now)
         self._report(f"{child.exit_description()}: restarting in {delay_s:.1f} s")
@@ -299,7 +303,10 @@ class Supervisor:
 
 
 def _failure(child: Child, code: int) -> str:
-    """Why a worker failed by itself, without numbers; empty if it was killed, succeeded, or timed out."""
+    """Exit code and last error of a failed worker, with all numbers as 0, to compare failures.
+
+    Empty if the worker succeeded, was killed, or was dismissed without a protocol violation.
+    """
     error = child.last_error() if code > EXIT_OK else ""
     if code == EXIT_DISMISSED and VIOLATION not in error:
         return ""

@@ -21,7 +21,7 @@ CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-"""Characters that a terminal acts on or does not show: controls, directions of text, of no width, half characters."""
+"""Characters that a terminal interprets or does not show: controls, text directions, zero width, surrogates."""
 _TAB_OR_LINE_END = str.maketrans("\t\n", "  ")
 
 
@@ -29,21 +29,21 @@ def printable(text: str, *, one_line: bool = False) -> str:
     r"""The text with its control characters and undecodable bytes as escapes: ``\x1b``.
 
     Args:
-        text: Any text.
-        one_line: Whether tabs and line ends become spaces.
+        text: any text.
+        one_line: replace tabs and line ends by spaces.
     """
     return _CONTROL.sub(_escape, text.translate(_TAB_OR_LINE_END) if one_line else text)
 
 
 def _escape(found: re.Match[str]) -> str:
     code = ord(found[0])
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that is no text (PEP 383)
+    if 0xDC80 <= code <= 0xDCFF:  # an undecodable byte of a file name (PEP 383)
         return f"\\x{code - 0xDC00:02x}"
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def printable_tree(value: Any) -> Any:
-    """Data as JSON has it, with every text in it printable and on one line."""
+    """A copy of a JSON value in which every string, also of keys, is printable and on one line."""
     match value:
         case str():
             return printable(value, one_line=True)
@@ -65,12 +65,12 @@ class PlainConsole(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The console of a command."""
+    """The console of a command, on standard output or standard error."""
     return PlainConsole(stderr=stderr)
 
 
 class _Output(io.RawIOBase):
-    """A file descriptor whose reader may close it: what is written after that is discarded."""
+    """A file descriptor whose reader may close its end: later writes are discarded."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -90,7 +90,7 @@ class _Output(io.RawIOBase):
         except OSError as error:
             if error.errno not in CLOSED:
                 raise
-            _discard(self._fd, os.O_WRONLY)  # of this process and those it starts
+            _discard(self._fd, os.O_WRONLY)  # also of child processes
             return len(data)
 
 
@@ -102,11 +102,14 @@ def _discard(fd: int, flags: int) -> None:
 
 
 def prepare_streams() -> None:
-    """Make stdin, stdout and stderr safe to use: called once, before anything is printed or opened."""
+    """Make stdin, stdout and stderr usable; called once, before anything is printed or opened.
+
+    Closed ones are opened at /dev/null. Output after the reader has closed its end is discarded.
+    """
     for fd, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(fd)
-        except OSError:  # closed: without this the next file that is opened would be stdout
+        except OSError:  # closed: the next file that is opened would get this descriptor
             _discard(fd, flags)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115

@@ -1,6 +1,6 @@
-"""``flowrt watch``: the page of a run over HTTP, from a process of its own that only reads.
+"""``flowrt watch``: serve the page of a run over HTTP, from a process that only reads.
 
-The status comes from the controller, as ``flowrt status`` has it; without a controller the page shows the files.
+The status is that of ``flowrt status``, from the controller; without a controller the page shows the files of the run.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ KEPT = ".watch_token"
 CONNECT_S = 5.0
 RETRY_S = 1.0
 SILENCE_S = 10.0
-"""A controller that sends no status for this time is connected to again."""
+"""After this time without a status, connect to the controller again."""
 ENDED_STATUS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """What ``flowrt watch`` is given."""
+    """The arguments of ``flowrt watch``."""
 
     run_dir: Path
     host: str
@@ -50,7 +50,7 @@ class WatchOptions:
     compare: tuple[Path, ...] = ()
     """Directories of other runs, whose curves are drawn too."""
     with_parent: bool = False
-    """End with the process that has started this one."""
+    """End when the process that started this one ends."""
 
 
 def watch(options: WatchOptions, console: Console) -> int:
@@ -91,7 +91,7 @@ async def _watch(options: WatchOptions, console: Console) -> int:
         task.cancel()
     await server.close()
     for task in done:
-        task.result()  # raises what has ended it
+        task.result()  # raises the exception that ended the task
     return EXIT_OK
 
 
@@ -101,7 +101,7 @@ _UNTIL_SIGNAL = BoundedElsewhere("a signal")
 async def _follow_controller(
     run_dir: Path, keys: WorkerKeys | None, show: Callable[[dict[str, Any] | None], None], console: Console
 ) -> None:
-    """Pass on every status of the run's controller; when it goes, wait for the next one."""
+    """Pass every status of the run's controller to ``show``; after a lost connection, connect again."""
     shown = ""
     while True:
         try:
@@ -112,7 +112,7 @@ async def _follow_controller(
                     status = await wait_until(anext(received), LivenessTimeout(SILENCE_S), "a status", CONTROLLER)
                     show(status)
         except (FlowError, StopAsyncIteration) as error:
-            # The last status of a run that has ended stays for a moment, then the files speak.
+            # The page keeps the last status for ENDED_STATUS_S, then shows only the files.
             await pause(RETRY_S if shown else ENDED_STATUS_S)
             if str(error) != shown:
                 show(None)
@@ -121,7 +121,10 @@ async def _follow_controller(
 
 
 def run_token(run_dir: Path) -> str:
-    """The token of a run's page: that of its directory, which is made if it can be written; else a new one."""
+    """The token of a run's page: the one in the run directory, created if possible.
+
+    If that file cannot be used, or other users can read it, the token is new and not kept.
+    """
     path = run_dir / KEPT
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -136,7 +139,7 @@ def run_token(run_dir: Path) -> str:
 
 
 def _names(host: str) -> frozenset[str]:
-    """Names of this machine that the Host header of a request may have, besides localhost and its own."""
+    """Names of this machine that the Host header of a request may have, besides localhost and the host name."""
     if _is_loopback(host):
         return frozenset()
     return frozenset({host, socket.getfqdn()})

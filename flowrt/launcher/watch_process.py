@@ -1,4 +1,4 @@
-"""The page of a local run: a process of `flowrt watch`, and run.html at its end. The run needs neither."""
+"""The page of a local run: a process of `flowrt watch`, and run.html at its end. The run depends on neither."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,12 @@ LOOPBACK = "127.0.0.1"
 PAGE_TIMEOUT_S = 120.0
 STOP_S = 5.0
 CLOSING_GRACE_S = 2.0
-"""The page stays for this time after the end of the run, so that an open one sees it."""
+"""How long the page is served after the end of the run, so that an open page shows the end."""
 _UNTIL_CLOSED = BoundedElsewhere("the end of the run")
 
 
 def check_page_port(port: int | None) -> None:
-    """Raises ConfigError, naming who has it, if the port of the page is taken."""
+    """Raises ConfigError, naming the process that listens there, if the port of the page is taken."""
     if not port:
         return
     with socket.socket() as listener:
@@ -37,17 +37,17 @@ def check_page_port(port: int | None) -> None:
 
 
 class WatchProcess:
-    """`flowrt watch` as a child: what it says is printed, and its death is a line."""
+    """`flowrt watch` as a child process; its address and its end are reported, other output goes to logs/watch.log."""
 
     def __init__(self, run_dir: Path, port: int | None) -> None:
-        """``port``: None: nothing is started."""
+        """``port``: of the page; None: `start` starts nothing."""
         self._run_dir = run_dir
         self._port = port
         self._child: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Start it; ``report`` prints a line."""
+        """Start the process; ``report`` prints a line."""
         if self._port is None:
             return
         words = ("-m", "flowrt.cli", "watch", str(self._run_dir), "--port", str(self._port), "--with-parent")
@@ -58,12 +58,12 @@ class WatchProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, LAUNCHER: this_launcher()},
-            start_new_session=True,  # Ctrl-C ends the run, which ends this
+            start_new_session=True,  # Ctrl-C ends the run, which ends this process
         )
         self._reading = asyncio.create_task(self._read(self._child, report))
 
     async def close(self) -> None:
-        """End it, a moment after the run."""
+        """Terminate the process after `CLOSING_GRACE_S`; kill it if it does not end."""
         if self._child is None or self._reading is None:
             return
         if self._child.returncode is None:
@@ -82,12 +82,12 @@ class WatchProcess:
         self._child = None
 
     async def _read(self, child: asyncio.subprocess.Process, report: Callable[[str], None]) -> None:
-        """Print its first line, which has the address; the others are in its log."""
+        """Report the first line of output, which has the address; write the others to logs/watch.log."""
         assert child.stdout is not None
         is_first = True
         with (self._run_dir / "logs" / "watch.log").open("ab") as log:
             while line := await wait_until(child.stdout.readline(), _UNTIL_CLOSED, "a line", "flowrt watch"):
-                if is_first:  # not into the log, which the page and run.html show: it has the token
+                if is_first:  # it has the token, and the page and run.html show the log
                     report(line.decode(errors="replace").rstrip())
                 else:
                     log.write(line)
@@ -98,7 +98,7 @@ class WatchProcess:
 
 
 async def write_page(run_dir: Path) -> str:
-    """Write run.html in a process of its own; returns a line that says where it is, or why it is not."""
+    """Write run.html in a separate process; returns a line with its path, or the reason why it was not written."""
     words = ("-m", "flowrt.observability.page.single_file", str(run_dir))
     child = await asyncio.create_subprocess_exec(
         sys.executable, *words, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE

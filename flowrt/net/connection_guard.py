@@ -3,8 +3,8 @@
 - Only peers with a known key are admitted (ZeroMQ Authentication Protocol); a connection must send its hello in time.
 - The memory that peers can occupy is bounded. ZeroMQ limits the size of each frame and the number of unread messages,
   but not the frames of one message, which it keeps until the last one has arrived. The kernel counts the bytes received
-  over a connection (`tcp_info` in Linux's include/uapi/linux/tcp.h), the guard those of delivered messages; if they
-  differ too much, the connection is closed.
+  over a connection (`tcp_info` in Linux's include/uapi/linux/tcp.h), and the guard counts the bytes of its delivered
+  messages; if the difference exceeds a limit, the guard closes the connection.
 - Connections of stopped processes are closed (`liveness`).
 
 A connection is identified by its descriptor, and, since descriptors are reused, by its address too.
@@ -25,19 +25,19 @@ from flowrt.net.liveness import BATCH, LIBC, RECHECK_MS, TCP_INFO, LivenessMonit
 
 log = logging.getLogger(__name__)
 MAX_UNDELIVERED_BYTES = 128 << 20
-"""Limit for one worker: twice the largest message."""
+"""Limit of undelivered bytes of one connection: twice the largest message."""
 MESSAGE_OVERHEAD_BYTES = 64
 """Upper bound on what headers and encryption add to a message."""
 LARGE_MESSAGE_BYTES = 1 << 20
 HELLO_TIMEOUT_S = 15.0
-"""A connection that has not sent a hello by then is closed."""
+"""A connection without a hello is closed this long after it was accepted."""
 MAX_UNJOINED_BYTES = 1 << 20
-"""Limit of unread bytes for a connection that has not sent a hello."""
+"""Limit of undelivered bytes of a connection without an accepted hello, and of the size of its messages."""
 MAX_ALL_UNJOINED_BYTES = 64 << 20
-"""The same for all such connections together."""
+"""Limit of undelivered bytes of all connections without an accepted hello together."""
 UNJOINED_CHECK_S = 0.02
 MAX_REPLIES_UNJOINED = 16
-"""Messages of a peer that has not joined that are answered; then its connection is closed."""
+"""Most messages of a peer that are answered before it has joined; then its connection is closed."""
 MAX_REMEMBERED_PEERS = 4096
 BATCH_PAUSE_S = 0.02
 LOG_INTERVAL_S = 1.0
@@ -92,25 +92,25 @@ class ReceiveBacklog:
         self._unchecked: Iterator[int] = iter(())
 
     def add(self, descriptor: int) -> None:
-        """A connection was accepted."""
+        """Add an accepted connection."""
         self._descriptors[descriptor] = None
 
     def remove(self, descriptor: int) -> bytes:
-        """A connection was closed; returns its peer, empty if it never sent a message."""
+        """Remove a closed connection. Returns its peer; empty if it never sent a message."""
         self._descriptors.pop(descriptor, None)
         peer = self._peers.pop(descriptor, b"")
         self._delivered.pop(peer, None)
         return peer
 
     def undelivered(self, descriptor: int) -> int:
-        """Bytes received over a connection and not delivered."""
+        """Number of bytes received over a connection and not delivered."""
         return received_bytes(descriptor) - self._delivered.get(self._peers.get(descriptor, b""), 0)
 
     def deliver(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> int:
         """Count a message of ``size`` bytes; ``descriptor`` is called at the first message and at large ones.
 
-        Returns the descriptor if a large message leaves too much undelivered (large ones fill memory before the next
-        `find_excessive`), else -1.
+        Returns the connection's descriptor if a message of more than LARGE_MESSAGE_BYTES leaves more than
+        MAX_UNDELIVERED_BYTES undelivered, else -1. Large messages may fill memory before the next `find_excessive`.
         """
         before = self._delivered.get(peer)
         if before is None:
@@ -124,7 +124,7 @@ class ReceiveBacklog:
         return -1
 
     def find_excessive(self) -> list[int]:
-        """Descriptors with too much undelivered; each call checks the next batch of connections."""
+        """Descriptors with more than MAX_UNDELIVERED_BYTES undelivered; each call checks the next BATCH connections."""
         found = []
         for _ in range(BATCH):
             descriptor = next(self._unchecked, None)
@@ -152,11 +152,11 @@ class ConnectionGuard:
         """Counts connections that were refused or closed by the guard, or closed before their hello."""
         self.backlog = ReceiveBacklog(self._on_first_message)
         self._addresses: dict[int, str] = {}
-        self._unjoined: dict[int, float] = {}  # connections without a hello, and when they were accepted
-        self._joined: dict[bytes, int] = {}  # peers that sent a hello, and their connections
+        self._unjoined: dict[int, float] = {}  # when each connection without an accepted hello was accepted
+        self._joined: dict[bytes, int] = {}  # connection of each peer whose hello was accepted
         self._closing: set[int] = set()  # connections that were shut down here and have not closed yet
         self._disconnected: dict[bytes, None] = {}  # peers whose further messages are ignored
-        self._replies: dict[bytes, int] = {}  # to peers that have not joined
+        self._replies: dict[bytes, int] = {}  # number of replies to each peer that has not joined
         self._handshake_failure: HandshakeFailure | None = None
         self._unjoined_timer: asyncio.TimerHandle | None = None
         self._trim_memory = False
@@ -192,7 +192,7 @@ class ConnectionGuard:
             self._check_unjoined()
 
     def on_handshake_failed(self, failure: HandshakeFailure) -> None:
-        """The connection that closes next has failed its handshake."""
+        """A handshake has failed; `on_closed` is called next for its connection."""
         self._handshake_failure = failure
 
     def on_joined(self, peer: bytes, descriptor: int) -> None:
@@ -225,7 +225,8 @@ class ConnectionGuard:
     def accepts(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> bool:
         """Count a message of a peer, which arrived over the connection that ``descriptor`` returns.
 
-        Returns False when that connection has been closed, so that the message is ignored.
+        Returns False if the message has to be ignored: it is too large for a peer without an accepted hello, or
+        `disconnect` was called for the peer.
         """
         if (excessive := self.backlog.deliver(peer, size, descriptor)) >= 0:
             self._close_excessive(excessive)
@@ -235,27 +236,33 @@ class ConnectionGuard:
         return peer not in self._disconnected
 
     def may_reply(self, peer: bytes) -> bool:
-        """Whether to answer a message of a peer that has not joined: replies that it does not read pile up here."""
+        """Count a reply to a peer that has not joined. Returns False from reply MAX_REPLIES_UNJOINED + 1 on.
+
+        Replies that the peer does not read occupy memory of this process.
+        """
         if len(self._replies) >= MAX_REMEMBERED_PEERS:
             self._replies.clear()
         self._replies[peer] = count = self._replies.get(peer, 0) + 1
         return count <= MAX_REPLIES_UNJOINED
 
     def disconnect(self, peer: bytes, descriptor: int) -> None:
-        """Close the connection of a peer. ZeroMQ has no call for that, so its TCP connection is shut down."""
+        """Close the connection of a peer, and ignore its further messages.
+
+        ZeroMQ has no call for that, so the TCP connection is shut down.
+        """
         self._replies.pop(peer, None)
         if len(self._disconnected) >= MAX_REMEMBERED_PEERS:
             del self._disconnected[next(iter(self._disconnected))]
         self._disconnected[peer] = None
         address = _peer_address(descriptor)
         if address != self._addresses.get(descriptor, address):
-            return  # it has closed by itself, and the descriptor may have been reused
+            return  # the connection has closed already, and the descriptor may have been reused
         _shut_down(descriptor)
 
     # ---- state of a connection
 
     def address(self, descriptor: int) -> str:
-        """The address of a connection's peer; empty if it has closed."""
+        """The address HOST:PORT of a connection's peer; empty if the connection has closed."""
         return self._addresses.get(descriptor, "")
 
     def is_open(self, descriptor: int, address: str) -> bool:
@@ -263,7 +270,10 @@ class ConnectionGuard:
         return bool(address) and self.address(descriptor) == address
 
     def idle_s(self, descriptor: int, address: str) -> float:
-        """Seconds since data was received over a connection, including heartbeats of ZeroMQ's I/O threads."""
+        """Seconds since data was received over a connection, including heartbeats of ZeroMQ's I/O threads.
+
+        Infinite if the connection has closed or the kernel does not tell.
+        """
         info = tcp_info(descriptor) if self.is_open(descriptor, address) else None
         return float("inf") if info is None else info.received_ms / 1000
 
@@ -273,15 +283,15 @@ class ConnectionGuard:
         return bool(self._liveness.cut)
 
     def cut_since_s(self, descriptor: int, address: str) -> float | None:
-        """Since when the link of a connection seems to be cut; None if it does not."""
+        """Time (`monotonic`) since which the link of a connection seems to be cut; None if it seems intact."""
         return self._liveness.cut.get(descriptor) if self.is_open(descriptor, address) else None
 
     # ---- periodic checks
 
     def check(self) -> None:
-        """Close connections with too much undelivered, and warn when no further connection could be accepted.
+        """Close connections with too many undelivered bytes, and warn when no further connection could be accepted.
 
-        ZeroMQ's own event for the latter would be repeated without limit.
+        ZeroMQ has an event for the latter too, but repeats it without limit.
         """
         for descriptor in self.backlog.find_excessive():
             self._close_excessive(descriptor)
@@ -292,7 +302,7 @@ class ConnectionGuard:
                 self.refused.warn("cannot accept more connections: %s; raise the limit (ulimit -n)", error.strerror)
 
     def close_stopped(self) -> None:
-        """Close the connections of stopped processes, in batches from now on."""
+        """Start to close the connections of stopped processes, in batches, unless such a check is in progress."""
         if self._liveness_round is None:
             self._liveness_round = self._liveness.find_stopped()
             self._check_next_batch()
@@ -316,7 +326,7 @@ class ConnectionGuard:
     def _check_unjoined(self) -> None:
         """Close connections without a hello: those past the timeout, and the largest if they hold too much together.
 
-        Repeated often while there are any, since they may send a gigabyte per second.
+        Repeated every UNJOINED_CHECK_S while there are any, since peers may send a gigabyte per second.
         """
         self._unjoined_timer = None
         if not self._unjoined:
@@ -333,7 +343,7 @@ class ConnectionGuard:
         self._unjoined_timer = asyncio.get_running_loop().call_later(UNJOINED_CHECK_S, self._check_unjoined)
 
     def _on_first_message(self, descriptor: int) -> None:
-        if descriptor in self._addresses:  # else it has closed, and its descriptor may be reused
+        if descriptor in self._addresses:  # else the connection has closed, and its descriptor may be reused
             self._liveness.add(descriptor)
 
     def _close_excessive(self, descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""CURVE keys in a directory: the controller's, and those of the workers that it admits.
+"""CURVE keys in a directory: those of the controller and of the workers that it admits.
 
 ``flowrt keys DIR`` writes, as small TOML files:
 
@@ -53,7 +53,7 @@ class WorkerKeys:
 
     own: Pair
     controller: str
-    path: Path  # of its own pair, for error messages
+    path: Path  # the file of its own pair, for error messages
 
 
 def write_keys(directory: Path, workers: Sequence[str]) -> None:
@@ -64,7 +64,8 @@ def write_keys(directory: Path, workers: Sequence[str]) -> None:
         workers: names of workers; empty for one pair that all workers share.
 
     Raises:
-        ConfigError: a name is invalid, or the directory is not empty or cannot be written; nothing is overwritten.
+        ConfigError: a name is invalid or occurs twice, or the directory is not empty or cannot be written. Nothing is
+            overwritten.
     """
     names = list(workers) or [ANY_WORKER]
     for name in names:
@@ -90,7 +91,7 @@ def write_keys(directory: Path, workers: Sequence[str]) -> None:
 
 
 def controller_keys(directory: Path) -> ControllerKeys:
-    """The keys of the controller. Raises ConfigError when they are missing or invalid."""
+    """The keys of the controller. Raises ConfigError if they are missing or invalid, or no worker is admitted."""
     admitted = _table(directory / ADMITTED)
     keys = {raw_key(_text(admitted, name, directory / ADMITTED), directory / ADMITTED): name for name in admitted}
     if not keys:
@@ -99,7 +100,11 @@ def controller_keys(directory: Path) -> ControllerKeys:
 
 
 def worker_keys(directory: Path, worker: str) -> WorkerKeys:
-    """The keys of a worker. Raises ConfigError when the directory has none for it, or several that could be."""
+    """The keys of a worker.
+
+    Raises ConfigError if a file is missing or invalid, or if the directory has neither ``WORKER.key`` nor
+    ``worker.key`` nor exactly one other pair of a worker.
+    """
     public = directory / PUBLIC
     server = _text(_table(public), "public", public)
     raw_key(server, public)

@@ -33,8 +33,8 @@ from flowrt.runtime.host import check_address
 def spin_wait(is_readable: Callable[[], object], receive: Callable[[], object], for_s: float) -> bool:
     """Poll for at most ``for_s`` seconds, yielding the processor between polls; True if something was received.
 
-    A request and its answer wake six threads in sequence, and to wake one on a sleeping core may take longer than its
-    work: keeping the core awake halves the round-trip time.
+    A request and its answer wake six threads in sequence, and waking a thread on a sleeping core may take longer than
+    the thread's work: polling keeps the core awake and halves the round-trip time.
     """
     until_s = monotonic() + for_s
     while not is_readable():
@@ -47,15 +47,17 @@ def spin_wait(is_readable: Callable[[], object], receive: Callable[[], object], 
 
 _MAX_DRAINED = 256
 """Messages read in one callback; then other callbacks of the loop run."""
-# To wake ZeroMQ's I/O thread costs as much as an answer, so answers are sent in batches.
+# Waking ZeroMQ's I/O thread takes as long as making an answer, so answers are sent in batches.
 _BATCH = 16
 _BATCH_S = 0.0003
 _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
 _OPTIONS = {zmq.LINGER: 500, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.BACKLOG: _BACKLOG}
-# For one peer: unread messages from it (it cannot send more), and messages that it does not read (it counts as gone).
+# Limits per peer: unread messages from it (beyond, it cannot send more), and messages to it that it has not read
+# (beyond, it counts as gone).
 _QUEUES = {zmq.RCVHWM: 1000, zmq.SNDHWM: 100_000}
-# A worker whose machine is gone closes nothing: the kernel probes silent connections and gives up after 16 s. A link
-# that was cut for 5 s may stay silent for up to 7 s. `liveness` detects stopped processes and cut links within 5 s.
+# A machine that has failed does not close its connections: our kernel probes silent connections and closes them after
+# 16 s. A link that was cut for 5 s may stay silent for up to 7 s. `liveness` detects stopped processes and cut links
+# within 5 s.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 1, zmq.TCP_KEEPALIVE_INTVL: 1, zmq.TCP_KEEPALIVE_CNT: 15}
 _SERVER_OPTIONS = {zmq.ROUTER_MANDATORY: 1, zmq.HANDSHAKE_IVL: 5000, zmq.TCP_MAXRT: 15000, **_QUEUES, **_KEEPALIVE}
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -73,7 +75,7 @@ _POLLIN = int(zmq.POLLIN)
 
 
 class Socket:
-    """A socket with a callback for each multipart message."""
+    """A ZeroMQ socket with a callback for each multipart message."""
 
     def __init__(
         self, kind: int, share_context: "Socket | None" = None, options: dict[zmq.SocketOption, int] | None = None
@@ -84,10 +86,10 @@ class Socket:
         self._descriptor = int(self.socket.getsockopt(zmq.FD))
         for option, value in (_OPTIONS | (options or {})).items():
             self.socket.setsockopt(option, value)
-        # The functions below pyzmq's Python layer, which checks and converts arguments at every call.
+        # The methods of pyzmq's backend: its Python layer checks and converts arguments at every call.
         self._send_frame = partial(BareSocket.send, self.socket)
         self._receive_frame = partial(BareSocket.recv, self.socket, _NOBLOCK)
-        # Uncopied, as a Frame that has ``more``; pyzmq's type annotations lack that.
+        # Returns a Frame without a copy. pyzmq's type annotations lack its attribute ``more``.
         self._receive_uncopied: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
         self.is_readable = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
         self.latest: zmq.Frame | None = None
@@ -112,7 +114,10 @@ class Socket:
         self._loop.call_soon(self.drain)
 
     def post(self, frames: list[bytes]) -> None:
-        """Send in a batch: when the messages that wait have been received, at `flush`, or when the batch is full."""
+        """Queue the two frames (peer, message) for the next batch.
+
+        A batch is sent when the waiting messages have been received, at `flush` or `send`, or when it is full or old.
+        """
         if not self._posted:
             self._posted_until_s = monotonic() + _BATCH_S
         self._posted.append(frames)
@@ -120,7 +125,7 @@ class Socket:
             self._send_posted()
 
     def flush(self) -> None:
-        """Send what was posted, unless messages are being received: then it is sent after them."""
+        """Send the posted messages. While messages are being received, `drain` sends them instead."""
         if not self._draining:
             self._send_posted()
             if self.is_readable():
@@ -151,7 +156,7 @@ class Socket:
             self._loop.call_soon(self.drain)
 
     def drain(self) -> bool:
-        """Receive what is waiting; returns whether that was all."""
+        """Receive waiting messages, at most _MAX_DRAINED; returns whether no more are waiting."""
         if self._on_frames is None or self._closed or self._draining:
             return not self._draining
         self._draining = True
@@ -167,13 +172,13 @@ class Socket:
         return emptied
 
     def _receive_waiting(self, on_frames: Callable[[list[bytes]], None]) -> bool:
-        """Receive what is waiting, up to a limit; returns whether that was all."""
+        """As `drain`, with the callback ``on_frames``."""
         receive_frame = self._receive_frame
         receive_uncopied = self._receive_uncopied
         is_router = self._is_router
         for received in range(_MAX_DRAINED):
-            # Most often there is one message, and a poll costs less than an exception; with many messages, more.
-            # Sending may make the socket readable, so the last check comes after it.
+            # Usually one message waits, and a poll after it costs less than the exception of an empty socket. A poll
+            # after each of many messages would cost more. Sending may make the socket readable, so the poll follows it.
             if received == 1:
                 self._send_posted()
                 if not self.is_readable():
@@ -200,7 +205,7 @@ class Socket:
         return False
 
     def try_send(self, frames: list[bytes]) -> bool:
-        """Send; False if the peer that the first frame names is gone."""
+        """Send as `send` does. Returns False if the peer that the first frame names is gone, or does not read."""
         try:
             self.send(frames)
         except zmq.ZMQError as error:
@@ -210,16 +215,16 @@ class Socket:
         return True
 
     def source(self) -> int:
-        """The descriptor of the connection over which the latest message was received."""
+        """Descriptor of the connection over which the latest message was received; -1 before the first message."""
         return -1 if self.latest is None else int(self.latest.get(zmq.SRCFD))
 
     def bind(self, address: str) -> str:
-        """Listen; returns the address with its real port. Raises ConfigError when it is in use."""
+        """Listen; returns the address with its real port. Raises ConfigError if the address cannot be bound."""
         _bind(self.socket, address)
         return str(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def connect(self, address: str) -> None:
-        """Connect, and again whenever the connection closes. Raises ConfigError on a malformed address."""
+        """Connect; ZeroMQ reconnects whenever the connection closes. Raises ConfigError on a malformed address."""
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
@@ -228,7 +233,7 @@ class Socket:
             ) from error
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Close the socket; unsent messages have ``linger_ms`` to leave (None: the default)."""
+        """Close the socket; unsent messages are sent for up to ``linger_ms`` milliseconds (None: the default, 500)."""
         if not self._closed:
             self._send_posted()
             self._closed = True
@@ -280,7 +285,7 @@ def _is_gone(error: zmq.ZMQError) -> bool:
 
 
 def check_free(address: str, keyed: bool) -> None:
-    """Bind and release. Raises ConfigError when the address is malformed, in use, or not loopback without keys."""
+    """Raises ConfigError if ``address`` is malformed, cannot be bound, or is not loopback and there are no keys."""
     check_address(address, keyed)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         _bind(socket, address)
@@ -316,7 +321,7 @@ def zap_socket(server: Socket) -> Socket:
 def client_options() -> dict[zmq.SocketOption, int]:
     """Heartbeats of a worker's I/O thread, at a random interval: thousands of workers may join at the same moment.
 
-    ZeroMQ itself never gives up a silent controller; `client.connection` decides that.
+    ZeroMQ's own timeout is an hour: `client.connection` decides when a silent controller counts as gone.
     """
     return {zmq.HEARTBEAT_IVL: randint(HEARTBEAT_MS * 2 // 3, HEARTBEAT_MS), zmq.HEARTBEAT_TIMEOUT: 3_600_000}
 
@@ -334,7 +339,7 @@ def client_socket(keys: WorkerKeys | None = None) -> Socket:
 # ---- the two ends
 
 CLOSED_HANDSHAKES_S = 5.0
-"""Handshakes that are closed for longer than this do not succeed any more."""
+"""After the controller has closed handshakes for this long, an error is reported."""
 
 
 class ServerLink:
@@ -352,8 +357,8 @@ class ServerLink:
         Args:
             on_message: called with the peer and each message.
             on_invalid: called with the peer and the reason for each message that cannot be decoded.
-            on_closed: called when a connection has closed. `send` finds out whose; its last messages may be unread
-                until `drain`.
+            on_closed: called when a connection has closed. ZeroMQ does not tell whose; `send` returns False for that
+                peer. The peer's last messages may be unread until `drain`.
             keys: CURVE keys of the controller and of admitted workers.
         """
         self._on_message = on_message
@@ -361,7 +366,7 @@ class ServerLink:
         self._keyed = keys is not None
         self._on_unreachable: Callable[[bytes], None] | None = None
         self.latest = b""
-        """The latest message as it was received."""
+        """The bytes of the latest message."""
         self._socket = server_socket(keys)
         self.drain = self._socket.drain
         self.flush = self._socket.flush
@@ -391,15 +396,15 @@ class ServerLink:
         self._on_unreachable = callback
 
     def send(self, peer: bytes, message: Message) -> bool:
-        """Send; False when that peer's connection is gone."""
+        """Send a message. Returns False if the connection of ``peer`` is gone, or ``peer`` does not read."""
         return self._socket.try_send([peer, encode(message)])
 
     def post(self, peer: bytes, message: Message) -> None:
-        """Send in a batch: when the messages that wait have been received, or at `flush`."""
+        """Send a message in a batch, see `Socket.post`."""
         self._socket.post([peer, encode(message)])
 
     def post_encoded(self, peer: bytes, message: bytes) -> None:
-        """As `post`, a message that is encoded already."""
+        """As `post`, for a message that is encoded already."""
         self._socket.post([peer, message])
 
     def close(self) -> None:
@@ -468,19 +473,20 @@ class ClientLink:
         self._socket.start(self._on_frames)
 
     def send(self, message: Message) -> None:
+        """Send a message. Raises LocalProtocolError if it cannot be encoded, ZMQError if it cannot be queued."""
         self._socket.send([encode(message)])
 
     def spin_wait(self, for_s: float) -> bool:
-        """Poll for messages without sleeping, for at most ``for_s`` seconds; returns whether some have come."""
+        """Poll for messages without sleeping, for at most ``for_s`` seconds; returns whether one was received."""
         return spin_wait(self._socket.is_readable, self._socket.drain, for_s)
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Close the link; unsent messages have ``linger_ms`` to leave (None: the socket's default)."""
+        """Close the link; unsent messages are sent for up to ``linger_ms`` milliseconds (None: the default, 500)."""
         self._monitor.close()
         self._socket.close(linger_ms)
 
     def _on_disconnected(self, _: int) -> None:
-        self._socket.drain()  # messages that arrived before
+        self._socket.drain()  # first the messages that arrived before the connection closed
         if self._on_closed is not None:
             self._on_closed()
 
@@ -494,7 +500,7 @@ class ClientLink:
 
 
 class HandshakeMonitor:
-    """A worker's failed handshakes. ZeroMQ repeats them; an error that repetition does not mend is reported."""
+    """Reports failed handshakes of a worker that will fail again: ZeroMQ repeats handshakes by itself."""
 
     def __init__(self, keys: WorkerKeys | None, on_error: Callable[[FlowError], None]) -> None:
         self.address = ""
@@ -507,8 +513,9 @@ class HandshakeMonitor:
         where = f"controller {self.address}"
         required = f"requires keys; give the worker its directory with --keys DIR or {KEYS_VARIABLE}"
         if failure is HandshakeFailure.CLOSED:
-            # A controller that cannot read our keys closes the connection without an error, but so does one that is
-            # just ending. One that requires keys may do so too, before we have read that it does.
+            # A controller that cannot read this worker's keys closes the connection without an error, and so does a
+            # controller that is shutting down. A controller that requires keys may close it before this worker has
+            # read the requirement.
             now = monotonic()
             self._closed_since_s = self._closed_since_s or now
             if now - self._closed_since_s <= CLOSED_HANDSHAKES_S:

@@ -1,10 +1,10 @@
 """Detection of silent peers: a stopped process, or a cut link.
 
-- The I/O threads of a worker send something every second, however busy it is. To a silent one, our kernel sends TCP
-  keepalive probes as often.
-- If the process is stopped, its kernel still acknowledges the probes but no data comes. If the link is cut or the
-  machine is gone, nothing comes. A cut link may recover without loss (TCP retransmits), so it is given more time.
-- The kernel distinguishes the two (`tcp_info` in Linux's include/uapi/linux/tcp.h).
+- The I/O threads of a worker send something every second, however busy the worker is. To a silent peer, our kernel
+  sends TCP keepalive probes at the same interval.
+- If the process is stopped, its kernel acknowledges the probes but no data arrives. If the link is cut or the machine
+  has failed, neither arrives. A cut link may recover without loss (TCP retransmits), so it is given more time.
+- The counters of our kernel distinguish the two cases (`tcp_info` in Linux's include/uapi/linux/tcp.h).
 """
 
 import ctypes
@@ -18,15 +18,15 @@ from time import monotonic
 HEARTBEAT_MS = 1000
 """A worker's I/O threads send something at least this often."""
 STOPPED_MS = 4400
-"""A process is stopped if its kernel acknowledges and no data has come for this time: detected within 5 s.
+"""A process is stopped if its kernel acknowledges and no data has arrived for this time: detected within 5 s.
 
 An earlier verdict could be wrong: data may have been lost while the link was cut for less than GAP_MS, and TCP
 retransmits after 0.2, 0.4, 0.8, 1.7 and 3.4 s.
 """
 GAP_MS = 2000
-"""Without any packet for this time the link was cut: our kernel probes every second, and two probes are awaited."""
+"""Without any packet for this time the link was cut: our kernel probes every second, and two probes failed."""
 CUT_MS = 3500
-"""Without any packet for this time the link is reported as cut: within 5 s as well."""
+"""Without any packet for this time the link is reported as cut: also detected within 5 s."""
 RECHECK_MS = 50
 """A verdict is checked again after this: when a link recovers, an acknowledgement may arrive before the data."""
 BATCH = 256
@@ -47,28 +47,28 @@ class TcpInfo:
 
     received_ms: int  # since data was received
     active_ms: int  # since data or an acknowledgement was received
-    unacknowledged: int
+    unacknowledged: int  # segments sent and not acknowledged
     lost: int  # segments retransmitted because they were lost, in total
 
     @property
     def stopped(self) -> bool:
-        """Whether a probe was acknowledged after data was due, and none has come."""
+        """Whether the peer's kernel has acknowledged a probe after data was due, and no data has arrived."""
         overdue_ms = self.received_ms - HEARTBEAT_MS
         return self.received_ms > STOPPED_MS and self.active_ms < overdue_ms and self.unacknowledged == 0
 
 
 @dataclass(slots=True)
 class WatchedConnection:
-    """What earlier checks of a connection have shown."""
+    """Results of the earlier checks of a connection."""
 
     next_check_s: float = 0.0
     cut: bool = False  # no packets at all at the latest check
-    last_active_ms: float = 0.0  # time of the last packet
+    last_active_ms: float = 0.0  # when the last packet was received, on the monotonic clock
     lost: int = 0
-    grace_until_s: float = 0.0
+    grace_until_s: float = 0.0  # before that time the process does not count as stopped
 
     def update(self, info: TcpInfo, now_s: float) -> bool:
-        """Add a check; returns whether the peer's process seems to be stopped.
+        """Take the result of a check; returns whether the peer's process seems to be stopped.
 
         After a gap there is a grace period: the peer retransmits at doubling intervals, so after a link has recovered
         it may stay silent for as long again as the link was cut, although its kernel acknowledges everything.
@@ -91,26 +91,26 @@ class LivenessMonitor:
     def __init__(self) -> None:
         self._watched: dict[int, WatchedConnection] = {}
         self.cut: dict[int, float] = {}
-        """Connections whose link seems to be cut, and since when (`monotonic`)."""
+        """Descriptors of the connections whose link seems to be cut, and since when (`monotonic`)."""
 
     def add(self, descriptor: int) -> None:
         """Watch a connection from its first message on; before that ZeroMQ limits the time of the handshake."""
         self._watched[descriptor] = WatchedConnection()
 
     def remove(self, descriptor: int) -> None:
-        """The connection was closed."""
+        """Forget a closed connection."""
         self._watched.pop(descriptor, None)
         self.cut.pop(descriptor, None)
 
     def find_stopped(self) -> Iterator[list[int]]:
-        """Check all connections; returns those whose process seems to be stopped, in one list for each batch."""
+        """Check all connections; yields, for each batch, the descriptors whose process seems to be stopped."""
         descriptors = list(self._watched)
         for first in range(0, len(descriptors), BATCH):
             now_s = monotonic()
             yield [one for one in descriptors[first : first + BATCH] if self._is_stopped(one, now_s)]
 
     def is_stopped(self, descriptor: int) -> bool:
-        """Check one connection."""
+        """Check one connection; returns whether its process seems to be stopped."""
         return self._is_stopped(descriptor, monotonic())
 
     def _is_stopped(self, descriptor: int, now_s: float) -> bool:
@@ -129,7 +129,7 @@ class LivenessMonitor:
 
 
 def tcp_info(descriptor: int) -> TcpInfo | None:
-    """The kernel's counters of a connection; None where it has none."""
+    """The kernel's counters of a connection; None if the kernel does not provide them."""
     if LIBC is None:
         return None
     buffer = ctypes.create_string_buffer(_DUPLICATES.size)

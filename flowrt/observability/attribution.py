@@ -1,6 +1,6 @@
-"""Where the time of a run went: attribution.jsonl read and added up, of a live, finished or killed run.
+"""Attribution of a run's time: attribution.jsonl of a live, finished or killed run, read and added up.
 
-Consecutive lines of many steps are added up, so that an answer stays small.
+Lines of many steps are merged into sums of consecutive steps, so that an answer stays small.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ MAX_WORST = 8
 
 
 def merged(lines: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The lines, at most ``most``: of more, each is the sum of equally many consecutive steps.
+    """The lines, at most ``most``: if there are more, each is the sum of equally many consecutive steps.
 
-    A sum has the number of its last step, and of each cause the workers with the most seconds.
+    A sum has the number of its last step, and for each kind the workers with the most seconds, at most `MAX_WORST`.
     """
     if len(lines) <= most:
         return [dict(line) for line in lines]
@@ -58,11 +58,11 @@ WAITS = {
     Kind.AWAY.value: "away",
     Kind.OTHER.value: "unexplained",
 }
-"""Kinds of time that are not work, as sentences say them."""
+"""Kinds of time other than work, as they are named in sentences."""
 MIN_SHARE = 0.05
-"""Share of a role's time from which a sentence says it."""
+"""Minimum share of a role's time at which a sentence mentions a kind."""
 MIN_ROOT_SHARE = 0.3
-"""Share of a wait from which a sentence names its root."""
+"""Minimum share of the time of a kind at which a sentence names the root."""
 CAUSES = {cause.value: cause for cause in Cause}
 
 
@@ -71,27 +71,27 @@ class Times:
     """Seconds of one or more steps, added up."""
 
     steps: tuple[int, int]
-    """The first and the last one."""
+    """The first and the last step; (0, 0) for the time of one worker."""
     from_s: float
     to_s: float
     workers: Mapping[str, int]
-    """Most workers of a role in one of the steps."""
+    """By role, the largest number of workers in one of the steps."""
     roles: Mapping[str, Mapping[str, float]]
     """Seconds by role and kind."""
     roots: Mapping[tuple[str, str, str], float]
     """Seconds by role, kind and root."""
     worst: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds by kind and worker, of the worst workers of each step."""
+    """Seconds by kind and worker, of the workers listed in each step."""
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """The share of each kind in the time of a role."""
+        """The share of each kind in the time of each role, from 0 to 1."""
         return {
             role: {kind: of.get(kind, 0.0) / max(sum(of.values()), 1e-9) for kind in KINDS}
             for role, of in self.roles.items()
         }
 
     def root(self, role: str, kind: str) -> tuple[str, float]:
-        """The root with the most seconds of a wait, and its share of them; empty if there is none."""
+        """The root with the most seconds of a kind in a role, and its share of them (0 to 1); ("", 0.0) without one."""
         found = {root: seconds for (of, cause, root), seconds in self.roots.items() if (of, cause) == (role, kind)}
         if not found:
             return "", 0.0
@@ -99,7 +99,10 @@ class Times:
         return first, min(found[first] / max(self.roles[role].get(kind, 0.0), 1e-9), 1.0)
 
     def sentence(self, role: str) -> str:
-        """What a role's time went to besides work: "rollout: 41 % behind the gate, because of the trainer (66 %)"."""
+        """The largest share of a role's time other than work, or its share of work if no other reaches `MIN_SHARE`.
+
+        For example "rollout: 41 % behind the gate, because of the trainer (66 %)".
+        """
         of = self.shares()[role]
         waits = {kind: of[kind] for kind in WAITS if of[kind] >= MIN_SHARE}
         kind = max(waits, key=lambda one: waits[one], default="")
@@ -111,7 +114,7 @@ class Times:
         return f"{role}: {waits[kind]:.0%} {WAITS[kind]}{because}".replace("%", " %")
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The seconds as plain data, with the shares and sentences."""
         return {
             "steps": list(self.steps),
             "from_s": self.from_s,
@@ -125,13 +128,13 @@ class Times:
 
 
 def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines of a run, and the number of damaged ones; none if it has no such file. Raises OSError if unreadable."""
+    """The lines of a run, and the number of damaged ones; ([], 0) without the file. Raises OSError if unreadable."""
     path = run_dir / ATTRIBUTION
     return read_lines(path, is_attribution) if path.is_file() else ([], 0)
 
 
 def add_up(lines: Sequence[Mapping[str, Any]]) -> Times:
-    """Add up lines of attribution.jsonl; at least one."""
+    """The sum of one or more lines of attribution.jsonl."""
     roles: dict[str, Sums[str]] = {}
     workers: dict[str, int] = {}
     roots: Sums[tuple[str, str, str]] = Sums()
@@ -156,9 +159,10 @@ def add_up(lines: Sequence[Mapping[str, Any]]) -> Times:
 
 
 def of_worker(run_dir: Path, worker: str, from_s: float, to_s: float) -> Times | None:
-    """The time of one worker between two times of the run's clock, from its first span or wait there to its last.
+    """The time of one worker between two times of the run clock (seconds), from its first span or wait to its last.
 
-    None if the timeline has nothing of it. Raises OSError if the timeline is unreadable.
+    The name of the worker stands in the place of a role. None if the timeline has no span or wait of it. Raises OSError
+    if the timeline is unreadable.
     """
     spans: list[Interval] = []
     waits: list[WaitInterval] = []

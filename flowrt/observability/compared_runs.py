@@ -9,20 +9,20 @@ from flowrt.observability.run_reader import RunReader
 from flowrt.observability.series import Axis
 
 MAX_COMPARED = 5
-"""Runs besides the first one: as many as have a colour of their own."""
+"""Maximum number of runs besides the first one: one for each further colour of the page."""
 
 
 class ComparedRuns:
     """Readers of other runs; used by one thread at a time."""
 
     def __init__(self, run_dir: Path, others: Sequence[Path]) -> None:
-        """Read what is there.
+        """Read the directories.
 
         Args:
             run_dir: the run that the others are compared with.
-            others: their directories.
+            others: directories of the other runs.
 
-        Raises ConfigError for one that is no run, is given twice or is the run itself, and for more than 5.
+        Raises ConfigError if one is not a run directory, is given twice or is ``run_dir``, and for more than 5.
         """
         if len(others) > MAX_COMPARED:
             raise ConfigError(f"{len(others)} runs to compare with are too many: the page draws {MAX_COMPARED} others")
@@ -36,7 +36,7 @@ class ComparedRuns:
         self.names = tuple(
             name if short.count(name) == 1 else str(path) for path, name in zip(others, short[1:], strict=True)
         )
-        """Of each run its directory's name, or its path if several have the same name."""
+        """For each run, the name of its directory, or its path if several directories have this name."""
 
     def series(self, axis: Axis, low: float, high: float, points: int) -> dict[str, Any]:
         """The curves of each run between two steps or times, with its name and state; see `Series.window`."""

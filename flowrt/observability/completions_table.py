@@ -1,4 +1,4 @@
-"""Samples as a table of completions, with the columns of TRL's: JSON Lines and Parquet.
+"""Samples as a table of completions with the columns of TRL: JSON Lines and Parquet.
 
 The columns are step, prompt, completion, one for each reward, and advantage. A reward that does not apply to a row, and
 the advantage of a sample that was not trained, are null.
@@ -19,18 +19,18 @@ from flowrt.runtime.files import partial_path
 REWARD = "reward"
 """Column of the reward of a run without named reward functions."""
 STDOUT = Path("-")
-"""As a file of JSON Lines: standard output."""
+"""Path that stands for standard output in `write_jsonl`."""
 GROUP_ROWS = 1000
-"""Rows of a group of rows of a Parquet file."""
+"""Number of rows in a row group of a Parquet file."""
 FIXED = ("step", "prompt", "completion", "advantage")
 
 
 def table_rows(rows: Iterable[SampleRow], rewards: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of the table.
+    """The rows of the table, each with its values by column.
 
     Args:
-        rows: samples.
-        rewards: names of reward functions; none: the run has one reward, without a name.
+        rows: the samples.
+        rewards: names of the reward functions, which are columns; empty: one column `REWARD`.
     """
     names = [name for name in rewards if name not in FIXED] or [REWARD]
     for row in rows:
@@ -45,7 +45,10 @@ def table_rows(rows: Iterable[SampleRow], rewards: Sequence[str]) -> Iterator[di
 
 
 def write_jsonl(rows: Iterable[SampleRow], rewards: Sequence[str], path: Path) -> int:
-    """Write JSON Lines, in ASCII; returns their number. Raises ConfigError if the file cannot be written."""
+    """Write samples as JSON Lines in ASCII; returns the number of rows.
+
+    Only the owner can read the file. Raises ConfigError if it cannot be written.
+    """
     table = table_rows(rows, rewards)
     if path == STDOUT:
         return _write_lines(table, sys.stdout)
@@ -62,9 +65,9 @@ def write_jsonl(rows: Iterable[SampleRow], rewards: Sequence[str], path: Path) -
 
 
 def write_parquet(rows: Iterable[SampleRow], rewards: Sequence[str], path: Path) -> int:
-    """Write a Parquet file; returns the number of rows. A character that is no valid Unicode becomes a question mark.
+    """Write samples as a Parquet file; returns the number of rows. Invalid Unicode becomes question marks.
 
-    Raises ConfigError if the file cannot be written, or pyarrow is not installed.
+    Only the owner can read the file. Raises ConfigError if it cannot be written, or pyarrow is not installed.
     """
     try:
         import pyarrow as pa
@@ -103,7 +106,7 @@ def _valid(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _create(path: Path) -> int:
-    """Texts of samples may be confidential: only their owner can read the file."""
+    """Create a file that only its owner can read, because samples may be confidential; returns its descriptor."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 

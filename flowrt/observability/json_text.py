@@ -1,10 +1,10 @@
-"""JSON of what is shown: numbers that JSON lacks are null, and all text is ASCII."""
+"""JSON for display: NaN and infinity are null, and all text is ASCII."""
 
 import json
 
 
 def to_json(content: object) -> str:
-    """The content as ASCII, so that no character of it ends a line or leaves UTF-8. NaN and infinity are null."""
+    """The content as compact ASCII JSON, without line breaks. NaN and infinity are null."""
     try:
         return json.dumps(content, allow_nan=False, separators=(",", ":"))
     except ValueError:

@@ -1,6 +1,6 @@
-"""Lanes of the timeline: what each worker did and waited for, in a window of time, from timeline/NNNN.jsonl.gz.
+"""Lanes of the timeline: spans and waits of each worker in a window of time, from timeline/NNNN.jsonl.gz.
 
-Up to `MAX_SPANS` are given as they are; of more the busy share of workers over time is, as a matrix of bytes.
+Up to `MAX_SPANS` spans and waits are given one by one; of more, a matrix has the busy share of the workers over time.
 """
 
 import base64
@@ -19,19 +19,19 @@ from flowrt.observability.tails import GzipTail
 MAX_SPANS = 20_000
 MAX_LANES = 64
 MAX_ROWS = 256
-"""Of the matrix."""
+"""Maximum number of rows of the matrix, and of lanes with single spans."""
 COLUMNS = 512
 DIGITS = 4
-"""Decimals of the times of a span: 0.1 ms."""
+"""Decimals of the times of a span in seconds: 0.1 ms."""
 FULL = 255
-"""Of a cell of the matrix: busy all the time."""
+"""Value of a cell of the matrix that is busy all the time."""
 _NUMBER = re.compile(r"(\d+)")
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
 class _Line(msgspec.Struct):
-    """A line of a segment: work has a kind, a wait has a cause and a root."""
+    """A line of a segment; work has a kind, a wait has a cause and a root."""
 
     worker: str
     start_s: float
@@ -44,7 +44,7 @@ class _Line(msgspec.Struct):
 
 
 class _Names:
-    """Numbers of names, in the order in which they came."""
+    """Consecutive numbers of names, in order of first occurrence."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -59,7 +59,7 @@ class _Names:
 
 
 class _Table:
-    """The spans, or the waits, of a segment by column."""
+    """The spans or the waits of a segment, by column."""
 
     def __init__(self) -> None:
         self.lane, self.what, self.root = array("i"), array("i"), array("i")
@@ -74,7 +74,7 @@ class _Table:
         self.rows.append(float("nan") if line.rows is None else line.rows)
 
     def within(self, t0: float, t1: float) -> list[npt.NDArray[Any]]:
-        """The columns of what overlaps [t0, t1], copied: lane, what, root, start, end, rows."""
+        """Copies of the columns for entries that overlap [t0, t1]: lane, what, root, start, end, rows."""
         start_s, end_s = np.frombuffer(self.start_s), np.frombuffer(self.end_s)
         chosen = np.flatnonzero((end_s >= t0) & (start_s <= t1))
         numbers = (np.frombuffer(column, np.int32)[chosen] for column in (self.lane, self.what, self.root))
@@ -85,7 +85,7 @@ class _Table:
 
 
 class _Segment:
-    """A file of the timeline."""
+    """A file of the timeline, and what was read of it."""
 
     def __init__(self, path: Path) -> None:
         self.tail = GzipTail(path)
@@ -98,7 +98,7 @@ class _Segment:
 
 
 class TimelineLanes:
-    """The timeline of a run, read as it grows."""
+    """The timeline of a run, read incrementally."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -109,7 +109,7 @@ class TimelineLanes:
 
     @property
     def state(self) -> str:
-        """ "present", "missing", or what is damaged."""
+        """Either "present" or "missing", or a description of what is damaged."""
         problems = [segment.tail.problem for segment in self._segments.values() if segment.tail.problem]
         problems += [
             f"{name} has {segment.damaged} damaged lines, left out"
@@ -119,7 +119,7 @@ class TimelineLanes:
         return "; ".join(problems[:3]) or ("present" if self._segments else "missing")
 
     def read_new(self) -> None:
-        """Read what has been written since the last call."""
+        """Read what was appended to the files since the last call."""
         names = sorted(path.name for path in self._directory.glob("*.jsonl.gz"))
         self._segments = {name: self._segments.get(name) or _Segment(self._directory / name) for name in names}
         for segment in self._segments.values():
@@ -150,21 +150,22 @@ class TimelineLanes:
     def window(
         self, t0: float | None = None, t1: float | None = None, *, rows: int = MAX_LANES, first: int | None = None
     ) -> dict[str, Any]:
-        """What the workers did from ``t0`` to ``t1``.
+        """Spans and waits of the workers from ``t0`` to ``t1``.
 
         Args:
-            t0: seconds of the run's clock; None: from the start.
-            t1: seconds of the run's clock; None: to the end.
-            rows: lanes up to which spans are given; of more there is a matrix.
-            first: only ``rows`` lanes from this number on, in the order of "lanes" without it.
+            t0: seconds of the run clock; None: from the start.
+            t1: seconds of the run clock; None: to the end.
+            rows: maximum number of lanes with single spans (1 to 256); for more lanes there is a matrix.
+            first: show only ``rows`` lanes from this index on, in the order of all lanes; None: show all lanes.
 
         Returns:
             The answer of ``api/timeline``. ``first_s`` and ``last_s`` are the bounds of all that was recorded, ``all``
-            the number of all lanes.
+                the number of all lanes, and ``left_out`` the number of spans and waits for which there is a matrix
+                instead.
         """
         first_s = min((one.first_s for one in self._segments.values()), default=0.0)
         last_s = max((one.last_s for one in self._segments.values()), default=0.0)
-        if first_s > last_s:  # of segments without a span
+        if first_s > last_s:  # no segment has a span
             first_s = last_s = 0.0
         t0 = first_s if t0 is None else t0
         t1 = max(last_s if t1 is None else t1, t0)
@@ -197,13 +198,13 @@ class TimelineLanes:
         }
 
     def _order(self) -> list[int]:
-        """The lanes by role and name, numbers in names by their value."""
+        """Indices of the lanes by role and name; numbers in names are compared by value."""
         names = self._workers.names
         return sorted(range(len(names)), key=lambda at: (self._role[at], _natural(names[at])))
 
     @staticmethod
     def _gather(tables: Sequence[_Table], place: Integers, t0: float, t1: float) -> list[npt.NDArray[Any]]:
-        """The columns of all tables within [t0, t1], of the lanes that have a place, which replaces their number."""
+        """The columns of all tables within [t0, t1], of lanes with ``place`` >= 0, which replaces their number."""
         found = [table.within(t0, t1) for table in tables] or [_Table().within(t0, t1)]
         columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
         columns[0] = place[columns[0]] if len(columns[0]) else columns[0].astype(np.int64)
@@ -212,7 +213,7 @@ class TimelineLanes:
 
 
 def _natural(name: str) -> tuple[str | int, ...]:
-    """A key that sorts worker-2 before worker-10."""
+    """A sort key that puts worker-2 before worker-10."""
     return tuple(int(part) if part.isdecimal() else part for part in _NUMBER.split(name))
 
 
@@ -230,7 +231,7 @@ def _wait_rows(columns: Sequence[npt.NDArray[Any]]) -> list[list[float]]:
 
 
 def _matrix(spans: Sequence[npt.NDArray[Any]], lanes: int, t0: float, t1: float) -> dict[str, Any]:
-    """The busy share of the lanes over time: a byte for each of at most 256 buckets of lanes and 512 intervals."""
+    """The busy share of the lanes over time, a byte per cell: at most 256 rows of lanes, and 512 intervals of time."""
     rows = max(min(lanes, MAX_ROWS), 1)
     width_s = max((t1 - t0) / COLUMNS, 1e-9)
     row = spans[0] * rows // max(lanes, 1)
@@ -239,7 +240,7 @@ def _matrix(spans: Sequence[npt.NDArray[Any]], lanes: int, t0: float, t1: float)
     size = rows * (COLUMNS + 1)
     begin, end = first.astype(np.int64), last.astype(np.int64)
     at_begin, at_end = row * (COLUMNS + 1) + begin, row * (COLUMNS + 1) + end
-    # A span adds 1 from its first column on and takes it away from its last one on, but for the parts that it covers.
+    # A span adds 1 from its first column on and subtracts 1 from its last one on, corrected by the parts covered.
     whole = np.bincount(at_begin, minlength=size) - np.bincount(at_end, minlength=size)
     parts = np.bincount(at_end, last - end, size) - np.bincount(at_begin, first - begin, size)
     busy = np.cumsum(whole.reshape(rows, -1), axis=1) + parts.reshape(rows, -1)

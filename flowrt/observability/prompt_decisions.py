@@ -1,8 +1,8 @@
-"""Every decision about one prompt in a replay: offered, leased to whom, committed, lost and why, trained or dropped.
+"""Every decision about one prompt in a replay: offered, leased, committed, lost, trained or dropped, with its cause.
 
-Found by comparing, around each event, what the state says of the prompt's samples, and in the ledger's records and the
-replay log's entries among the commands: so nothing that happened to the prompt is left out, and each decision has the
-event that led to it.
+At each event the leases of the prompt's samples are compared with those before it, and the commands are searched for
+ledger records and replay-log entries about the prompt. So no decision is missed, and each names the event that led to
+it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ from flowrt.protocol import messages as m
 
 
 class Decision(NamedTuple):
-    """Something that happened to the prompt."""
+    """A decision about the prompt."""
 
     at_s: float
-    """Run clock."""
+    """Seconds on the run clock."""
     term: int
     event: int
     epoch: int
     what: str
     because: str
-    """The event that led to it."""
+    """The event that led to the decision."""
 
 
 class _Leased(NamedTuple):
@@ -40,7 +40,7 @@ class PromptDecisions:
     """The decisions about a prompt in one term."""
 
     def __init__(self, replay: Replay, prompt: int, epoch: int | None) -> None:
-        """Begin before the first event; ``epoch`` None: every epoch."""
+        """Start before the first event; ``epoch`` None: every epoch."""
         self._replay = replay
         self._prompt = prompt
         self._epoch = epoch
@@ -56,7 +56,7 @@ class PromptDecisions:
         return self._replay.core
 
     def run(self, until_s: float = float("inf")) -> Iterator[Decision]:
-        """Replay up to this time, and yield the decisions."""
+        """Replay up to a time of the run clock (seconds), and yield the decisions. Raises FlowError as `Replay.run`."""
         term, start_s = self._replay.recording.term, self._replay.recording.header.start_s
         groups = {slot.group.id: slot.group for slot in self._slots.values()}
         for group in groups.values():
@@ -71,7 +71,7 @@ class PromptDecisions:
         return prompt == self._prompt and self._epoch in (None, epoch)
 
     def _after(self, done: ReplayedEvent) -> Iterator[tuple[int, str]]:
-        """(epoch, what) of each decision at this event."""
+        """(epoch, description) of each decision at this event."""
         offer = done.event.message if isinstance(done.event, MessageReceived) else None
         if isinstance(offer, m.Offer) and self._prompt in offer.prompts and self._is_meant(offer.epoch, self._prompt):
             yield offer.epoch, f"offered (flow {offer.flow}, {offer.members} samples)"
@@ -106,7 +106,7 @@ class PromptDecisions:
                 self._leases[slot.id] = set()
 
     def _of_leases(self) -> Iterator[tuple[int, str]]:
-        """Leases that were given or have ended at this event."""
+        """(epoch, description) of the leases that were granted or have ended at this event."""
         table = self._core.state.table
         began: dict[tuple[int, _Leased], list[int]] = {}
         ended: dict[tuple[int, _Leased], list[int]] = {}
@@ -118,7 +118,7 @@ class PromptDecisions:
             for lease in sorted(now - before):
                 began.setdefault((slot.group.epoch, lease), []).append(slot.member)
             for lease in sorted(before - now):
-                # What ends with the group, the ledger's record says.
+                # A lease that ends with its group is reported by the ledger's record.
                 if number in table.slots and not table.is_done(slot, lease.stage):
                     ended.setdefault((slot.group.epoch, lease), []).append(slot.member)
         for (epoch, lease), members in ended.items():
@@ -133,7 +133,7 @@ class PromptDecisions:
         return {_Leased(lease.id, stage, lease.worker) for stage, lease in slot.leases.items()}
 
     def _members(self, slots: Sequence[int]) -> list[tuple[int, str]]:
-        """(epoch, names) of the prompt's samples among these slots."""
+        """(epoch, description) of the prompt's samples among these slots."""
         found: dict[int, list[int]] = {}
         for number in slots:
             if (slot := self._slots.get(SlotId(number))) is not None:
@@ -147,7 +147,7 @@ class PromptDecisions:
 
 
 def _named(members: Sequence[int]) -> str:
-    """The samples of a group by their numbers in it; successive ones as a range."""
+    """The samples of a group by their numbers in it; consecutive numbers as a range."""
     known, parts = sorted(members), []
     first = last = known[0]
     for member in [*known[1:], -1]:
@@ -177,7 +177,7 @@ def _ledger_state(record: AppendLedger) -> str:
 
 
 def _cause(done: ReplayedEvent) -> str:
-    """The event, and whom it led the core to dismiss."""
+    """The event in one line, and the workers that the core dismissed because of it."""
     because = describe(done.event)
     if isinstance(done.event, MessageReceived):
         message = done.event.message

@@ -1,7 +1,7 @@
-"""The recordings of a run: their terms, how long they are, and their events.
+"""The recordings of a run: their terms, their extent, and their events.
 
-A term is one controller of the run; a controller that was restarted, or a run that was resumed, begins another one. The
-events of a term lie on the run clock: seconds since the start of the run.
+A term is one controller process of the run; a restarted controller or a resumed run begins a new term. The times of
+events are on the run clock: seconds since the start of the run.
 """
 
 import re
@@ -24,34 +24,34 @@ from flowrt.errors import ConfigError, FlowError
 _SEGMENT = re.compile(r"(\d{4,})-(\d{4,})\.fr")
 FIRST_TERM = 1
 MALFORMED = (ValueError, TypeError, LookupError, OverflowError, RecursionError, FlowError)
-"""What the content of a block raises that is not what it should be."""
+"""Exceptions that decoding a malformed block can raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much of a term is recorded."""
+    """The recorded part of a term."""
 
     events: int
     first_s: float
     last_s: float
-    """Run clock at the first and the last event."""
+    """Seconds on the run clock at the first and the last event."""
     damage: str
-    """Why nothing after the last event can be read; empty if that is all there is."""
+    """Why no events after the last one can be read; empty if there is no damage."""
     stopped: str
-    """Why the recording was stopped during the run; empty if it was not."""
+    """Why the recording was stopped during the run; empty if it was not stopped."""
     is_complete: bool
-    """Whether the controller has ended the recording; otherwise it is running, or was killed."""
+    """Whether the controller ended the recording; if not, it is running, was killed, or stopped recording."""
 
 
 class TermRecording:
     """The recording of one term."""
 
     def __init__(self, term: int, segments: dict[int, Path]) -> None:
-        """Raises FlowError if the beginning cannot be read.
+        """Read the header. Raises FlowError or OSError if it cannot be read.
 
         Args:
-            term: its number.
-            segments: its files by number.
+            term: number of the term.
+            segments: files of the term by segment number.
         """
         self.term = term
         self._segments = segments
@@ -62,7 +62,7 @@ class TermRecording:
 
     @property
     def paths(self) -> list[Path]:
-        """The files in order."""
+        """The segment files, in order."""
         return [self._segments[number] for number in sorted(self._segments)]
 
     def _read_header(self) -> Header:
@@ -81,7 +81,10 @@ class TermRecording:
             reader.close()
 
     def blocks(self) -> Iterator[EventBlock]:
-        """The blocks of events, up to the last one that is whole; then ``damage`` and ``stopped`` say why no more."""
+        """Yield the blocks of events up to the last complete one.
+
+        Afterwards ``damage``, ``stopped`` and ``is_complete`` say why there are no more.
+        """
         self.damage = self.stopped = ""
         self.is_complete = False
         expected = 0
@@ -115,7 +118,7 @@ class TermRecording:
             reader.close()
 
     def extent(self) -> Extent:
-        """Read through the whole term, without looking into its messages."""
+        """The extent of the term; reads all of its blocks, without decoding messages."""
         events, first_s, last_s = 0, 0.0, 0.0
         for block in self.blocks():
             if not block.times:
@@ -132,13 +135,13 @@ class Recordings:
     """All recordings of a run."""
 
     terms: dict[int, TermRecording]
-    """By number, ascending; only terms whose beginning can be read."""
+    """By number, ascending; only terms whose header can be read."""
     unreadable: dict[int, str]
-    """Why, for the others."""
+    """For each other term, why its header cannot be read."""
 
     @classmethod
     def of(cls, run_dir: Path) -> "Recordings":
-        """Raises ConfigError for a directory without a recording that can be read."""
+        """The recordings in a run directory. Raises ConfigError if none can be read."""
         if not run_dir.is_dir():
             raise ConfigError(f"there is no run directory {run_dir}; name the directory of a run")
         directory = run_dir / DIRECTORY
@@ -163,7 +166,7 @@ class Recordings:
         return cls(terms, unreadable)
 
     def of_term(self, number: int) -> TermRecording:
-        """Raises ConfigError if there is none of this number that can be read."""
+        """The recording of a term. Raises ConfigError if there is none with this number that can be read."""
         if number in self.unreadable:
             raise ConfigError(f"term {number} cannot be replayed: {self.unreadable[number]}")
         if number not in self.terms:
@@ -172,11 +175,12 @@ class Recordings:
         return self.terms[number]
 
     def at(self, at_s: float) -> TermRecording:
-        """The term that was recorded at this time of the run clock, the latest if a resumed run went back before it.
+        """The term that was recorded at a time of the run clock (seconds).
 
-        The first term begins with the run, before its first event.
+        It is the latest one if a resumed run went back to before this time. The first term counts from 0 s, before its
+        first event.
 
-        Raises ConfigError that names the nearest bounds if there is none.
+        Raises ConfigError, with the nearest bounds, if nothing was recorded at this time.
         """
         extents = {number: recording.extent() for number, recording in self.terms.items()}
         for number in reversed(self.terms):

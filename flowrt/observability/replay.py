@@ -1,7 +1,7 @@
-"""Replay of a recording: a core in this process that takes the same events, and is checked to return the same commands.
+"""Replay of a recording: a core in this process handles the recorded events, and its commands are compared.
 
-- The core decides from its events alone, so its state after the first n events is that which the controller had then.
-- Conditions on a replayed state, as ``wait > 60``, are a measurement, a comparison and a number.
+- The core decides from its events alone, so its state after the first n events is that of the controller at that time.
+- A condition on a replayed state, such as ``wait > 60``, is a measurement, a comparison and a number.
 """
 
 import operator
@@ -31,12 +31,12 @@ from flowrt.recipes import grpo
 from flowrt.recipes.config_io import from_toml
 
 MAX_LEASES = 1000
-"""Leases that a status lists."""
+"""Maximum number of leases in a status."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedEvent:
-    """An event, and what the core returned."""
+    """An event with its number (from 0), and the commands that the core returned."""
 
     number: int
     now: float
@@ -44,7 +44,7 @@ class ReplayedEvent:
     event: Event
     commands: list[Command]
     error: str
-    """Why the controller failed at this event; empty unless it did."""
+    """The exception of the core at this event, as text; empty if there was none."""
 
 
 class Replay:
@@ -53,15 +53,16 @@ class Replay:
     def __init__(
         self, recording: TermRecording, *, core: Core | None = None, force: bool = False, check: bool = False
     ) -> None:
-        """Build the core as it was at the beginning of the term.
+        """Build the core in its state at the beginning of the term.
 
         Args:
-            recording: what is replayed.
-            core: of equal inputs; None: that of the recipe.
-            force: replay also with other sources than those of the controller, and go on after other commands.
-            check: assert all invariants of the state after each event.
+            recording: the term to replay.
+            core: a core with the recorded inputs; None: built by the recipe from the recorded configuration.
+            force: replay also with other sources than those of the controller, and continue after commands that differ.
+            check: check all invariants of the state after each event.
 
-        Raises: ConfigError if the recording is of other sources, or its configuration cannot be read.
+        Raises: ConfigError if the recording was made by other sources, unless forced, or its configuration cannot be
+        read.
         """
         header = recording.header
         if header.sources != sources_digest() and not force:
@@ -79,9 +80,9 @@ class Replay:
         self.core = core
         self.now = header.start_s
         self.events = 0
-        """Number of events so far."""
+        """Number of events replayed so far."""
         self.mismatch = ""
-        """Where the commands first differ from the recorded ones; empty while they are equal."""
+        """The first difference from the recorded commands, as a sentence; empty if there is none."""
         self._force = force
         self._check = check
         self._digest = CommandDigest()
@@ -92,18 +93,18 @@ class Replay:
 
     @property
     def is_over(self) -> bool:
-        """Whether all events that could be read have been replayed, and `run` will find no more."""
+        """Whether all events that can be read have been replayed."""
         return self._is_over
 
     @property
     def at_s(self) -> float:
-        """Run clock at the latest event."""
+        """Time of the latest event on the run clock, in seconds."""
         return self.now - self.recording.header.start_s
 
     def run(self, until_s: float = float("inf")) -> Iterator[ReplayedEvent]:
-        """Replay the events up to this time of the run clock, after those that were replayed before.
+        """Replay the remaining events up to a time of the run clock (seconds), and yield each.
 
-        Raises: FlowError if the commands differ, unless forced, or an invariant does not hold.
+        Raises: FlowError if an event cannot be read, commands differ (unless forced), or an invariant is violated.
         """
         while True:
             if self._next is None and (following := next(self._source, None)) is not None:
@@ -123,7 +124,7 @@ class Replay:
             yield done
 
     def _recorded(self) -> Iterator[tuple[EventBlock, int]]:
-        """Every event, as its block and its index there."""
+        """All recorded events, each as its block and its index in the block."""
         for block in self.recording.blocks():
             self._names += block.names
             for index in range(len(block.kinds)):
@@ -142,7 +143,7 @@ class Replay:
             returned = self.core.handle(event, now)
             self._digest.add_unencoded(returned)
             commands = returned
-        except (*PROGRAMMING_ERRORS, FlowError) as error:  # as the controller, which then ended the run
+        except (*PROGRAMMING_ERRORS, FlowError) as error:  # as in the controller, which then ended the run
             failed = repr(error)
         self.events += 1
         self.now = now
@@ -168,10 +169,11 @@ class Replay:
             raise FlowError(f"the replay differs from the run: {self.mismatch}")
 
     def status(self, at_s: float | None = None) -> dict[str, Any]:
-        """Status, wait-for graph, causes of waits and leases at this moment, as JSON.
+        """Status, wait-for graph, causes of waits and leases at a time, as JSON.
 
         Args:
-            at_s: the moment on the run clock, if that is later than the latest event.
+            at_s: the time on the run clock, in seconds; None, or earlier than the latest event: that of the latest
+                event.
         """
         now = self.now if at_s is None else max(self.now, self.recording.header.start_s + at_s)
         shown = status(
@@ -202,7 +204,7 @@ class Replay:
 
 
 def slots_by_stage(core: Core) -> dict[str, dict[str, int]]:
-    """Of each stage the live slots for which it is done, at work (leased), and not begun."""
+    """For each stage, the numbers of live slots for which it is done, at work (leased) and not begun."""
     table = core.state.table
     found = {stage: {"done": 0, "at_work": 0, "not_begun": 0} for stage in table.stages}
     for slot in table.slots.values():
@@ -214,7 +216,7 @@ def slots_by_stage(core: Core) -> dict[str, dict[str, int]]:
 
 
 def describe(event: Event) -> str:
-    """One line about an event."""
+    """The event in one line, for messages."""
     if isinstance(event, MessageReceived):
         stage = getattr(event.message, "stage", "")
         return f"{type(event.message).__name__}{f' of {stage}' if stage else ''} from {event.worker}"
@@ -224,12 +226,12 @@ def describe(event: Event) -> str:
 
 
 def replay_until(replay: Replay, holds: Callable[[Replay], bool]) -> bool:
-    """Replay until ``holds`` is true after an event; False if it never is."""
+    """Replay until ``holds`` is true after an event; returns False if no event remains."""
     return any(holds(replay) for _ in replay.run())
 
 
 def replay_to(replay: Replay, event: int) -> None:
-    """Replay up to this event, inclusive. Raises ConfigError if there are fewer."""
+    """Replay up to and including this event. Raises ConfigError if the term has fewer events."""
     for done in replay.run():
         if done.number == event:
             return
@@ -237,25 +239,25 @@ def replay_to(replay: Replay, event: int) -> None:
 
 
 class Instants:
-    """States of one run at several instants: a later one continues the replay of the one before."""
+    """States of one run at several times, in any thread; a later time continues the replay of an earlier one."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._replay: Replay | None = None
-        self._aim: tuple[float, TermRecording] | None = None  # of a replay that has not reached its instant
+        self._aim: tuple[float, TermRecording] | None = None  # time and term of a replay in progress
         self._lock = Lock()
 
     def status_at(self, at_s: float, limit_s: float = inf) -> dict[str, Any]:
-        """As the function `status_at`, or ``{"reached_s": …}`` if the replay needs more than a number of seconds.
+        """As the function `status_at`; ``{"reached_s": SECONDS}`` if the replay needs more than ``limit_s`` seconds.
 
-        Asked again for the same instant, it goes on from there.
+        A further call with the same time continues the replay.
         """
         end_s = monotonic() + limit_s
         with self._lock:
             aim, self._aim = self._aim, None
             recording = aim[1] if aim is not None and aim[0] == at_s else Recordings.of(self._run_dir).at(at_s)
-            replay, self._replay = self._replay, None  # none is kept that has failed
-            # That of a run that goes on may be at the end of what was recorded at the time.
+            replay, self._replay = self._replay, None  # dropped if this call fails
+            # A replay that is over may lack events that a live run has recorded since.
             if replay is None or replay.recording.term != recording.term or replay.is_over or replay.at_s > at_s:
                 replay = Replay(recording)
             for _ in replay.run(at_s):
@@ -272,9 +274,10 @@ def _instants(run_dir: Path) -> Instants:
 
 
 def status_at(run_dir: Path, at_s: float) -> dict[str, Any]:
-    """Status, wait-for graph and leases at a time of the run clock, as JSON.
+    """Status, wait-for graph, causes of waits and leases at a time of the run clock (seconds), as JSON.
 
-    Raises: ConfigError if nothing is recorded then, or by other sources, FlowError if the replay differs from the run.
+    Raises: ConfigError if nothing was recorded at that time or other sources recorded it, FlowError if the replay
+    differs from the run.
     """
     return _instants(run_dir).status_at(at_s)
 
@@ -304,7 +307,7 @@ _CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|==|>|<)\s*([0-9]+(?:\.[0-9]*)?)\s*")
 
 
 def condition(text: str) -> Callable[[Replay], bool]:
-    """The condition that this text states. Raises ConfigError if it states none."""
+    """The condition that a text states, as a function of a replay. Raises ConfigError if it is malformed."""
     found = _CONDITION.fullmatch(text)
     if found is None or found[1] not in MEASUREMENTS:
         raise ConfigError(

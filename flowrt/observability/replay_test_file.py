@@ -1,4 +1,4 @@
-"""A recording as a test: a file for pytest that replays it and asserts the state at one event."""
+"""A recording as a test: a file for pytest that replays it and checks the state at one event."""
 
 import base64
 import json
@@ -10,7 +10,7 @@ from flowrt.controller.storage.recording_format import DIRECTORY
 from flowrt.observability.replay import Replay
 
 MAX_EMBEDDED_BYTES = 256 * 1024
-"""A longer recording is not copied into the test but named by its path."""
+"""Maximum size of a recording that is embedded in the test; a larger one is named by its path."""
 ASSERTED = ("step", "live_groups", "latest_version", "workers", "dropped", "ended", "waits", "leases")
 _LINE = 110
 _TEST = '''"""State of {run} at {at_s:.6g} s, replayed from its recording. Written by `flowrt replay --as-test`."""
@@ -40,7 +40,7 @@ _PREPARE = """    (tmp_path / "{directory}").mkdir()
 
 
 def test_file(run_dir: Path, replay: Replay) -> str:
-    """The text of the test, of the state that the replay has reached. Its events are embedded if they are few."""
+    """The text of a test of the state that the replay has reached. A small recording is embedded in it."""
     paths = replay.recording.paths
     status = json.loads(json.dumps(replay.status()))
     is_embedded = sum(path.stat().st_size for path in paths) <= MAX_EMBEDDED_BYTES

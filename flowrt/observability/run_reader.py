@@ -1,7 +1,7 @@
 """Reader of a run directory, for the page, run.html and exporters: one method for each path of the page's API.
 
-It works on the directory of a live, finished, killed or half-copied run, and changes nothing in it. A file that is
-missing or damaged leaves its part of the answer empty; ``run()["files"]`` says which, and why.
+It reads the directory of a live, finished, killed or partly copied run, and changes nothing in it. If a file is missing
+or damaged, its part of the answer is empty; ``run()["files"]`` says which file, and why.
 
 A reader is used by one thread at a time.
 """
@@ -39,14 +39,14 @@ LOG_BYTES = 32 << 10
 MAX_LOG_LINE = 500
 MAX_LOGS = 64
 MAX_SHARES = 500
-"""Lines of attribution.jsonl of an answer; of more, consecutive steps are added up."""
+"""Maximum number of lines of attribution.jsonl in an answer; more are merged into sums of steps."""
 MAX_TEXT_CHARS = 2_000
 ORDERS: tuple[Order, ...] = ("newest", "worst", "best", "random")
 
 
 @dataclass(frozen=True, slots=True)
 class FileUpdate:
-    """Something that was written since the last `RunReader.read_new`."""
+    """A line or a rollback that was written since the last `RunReader.read_new`."""
 
     kind: str
     """step: a line of metrics.jsonl; event: a line of events.jsonl; rewound: the first step that was rolled back."""
@@ -55,10 +55,10 @@ class FileUpdate:
 
 
 class RunReader:
-    """Reads a run directory, again and again while the run goes on."""
+    """Reads a run directory, repeatedly while the run continues."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Read what is there. Raises ConfigError if this is not a directory of a run."""
+        """Read the files. Raises ConfigError if this is not the directory of a run."""
         if not run_dir.is_dir():
             raise ConfigError(f"{run_dir} is not there, or is not a directory; name the directory of a run")
         if not any((run_dir / name).exists() for name in (CONFIG, METRICS, LEDGER, SUMMARY, EVENTS)):
@@ -72,7 +72,7 @@ class RunReader:
         self._lanes = TimelineLanes(run_dir / TIMELINE)
         self._series = Series()
         self._event_lines: list[dict[str, Any]] = []
-        self._thinned = 0  # events that came before those
+        self._thinned = 0  # number of earlier events, which are not kept
         self._share_lines: list[bytes] = []
         self._share_steps: list[int] = []
         self._token_texts: TokenTexts | None = None
@@ -83,7 +83,10 @@ class RunReader:
     # ---- tailing
 
     def read_new(self) -> list[FileUpdate]:
-        """Read what has been written since the last call; returns the steps and events of it, in order."""
+        """Read what was written since the last call.
+
+        Returns updates in the order of each file: steps and rollbacks of metrics.jsonl, then the lines of events.jsonl.
+        """
         self._read_shares()
         return [*self._read_metrics(), *self._read_events()]
 
@@ -112,7 +115,7 @@ class RunReader:
     def _read_events(self) -> list[FileUpdate]:
         found, is_replaced = self._events.read_new()
         lines = [line for line in found if isinstance(line.get("text"), str) and isinstance(line.get("kind"), str)]
-        if is_replaced and self._event_lines:  # thinned: what comes after the last known one is new
+        if is_replaced and self._event_lines:  # thinned: lines after the last known one are new
             count = self._thinned + len(self._event_lines)
             last = self._event_lines[-1]
             known = max((at + 1 for at, line in enumerate(lines) if line == last), default=0)
@@ -143,7 +146,7 @@ class RunReader:
     # ---- the page's API
 
     def run(self) -> dict[str, Any]:
-        """The run: its configuration, state and files."""
+        """Name, recipe, state (live, finished or killed), configuration, summary and files of the run."""
         text, table, problem = self._config()
         summary, summary_problem = self._summary()
         files = {
@@ -169,11 +172,11 @@ class RunReader:
         }
 
     def last_step(self) -> dict[str, float]:
-        """The numbers of the last step, see `Series.last`."""
+        """The numbers of the last step; see `Series.last`."""
         return self._series.last()
 
     def series(self, from_step: int = 0) -> dict[str, Any]:
-        """The numbers of the steps from this one on, by column."""
+        """The numbers of all steps from this one on, by column; see `Series.since`."""
         return self._series.since(from_step)
 
     def series_window(self, axis: Axis, low: float, high: float, points: int) -> dict[str, Any]:
@@ -181,33 +184,34 @@ class RunReader:
         return self._series.window(axis, low, high, points)
 
     def attribution(self, from_step: int = 0) -> dict[str, Any]:
-        """Where the time of each role went, by step; consecutive steps are added up if there are more than 500."""
+        """Seconds of each role by kind, for each step; more than 500 steps are merged into sums of steps."""
         first = bisect_left(self._share_steps, from_step)
         lines = [line for text in self._share_lines[first:] if (line := parse_line(text)) is not None]
         return {"lines": merged(lines, MAX_SHARES)}
 
     def events(self, start: int = 0) -> dict[str, Any]:
-        """The events from number ``start`` on, and the number of the next."""
+        """The events from number ``start`` on, and ``next``, the number of the next event."""
         lines = self._event_lines[max(start - self._thinned, 0) :]
         return {"events": lines, "next": self._thinned + len(self._event_lines)}
 
     def timeline(
         self, t0: float | None = None, t1: float | None = None, rows: int = MAX_LANES, first: int | None = None
     ) -> dict[str, Any]:
-        """What the workers did and waited for; see `TimelineLanes.window`."""
+        """Spans and waits of the workers; see `TimelineLanes.window`."""
         self._lanes.read_new()
         return self._lanes.window(t0, t1, rows=rows, first=first)
 
     def samples(self, asked: Mapping[str, str], limit: int, offset: int = 0) -> dict[str, Any]:
-        """Samples, with texts cut at 2,000 characters.
+        """Samples as ``samples``, with texts cut at 2,000 characters, and the number of all that match as ``total``.
 
         Args:
-            asked: the values of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt, epoch,
-                shortest and longest (response tokens), seed.
-            limit: most samples.
-            offset: samples to leave out before the first.
+            asked: the parameters of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt,
+                epoch, shortest and longest (response tokens), seed.
+            limit: maximum number of samples.
+            offset: number of matching samples to skip.
 
-        Raises ConfigError if they cannot be read, or the regular expression is none, ValueError for other bad values.
+        Raises ConfigError if samples cannot be read or the regular expression is invalid, ValueError for other invalid
+        values.
         """
         if not (self.run_dir / SAMPLES).is_file():
             return {"samples": [], "total": 0}
@@ -230,7 +234,7 @@ class RunReader:
         return {"samples": [_sample_line(one) for one in page.samples], "total": page.total}
 
     def sample(self, number: int) -> dict[str, Any]:
-        """A sample with its tokens and the ids of its group. Raises ConfigError if there is none."""
+        """A sample with its tokens and the ids of its group. Raises ConfigError if it is not there or unreadable."""
         reader = SampleReader(self.run_dir)
         found = reader.get(number)
         if found is None:
@@ -248,13 +252,16 @@ class RunReader:
         return {**row, "count": found.row.tokens, "tokens": tokens, "group": list(reader.group(number))}
 
     def _model_dirs(self) -> list[Path]:
-        """Where the model of the run may be."""
+        """Directories in which the model of the run may be; the first one with a tokenizer is used."""
         table = self._config()[1]
         named = [table["model"]] if isinstance(table.get("model"), str) and table["model"] else []
         return [self.run_dir / "model", self.run_dir / "start", *map(Path, named), self.run_dir / "final"]
 
     def prompt(self, epoch: int, number: int) -> dict[str, Any]:
-        """The life of a prompt, from the ledger. Raises ConfigError if that cannot be read."""
+        """The history of a prompt in an epoch, from the ledger; times are seconds since the start of their run attempt.
+
+        Raises ConfigError if the ledger cannot be read.
+        """
         with LedgerReader(self.run_dir / LEDGER) as ledger:
             events = ledger.history(number, epoch)
         return {
@@ -272,7 +279,7 @@ class RunReader:
         }
 
     def prompts(self, state: str, reason: str, limit: int, offset: int = 0) -> dict[str, Any]:
-        """The prompts behind a count of `ledger`, newest change first; see `LedgerReader.prompts`.
+        """The prompts that `ledger` counts under a state and a reason, newest change first; see `LedgerReader.prompts`.
 
         Raises ConfigError if the ledger cannot be read.
         """
@@ -281,7 +288,7 @@ class RunReader:
         return {"prompts": [one._asdict() for one in found], "total": total}
 
     def ledger(self) -> dict[str, Any]:
-        """The number of prompts by state, and of dropped ones by reason."""
+        """The number of prompts by state, and of dropped ones by reason; empty if the ledger cannot be read."""
         path = self.run_dir / LEDGER
         version = _version(path), _version(path.with_name(f"{path.name}-wal"))
         if self._ledger_answer is not None and self._ledger_answer[0] == version:
@@ -298,7 +305,7 @@ class RunReader:
         return answer
 
     def logs(self) -> dict[str, Any]:
-        """The last lines of each log."""
+        """The last lines of each log file, at most 50 of each of the 64 newest files."""
         directory = self.run_dir / "logs"
         try:
             paths = sorted(directory.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -334,7 +341,7 @@ class RunReader:
 
 
 def _sample_line(row: SampleRow) -> dict[str, Any]:
-    """A sample in a table."""
+    """A sample in a list, with shortened texts."""
     line = {**dataclasses.asdict(row), "staleness": row.staleness, "parts": dict(row.parts)}
     return line | {name: line[name][:MAX_TEXT_CHARS] for name in ("prompt_text", "completion")}
 
@@ -344,7 +351,7 @@ def _at(column: Sequence[Any], at: int) -> Any:
 
 
 def _number(asked: Mapping[str, str], name: str) -> int | None:
-    """A whole number of a request; None if it is not there. Raises ValueError."""
+    """The whole number in a parameter of a request; None if it is missing. Raises ValueError."""
     text = asked.get(name, "")
     if not text:
         return None
@@ -354,7 +361,10 @@ def _number(asked: Mapping[str, str], name: str) -> int | None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a controller on this host holds the lock of the run directory; without /proc, whether it listens."""
+    """Whether a controller on this host holds the lock of the run directory.
+
+    If the lock file or /proc/locks cannot be read: whether there is an address file of a controller.
+    """
     try:
         lock = os.stat(run_dir / ".lock").st_ino
         locks = Path("/proc/locks").read_text().splitlines()
@@ -376,7 +386,7 @@ def _whole(value: object, default: int) -> int:
 
 
 def _version(path: Path) -> object:
-    """Changes when a file does."""
+    """A value that changes when the file does; None without the file."""
     try:
         found = path.stat()
     except OSError:
@@ -385,14 +395,14 @@ def _version(path: Path) -> object:
 
 
 def _changed(text: str) -> list[list[Any]]:
-    """(key, value, default) of each setting that is not as the recipe has it.
+    """(key, value, default) of each setting that differs from the recipe's default.
 
-    The file of a task of the user's is not run: its settings are shown with those of a built-in task as the default.
+    A user's task file is not executed: its settings are compared with the defaults of a built-in task.
     """
     try:
         config = from_toml(text)
         base = defaults(RECIPE_NAMES[0] if is_task_file(config.recipe) else config.recipe, config.algorithm.name)
-    except (ConfigError, KeyError, ValueError):  # of another version of flowrt
+    except (ConfigError, KeyError, ValueError):  # written by another version of flowrt
         return []
     mine, usual = dict(_flat(dataclasses.asdict(config))), dict(_flat(dataclasses.asdict(base)))
     return [[key, value, usual.get(key)] for key, value in mine.items() if value != usual.get(key)]

@@ -1,6 +1,6 @@
-"""Samples of a run: reads samples.sqlite while it is written, after the run, and in copies of its directory.
+"""Stored samples of a run: reads samples.sqlite during the run, after it, and in copies of its directory.
 
-Each call opens the file and closes it again, so that a reader never keeps the writer from truncating its log, and any
+Each call opens the file and closes it again, because an open reader can keep the writer from truncating its log. Any
 thread may call.
 """
 
@@ -25,7 +25,7 @@ from flowrt.protocol.sample_records import unpack_text
 
 Order = Literal["newest", "oldest", "worst", "best", "random"]
 ANY_EVALUATION = "*"
-"""As the name of an evaluation: samples of all of them."""
+"""Name that stands for the evaluations of all data sets."""
 BUSY_TIMEOUT_S = 5.0
 _ROLLED_BACK = (
     "EXISTS (SELECT 1 FROM run_attempts AS later "
@@ -50,25 +50,25 @@ class SampleRow:
 
     id: int
     step: int
-    """The step that trained it; of a dropped sample, the step in training then; of an evaluation, the version."""
+    """The step that trained the sample; if it was dropped, the step in training then; in an evaluation, the version."""
     run_attempt: int
-    """Number of the start or resume of the run in which it was made, from 1."""
+    """Number of the start or resume of the run that made the sample, from 1."""
     flow: str
     """train or eval."""
     eval_name: str
-    """Data set of the evaluation; empty in training."""
+    """Data set of the evaluation; empty for a sample of training."""
     epoch: int
     prompt: int
     member: int
-    """Number within its group."""
+    """Number of the sample in its group."""
     attempt: int
     reward: float | None
     parts: Mapping[str, float]
-    """Value of each reward function, by its name, and of their parts, as NAME/PART."""
+    """Value of each reward function by its name, and of each of its parts as NAME/PART."""
     finish: str
     """stop, length, stop_string or aborted."""
     reason: str
-    """Why the reward failed, or the sample was dropped; empty otherwise. It begins with one word, as timeout."""
+    """Why the reward failed or the sample was dropped; empty otherwise. It begins with one word, such as timeout."""
     version_min: int | None
     version_max: int | None
     tokens: int
@@ -79,11 +79,11 @@ class SampleRow:
     prompt_text: str
     completion: str
     rolled_back: bool
-    """Whether the run has gone back to before its step."""
+    """Whether a later start or resume of the run began at the step of the sample or before it."""
 
     @property
     def staleness(self) -> int | None:
-        """Versions between the weights that were trained and the oldest that generated a token."""
+        """The trained version minus the oldest version that generated a token; None if unknown or of an evaluation."""
         if self.flow != "train" or self.version_min is None:
             return None
         return self.step - self.version_min
@@ -91,7 +91,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A stored sample with its tokens. All token columns have the same length, or are empty if they are not known."""
+    """A stored sample with its tokens. All token columns have the same length, or are empty if they are unknown."""
 
     row: SampleRow
     spans: tuple[int, ...]
@@ -103,7 +103,7 @@ class Sample:
     """In nats, of the trainer before the step, rounded to float16."""
 
     def versions(self) -> tuple[int | None, ...]:
-        """The weight version that generated each token; None where that is not known."""
+        """The weight version that generated each response token; None where it is unknown."""
         pairs = zip(self.spans[::2], self.spans[1::2], strict=False)
         found = [version for version, count in pairs for _ in range(min(count, self.row.tokens))]
         missing = max(self.row.tokens - len(found), 0)
@@ -112,7 +112,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleFilter:
-    """Which samples are wanted. None, or an empty text: any."""
+    """Conditions on samples; None or an empty text: no condition."""
 
     first_step: int | None = None
     last_step: int | None = None
@@ -122,17 +122,17 @@ class SampleFilter:
     max_tokens: int | None = None
     """Bounds of the number of response tokens, inclusive."""
     reason: str = ""
-    """The first word of the reason, as timeout."""
+    """The first word of the reason, such as timeout."""
     grep: str = ""
-    """A regular expression that the prompt or the completion contains."""
+    """A regular expression that is found in the prompt or in the completion."""
     eval_name: str = ""
-    """Data set of evaluations, `ANY_EVALUATION`; empty: samples of training."""
+    """Data set of evaluations, or `ANY_EVALUATION`; empty: samples of training."""
     with_rolled_back: bool = True
-    """Also those of steps that the run has gone back to before."""
+    """Whether samples of steps that were rolled back are included."""
 
     def conditions(self) -> tuple[str, list[Any]]:
-        """The WHERE clause, but for ``grep``, and its values."""
-        # A constant, which SQLite compares with the conditions of the indexes.
+        """The WHERE clause of all conditions except ``grep``, and the values of its parameters."""
+        # A literal, not a parameter: SQLite compares it with the conditions of partial indexes.
         clauses = ["flow = 'eval'" if self.eval_name else "flow = 'train'"]
         values: list[Any] = []
         columns: list[tuple[str, Any]] = [
@@ -155,11 +155,11 @@ class SampleFilter:
         return " AND ".join(clauses), values
 
     def pattern(self) -> re.Pattern[str] | None:
-        """Raises ConfigError for an invalid regular expression."""
+        """The compiled ``grep``; None if it is empty. Raises ConfigError for an invalid regular expression."""
         if not self.grep:
             return None
         try:
-            with warnings.catch_warnings(action="ignore"):  # of what a later Python reads otherwise
+            with warnings.catch_warnings(action="ignore"):  # about syntax whose meaning will change
                 return re.compile(self.grep)
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"{self.grep!r:.80} is not a regular expression: {error}") from error
@@ -167,17 +167,17 @@ class SampleFilter:
 
 @dataclass(frozen=True, slots=True)
 class SamplePage:
-    """Some of the samples that a filter lets through, and the number of all of them."""
+    """Some of the samples that match a filter, and the number of all that match."""
 
     samples: tuple[SampleRow, ...]
     total: int
 
 
 class SampleReader:
-    """Reads a sample store. All methods raise ConfigError, with a sentence, for a file that cannot be read."""
+    """Reads a sample store. All methods raise ConfigError if the file cannot be read."""
 
     def __init__(self, path: Path) -> None:
-        """``path``: samples.sqlite, or the run directory that contains it."""
+        """Check that the file can be read. ``path``: samples.sqlite, or the run directory that contains it."""
         self._path = path / SAMPLES if path.is_dir() else path
         if not self._path.is_file():
             raise ConfigError(
@@ -193,13 +193,13 @@ class SampleReader:
         return int(count)
 
     def steps(self, eval_name: str = "") -> tuple[int, int] | None:
-        """The first and last step of which samples are stored, of training or of evaluations; None without any."""
+        """The first and the last step with stored samples, of training or of evaluations; None if there are none."""
         where, values = SampleFilter(eval_name=eval_name).conditions()
         [(first, last)] = self._rows(_select("MIN(step), MAX(step)", where), values)
         return None if first is None else (int(first), int(last))
 
     def evaluations(self) -> tuple[str, ...]:
-        """The data sets of evaluations of which answers are stored."""
+        """The data sets of evaluations with stored samples, in alphabetical order."""
         rows = self._rows("SELECT DISTINCT eval_name FROM samples WHERE flow = 'eval' ORDER BY eval_name")
         return tuple(str(name) for (name,) in rows)
 
@@ -224,14 +224,14 @@ class SampleReader:
         offset: int = 0,
         seed: int = 0,
     ) -> SamplePage:
-        """Samples that a filter lets through, in an order.
+        """Samples that match a filter, in an order.
 
         Args:
             wanted: the filter; None: all samples of training.
             order: newest, oldest, worst or best (by reward) first, or random.
-            limit: the most samples to return.
-            offset: samples to leave out before the first.
-            seed: of the random order.
+            limit: maximum number of samples to return.
+            offset: number of matching samples to skip.
+            seed: seed of the random order.
 
         Raises ConfigError also for an invalid regular expression.
         """
@@ -256,7 +256,7 @@ class SampleReader:
     def each(
         self, wanted: SampleFilter, order: Order = "oldest", limit: int | None = None, seed: int = 0
     ) -> Iterator[SampleRow]:
-        """Samples that a filter lets through, one by one; arguments as of `query`. ``limit`` None: all of them."""
+        """Samples that match a filter, read one by one; arguments as of `query`. ``limit`` None: all of them."""
         pattern = wanted.pattern()
         where, values = wanted.conditions()
         statement = _select("id", where, "ORDER BY", _ORDERS[order])
@@ -272,12 +272,12 @@ class SampleReader:
                         yield row
 
     def reward_names(self) -> tuple[str, ...]:
-        """The names of reward functions, and of their parts; empty for a run whose reward has no name."""
+        """Names of the reward functions and of their parts (NAME/PART); empty if the reward of the run has no name."""
         rows = self._rows("SELECT DISTINCT key FROM samples, json_each(samples.parts) ORDER BY key")
         return tuple(str(name) for (name,) in rows)
 
     def get(self, sample: int) -> Sample | None:
-        """A sample by its id; None if there is none."""
+        """The sample with this id; None if there is no such sample."""
         statement = _select(f"{_ROW}, spans, ids, logprobs, trainer_logprobs", "id = ?")
         for *row, spans, ids, logprobs, trainer_logprobs in self._rows(statement, [sample]):
             return Sample(
@@ -290,7 +290,7 @@ class SampleReader:
         return None
 
     def group(self, sample: int) -> tuple[int, ...]:
-        """The ids of the samples of the same group, this one among them, by member and attempt."""
+        """The ids of the stored samples of the sample's group, its own among them, by member and attempt."""
         rows = self._rows(
             "SELECT b.id FROM samples AS a JOIN samples AS b ON b.flow = a.flow AND b.eval_name = a.eval_name "
             "AND b.epoch = a.epoch AND b.prompt = a.prompt AND b.run_attempt = a.run_attempt "
@@ -300,7 +300,7 @@ class SampleReader:
         return tuple(int(one) for (one,) in rows)
 
     def run_attempts(self) -> tuple[tuple[int, int], ...]:
-        """(number, step from which it went on) of each start or resume of the run."""
+        """(number, first step) of each start or resume of the run."""
         return tuple(
             (int(number), int(step))
             for number, step in self._rows("SELECT run_attempt, step FROM run_attempts ORDER BY run_attempt")
@@ -312,7 +312,7 @@ class SampleReader:
 
     @contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
-        """The open file. Raises ConfigError if it cannot be read, also for what the block raises of that kind."""
+        """The open file. Errors of reading it are raised as ConfigError, those in the block as well."""
         try:
             with self._opened() as database:
                 [(version,)] = database.execute("PRAGMA user_version").fetchall()
@@ -322,7 +322,7 @@ class SampleReader:
                     )
                 yield database
         except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, FlowError) as error:
-            reason = " ".join(str(error).split()).encode("unicode_escape").decode()  # it may quote damaged bytes
+            reason = " ".join(str(error).split()).encode("unicode_escape").decode()  # the error may quote damaged bytes
             raise ConfigError(
                 f"{self._path} cannot be read: {reason}; nothing was changed: it is damaged, or "
                 "a copy of it is not complete"
@@ -340,7 +340,7 @@ class SampleReader:
             database = _connect(self._path)
             database.execute("SELECT 1 FROM sqlite_master").fetchall()
         except sqlite3.OperationalError:
-            # A log is read with an index of it, which SQLite cannot create in a directory that is read only.
+            # SQLite needs an index of the log, which it cannot create in a read-only directory.
             with tempfile.TemporaryDirectory(prefix="flowrt-") as copy:
                 for one in (self._path, log):
                     shutil.copyfile(one, Path(copy) / one.name)
@@ -352,7 +352,7 @@ class SampleReader:
 
 
 def _select(columns: str, where: str, *more: str) -> str:
-    """A statement of constant parts: what a user gives is bound to its parameters."""
+    """A statement of constant parts; values from a user are bound to its parameters."""
     return " ".join(("SELECT", columns, "FROM samples WHERE", where, *more))
 
 
@@ -362,7 +362,7 @@ def _connect(path: Path, options: str = "") -> sqlite3.Connection:
 
 
 def _row(values: Sequence[Any]) -> SampleRow:
-    """Raises ValueError for a text that is damaged."""
+    """The sample in a row of the table. Raises ValueError for a damaged text."""
     *numbers, prompt_text, completion, rolled_back = values
     columns = dict(zip(_COLUMNS, numbers, strict=True))
     columns["parts"] = {str(name): float(value) for name, value in _json(columns["parts"], {}).items()}
@@ -383,7 +383,7 @@ def _json(text: Any, default: Any) -> Any:
 
 
 def _numbers(data: Any, code: str) -> tuple[Any, ...]:
-    """Numbers of a blob: int32 (code i) or float16 (e)."""
+    """The numbers in a blob, little endian: int32 (code i) or float16 (e); empty if it is not a blob."""
     if not isinstance(data, bytes):
         return ()
     size = struct.calcsize(f"<{code}")

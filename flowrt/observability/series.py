@@ -1,4 +1,4 @@
-"""Series: the numbers of metrics.jsonl by column, in little memory, whatever the length of the run."""
+"""Series: the numbers of metrics.jsonl by column, in arrays of 8 bytes for each number."""
 
 import math
 from array import array
@@ -8,11 +8,11 @@ from typing import Any, Literal
 import numpy as np
 
 MAX_POINTS = 10_000
-"""Steps of an answer; more are decimated."""
+"""Maximum number of steps in an answer; more are decimated."""
 MAX_VALUES = 150_000
-"""Numbers of an answer, about half a megabyte compressed; more are decimated."""
+"""Maximum number of values in an answer, about 0.5 MB compressed; more are decimated."""
 KEPT_POINTS = 2_000
-"""Steps of a decimated answer, at least."""
+"""Minimum number of steps in a decimated answer of `Series.since`."""
 MIN_POINTS = 16
 MAX_COLUMNS = 512
 NAN = float("nan")
@@ -23,14 +23,17 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Series:
-    """The steps of a run and their numbers; what a step does not have is NaN."""
+    """The steps of a run and their numbers; NaN where a step has no number."""
 
     def __init__(self) -> None:
         self.steps = array("q")
         self._columns: dict[str, array[float]] = {}
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Add a line of metrics.jsonl; a step that is there already, and all later ones, are replaced."""
+        """Add a line of metrics.jsonl, which replaces its step and all later ones.
+
+        At most `MAX_COLUMNS` columns are kept; values other than numbers are ignored.
+        """
         step = line["step"]
         while self.steps and self.steps[-1] >= step:
             self._pop()
@@ -57,14 +60,14 @@ class Series:
             column.pop()
 
     def last(self) -> dict[str, float]:
-        """The finite numbers of the last step, and ``step``; empty before the first."""
+        """The finite numbers of the last step, with ``step``; empty before the first step."""
         if not self.steps:
             return {}
         found = {name: column[-1] for name, column in self._columns.items() if math.isfinite(column[-1])}
         return {**found, "step": self.steps[-1]}
 
     def first_difference(self, other: "Series") -> int | None:
-        """The first step of this one that the other lacks, or has at another time; None if it has all of them."""
+        """The first step that ``other`` does not have at the same ``wall_s``; None if it has all steps."""
         mine, its = self._columns.get("wall_s", array("d")), other._columns.get("wall_s", array("d"))
         for at, step in enumerate(self.steps):
             if at >= len(other.steps) or step != other.steps[at] or mine[at] != its[at]:
@@ -72,7 +75,10 @@ class Series:
         return None
 
     def since(self, step: int, most: int = MAX_POINTS, most_values: int = MAX_VALUES) -> dict[str, Any]:
-        """The steps from this one on: all of them up to ``most`` steps and ``most_values`` numbers; see `window`."""
+        """The answer with all steps from ``step`` on; see `window`.
+
+        More than ``most`` steps or ``most_values`` numbers are decimated.
+        """
         chosen = self._between("step", step, math.inf)
         if len(chosen) > most or len(chosen) * len(self._columns) > most_values:
             kept = KEPT_POINTS if len(chosen) > most else max(most_values // len(self._columns), KEPT_POINTS)
@@ -80,25 +86,27 @@ class Series:
         return self._answer(chosen, len(chosen))
 
     def window(self, axis: Axis, low: float, high: float, points: int) -> dict[str, Any]:
-        """The answer of ``api/series`` with a number of points: the steps between two places of an axis.
+        """The answer of ``api/series`` with a number of points: the steps between two places on an axis.
 
         Args:
-            axis: "step", or "wall_s" in seconds of the run's clock.
+            axis: "step", or "wall_s" in seconds of the run clock.
             low: the first place.
-            high: the last one, inclusive.
-            points: the most steps of the answer; 16 at least are given.
+            high: the last place, inclusive.
+            points: maximum number of steps in the answer, from 16 to 10,000; other numbers are clipped.
 
         Returns:
-            ``steps``, and ``columns`` by name, with None for what a step does not have; also columns that are drawn and
-            follow from others. Of a decimated answer these
-            are the first and the last step of each bucket, and the smallest and the largest value of each column in
-            it, in the order in which they came; a column with one value in a bucket has it in the first place. Then
-            ``decimated`` is the number of steps, and the last point is that of the last step alone.
+            ``steps``, and ``columns`` by name, with None where a step has no number. The columns include those that are
+                drawn and computed from others.
+
+            A decimated answer has the first and the last step of each bucket of steps, and for each column the smallest
+                and the largest value of the bucket in order of steps; a single value of a bucket is in the first place.
+                ``decimated`` is then the number of steps of the window, and the last point is that of the last step
+                alone.
         """
         return self._answer(self._between(axis, low, high), max(min(points, MAX_POINTS), MIN_POINTS))
 
     def _between(self, axis: Axis, low: float, high: float) -> Indices:
-        """The places of the steps of a window."""
+        """Indices of the steps of a window, both bounds inclusive."""
         if not self.steps:
             return np.zeros(0, np.int64)
         wall_s = self._columns.get("wall_s") if axis == "wall_s" else None
@@ -111,7 +119,7 @@ class Series:
         steps = np.frombuffer(self.steps, np.int64)[chosen] if self.steps else chosen
         if len(chosen) <= kept:
             return {"steps": steps.tolist(), "columns": {name: _numbers(values) for name, values in columns.items()}}
-        # The last step stays as it is: the page shows its numbers.
+        # The last step is not decimated: the page shows its numbers.
         size = -(-2 * (len(chosen) - 1) // (kept - 1))
         count = -(-(len(chosen) - 1) // size)
         places = np.minimum(np.arange(count * size), len(chosen) - 2).reshape(count, size)
@@ -123,7 +131,7 @@ class Series:
 
 
 def _extremes(values: Values, places: Indices) -> Values:
-    """The smallest and the largest value of each bucket in the order in which they come, then the last value."""
+    """The smallest and the largest value of each bucket in order of steps, then the last value."""
     buckets = values[places]
     is_missing = np.isnan(buckets)
     low = np.where(is_missing, np.inf, buckets).argmin(axis=1)
@@ -134,7 +142,7 @@ def _extremes(values: Values, places: Indices) -> Values:
 
 
 def _derived(columns: Mapping[str, Values]) -> dict[str, Values]:
-    """Columns that are drawn and that metrics.jsonl does not have: each follows from several others."""
+    """Columns that are drawn and not in metrics.jsonl; each is computed from other columns."""
     found: dict[str, Values] = {}
     if all(name in columns for name in ("tokens", "samples", "samples_per_s")):
         samples = np.where(columns["samples"] > 0, columns["samples"], NAN)

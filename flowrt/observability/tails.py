@@ -1,6 +1,6 @@
-"""Tails of the files of a run: what has been appended since the last look, while another process writes.
+"""Incremental readers of files of a run: what was appended since the last call, while another process writes.
 
-A file may be missing, be replaced by another one, grow at any byte, or end in half a line at any time.
+A file may be missing, be replaced by another one, grow by any number of bytes, or end within a line at any time.
 """
 
 import json
@@ -13,36 +13,36 @@ from typing import Any
 import msgspec
 
 MAX_LINE_BYTES = 4 << 20
-"""A longer line is damage: what is left of it is skipped."""
+"""Limit of an incomplete line: `LineTail` discards what it has read of a longer line, `GzipTail` stops reading."""
 READ_BYTES = 4 << 20
 MARK_BYTES = 64
-"""Bytes before the place reached that are compared, to notice a file with another content."""
+"""Bytes before the read position that are compared at each call, to detect that the content was replaced."""
 
 
 @dataclass(slots=True)
 class Appended:
-    """What is new in a file since the last look."""
+    """What was appended to a file since the last call."""
 
     lines: list[bytes]
-    """Whole lines, without their ends."""
+    """Complete lines, without their ends."""
     is_replaced: bool = False
-    """The file is another one than at the last look, and its lines are given from its start."""
+    """Whether the file was replaced since the last call; then the lines are those from its start."""
 
 
 class LineTail:
-    """The whole lines that were appended to a file since the last call."""
+    """Reads the complete lines that were appended to a file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problem = ""
-        """Why the file cannot be read, or what of it was skipped; empty if nothing is wrong."""
+        """Why the file cannot be read, or which part was skipped; empty if there is no problem."""
         self.is_present = False
         self._file: tuple[int, int] | None = None
         self._reached = 0
         self._mark = b""
 
     def read_new(self) -> Appended:
-        """The lines since the last call."""
+        """The lines since the last call; none if the file is missing or, with ``problem`` set, unreadable."""
         try:
             return self._poll()
         except FileNotFoundError:
@@ -78,17 +78,17 @@ class LineTail:
 
 
 class JsonTail:
-    """The objects that were appended to a file of JSON lines since the last call; damaged lines are counted."""
+    """Reads the objects that were appended to a file of JSON lines since the last call, and counts damaged lines."""
 
     def __init__(self, path: Path) -> None:
         self._tail = LineTail(path)
         self._damaged = 0
         self.texts: list[bytes] = []
-        """The objects of the last call as they are in the file."""
+        """The lines of the objects that the last call returned."""
 
     @property
     def state(self) -> str:
-        """ "present", "missing", or what is damaged."""
+        """Either "present" or "missing", or a description of what is damaged."""
         if self._tail.problem:
             return self._tail.problem
         if self._damaged:
@@ -97,7 +97,7 @@ class JsonTail:
         return "present" if self._tail.is_present else "missing"
 
     def read_new(self) -> tuple[list[dict[str, Any]], bool]:
-        """The objects since the last call, and whether the file was replaced by another one."""
+        """The objects since the last call, and whether the file was replaced (then: since its start)."""
         new = self._tail.read_new()
         if new.is_replaced:
             self._damaged = 0
@@ -113,9 +113,9 @@ class JsonTail:
 
 
 class GzipTail:
-    """The whole lines that were appended to a gzip file since the last call.
+    """Reads the complete lines that were appended to a gzip file since the last call.
 
-    The file may consist of several members, be flushed at any place, and end without a trailer.
+    The file may consist of several gzip members, be flushed at any position, and lack its trailer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,7 +127,7 @@ class GzipTail:
         self._rest = b""
 
     def read_new(self) -> Appended:
-        """The lines since the last call; after damage there are no more."""
+        """The lines since the last call; after damage none, until the file is replaced."""
         try:
             return self._poll()
         except FileNotFoundError:
@@ -156,7 +156,7 @@ class GzipTail:
         return Appended(lines, is_replaced)
 
     def _unpack(self, data: bytes) -> bytes:
-        """The content of these bytes, up to the first damaged one."""
+        """The decompressed content of these bytes, up to the first damaged one."""
         unpacked = b""
         while data:
             try:
@@ -173,12 +173,12 @@ class GzipTail:
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; None if it has none."""
+    """The JSON object in a line; None if there is none."""
     try:
         line = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         try:
-            line = json.loads(text)  # knows NaN and lone surrogates, and is slower
+            line = json.loads(text)  # accepts NaN and lone surrogates, and is slower
         except (ValueError, RecursionError):
             return None
     return line if isinstance(line, dict) else None

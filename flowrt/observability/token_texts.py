@@ -1,7 +1,7 @@
-"""The text of each token of a response, from the tokenizer of the run's model. No torch: tokenizers alone.
+"""The text of each token of a response, from the tokenizer of the run's model. Uses tokenizers, not torch.
 
-A character may consist of several tokens, so single tokens have no text of their own: each is given what the decoded
-prefix gains by it, and tokens within a character are given nothing until its last.
+A character may consist of several tokens. So the text of a token is what the decoded prefix gains by it, and the tokens
+of a character have no text except the last one.
 """
 
 import logging
@@ -13,17 +13,19 @@ from tokenizers import Tokenizer
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
 REPLACEMENT = "�"
-"""What the decoder puts for bytes that are no whole character."""
+"""Output of the decoder for bytes that are no complete character."""
 CONTEXT = 8
-"""Tokens before a token that are decoded with it: some tokenizers write a space between words, but not before the
-first."""
+"""Number of preceding tokens that are decoded with a token.
+
+Some tokenizers write a space between words, but not before the first one.
+"""
 
 
 class TokenTexts:
     """Decodes responses of a run."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        """``directories``: of the model, the first that has a tokenizer counts; without any there are no texts."""
+        """``directories``: candidates for the model; the first one with a tokenizer is used."""
         self._tokenizer = next(filter(None, map(_load, directories)), None)
 
     def of(self, ids: Sequence[int]) -> list[str] | None:
@@ -31,7 +33,7 @@ class TokenTexts:
         if self._tokenizer is None:
             return None
         texts = []
-        start, end = 0, 0  # the tokens of the context, and those whose text is given
+        start, end = 0, 0  # start of the context, and end of the tokens whose text is known
         for at in range(len(ids)):
             before = self._decode(ids[start:end])
             now = self._decode(ids[start : at + 1])
@@ -50,7 +52,7 @@ class TokenTexts:
 
 
 def _load(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a model; None if it has none that can be read."""
+    """The tokenizer in a model directory; None if there is none that can be read."""
     path = directory / TOKENIZER
     if not path.is_file():
         return None

@@ -1,9 +1,10 @@
 """MessagePack encoding of messages: arrays ``[tag, field, field, ...]``, validated field by field.
 
 - Sizes are limited before anything is allocated: in MessagePack a few bytes can announce a long array, arrays nest, and
-  an item of two bytes becomes an object of fifty. A message of up to 1 MB can take at most about 80 MiB; the items of a
-  larger one are counted first. Bytes that do not fit the declared types of a message raise
-  RemoteProtocolError with the path of the field. Nothing is unpickled.
+  an item of two bytes becomes an object of fifty bytes. A message of up to 1 MiB can take at most about 80 MiB; the
+  items of a larger message are counted first.
+- Bytes that do not fit the declared types of a message raise RemoteProtocolError with the path of the field. Nothing is
+  unpickled.
 - Encoder and decoder of each record type are compiled from its field types on first use.
 - A long integer column that occurs more than once in a message, as the same object, is packed once; later occurrences
   are back-references (its index among the columns so far), and decode to the same object.
@@ -23,7 +24,7 @@ from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError
 from flowrt.protocol.messages import MAX_RECORD_BYTES, MAX_SIGNAL_BYTES, MESSAGES, Ints, Message, SameLength
 
 References = list[Ints]
-"""Columns of the present message that a back-reference may name, in field order; a repeated one is listed again."""
+"""Columns of the present message that a back-reference may name, in field order; a repeated column is listed again."""
 # Shorter columns cost as much to look up as to pack. The upper limits bound what a few bytes can expand to: 64 columns
 # of 16k numbers are a million numbers in one message.
 MIN_REFERENCE_ITEMS = 16
@@ -32,7 +33,7 @@ MAX_REFERENCES = 64
 
 
 def encode_reference(values: Ints, references: References) -> tuple[int] | None:
-    """The back-reference to this column; None when it must be packed."""
+    """Add a column to the references. Returns a back-reference to an earlier occurrence; None: it must be packed."""
     if not MIN_REFERENCE_ITEMS <= len(values) <= MAX_REFERENCE_ITEMS or len(references) >= MAX_REFERENCES:
         return None
     index = next((index for index, earlier in enumerate(references) if earlier is values), None)
@@ -41,7 +42,7 @@ def encode_reference(values: Ints, references: References) -> tuple[int] | None:
 
 
 def remember(values: Ints, references: References) -> Ints:
-    """Add a packed column to the references, if it is of a length that may be referenced."""
+    """Add a decoded column to the references, if its length allows back-references, and return the column."""
     if MIN_REFERENCE_ITEMS <= len(values) <= MAX_REFERENCE_ITEMS and len(references) < MAX_REFERENCES:
         references.append(values)
     return values
@@ -67,7 +68,7 @@ class DecodeError(Exception):
         self.path = ""
 
     def within(self, step: str) -> "DecodeError":
-        """This error, one level further out."""
+        """Prepend ``step`` to the path of the field, and return this error."""
         self.path = step + self.path
         return self
 
@@ -192,7 +193,7 @@ def _encoder_shortcuts(hint: Any, number: int, scope: dict[str, Any]) -> str:
 
 
 def _decoder_shortcuts(hint: Any) -> str:
-    """As `_encoder_shortcuts`."""
+    """The counterparts of `_encoder_shortcuts` for encoded values."""
     if get_origin(hint) is Annotated:
         one = f"unpack_{hint.__metadata__[0]}(item) if type(item) is bytes and len(item) == {_ITEM_BYTES} else "
         return f"no_values if item is no_bytes else {one}"
@@ -218,7 +219,7 @@ def _scalar_to_constant(hint: Any, names: list[str]) -> str:
     other = _same_length_field(hint)
     if other is None:
         return ""
-    length = f"len(item{names.index(other)})"  # of a field that comes earlier and is decoded already
+    length = f"len(item{names.index(other)})"  # length of an earlier field, which is decoded already
     return f"(item,) * {length} if type(item) is int and int64_min <= item <= int64_max else "
 
 
@@ -288,7 +289,7 @@ def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
         ]
     inner = _encoder(arguments[0])
     if arguments[0] is str:
-        # The types of all at once; one by one only to name the wrong item.
+        # Checks the types of all items at once, and one by one only to name the wrong item.
         return lambda values, references: (
             values if {*map(type, _sequence(values))} <= _ONLY_TEXT else [inner(one, references) for one in values]
         )
@@ -376,7 +377,7 @@ def _fixed_decoder(arguments: tuple[Any, ...]) -> Decoder:
 
 
 def _one_by_one(decoders: list[Decoder], raw: tuple[Any, ...], references: References) -> tuple[Any, ...]:
-    """As a loop, so that an error names its item."""
+    """Decode the items in a loop, so that an error names the index of its item."""
     items = []
     for index, (decoder, one) in enumerate(zip(decoders, raw, strict=True)):
         try:
@@ -397,7 +398,11 @@ _decoders: dict[int, Decoder] = {}
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message. Raises LocalProtocolError when a value does not have the declared type of its field."""
+    """Encode a message.
+
+    Raises LocalProtocolError if a value does not have the declared type of its field, if this is no message, or if it
+    has more than MAX_MESSAGE_BYTES.
+    """
     global _pack
     kind: type = type(message)
     encoder = _encoders.get(kind)
@@ -410,7 +415,7 @@ def encode(message: Message) -> bytes:
     except (TypeError, ValueError, OverflowError, struct.error) as error:
         raise LocalProtocolError(f"{kind.__name__} cannot be encoded: {error}") from error
     if len(data) > _KEEP_BUFFER_BYTES:
-        # A packer keeps a buffer as large as its largest message: a single large one would occupy memory for good.
+        # A packer keeps a buffer as large as its largest message: a single large message would occupy memory for good.
         _pack = msgpack.Packer(use_bin_type=True).pack
     if len(data) > MAX_MESSAGE_BYTES:
         raise LocalProtocolError(f"{kind.__name__} has {len(data)} bytes, over the limit of {MAX_MESSAGE_BYTES}")
@@ -449,7 +454,7 @@ def decode(data: bytes) -> Message:
 
 
 def to_blob(record: Any) -> bytes:
-    """Encode a record for storage."""
+    """Encode a record for storage. Raises TypeError if a scalar does not have the declared type of its field."""
     data: bytes = _pack(record_encoder(cast(Hashable, type(record)))(record, []))
     return data
 
@@ -469,7 +474,7 @@ MAX_ITEMS = 1_000_000
 MAX_DEPTH = 16
 SMALL_BYTES = 1024
 _COUNT_FROM_BYTES = 1024 * 1024
-# By first byte, from 0xc0 on: the width of the length field that follows, and of the value itself.
+# By first byte, from 0xc0 on: bytes of the length field that follows, or of the value that follows.
 _LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _VALUE_BYTES = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _ARRAY_BYTES = {0xDC: 2, 0xDD: 4}
@@ -477,7 +482,10 @@ _PLAIN = (0xC0, 0xC2, 0xC3)
 
 
 def check_bounds(data: bytes) -> None:
-    """Check a message before it is unpacked. Raises RemoteProtocolError when it exceeds the limits or is cut short."""
+    """Check a message of more than SMALL_BYTES before it is unpacked.
+
+    Raises RemoteProtocolError if the message is cut short, or has more than 1 MiB and exceeds MAX_ITEMS or MAX_DEPTH.
+    """
     if len(data) > _COUNT_FROM_BYTES:
         _check_items(data)
     elif len(data) > SMALL_BYTES:
@@ -491,7 +499,7 @@ def check_bounds(data: bytes) -> None:
 
 
 def _check_items(data: bytes) -> None:
-    """Scan the items without creating them."""
+    """Scan the items without creating them. Raises RemoteProtocolError beyond MAX_ITEMS or MAX_DEPTH."""
     size = len(data)
     at = 0
     items = 0

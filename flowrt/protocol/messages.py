@@ -26,7 +26,7 @@ Floats = Annotated[tuple[float, ...], "d"]
 
 @dataclass(frozen=True, slots=True)
 class SameLength:
-    """Marks a column as long as that of an earlier field: if all its numbers are equal, only one is sent."""
+    """Marks a column with as many numbers as the earlier field ``field``: if all are equal, only one is sent."""
 
     field: str
 
@@ -60,7 +60,7 @@ class Stage:
     name: str
     needs: tuple[str, ...]
     makes: tuple[str, ...]
-    flow: str = ""  # only for groups of this flow; empty: of all
+    flow: str = ""  # only for groups of this flow; empty: of all flows
     whole_groups: bool = False  # slots of a group become ready, are leased and committed together
     generates: bool = False  # generates tokens with a policy version, so admission applies
 
@@ -91,7 +91,7 @@ class Values:
 
 
 LARGEST_VALUE = 3e38
-"""Bound on the numbers of an inline column: trainers compute in float32, of which the maximum is 3.4e38."""
+"""Bound on the numbers of an inline column: trainers compute in float32, whose maximum is 3.4e38."""
 
 
 def values_fault(columns: Iterable[Values]) -> str:
@@ -108,9 +108,9 @@ def values_fault(columns: Iterable[Values]) -> str:
 
 NO_BASE = -1
 NO_LIMIT = 2**63 - 1
-"""The highest version of an offer that any later version may generate too."""
+"""Value of `Offer.at_most`: no highest version."""
 NO_VERSION = -1
-"""Of a slot: any version that its offer allows may generate it, and more than one."""
+"""Value of `Grant.exact`: any versions that the offer allows may generate the slot, also more than one."""
 KEPT_TOKENS = "kept_tokens"
 """Inline column of a train batch: the number of tokens of each sample to train, if steps have a token budget."""
 
@@ -123,7 +123,7 @@ class Weights:
     version: int
     base: int  # NO_BASE: the full version
     bucket_bytes: Ints
-    checksum: int  # of the full version, also for a delta
+    checksum: int  # CRC-32 of the full version, also for a delta
 
 
 MAX_SIGNAL_BYTES = 16 * 1024
@@ -161,9 +161,9 @@ class BusySpan:
     kind: str
     start_s: float
     end_s: float
-    worked_s: float = -1.0  # seconds of it that were work, the rest gaps between merged spans; -1: all of it
+    worked_s: float = -1.0  # seconds of work, without the gaps between merged spans; -1: there are no gaps
     rows: float = -1.0  # mean number of occupied rows of the engine; -1: unknown
-    root: str = ""  # of a wait for tensors: the worker that sends them
+    root: str = ""  # of a wait: the worker that it is blocked on; empty for work
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +260,7 @@ class Hello:
     role: str
     host: str
     pid: int
-    lanes: tuple[
-        str, ...
-    ]  # supported transports, best first: "gloo", or "shm:PLACE" for one that only works within a place
+    lanes: tuple[str, ...]  # supported transports, best first; "shm:SCOPE" only works between workers of the same scope
     term: int = 0  # of the controller that the worker was connected to before; 0: new worker
     clock: str = ""  # which monotonic clock the worker reads: equal names, equal clocks
 
@@ -276,7 +274,7 @@ class Welcome:
     request_timeout_s: float
     reconnect_timeout_s: float  # for how long a worker tries to reconnect
     transfer_idle_timeout_s: float  # a lane without progress for this time has failed
-    min_transfer_mb_per_s: float  # the same for a lane that is slower than this over that time
+    min_transfer_mb_per_s: float  # a lane that is slower than this on average, after that time, has failed too
     store_bytes: int  # limit of a worker's tensor store; 0: no limit
     columns: tuple[Column, ...]
     renewable: tuple[str, ...]  # stages whose leases can be renewed after a restart of the controller
@@ -299,7 +297,7 @@ class Leave:
 
 @dataclass(slots=True)
 class Drain:
-    """observer, worker: let this worker leave without losing a sample; controller: the worker is to leave."""
+    """observer, worker: request that ``worker`` leaves without losing a sample; controller: order to leave."""
 
     request: int
     worker: str
@@ -332,9 +330,9 @@ PERMANENT = -1
 class Heartbeat:
     """worker, observer: its event loop runs; the controller answers with the same message and its own time."""
 
-    sent_s: float = 0.0  # on the sender's monotonic clock; 0: not said
+    sent_s: float = 0.0  # on the sender's monotonic clock; 0: unknown
     reported_s: float = 0.0  # the sender has reported its work up to this time of the controller's clock
-    answered_s: float = 0.0  # on the controller's clock; 0 in what the controller does not answer
+    answered_s: float = 0.0  # on the controller's clock; 0 before the answer
 
 
 @dataclass(slots=True)
@@ -362,12 +360,10 @@ class Offer:
     prompts: Ints
     epoch: int
     members: int
-    at_least: int  # lowest policy version that may generate them; -1: the one after the last closed step
+    at_least: int  # lowest policy version that may generate them; -1: the version that the last closed step made
     lengths: tuple[ColumnLengths, ...]  # group columns, one length for each prompt
     tags: tuple[Values, ...]  # inline columns, one number for each slot
-    at_most: int = (
-        NO_LIMIT  # highest version that may generate them; else equal to ``at_least``: each is of one version
-    )
+    at_most: int = NO_LIMIT  # or equal to ``at_least``: the only version that may generate them
 
 
 @dataclass(slots=True)
@@ -380,7 +376,7 @@ class EndOfData:
 @dataclass(slots=True)
 class OfferAccepted:
     """controller: the prompts are groups ``first``, ``first`` + 1, ...; -1 if the run needs no more prompts, or no
-    worker has the version any more that they were to be generated with."""
+    worker has the version ``at_most`` of the offer any more."""
 
     request: int
     first: int
@@ -394,13 +390,13 @@ class Pull:
     stage: str
     slots: int
     tokens: int
-    step: int  # the optimiser step the puller works on; -1 outside training
+    step: int  # the optimiser step that the worker works on; -1 outside training
     done: Ints = ()  # leases of a stage without output columns of which all slots are done
 
 
 @dataclass(slots=True)
 class Grant:
-    """controller: these slots are leased to the worker; ``incoming`` are the transfers of tensors it does not hold."""
+    """controller: these slots are leased to the worker; ``incoming`` has the transfers of tensors that it lacks."""
 
     request: int
     lease: int
@@ -422,7 +418,7 @@ class Grant:
 
 @dataclass(slots=True)
 class CancelRequest:
-    """worker: cancel this pull or offer if it is still parked; it is then rejected with what it waited for."""
+    """worker: cancel this pull or offer if it is still parked; `Rejected` then says what the request waited for."""
 
     request: int
 
@@ -451,7 +447,7 @@ class Committed:
 
 @dataclass(slots=True)
 class ReleaseLease:
-    """worker: ends these leases without a result; ``lost``: the samples cannot be made, the run's policy decides."""
+    """worker: end these leases without a result; ``lost``: the samples cannot be made, and a policy decides on them."""
 
     stage: str
     slots: Ints
@@ -521,12 +517,12 @@ class Publish:
 
 @dataclass(slots=True)
 class SendWeights:
-    """controller to holder: send this version in this turn of a lane, while it still arrives if necessary."""
+    """controller to holder: send this version in this turn of a lane, even while it is still arriving."""
 
     turn: LaneTurn
     model: str
     version: int
-    base: int
+    base: int  # NO_BASE: the full version
 
 
 @dataclass(slots=True)
@@ -535,7 +531,7 @@ class ReceiveWeights:
 
     turn: LaneTurn
     weights: Weights
-    older: bool = False  # use it in place of a newer one: samples of this version are to be generated
+    older: bool = False  # use it in place of a newer version, to generate the samples of an evaluation
 
 
 @dataclass(slots=True)
@@ -580,7 +576,7 @@ class VersionLost:
 
 @dataclass(slots=True)
 class Evaluated:
-    """source: the results of an evaluation, repeated after a restart of the controller; controller: to the trainers.
+    """source: results of an evaluation, repeated after a restart of the controller; controller to trainers: the same.
 
     Without numbers the version could not be evaluated. An empty name: no evaluation follows.
     """
@@ -596,12 +592,12 @@ class Report:
 
     spans: tuple[BusySpan, ...]
     numbers: tuple[tuple[str, float], ...]
-    waits: tuple[tuple[str, str, float, float], ...]  # for other workers: what, blocked on, age_s, limit_s
+    waits: tuple[tuple[str, str, float, float], ...]  # for other workers: (what, blocked on, age in s, limit in s)
 
 
 @dataclass(slots=True)
 class SampleRecords:
-    """rollout, reward, trainer: what is stored of samples, see `flowrt.protocol.sample_records`; at most 256 KB."""
+    """rollout, reward, trainer: records of stored samples, see `flowrt.protocol.sample_records`; at most 256 KiB."""
 
     records: tuple[bytes, ...]
 
@@ -625,7 +621,7 @@ class Follow:
 
 @dataclass(slots=True)
 class Notice:
-    """observer: write this to events.jsonl; of a kind that the controller knows nothing of (exporter, warning)."""
+    """observer: write this to events.jsonl; ``kind`` is exporter or warning."""
 
     kind: str
     text: str

@@ -1,8 +1,8 @@
 """Records of samples that are stored: which samples, what workers send of them, and how texts are packed.
 
-- Whole groups are chosen by a hash of (seed, epoch, prompt), so that workers that never talk choose the same ones.
-- A record is bytes within `SampleRecords`, validated where it is stored: one that is malformed is dropped and counted,
-  and its sender stays in the run.
+- Whole groups are chosen by a hash of (seed, epoch, prompt), so workers choose the same groups without communication.
+- A record is an item of `SampleRecords`, validated where it is stored: a malformed record is dropped and counted, and
+  its sender stays in the run.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from flowrt.protocol.messages import LARGEST_PROMPT, MAX_RECORD_BYTES, Ints, Sam
 MAX_MESSAGE_RECORD_BYTES = MAX_RECORD_BYTES
 """Limit of the records of one message."""
 MAX_TEXT_CHARS = 1_000_000
-"""A longer text is cut."""
+"""A longer text is cut in the middle."""
 SHORT_TEXT_CHARS = 20_000
-"""Texts of a record that would be too long are cut to this."""
+"""If a record would be too long, its texts are cut to this length."""
 MAX_REASON_CHARS = 500
 MAX_TEXT_BYTES = 4 * MAX_TEXT_CHARS + 4096
 """Bound on a text when it is decompressed: no character takes more than four bytes."""
 MAX_TOKENS = 16_777_216
 COMPRESS_FROM_BYTES = 512
-"""Shorter texts are not compressed: that costs more time than it saves space."""
+"""Shorter texts are not compressed: compression saves too little space for its time."""
 TRAIN, EVAL = "train", "eval"
 FINISHES = ("stop", "length", "stop_string", "aborted")
 _PLAIN, _COMPRESSED = b"t", b"z"
@@ -35,10 +35,10 @@ _PLAIN, _COMPRESSED = b"t", b"z"
 
 @dataclass(slots=True)
 class ScoredSample:
-    """What a reward worker sends: a sample with its reward."""
+    """Record of a reward worker: a sample with its reward."""
 
     flow: str  # TRAIN or EVAL
-    eval_name: str  # data set of the evaluation
+    eval_name: str  # data set of the evaluation; empty for training
     epoch: int
     prompt: int
     member: int
@@ -47,15 +47,15 @@ class ScoredSample:
     parts: tuple[tuple[str, float], ...]
     finish: str  # one of FINISHES
     reason: str  # how the reward failed, "RESULT: a sentence"; empty if it did not
-    is_single: bool  # chosen for itself, not with its group
-    spans: Ints
-    reward_s: float
+    is_single: bool  # chosen alone, not with its group
+    spans: Ints  # version, tokens, version, tokens, ...
+    reward_s: float  # duration of the reward's computation
     data: tuple[bytes, bytes, bytes]  # prompt and completion, see `pack_text`; token ids, int32
 
 
 @dataclass(slots=True)
 class GeneratedSample:
-    """What a rollout worker sends of a sample of a chosen group."""
+    """Record of a rollout worker: a sample of a chosen group."""
 
     epoch: int
     prompt: int
@@ -66,7 +66,7 @@ class GeneratedSample:
 
 @dataclass(slots=True)
 class TrainedSample:
-    """What a trainer sends of a sample of a chosen group."""
+    """Record of a trainer: a sample of a chosen group."""
 
     step: int
     epoch: int
@@ -83,10 +83,10 @@ _KINDS: dict[type, bytes] = {ScoredSample: b"s", GeneratedSample: b"g", TrainedS
 
 
 class GroupChoice:
-    """Which groups are stored."""
+    """Decides by (epoch, prompt) whether a group is stored."""
 
     def __init__(self, *, seed: int, share: float) -> None:
-        """``share`` of the groups, in [0, 1]."""
+        """``share``: the fraction of groups to store, in [0, 1]; ``seed``: that of the hash."""
         self._seed = seed
         self._below = round(min(max(share, 0.0), 1.0) * 2**64)
 
@@ -99,9 +99,12 @@ class GroupChoice:
 
 
 def pack_text(text: str) -> bytes:
-    """A text in a record; compressed where that is smaller, and where it is no valid Unicode."""
+    """Encode a text for a record, cut to MAX_TEXT_CHARS.
+
+    It is compressed if that is smaller, and if the text is not valid Unicode or has a NUL.
+    """
     text = _cut(text, MAX_TEXT_CHARS)
-    if not _is_plain(text):  # two half characters that make a whole one are that one in JSON too
+    if not _is_plain(text):  # joins pairs of surrogates into one character, as JSON does
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
     data = text.encode(errors="surrogatepass")
     if len(data) < COMPRESS_FROM_BYTES and _is_plain(text):
@@ -111,7 +114,7 @@ def pack_text(text: str) -> bytes:
 
 
 def _cut(text: str, most: int) -> str:
-    """The text, or the same number of characters of its start and its end."""
+    """The text, or ``most`` / 2 characters each of its start and its end."""
     half = most // 2
     if len(text) <= most:
         return text
@@ -119,14 +122,14 @@ def _cut(text: str, most: int) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether SQLite takes it as it is: valid Unicode, and no NUL, at which SQLite's functions end a text."""
+    """Whether SQLite stores the text unchanged: valid Unicode without NUL, at which SQLite's functions end a text."""
     if text.isascii():
         return "\0" not in text
     return not any(one == "\0" or "\ud800" <= one <= "\udfff" for one in text)
 
 
 def stored_text(packed: bytes) -> bytes | str:
-    """The text as the store keeps it: as it is, or compressed. Raises FlowError for bytes that are no text."""
+    """What the store keeps of an output of `pack_text`: text or compressed bytes. Raises FlowError if it is invalid."""
     kind, data = packed[:1], packed[1:]
     if kind == _PLAIN:
         try:
@@ -142,7 +145,7 @@ def stored_text(packed: bytes) -> bytes | str:
 
 
 def unpack_text(kept: bytes | str) -> str:
-    """The text that is stored. Raises FlowError for bytes that `pack_text` does not make."""
+    """The text of an output of `stored_text`. Raises FlowError if its bytes are damaged."""
     if isinstance(kept, str):
         return kept
     unpacker = zlib.decompressobj()
@@ -159,8 +162,11 @@ def unpack_text(kept: bytes | str) -> str:
 
 
 def encode_record(record: SampleRecord) -> bytes | None:
-    """The bytes of a record, without its tokens, and with parts of its texts, if it would be too long; None if it is
-    too long even then."""
+    """The bytes of a record; None if they exceed MAX_RECORD_BYTES even after the record is shortened.
+
+    A scored sample that is too long loses its token ids, then the middle of its texts; a trained sample its
+    log-probabilities. This changes ``record``.
+    """
     kind = _KINDS[type(record)]
     data = kind + to_blob(record)
     if len(data) > MAX_RECORD_BYTES and isinstance(record, ScoredSample):
@@ -178,7 +184,7 @@ def encode_record(record: SampleRecord) -> bytes | None:
 
 
 def decode_record(data: bytes) -> SampleRecord:
-    """The record of these bytes. Raises FlowError for any others."""
+    """The record of these bytes. Raises FlowError if they are not a valid record."""
     match data[:1]:
         case b"s":
             scored = from_blob(ScoredSample, data[1:])
@@ -219,7 +225,7 @@ def _check_scored(record: ScoredSample) -> None:
 
 
 def messages(records: Iterable[bytes]) -> Iterator[SampleRecords]:
-    """The records in messages of limited length."""
+    """The records in messages of at most MAX_MESSAGE_RECORD_BYTES of records each."""
     batch: list[bytes] = []
     size = 0
     for record in records:

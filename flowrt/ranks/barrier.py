@@ -4,7 +4,7 @@
   ranks enter this barrier first; its error names the ranks that did not arrive.
 - Each rank records its arrival in the store of the process group. A rank that is exempt, i.e. busy with local work of
   unbounded duration that has its own deadline, sends heartbeats and may arrive late.
-- While a rank waits, its timeline says for which worker.
+- While a rank waits, its timeline records the worker that it waits for.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class RankBarrier:
         self._timeout_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stubs
         self._series = f"flowrt/{series}"
         self._is_exempt = False
-        # An earlier barrier of this series has left its count in the store.
+        # Continues the count that an earlier barrier of this series has left in the store.
         self._round = self._count(f"{self._series}/{self._rank}")
 
     def arrive(self, what: str, on_missing: Callable[[int], object] | None = None) -> None:
@@ -55,7 +55,7 @@ class RankBarrier:
         Args:
             what: what the ranks wait for, in errors.
             on_missing: called when this rank has to wait, and every `MISSING_EVERY_S` while it does, with the first
-                rank that has not arrived; -1 if the rank did not even start.
+                rank that has not arrived; -1 while a rank has not entered any barrier of this series.
 
         Raises WaitExpired naming the ranks that neither arrived nor sent a heartbeat within the group's timeout.
         """
@@ -85,7 +85,7 @@ class RankBarrier:
 
     @contextlib.contextmanager
     def exempt(self) -> Iterator[None]:
-        """Within this block the other ranks wait for this one as long as its process sends heartbeats."""
+        """Within this block the other ranks wait for this rank as long as its process sends heartbeats."""
         if self._ranks == 1:
             yield
             return
@@ -97,7 +97,10 @@ class RankBarrier:
             self._is_exempt = False
 
     def unresponsive_ranks(self) -> list[int]:
-        """Ranks without heartbeats, if this rank is exempt: then all ranks in the same call are, and send them."""
+        """Ranks that have sent no heartbeat for two heartbeat intervals; blocks for that time.
+
+        Empty if this rank is not exempt: the ranks in the same call send heartbeats only if they are exempt too.
+        """
         if not self._is_exempt:
             return []
         others = {rank for rank in range(self._ranks) if rank != self._rank}
@@ -110,7 +113,7 @@ class RankBarrier:
 
     def _first_missing(self) -> int:
         keys = [f"{self._series}/{rank}" for rank in range(self._ranks)]
-        if not self._store.check(keys):  # of a rank that has not entered its first round
+        if not self._store.check(keys):  # a rank has not entered its first round
             return -1
         return next((rank for rank, count in enumerate(self._store.multi_get(keys)) if int(count) < self._round), -1)
 
@@ -135,10 +138,10 @@ class RankCollectives:
     """
 
     def __init__(self, timeline: Timeline | None = None, worker: str = "") -> None:
-        """Waits for other ranks are added to ``timeline``; ``worker`` is the name that those of others get."""
+        """Waits for other ranks are added to ``timeline``; ``worker`` is this rank's name in their timelines."""
         self._barrier = RankBarrier("calls")
         self._timeline = timeline
-        self._waiting = contextlib.ExitStack()  # the span of the wait that lasts
+        self._waiting = contextlib.ExitStack()  # the open span of the present wait
         self._names: dict[int, str] = {}
         if worker and dist.is_initialized():
             _get_default_store().set(_name_key(dist.get_rank()), worker)
@@ -175,13 +178,13 @@ class RankCollectives:
         return self._barrier.exempt()
 
     def _wait_for(self, worker: str) -> None:
-        """This rank waits for another; the end of the wait closes the span."""
+        """Begin a span of waiting for ``worker``; it lasts until the next call or the end of the wait."""
         self._waiting.close()
         if self._timeline is not None:
             self._waiting.enter_context(self._timeline.busy(RANKS, root=worker))
 
     def _name_of(self, rank: int) -> str:
-        """The worker of a rank; empty if it is not known."""
+        """The worker's name of a rank; empty if it is not known."""
         if rank not in self._names:
             store, key = _get_default_store(), _name_key(rank)
             if rank < 0 or not store.check([key]):

@@ -24,9 +24,10 @@ HCCL_MARGIN_S = 60.0
 
 
 def choose_interface(controller: str, environment: MutableMapping[str, str]) -> None:
-    """Let gloo use the interface that reaches the controller at ``tcp://HOST:PORT``, unless one is already set.
+    """Set gloo's interface in ``environment`` to the one that reaches ``tcp://HOST:PORT``, unless one is already set.
 
-    By default gloo listens on the address of this host's name, on many hosts 127.0.1.1, which others cannot reach.
+    Ranks that are all on one host get loopback. By default gloo listens on the address of this host's name, on many
+    hosts 127.0.1.1, which other hosts cannot reach. Raises ConfigError if this host has no route to the controller.
     """
     if STORE_VARIABLE in environment or environment.get("WORLD_SIZE", "1") == "1":
         return
@@ -41,6 +42,8 @@ def choose_interface(controller: str, environment: MutableMapping[str, str]) -> 
 
 def init_ranks(device: Device, deadline_s: float) -> None:
     """Initialise the process group of all ranks: of this process alone if no launcher has set a rendezvous.
+
+    ``deadline_s`` limits each collective call, see `group_timeout_s`.
 
     Raises EngineError if the ranks cannot reach the store or each other.
     """
@@ -61,7 +64,7 @@ def init_ranks(device: Device, deadline_s: float) -> None:
 
 
 def group_timeout_s(device: Device, deadline_s: float, environment: Mapping[str, str]) -> float:
-    """Timeout of the process group. On NPUs it exceeds HCCL's own timeouts, so that HCCL's error comes first."""
+    """Timeout of the process group in seconds. On NPUs HCCL's own timeouts are shorter, so its error comes first."""
     if device.kind != "npu":
         return deadline_s
     texts = {name: environment.get(name, "") for name in HCCL_TIMEOUTS_S}

@@ -1,8 +1,8 @@
 """Rendezvous of torchruns on several hosts: a store that counts hosts, and a torchrun backend that uses it.
 
 torchrun's c10d backend pickles its state into a store that every process with access to the port can write to, and
-each agent unpickles it. All that is needed is one number per host, so nothing here is unpickled. A process with access
-to the port can still disturb the rendezvous.
+each agent unpickles it. The backend here needs one number per host, and unpickles nothing. A process with access to the
+port can still disturb the rendezvous.
 
 Usage: ``python -m flowrt.ranks.rendezvous --host HOST --ready-fd FD`` serves the store on a port chosen by the kernel,
 writes HOST:PORT to the descriptor and runs until SIGINT or SIGTERM.
@@ -35,7 +35,8 @@ STORE_TIMEOUT = timedelta(minutes=5)
 def serve_tcp_store(host: str, deadline: timedelta, members: int | None = None) -> TCPStore:
     """A TCPStore that other processes can join, on ``host`` and a port chosen by the kernel.
 
-    By default torch's store listens on all interfaces. Raises OSError if ``host`` is not an address of this host.
+    Unlike torch's default it does not listen on all interfaces. Requests to it fail after ``deadline``. Raises OSError
+    if ``host`` is not an address of this host.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address[:2], family=family) as listener:
@@ -52,7 +53,7 @@ def serve_tcp_store(host: str, deadline: timedelta, members: int | None = None) 
 
 
 class CountingRendezvous(RendezvousHandler):
-    """Numbers hosts in order of arrival; their ranks use the same store."""
+    """Numbers hosts in order of arrival; the ranks of all hosts use the same store."""
 
     def __init__(self, host: str, port: int, hosts: int, run_id: str, deadline_s: float) -> None:
         self._host = host
@@ -95,7 +96,7 @@ class CountingRendezvous(RendezvousHandler):
 
 
 def register(deadline_s: float) -> None:
-    """Register the backend with torchrun in this process; hosts wait ``deadline_s`` for each other."""
+    """Register the backend with torchrun in this process; hosts wait ``deadline_s`` seconds for each other."""
 
     def make(parameters: RendezvousParameters) -> CountingRendezvous:
         host, _, port = parameters.endpoint.rpartition(":")

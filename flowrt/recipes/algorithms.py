@@ -1,8 +1,9 @@
-"""RL objectives by name: the presets of the table ``algorithm``, and which of its fields act.
+"""RL objectives by name: the presets of the table ``algorithm``, and which of its fields have an effect.
 
 - A preset sets every field of the table; files and flags change single fields of it, and the run stores all of them.
-- A field that cannot act in a combination keeps the value of the preset; another value is refused.
-- A name like FILE.py:NAME stands for a class of the user's, of which no field of the table is a part.
+- A field without effect in a combination must have the value of the preset; another value raises ConfigError.
+- A name like FILE.py:NAME stands for a class of the user's; of the table only ``own_reference``, ``filter``,
+  ``staleness_weight`` and ``staleness_power`` apply to it.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ PPO = LossConfig(policy="ppo")
 
 
 def _from_rollout(loss: LossConfig, advantage: AdvantageConfig | None = None, kl: KlConfig = NO_KL) -> AlgorithmConfig:
-    """A loss whose ratios are measured from the policy that sampled, so that nothing has to be corrected."""
+    """A preset whose loss has ratios to the rollout policy, and therefore no importance correction."""
     return AlgorithmConfig(
         advantage=advantage or AdvantageConfig(), loss=loss, plan=FROM_ROLLOUT, correction=NO_CORRECTION, kl=kl
     )
@@ -71,7 +72,7 @@ _PRESETS: dict[str, AlgorithmConfig] = {
     "m2po": AlgorithmConfig(
         loss=PPO, plan=FROM_ROLLOUT, correction=replace(NO_CORRECTION, second_moment=0.04), kl=NO_KL
     ),
-    # With the preference alone the likelihood of both samples falls, and at a bound above 0 a run does not settle.
+    # With nll_coef 0 the likelihood of both samples falls, and runs with a staleness bound above 0 do not converge.
     "dpo_online": AlgorithmConfig(loss=LossConfig(policy="dpo", nll_coef=1.0), correction=NO_CORRECTION),
     "best_of_n": AlgorithmConfig(
         advantage=AdvantageConfig(keep_best=1),
@@ -86,7 +87,7 @@ PRESETS: dict[str, AlgorithmConfig] = {name: replace(config, name=name) for name
 DPO: PolicyLossName = "dpo"
 WITHOUT_RATIO: tuple[PolicyLossName, ...] = ("reinforce", "cross_entropy", DPO)
 OF_SEQUENCES: tuple[PolicyLossName, ...] = ("gspo", "gmpo", "vespo", DPO)
-"""Losses of whole samples."""
+"""Losses with one ratio or likelihood for a whole sample."""
 CLIPPED = ("clip_low", "clip_high")
 LOSS_FIELDS: dict[PolicyLossName, tuple[str, ...]] = {
     "reinforce": (),
@@ -102,7 +103,7 @@ LOSS_FIELDS: dict[PolicyLossName, tuple[str, ...]] = {
     "cross_entropy": (),
     "dpo": ("beta", "nll_coef"),
 }
-"""Fields of ``algorithm.loss`` that a policy loss has."""
+"""Fields of ``algorithm.loss`` that each policy loss uses."""
 
 
 def is_own(name: str) -> bool:
@@ -111,7 +112,10 @@ def is_own(name: str) -> bool:
 
 
 def preset(name: str) -> AlgorithmConfig:
-    """The table of a preset; that of a class of the user's has the name alone. Raises ConfigError for unknown names."""
+    """The table of a preset; for a class of the user's, FILE.py:NAME, the default table with this name.
+
+    Raises ConfigError for unknown names.
+    """
     if is_own(name):
         return AlgorithmConfig(name=name)
     if name not in PRESETS:
@@ -142,7 +146,7 @@ def has_step_scope(algorithm: AlgorithmConfig) -> bool:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Raise ConfigError for a field that cannot act, and for parts that contradict each other."""
+    """Raise ConfigError for a field that has no effect and differs from the preset, and for contradictory fields."""
     algorithm = config.algorithm
     base = preset(algorithm.name)
     for field, reason in _inert(algorithm):
@@ -168,7 +172,7 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 def acting_fields(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The fields that act, by dotted name below ``algorithm``."""
+    """The values of the fields that have an effect, without ``name``, by dotted name below ``algorithm``."""
     inert = {field for field, _ in _inert(algorithm)}
     return {name: attrgetter(name)(algorithm) for name in _fields(algorithm) if name not in inert and name != "name"}
 
@@ -183,7 +187,7 @@ def _fields(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _inert(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    """Fields that change nothing in this combination, and why."""
+    """The dotted names of the fields that have no effect in this combination, each with the reason."""
     if is_own(algorithm.name):
         reason = f"algorithm {algorithm.name} has no such parameter of flowrt's"
         free = ("name", "own_reference", "staleness_weight", "staleness_power")
@@ -287,7 +291,7 @@ def _check_plan(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_bounds(config: RunConfig) -> None:
-    """Bounds that depend on other fields."""
+    """Raise ConfigError for a value outside bounds that depend on other fields."""
     loss, correction = config.algorithm.loss, config.algorithm.correction
     if loss.policy not in ("gmpo", *WITHOUT_RATIO) and loss.clip_low > 1:
         raise ConfigError(f"algorithm.loss.clip_low is {loss.clip_low}: a ratio is never below 0; use at most 1")
@@ -315,7 +319,7 @@ def _check_bounds(config: RunConfig) -> None:
 
 
 def _check_groups(config: RunConfig) -> None:
-    """What advantages need of the groups."""
+    """Raise ConfigError for a group size or a baseline that the advantages cannot be computed with."""
     advantage, size = config.algorithm.advantage, config.group_size
     if config.algorithm.loss.policy == DPO:
         if size < 2:

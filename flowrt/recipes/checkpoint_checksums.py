@@ -17,7 +17,7 @@ BLOCK_BYTES = 1 << 22
 
 
 def write_checksums(directory: Path) -> None:
-    """Write the checksums of every file in the directory. Raises OSError."""
+    """Write the checksums of every file in the directory. Raises OSError if a file cannot be read or written."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != NAME)
     sums = {str(path.relative_to(directory)): [path.stat().st_size, _crc32(path)] for path in files}
     atomic_write(directory / NAME, json.dumps(sums, indent=1) + "\n")
@@ -43,7 +43,7 @@ def damage(directory: Path) -> str:
 
 
 def check_newest(run_dir: Path) -> None:
-    """Raise ConfigError if the newest checkpoint of a run is damaged; see `check_checkpoint`."""
+    """Raise ConfigError if the newest checkpoint of a run, if there is one, is damaged; see `check_checkpoint`."""
     if steps := checkpoint_steps(run_dir):
         check_checkpoint(run_dir, steps[-1])
 

@@ -29,7 +29,7 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
 
 MAX_LIVE_SAMPLES = 1_000_000
-"""Most samples of the steps in progress at a time: the controller keeps a row in memory for each."""
+"""Maximum number of samples in all steps in progress: the controller keeps a row in memory for each."""
 PolicyLossName = Literal[
     "reinforce",
     "ppo",
@@ -113,7 +113,11 @@ class DataConfig:
 
     @property
     def prompt_format(self) -> PromptFormat:
-        """How prompts become token ids. Raises ConfigError if the variables of the template are no JSON object."""
+        """How prompts become token ids.
+
+        Raises ConfigError if the variables of the template are no JSON object, and if there are variables or a system
+        prompt with template none.
+        """
         return PromptFormat.of(self.chat_template, self.chat_template_kwargs, self.system_prompt, prefill=self.prefill)
 
 
@@ -151,7 +155,11 @@ class EvalConfig:
     """End training once the mean reward of an evaluation of the first data set reaches this; 0: never."""
 
     def sampling(self, rollout_temperature: float) -> SamplingOptions | None:
-        """How answers are drawn; None: the most likely tokens."""
+        """How answers are sampled; None: the most likely tokens.
+
+        Args:
+            rollout_temperature: the temperature of several samples if `temperature` is not given.
+        """
         temperature = self.temperature
         if temperature is None:
             temperature = rollout_temperature if self.samples > 1 else 0.0
@@ -312,7 +320,7 @@ class RolloutConfig:
 
     @property
     def truncation(self) -> Truncation:
-        """The tokens that can be drawn."""
+        """The support of sampling: top-k, top-p and min-p."""
         return Truncation(self.top_k, self.top_p, self.min_p)
 
 

@@ -1,6 +1,6 @@
-"""Configurations as flags and as TOML: the recipe's defaults, an algorithm's preset, a file, flags; the last one wins.
+"""Configurations from flags and TOML: flags override a file, it overrides an algorithm's preset, and that the defaults.
 
-- A value of the wrong type or an unknown key is refused with its full name, and with the key that was probably meant.
+- An error on a value of the wrong type or on an unknown key names the key in full; the latter suggests similar keys.
 - `to_toml` and `from_toml` are inverses: workers receive the configuration as TOML.
 """
 
@@ -27,13 +27,13 @@ from flowrt.runtime.bounds import interval_of, span
 Config = TypeVar("Config")
 RECIPE_NAMES = tuple(RECIPES)
 OWN_DATA = "custom"
-"""The recipe if none is named and data is given."""
+"""The recipe of a command line that names no recipe and has ``--data``."""
 
 
 def defaults(name: str, algorithm: str = "") -> RunConfig:
-    """The default configuration of a recipe, with an algorithm's preset.
+    """The default configuration of a recipe, with the preset of ``algorithm`` unless that is empty.
 
-    Raises ConfigError for unknown names, and for the file of a task of the user's that cannot be loaded.
+    Raises ConfigError for unknown names, and for a task file of the user's (FILE.py) that cannot be loaded.
     """
     if is_task_file(name):
         found = described(name)
@@ -45,14 +45,15 @@ def defaults(name: str, algorithm: str = "") -> RunConfig:
 
 
 def parse(arguments: Sequence[str], command: str = "flowrt run", more_help: str = "") -> RunConfig:
-    """The configuration of a command line, checked.
+    """The configuration of a command line, checked by `constraints.check`.
 
     Args:
-        arguments: the words.
+        arguments: words of the command line after the command's name.
         command: the command's name in messages.
-        more_help: what --help says in addition to the recipe.
+        more_help: text that --help prints after the sentence on the recipe.
 
-    Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions.
+    Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions, and with code 0 after
+    printing --help.
     """
     has_data = any(re.match(r"--data(\.path)?(=|$)", one) for one in arguments)
     parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0], more_help=more_help)
@@ -69,18 +70,20 @@ def read(
     more_help: str = "",
     is_listed: Callable[[str], bool] = lambda _: True,
 ) -> RunConfig:
-    """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value …]``: flags override the file, the file the
-    algorithm's preset, and that the defaults of the recipe.
+    """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value ...]`` without a check of constraints.
+
+    Flags override the file, the file overrides the algorithm's preset, the preset overrides the recipe's defaults.
 
     Args:
-        arguments: the words.
+        arguments: words of the command line after the command's name.
         command: the command's name in messages.
-        default: the recipe if none is named.
-        about: what --help begins with; empty: the recipe.
-        more_help: what follows it.
-        is_listed: whether --help lists the field of this dotted name, and all below it.
+        default: the recipe if neither the command line nor the file names one.
+        about: beginning of the text of --help; empty: a sentence on the recipe.
+        more_help: text that --help prints after it.
+        is_listed: called with the dotted name of each field; False hides the field from --help.
 
-    Raises ConfigError for values of the wrong type. Exits with code 2 on unknown flags, with suggestions.
+    Raises ConfigError for a file that cannot be read, and for unknown keys and wrong types in it. Exits with code 2 on
+    unknown flags, with suggestions, and with code 0 after printing --help.
     """
     rest = list(arguments)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
@@ -106,7 +109,7 @@ def read(
 
 
 def _recipe_name(name: str) -> str:
-    """The name of a recipe in a configuration."""
+    """The name of a recipe as a configuration has it: for a task file, FILE.py:NAME with an absolute path."""
     return described(name).recipe if is_task_file(name) else name
 
 
@@ -123,16 +126,19 @@ def read_flags(
     base: RunConfig,
     is_listed: Callable[[str], bool] = lambda _: True,
 ) -> RunConfig:
-    """``base`` with the values of flags. Exits with code 2 on unknown flags, and after printing --help.
+    """``base`` with the values of flags.
 
     Args:
         command: the command's name in messages.
-        description: what --help begins with.
+        description: beginning of the text of --help.
         words: the flags and their values.
         base: the values of the flags that are not given.
-        is_listed: whether --help lists the field of this dotted name, and all below it.
+        is_listed: called with the dotted name of each field; False hides the field from --help.
+
+    Raises ConfigError for a malformed --data, --guard or --reward. Exits with code 2 on unknown flags, and with code 0
+    after printing --help.
     """
-    import tyro  # late: workers read configurations, but no flags
+    import tyro  # here, because workers read configurations and parse no flags
 
     data, words = _take_all("--data", words)
     guards, words = _take_all("--guard", words)
@@ -161,7 +167,7 @@ def _take_all(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _joined(flag: str, words: Sequence[str]) -> list[str]:
-    """The words with one flag in place of its repetitions, whose values are a list."""
+    """The words with the repetitions of a list flag merged into one flag with all values, at the end."""
     rest: list[str] = []
     values: list[str] = []
     takes = False
@@ -202,7 +208,7 @@ def _with_rewards(base: RunConfig, functions: Sequence[str]) -> RunConfig:
 
 
 def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -> tuple[Any, type[Any]]:
-    """The same values in a type whose help states the bounds of each number, and that type."""
+    """A copy of a configuration in a subclass whose help has the bounds of each number, and that subclass."""
     import tyro
 
     hints = get_type_hints(type(config), include_extras=True)
@@ -216,13 +222,13 @@ def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -
             values[field.name], types[field.name] = _documented(values[field.name], is_listed, f"{name}.")
         elif not is_listed(name):
             types[field.name] = hidden[hint]
-        elif table_of(hint) is not None:  # the form of the flag, which `read_flags` parses
+        elif table_of(hint) is not None:  # `read_flags` parses the flag from text
             values[field.name], types[field.name] = (), tuple[str, ...]
         elif (interval := interval_of(hint)) is not None:
             # tyro puts the default where the braces are.
             note = f"({span(interval, get_args(hint)[0])}; default: {{}})".format
             types[field.name] = Annotated[hint, tyro.conf.arg(help_behavior_hint=note)]
-    # A subclass, because the help of a field is the text below it in the class that declares it.
+    # A subclass, because tyro takes the help of a field from the text below it in the class that declares it.
     members = {"__annotations__": types, "__doc__": type(config).__doc__, "__module__": type(config).__module__}
     members |= {name: dataclasses.field(default=None, kw_only=True) for name in types}
     kind: type[Any] = dataclasses.dataclass(frozen=True)(type(type(config).__name__, (type(config),), members))
@@ -239,18 +245,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
     except RecursionError:
         raise ConfigError(f"config file {path} is not readable TOML: it is nested too deeply") from None
-    except ValueError as error:  # of TOML, of UTF-8, of a number of thousands of digits, of a name with a NUL
+    except ValueError as error:  # invalid TOML or UTF-8, a number with thousands of digits, a path with a NUL
         raise ConfigError(f"config file {path} is not TOML: {_first_line(error)}") from error
 
 
 def from_toml(text: str) -> RunConfig:
-    """Parse the output of `to_toml`."""
+    """Parse the output of `to_toml`. Raises ConfigError for an unknown key, recipe or algorithm, or a wrong type."""
     table = tomllib.loads(text)
     return merge(_base(table), table, "the controller's configuration")
 
 
 def _base(table: Mapping[str, Any]) -> RunConfig:
-    """What the values of a table come on top of; the file of a task is not loaded for a table with every key."""
+    """The configuration that a table is merged into; a task file is not loaded if the table has all top-level keys."""
     name = str(table["recipe"])
     if is_task_file(name) and all(field.name in table for field in dataclasses.fields(RunConfig)):
         return RunConfig(recipe=name)
@@ -270,7 +276,7 @@ def from_file(path: Path) -> RunConfig:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML, which has no value for a number that is not set."""
+    """The configuration as TOML text, without the optional numbers that are None: TOML has no null."""
     table = dataclasses.asdict(config)
     table["guard"] = [{key: value for key, value in one.items() if value is not None} for one in table["guard"]]
     table["eval"] = {key: value for key, value in table["eval"].items() if value is not None}
@@ -279,7 +285,16 @@ def to_toml(config: RunConfig) -> str:
 
 
 def merge(base: Config, table: Mapping[str, Any], source: str, path: str = "") -> Config:
-    """``base`` with the table's values. Raises ConfigError for an unknown key or a value of the wrong type."""
+    """``base`` with the table's values; nested tables are merged key by key.
+
+    Args:
+        base: a configuration dataclass.
+        table: values by field name.
+        source: the table's name in messages, as a file.
+        path: dotted prefix of the keys in messages, with the last dot.
+
+    Raises ConfigError for an unknown key or a value of the wrong type.
+    """
     hints = get_type_hints(type(base))
     changes: dict[str, Any] = {}
     for key, value in table.items():
@@ -304,7 +319,10 @@ def _algorithm(table: Mapping[str, Any]) -> str:
 
 
 def take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """The value of a flag that is parsed before the others, and the remaining arguments."""
+    """The last value of a flag that is parsed before the others, empty if it is not given, and the remaining arguments.
+
+    Raises ConfigError if no value follows the flag.
+    """
     rest, value = [], ""
     remaining = iter(arguments)
     for argument in remaining:
@@ -333,7 +351,7 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
         return value
     if (kind := table_of(expected)) is not None:
         return _of_tables(kind, value, where, source)
-    if get_origin(expected) is UnionType:  # a number, or None, which no file can name
+    if get_origin(expected) is UnionType:  # float | None, and TOML has no null
         return _typed(value, float, where, source)
     if get_origin(expected) is tuple:
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
@@ -345,7 +363,7 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
 
 
 def table_of(hint: Any) -> type[Any] | None:
-    """The dataclass of a list of tables; None for a field of another type."""
+    """The dataclass of the elements of a field that is a list of tables; None for a field of another type."""
     kind = next(iter(get_args(hint)), None)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 

@@ -38,11 +38,11 @@ from flowrt.rewards.remote import check_remote
 from flowrt.runtime.bounds import advice, contains, interval_of
 
 STORED_TOKEN_BYTES = 12
-"""Of a stored sample: its id, two log-probabilities, and text."""
+"""Bytes for each token of a stored sample: its id, two log-probabilities, and text."""
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 MAX_STOPS = 64
 MAX_STOP_BYTES = 256
-"""Limits of rollout.stop; each running sequence is searched at each token."""
+"""Limits of ``rollout.stop``: strings, and bytes of each. Every running sequence is searched for them at each token."""
 
 
 def check(config: RunConfig) -> None:
@@ -73,7 +73,12 @@ def check(config: RunConfig) -> None:
 
 
 def check_bounds(config: Any, prefix: str = "") -> None:
-    """Raise ConfigError for the first number outside the bounds of its field. Not-a-number is outside all bounds."""
+    """Raise ConfigError for the first number outside the bounds of its field; NaN is outside all bounds.
+
+    Args:
+        config: a configuration dataclass; nested ones are checked too.
+        prefix: dotted prefix of its fields in messages, with the last dot.
+    """
     hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -90,7 +95,7 @@ def check_bounds(config: Any, prefix: str = "") -> None:
 
 
 def check_text(config: Any, prefix: str = "") -> None:
-    """Raise ConfigError for text that cannot be written to a file: NUL, or bytes that are not valid in the locale."""
+    """Raise ConfigError for text with a NUL, or with bytes that are not valid text in the locale."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -117,7 +122,7 @@ def _check_one_text(text: str, name: str) -> None:
 
 
 def check_data_options(config: RunConfig) -> None:
-    """Raise ConfigError for options of the data that change nothing."""
+    """Raise ConfigError for options of the data that are unusable, or have no effect in the recipe."""
     data = config.data
     data.prompt_format  # noqa: B018 (raises for unusable options)
     is_own = is_task_file(config.recipe)
@@ -144,7 +149,7 @@ def check_data_options(config: RunConfig) -> None:
 
 
 def check_reward_options(config: RunConfig) -> None:
-    """Raise ConfigError for unusable reward functions, and for options of them that change nothing."""
+    """Raise ConfigError for unusable reward functions, and for options of ``reward`` that have no effect."""
     options = config.reward
     of_task = f"task:{config.recipe}" if is_task_file(config.recipe) and not takes_reward(config.recipe) else ""
     if of_task:
@@ -178,7 +183,7 @@ def check_reward_options(config: RunConfig) -> None:
 
 
 def _check_difficulty(data: DataConfig) -> None:
-    """Raise ConfigError for limits of the difficulty that cannot be, and options of it that change nothing."""
+    """Raise ConfigError for limits of the difficulty that exclude all rows, and for its options that have no effect."""
     least, most = data.min_difficulty, data.max_difficulty
     if not data.difficulty_key:
         for name, is_set in (
@@ -199,7 +204,7 @@ def _check_difficulty(data: DataConfig) -> None:
 
 
 def _check_filter(config: RunConfig) -> None:
-    """Raise ConfigError for a group filter that refuses everything, and options of it that change nothing."""
+    """Raise ConfigError for a group filter that refuses every group, and for its options that have no effect."""
     options, none = config.algorithm.filter, FilterConfig()
     if options.zero_variance and config.group_size == 1:
         raise ConfigError(
@@ -220,7 +225,7 @@ def _check_filter(config: RunConfig) -> None:
 
 
 def _check_curriculum(config: RunConfig) -> None:
-    """Raise ConfigError for a curriculum that cannot be, and options of it that change nothing."""
+    """Raise ConfigError for contradictory options of a curriculum, and for those that have no effect."""
     options = config.curriculum
     if options.policy == "uniform":
         if options != CurriculumConfig():
@@ -260,7 +265,7 @@ def _check_products(config: RunConfig) -> None:
 
 
 def check_trainer(trainer: TrainerConfig) -> None:
-    """Raise ConfigError for options that the training engine does not support."""
+    """Raise ConfigError for options that the training engine does not support, or that contradict each other."""
     TRAIN_ENGINES[trainer.engine].check(trainer)
     if trainer.compile and trainer.fsdp.recompute:
         raise ConfigError(
@@ -282,7 +287,8 @@ def _check_decay(config: RunConfig) -> None:
 
 
 def check_rollout(config: RunConfig) -> None:
-    """Raise ConfigError for options that the rollout engine does not support, or weights that it cannot load."""
+    """Raise ConfigError for unusable options of sampling, and for an engine that does not support the options, the
+    device or the weights that the trainer publishes."""
     _check_sampling(config.rollout)
     _check_supports(config)
     published = TRAIN_ENGINES[config.trainer.engine].published(config.trainer)
@@ -292,14 +298,14 @@ def check_rollout(config: RunConfig) -> None:
 
 
 def reference_dtype(config: RunConfig) -> Dtype:
-    """Dtype of the reference model."""
+    """Dtype of the reference model; with ``auto``, that of the trainer's forward passes."""
     if config.reference.dtype != "auto":
         return config.reference.dtype
     return TRAIN_ENGINES[config.trainer.engine].forward_dtype(config.trainer)
 
 
 def _check_reference(config: RunConfig) -> None:
-    """Raise ConfigError for options of reference workers that a run does not have."""
+    """Raise ConfigError for unusable options of reference workers, and for any in a run without reference workers."""
     default = ReferenceConfig()
     if needs_reference(config.algorithm):
         _check_refresh(config)
@@ -321,7 +327,7 @@ def _check_reference(config: RunConfig) -> None:
 
 
 def _check_refresh(config: RunConfig) -> None:
-    """Raise ConfigError for a refresh of the reference that cannot be made, or changes nothing."""
+    """Raise ConfigError for a refresh of the reference that is impossible or has no effect."""
     options = config.reference
     if not options.refresh:
         if options.average != 1.0:

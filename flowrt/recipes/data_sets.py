@@ -1,6 +1,6 @@
-"""Several weighted data sets: the form of the flag ``--data``, and what is refused.
+"""Several weighted data sets: parsing of the flag ``--data``, and checks of the sets.
 
-A value of ``--data`` is a set if it begins with a name and ``=``; any other is the path of the only one::
+A value of ``--data`` that begins with a name and ``=`` is one of several sets; any other is the path of the only set::
 
     --data rows.jsonl
     --data math=a.jsonl:0.7 --data code=dir/:0.3
@@ -21,10 +21,13 @@ NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_NAME_CHARS - 1}}}")
 
 
 def parse_data(flags: Sequence[str]) -> tuple[str, list[dict[str, str | float]]]:
-    """The path of the only data set, or the tables of several. Raises ConfigError for another form.
+    """Parse the values of ``--data``. Raises ConfigError for a malformed value, and for several without names.
 
     Args:
-        flags: values of ``--data``, at least one.
+        flags: the values, at least one.
+
+    Returns:
+        The path of the only data set, else empty, and the tables `[[data.sets]]` of several, else empty.
     """
     if empty := [flag for flag in flags if not flag or flag.startswith("--")]:
         raise ConfigError(f"--data needs a value, a path or {FORM}, not {empty[0]!r:.40}")
@@ -37,7 +40,7 @@ def parse_data(flags: Sequence[str]) -> tuple[str, list[dict[str, str | float]]]
 
 
 def _is_set(flag: str) -> bool:
-    """Whether the value is not a path alone: there is no separator of directories before the first ``=``."""
+    """Whether a value of ``--data`` has a name: a ``=``, and no ``/`` before the first one."""
     name, equals, _ = flag.partition("=")
     return bool(equals) and "/" not in name
 
@@ -45,7 +48,7 @@ def _is_set(flag: str) -> bool:
 def _table(flag: str) -> dict[str, str | float]:
     name, _, rest = flag.partition("=")
     path, colon, weight = rest.rpartition(":")
-    if not colon or "/" in weight:  # a colon in a directory's name
+    if not colon or "/" in weight:  # the colon belongs to a directory's name
         return {"name": name, "path": rest}
     try:
         return {"name": name, "path": path, "weight": float(weight)}
@@ -56,22 +59,22 @@ def _table(flag: str) -> dict[str, str | float]:
 
 
 def set_names(data: DataConfig) -> tuple[str, ...]:
-    """The names of the data sets, by their index in prompt numbers; empty if there is one without a name."""
+    """The names of the data sets, in the order of their indices in prompt numbers; empty without ``data.sets``."""
     return tuple(one.name for one in data.sets)
 
 
 def described(sets: Sequence[DataSetConfig]) -> str:
-    """The sets as their flags."""
+    """The sets as values of ``--data``, separated by spaces; "none" if there are none."""
     return " ".join(f"{one.name}={one.path}:{one.weight:g}" for one in sets) or "none"
 
 
 def check_sets(data: DataConfig, recipe: str, *, mixes: bool) -> None:
-    """Raise ConfigError for data sets that cannot be told apart, or that the recipe does not mix.
+    """Raise ConfigError for data sets with unusable names or paths, or in a recipe that takes only one.
 
     Args:
-        data: of the run.
-        recipe: its name.
-        mixes: whether it takes several data sets.
+        data: options of the data.
+        recipe: name of the recipe.
+        mixes: whether the recipe takes several data sets.
     """
     if not data.sets:
         return

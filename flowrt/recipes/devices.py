@@ -13,7 +13,7 @@ ACCELERATORS = ("cuda", "npu")
 
 
 def with_devices(config: RunConfig) -> RunConfig:
-    """The configuration with the run's device in each key of a device that is empty."""
+    """The configuration with ``device`` in place of each empty device key of a role."""
     name = config.device
     if not name:
         return config
@@ -46,7 +46,7 @@ def reference_device(config: RunConfig) -> str:
 
 
 def named_accelerators(config: RunConfig) -> dict[str, str]:
-    """The accelerator that each role needs, by role; without roles on the CPU, and those that use what there is."""
+    """The accelerator (cuda or npu) that each role needs, by role; without roles whose device is cpu or auto."""
     devices = {TRAINER: training_device(config), ROLLOUT: rollout_device(config)}
     if needs_reference(config.algorithm):
         devices[REFERENCE] = reference_device(config)
@@ -54,7 +54,7 @@ def named_accelerators(config: RunConfig) -> dict[str, str]:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raise ConfigError for a device that does not exist anywhere."""
+    """Raise ConfigError for a device key that is set and is none of `DEVICES`."""
     keys = {
         "device": config.device,
         "trainer.device": config.trainer.device,

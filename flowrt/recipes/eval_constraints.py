@@ -1,4 +1,4 @@
-"""Constraints on evaluations: options that need data, change nothing, or name no result."""
+"""Constraints on evaluations: options that need data, have no effect, or name no result."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from flowrt.recipes.tasks.registry import held_out_by_default
 
 
 def check_eval(config: RunConfig) -> None:
-    """Raise ConfigError for evaluations that cannot be made, and for options of them that change nothing."""
+    """Raise ConfigError for evaluations that are impossible, and for their options that have no effect."""
     options, default, names = config.eval, EvalConfig(), eval_names(config)
     if not names:
         for name in ("interval", "samples", "temperature", "limit", "stop_at"):
@@ -49,7 +49,7 @@ def check_eval(config: RunConfig) -> None:
 
 
 def _check_sampling(config: RunConfig) -> None:
-    """Raise ConfigError for several samples that would all be the same, and for truncation that changes nothing."""
+    """Raise ConfigError for several samples without randomness, and for truncation that has no effect."""
     options, default = config.eval, EvalConfig()
     if options.samples > 1 and options.temperature == 0:
         raise ConfigError(
@@ -65,7 +65,7 @@ def _check_sampling(config: RunConfig) -> None:
 
 
 def _check_best(config: RunConfig, names: Sequence[str]) -> None:
-    """Raise ConfigError for a best that names no result, and options of it that change nothing."""
+    """Raise ConfigError if ``checkpoint.best`` names no result, or the weights it would keep cannot be written."""
     checkpoint = config.checkpoint
     if not checkpoint.best:
         if checkpoint.keep_best != CheckpointConfig.keep_best:

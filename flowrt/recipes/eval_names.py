@@ -10,12 +10,16 @@ HELD_OUT = "held_out"
 """The name of the held-out rows of the task."""
 NAME_BITS = 40
 ROW_BITS = 22
-"""The number of a prompt of an evaluation is a hash of the data set's name, then the row."""
+"""The number of an evaluation prompt has two parts: `NAME_BITS` of a hash of the data set's name above, and the row
+within the set in the lowest `ROW_BITS`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def eval_paths(config: RunConfig) -> dict[str, str]:
-    """The path of each data set of ``eval.data`` by its name. Raises ConfigError for one that is not NAME=PATH."""
+    """The path of each data set of ``eval.data``, by its name.
+
+    Raises ConfigError for an entry that is not NAME=PATH, and for two entries with the same name.
+    """
     found: dict[str, str] = {}
     for one in config.eval.data:
         name, equals, path = one.partition("=")
@@ -30,26 +34,29 @@ def eval_paths(config: RunConfig) -> dict[str, str]:
 
 
 def eval_names(config: RunConfig) -> list[str]:
-    """The names of the data sets that are evaluated."""
+    """The names of the data sets that are evaluated: those of ``eval.data``, else `HELD_OUT` if rows are held out.
+
+    Raises ConfigError as `eval_paths`.
+    """
     return list(eval_paths(config)) or ([HELD_OUT] if config.data.eval_prompts else [])
 
 
 def first_number(name: str) -> int:
-    """The number of the first prompt of a data set of evaluations."""
+    """The number of the first prompt of an evaluation data set, from the BLAKE2b hash of the set's name."""
     digest = hashlib.blake2b(name.encode(), digest_size=NAME_BITS // 8).digest()
     return int.from_bytes(digest, "little") << ROW_BITS
 
 
 def evaluated_row(number: int) -> int:
-    """The row of a prompt of an evaluation."""
+    """The row, from 0, of the evaluation prompt with this number."""
     return number & (1 << ROW_BITS) - 1
 
 
 def evaluated_sets(config: RunConfig) -> dict[int, str]:
-    """The names of the data sets that are evaluated, by the first number of their prompts."""
+    """The names of the data sets that are evaluated, by the number of their first prompt. Raises as `eval_names`."""
     return {first_number(name): name for name in eval_names(config)}
 
 
 def first_number_of(number: int) -> int:
-    """The first number of the data set of a prompt of an evaluation."""
+    """The number of the first prompt in the data set of the evaluation prompt with this number."""
     return number - evaluated_row(number)

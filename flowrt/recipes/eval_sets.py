@@ -13,7 +13,10 @@ from flowrt.recipes.tasks.registry import takes_reward, task_of
 
 
 def eval_sets(config: RunConfig, task: Task) -> dict[str, Sequence[Example]]:
-    """The prompts of each data set by its name. Raises ConfigError for data that cannot be read."""
+    """The prompts of each evaluation data set, at most ``eval.limit`` of each, by its name.
+
+    Raises ConfigError for data that cannot be read.
+    """
     limit = config.eval.limit or None
     sets = {name: _problems(config, path) for name, path in eval_paths(config).items()}
     if not sets and config.data.eval_prompts:
@@ -22,13 +25,20 @@ def eval_sets(config: RunConfig, task: Task) -> dict[str, Sequence[Example]]:
 
 
 def run_prompts(config: RunConfig, task: Task) -> Iterator[PromptBlock]:
-    """The prompts of a run: those of its task, and of ``eval.data``. Raises ConfigError for a wrong row."""
+    """The prompts of a run: those of its task, then those of ``eval.data``.
+
+    Raises ConfigError for a row that cannot be used, also during iteration.
+    """
     own = eval_sets(config, task).values() if config.eval.data else ()
     return chain(task.prompt_blocks(), blocks(chain.from_iterable(own)))
 
 
 def check_eval_sets(config: RunConfig, task: Task) -> None:
-    """Read the data sets of ``eval.data``. Raises ConfigError for mistakes in them, and prompts that are trained."""
+    """Read the data sets of ``eval.data``, if there are any.
+
+    Raises ConfigError for rows that cannot be used and, in recipes with reward functions and without
+    ``data.allow_overlap``, for prompts that are also training prompts.
+    """
     if not config.eval.data:
         return
     found = eval_sets(config, task)
@@ -47,7 +57,7 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
 
 
 def _problems(config: RunConfig, path: str) -> Sequence[Example]:
-    """All rows of a path, whatever the run trains on."""
+    """All rows of a path, without the run's selection and order of rows."""
     default = DataConfig()
     data = dataclasses.replace(
         config.data,

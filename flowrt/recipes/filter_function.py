@@ -1,9 +1,10 @@
 """A user's filter function (``algorithm.filter.function``), called in a child process (`flowrt.rewards.pool`).
 
-- A mistake that shows when the file is loaded, or in a first call with rewards of 0 and 1, is reported in one sentence
-  before a run starts.
-- During a run a call that raises, does not return in time, ends its process or returns something else than True or
-  False costs its group: `FilterFunction.decide` says so, and the next call finds a working process.
+- An error while the file is loaded, or in a first call with rewards of 0 and 1, is reported in one sentence before a
+  run starts.
+- During a run, a group is filtered if the call on it raises, exceeds its deadline, ends its process or returns
+  something other than True or False: `FilterFunction.decide` returns the kind of failure, and the next call gets a
+  working process.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from flowrt.runtime.waits import BoundedElsewhere, wait_until
 
 log = logging.getLogger(__name__)
 FUNCTION = "keep"
-"""The function's name if FILE.py is given without one."""
+"""Name of the function if the option is FILE.py without a name."""
 DECISIONS: Mapping[Result, float] = {
     Result.ERROR: RAISED,
     Result.MEMORY: RAISED,
@@ -34,7 +35,7 @@ DECISIONS: Mapping[Result, float] = {
     Result.DIED: ENDED,
     Result.INVALID: WRONG,
 }
-"""The decision on a group on which the function failed."""
+"""The decision on a group, by the result of a failed call."""
 CALL = BoundedElsewhere("algorithm.filter.function_timeout_s")
 FIX = "correct it"
 MAX_REWARDS_CHARS = 60
@@ -42,7 +43,7 @@ MAX_REWARDS_CHARS = 60
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What a filter function may take by name, besides the rewards."""
+    """Arguments that a filter function may take by name, besides the rewards."""
 
     prompt: int
     """The number of the prompt."""
@@ -55,7 +56,7 @@ class GroupFacts:
 
 
 class FunctionFailed(Exception):
-    """A call failed; ``decision`` is how."""
+    """A call of the filter function failed; ``decision`` is the kind of failure, a value of `DECISIONS`."""
 
     def __init__(self, decision: float, what: str) -> None:
         super().__init__(what)
@@ -63,13 +64,14 @@ class FunctionFailed(Exception):
 
 
 class FilterFunction:
-    """A filter function and its process, which the first call starts."""
+    """A filter function and the child process that runs it, which `load` or the first call starts."""
 
     def __init__(self, options: FilterConfig, output: int | None = None) -> None:
-        """Raises ConfigError if there is no such Python file.
+        """Raises ConfigError if ``options.function`` does not name a Python file.
 
         Args:
-            options: FILE.py (its function `keep`) or FILE.py:FUNCTION, and the deadline.
+            options: ``function``, as FILE.py (its function `keep`) or FILE.py:FUNCTION, and ``function_timeout_s``, the
+                deadline for loading the file and for each call, in seconds.
             output: file descriptor for the function's output; None: that of this process.
         """
         path, _, name = options.function.partition(":")
@@ -86,24 +88,31 @@ class FilterFunction:
         self._failures = 0
 
     async def load(self, progress: Callable[[str], None] = log.info) -> None:
-        """Start the process and load the file; ``progress`` receives notes on long waits. Raises ConfigError."""
+        """Start the process and load the file; ``progress`` receives notes on long waits.
+
+        Raises ConfigError if the file cannot be loaded.
+        """
         await self._pool.load(progress)
 
     async def decide(self, rewards: Sequence[float], facts: GroupFacts) -> float:
-        """The decision on a group: `KEPT`, `REFUSED`, or how the call failed, which is logged.
+        """The decision on a group: `KEPT`, `REFUSED`, or the kind of failure of the call, which is logged.
 
-        Raises ConfigError if the file cannot be loaded any more.
+        Args:
+            rewards: of the samples of the group.
+            facts: the other arguments that the function may take.
+
+        Raises ConfigError if the process has to be started again and the file can no longer be loaded.
         """
         try:
             return KEPT if await self.call(rewards, facts) else REFUSED
         except FunctionFailed as failed:
             self._failures += 1
-            if not self._failures & (self._failures - 1):  # the first, the second, the fourth, …
+            if not self._failures & (self._failures - 1):  # failures 1, 2, 4, 8, ...
                 log.warning("%s; the group is filtered (failure %d of the function)", failed, self._failures)
             return failed.decision
 
     async def call(self, rewards: Sequence[float], facts: GroupFacts) -> bool:
-        """Whether to keep a group. Raises FunctionFailed, and ConfigError if the file cannot be loaded any more."""
+        """Whether the function keeps a group. Raises FunctionFailed if the call fails, and ConfigError as `decide`."""
         row = json.dumps({REWARDS: list(rewards), **asdict(facts)}).encode()
         outcome = await wait_until(self._pool.call(0, "", row), CALL, "a decision", "the user's filter function")
         if outcome.is_failure:
@@ -116,14 +125,15 @@ class FilterFunction:
         return outcome.value == 1.0
 
     async def close(self) -> None:
-        """End the process and all that it has started."""
+        """End the process and all processes that it has started."""
         await self._pool.close()
 
 
 def check_filter_function(config: RunConfig, progress: Callable[[str], None]) -> None:
     """Load the filter function of a run and call it once, with rewards of 0 and 1. Its output is discarded.
 
-    Raises ConfigError for whatever goes wrong, in one sentence.
+    Does nothing without ``algorithm.filter.function``. Raises ConfigError, in one sentence, if the file cannot be
+    loaded or the call fails.
     """
     if config.algorithm.filter.function:
         asyncio.run(_check(config, progress))

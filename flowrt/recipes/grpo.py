@@ -55,7 +55,7 @@ TRAIN, EVAL = "train", "eval"
 
 
 def dataflow(config: RunConfig) -> Dataflow:
-    """Columns and stages. There is a reference stage if the algorithm needs it."""
+    """Columns and stages; a reference stage only if the algorithm needs it, a filter stage with a filter function."""
     with_reference = needs_reference(config.algorithm)
     with_support = config.rollout.truncation.is_active
     columns = [
@@ -147,7 +147,7 @@ def curriculum(config: RunConfig) -> Curriculum:
                 solved_reward=options.solved_reward,
                 seed=config.seed,
                 prior=options.prior,
-                group_size=max(config.group_size, 2),  # a group of one: as of two
+                group_size=max(config.group_size, 2),  # group_size 1 counts as 2
             )
     return EveryPrompt()
 
@@ -186,7 +186,7 @@ def refresh(config: WeightSyncConfig) -> WeightSyncPolicy:
 
 
 def settings(config: RunConfig) -> Settings:
-    """The controller's settings: sizes, roles, timeouts."""
+    """The controller's settings: sizes, roles, timeouts. Times are in seconds."""
     only_evaluates = config.eval.only
     references = [REFERENCE] if needs_reference(config.algorithm) and not only_evaluates else []
     return Settings(

@@ -1,7 +1,7 @@
-"""The guards of a run: the rules that every run has, those of its configuration, and what is refused.
+"""The guards of a run: the default rules, those of its configuration, and the checks of the latter.
 
-The rules of a run are the defaults followed by `[[guard]]` in order; ``action = "off"`` removes all rules on a metric
-that come before it. Defaults only warn.
+The rules of a run are the defaults followed by `[[guard]]` in order; ``action = "off"`` removes all earlier rules on
+its metric. The defaults only warn.
 """
 
 from collections.abc import Collection
@@ -32,11 +32,11 @@ FORM = (
     "or METRIC off"
 )
 TEXT = ("action", "relative")
-"""Options of a guard that are no numbers."""
+"""Options of a guard whose values are text; the others are numbers."""
 
 
 def guard_rules(config: RunConfig) -> tuple[GuardRule, ...]:
-    """The rules of a run, in order."""
+    """All rules of a run, in order."""
     rules = default_rules(config)
     for one in config.guard:
         if one.action == "off":
@@ -57,9 +57,10 @@ def guard_rules(config: RunConfig) -> tuple[GuardRule, ...]:
 
 
 def default_rules(config: RunConfig) -> list[GuardRule]:
-    """The rules that a run has unless they are switched off.
+    """The default rules that apply to a run.
 
-    In groups of one, all rewards are equal; only reward functions that are called can take too long.
+    The rule on zero variance does not apply to groups of one sample, nor the rule on timeouts to runs without that
+    metric.
     """
     return [
         rule
@@ -73,8 +74,9 @@ def check_guards(config: RunConfig, own_metrics: Collection[str] | None = None) 
     """Raise ConfigError for a guard that is not well formed, or that cannot act in this run.
 
     Args:
-        config: of the run.
-        own_metrics: metrics of a class of the user's; None: they are not known yet, and any name may be one.
+        config: the configuration of the run.
+        own_metrics: metrics of the user's algorithm class; None: not known yet, so that with such a class any name is
+            accepted.
     """
     if len(config.guard) > MAX_GUARDS:
         raise ConfigError(f"there are {len(config.guard)} guards; use at most {MAX_GUARDS}")
@@ -152,7 +154,7 @@ def _check_rule(one: GuardConfig, config: RunConfig) -> None:
 
 
 def parse_guard(text: str) -> dict[str, str | int | float]:
-    """The table of a guard that is given as a flag. Raises ConfigError if it has another form."""
+    """The table `[[guard]]` of a value of the flag ``--guard``. Raises ConfigError if the value is malformed."""
     words = text.split()
     if len(words) == 2 and words[1] == "off":
         return {"metric": words[0], "action": "off"}

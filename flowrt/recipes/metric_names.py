@@ -1,7 +1,7 @@
-"""The metrics that a step of a run can have in metrics.jsonl, by its configuration, before it starts.
+"""The names of the metrics that a step of a run can have in metrics.jsonl, derived from its configuration.
 
-What the training engines report is named here too, because nothing that checks a configuration imports torch; a test
-compares the names with those of every preset's step.
+The metrics of training engines are listed here too, because code that checks a configuration imports no torch; a test
+compares the names with those of a step of every preset.
 """
 
 from flowrt.controller.policies.group_filter import DECISION
@@ -13,7 +13,7 @@ from flowrt.rewards.scoring import reward_columns
 CLOCK = ("step", "wall_s", "samples_per_s")
 """Fields that only count steps or read the clock."""
 MAX_AGE = 7
-"""Tokens of this staleness or more share a divergence."""
+"""Tokens of this staleness or more share one metric of divergence."""
 OF_ALL_STEPS = (
     *("samples", "groups", "tokens", "staleness_mean", "staleness_max", "zero_variance_groups"),
     *("reward_std", "reward_p10", "reward_p90", "length_mean", "length_max"),
@@ -37,12 +37,19 @@ OF_LOSS: dict[PolicyLossName, tuple[str, ...]] = {
 
 
 def pass_ks(answers: int) -> list[int]:
-    """The values of k for which an evaluation has pass@k: powers of 2 below the number of answers, and that."""
+    """The values of k for which an evaluation has pass@k, ascending.
+
+    Args:
+        answers: answers to each prompt.
+
+    Returns:
+        The powers of 2 below ``answers``, and ``answers`` itself.
+    """
     return sorted({2**power for power in range(answers.bit_length()) if 2**power < answers} | {answers})
 
 
 def metric_names(config: RunConfig) -> frozenset[str]:
-    """Names of all metrics of a run; of a class of the user's, without those of its own terms."""
+    """Names of all metrics of a step; for an algorithm class of the user's, without those of its own terms."""
     names = {*OF_ALL_STEPS, *(f"divergence_{age}" for age in range(min(config.max_staleness, MAX_AGE) + 1))}
     if config.algorithm.filter != FilterConfig():
         names |= {"filtered_groups", "refused_groups_trained"}

@@ -1,6 +1,6 @@
-"""Checks of a Hugging Face checkpoint without torch: truncated, damaged and missing files are found at once.
+"""Checks of a Hugging Face checkpoint without torch: truncated, damaged and missing files.
 
-`flowrt.launcher.model_check` finds what only transformers can judge.
+`flowrt.launcher.model_check` does the checks that need transformers.
 """
 
 import json
@@ -17,11 +17,16 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 1_000_000_000
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""Size of an element, by dtype in safetensors' terms; tensors of other dtypes are not checked for their size."""
+"""Bytes of an element, by dtype as safetensors names it; the sizes of tensors of other dtypes are not checked."""
 
 
 def check_model_files(path: Path, max_new_tokens: int) -> None:
-    """Raise ConfigError if the directory is no Hugging Face checkpoint, or its context is shorter than a response."""
+    """Raise ConfigError unless the directory is a complete Hugging Face checkpoint with a long enough context.
+
+    Args:
+        path: the directory.
+        max_new_tokens: maximum length of a response, in tokens; must be below ``max_position_embeddings``.
+    """
     try:
         _check_files(path, max_new_tokens)
     except OSError as error:
@@ -61,14 +66,15 @@ def _check_files(path: Path, max_new_tokens: int) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
+    """The safetensors files of a checkpoint, sorted by name; none if it has no such file."""
     return sorted(path.glob("*.safetensors"))
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
     """The dtype, shape and data_offsets of each tensor of a safetensors file, by name.
 
-    Raises ConfigError if it is not a safetensors file, or truncated.
+    Raises ConfigError if it is not a safetensors file, is truncated, or its header is damaged or contradicts the sizes
+    of tensors; OSError if it cannot be read.
     """
     size = file.stat().st_size
     with file.open("rb") as data:
@@ -104,7 +110,7 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_index(path: Path, headers: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Raise ConfigError if a file or tensor that the index names is missing."""
+    """Raise ConfigError if a file or tensor that the index lists is missing."""
     places = _read_json(path / INDEX).get("weight_map")
     if not isinstance(places, dict):
         raise ConfigError(f"model {path}: {INDEX} has no weight_map; download it again")

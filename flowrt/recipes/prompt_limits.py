@@ -1,4 +1,4 @@
-"""How long a prompt may be."""
+"""Limits on the length of prompts."""
 
 import sys
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from flowrt.recipes.config import RunConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLimits:
-    """What a prompt must fit into.
+    """Limits on the tokens of a prompt.
 
     Attributes:
-        positions: of the model, for prompt and response together; None: unlimited.
-        vocab_size: of the model.
-        max_new_tokens: of a response.
-        max_prompt_tokens: of a prompt; 0: what the positions leave.
-        overlong: what is done with prompts that are longer.
+        positions: context length of the model, for prompt and response together, in tokens; None: unlimited.
+        vocab_size: number of token ids of the model.
+        max_new_tokens: maximum length of a response, in tokens.
+        max_prompt_tokens: maximum length of a prompt, in tokens; 0: what the positions leave.
+        overlong: whether a longer prompt is an error, or its row is dropped.
     """
 
     positions: int | None
@@ -32,7 +32,12 @@ class PromptLimits:
         return min(left, self.max_prompt_tokens or sys.maxsize)
 
     def refusal(self, tokens: int, what: str) -> str:
-        """Why a prompt of this length is too long; what the message goes on with after its place."""
+        """Why a prompt is too long: the part of an error message after the place of the prompt.
+
+        Args:
+            tokens: length of the prompt, more than `most`.
+            what: the model in the message.
+        """
         if self.max_prompt_tokens and tokens > self.max_prompt_tokens == self.most:
             return f"the prompt has {tokens} tokens, more than data.max_prompt_tokens ({self.max_prompt_tokens})"
         return (
@@ -42,10 +47,10 @@ class PromptLimits:
 
 
 def prompt_limits(config: RunConfig, model_config: Any) -> PromptLimits:
-    """What the prompts of a run must fit into.
+    """The limits on the prompts of a run.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         model_config: transformers' configuration of the model (of its text part).
     """
     return PromptLimits(

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: where it runs and on how much, but not what it computes."""
+"""Configuration keys that may change when a run is resumed: placement and resources, but not what it computes."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -46,8 +46,9 @@ FREE = (
     "supervisor",
     "launch",
 )
-"""Keys and whole tables that may change. None of them decides what is sampled or trained, except for rounding, and for
-guards that hold the staleness bound at 0: a run that a guard has stopped may go on with another one."""
+"""Keys, and names of whole tables, that may change. They have no effect on what is sampled or trained, except for
+rounding, for ``steps`` (a learning rate that decays over all steps), and for guards that hold the staleness bound at 0:
+a run that a guard has stopped can be resumed with other guards."""
 
 
 def may_change(name: str) -> bool:
@@ -56,15 +57,15 @@ def may_change(name: str) -> bool:
 
 
 def apply_overrides(config: RunConfig, words: Sequence[str], more_help: str = "") -> RunConfig:
-    """The configuration of a resumed run: that of the run, with these flags.
+    """The configuration of a resumed run: the stored configuration with the values of flags, checked.
 
     Args:
-        config: of the run.
-        words: the flags.
-        more_help: what --help says in addition.
+        config: the stored configuration.
+        words: the flags and their values.
+        more_help: text that --help prints in addition.
 
-    Raises ConfigError for a flag that changes what the run computes. Exits with code 2 on unknown flags, and after
-    printing --help, which lists only what may change.
+    Raises ConfigError for a flag that changes what the run computes, and for invalid values. Exits with code 2 on
+    unknown flags, and with code 0 after printing --help, which lists only the keys that may change.
     """
     description = f"A resumed run keeps its configuration; what may change: {', '.join(FREE)}. {more_help}".strip()
     changed = read_flags("flowrt resume RUN", description, words, config, may_change)
@@ -84,7 +85,7 @@ def apply_overrides(config: RunConfig, words: Sequence[str], more_help: str = ""
 
 
 def _shown(value: object) -> str:
-    """A value in a message."""
+    """A value as text of an error message."""
     if isinstance(value, tuple) and all(isinstance(one, DataSetConfig) for one in value):
         return described(value)
     return repr(value)

@@ -8,33 +8,33 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 
 CONFIG = "config.toml"
-"""The configuration of a run, in its directory."""
+"""Name of the file with the configuration of a run, in its directory."""
 _ADDRESS = re.compile(r"tcp://\S+:\d+")
 _STEP = re.compile(r"step-(\d{6,})")
 
 
 def model_dir(config: RunConfig) -> Path:
-    """The model that the run starts from: the user's, or the embedded one, which is built before the workers start."""
+    """The directory of the initial model: the user's, or the embedded one, which is built before the workers start."""
     return Path(config.model) if config.model else Path(config.run_dir) / "model"
 
 
 def kept_model_dir(run_dir: Path) -> Path:
-    """A copy of the user's model, from which a run is resumed even if the original is gone."""
+    """The directory of a copy of the user's model, from which a run is resumed if the original is gone."""
     return run_dir / "start"
 
 
 def reference_model_dir(config: RunConfig) -> Path:
-    """The model that the reference starts with: ``reference.model``, or the one that the run starts from."""
+    """The directory of the initial reference model: ``reference.model``, or the initial model of the run."""
     return Path(config.reference.model) if config.reference.model else model_dir(config)
 
 
 def kept_reference_dir(run_dir: Path) -> Path:
-    """A copy of ``reference.model``, from which a run is resumed even if the original is gone."""
+    """The directory of a copy of ``reference.model``, from which a run is resumed if the original is gone."""
     return run_dir / "start-reference"
 
 
 def reference_dir(run_dir: Path) -> Path:
-    """The reference's weights of each refresh."""
+    """The directory of the reference's weights of each refresh."""
     return run_dir / "reference"
 
 
@@ -44,7 +44,7 @@ def final_dir(config: RunConfig) -> Path:
 
 
 def judge_file(run_dir: Path) -> Path:
-    """The file of judges' answers, which a resumed run does not ask for again."""
+    """The file with the answers of judges, which a resumed run reads instead of requesting them again."""
     return run_dir / "judge.sqlite"
 
 
@@ -54,12 +54,15 @@ def address_file(run_dir: Path) -> Path:
 
 
 def ranks_dir(run_dir: Path) -> Path:
-    """Temporary files of a trainer's torchrun on the launcher's host; removed when the run ends."""
+    """The directory of temporary files of a trainer's torchrun on the launcher's host; removed when the run ends."""
     return run_dir / "ranks"
 
 
 def read_address(run_dir: Path) -> str:
-    """Read the controller's address. Raises FileNotFoundError if there is none, ConfigError if it is malformed."""
+    """Read the controller's address, tcp://HOST:PORT.
+
+    Raises FileNotFoundError if there is no such file, ConfigError if it cannot be read or is malformed.
+    """
     path = address_file(run_dir)
     try:
         text = path.read_bytes().decode("ascii").strip()
@@ -73,17 +76,17 @@ def read_address(run_dir: Path) -> str:
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
-    """The checkpoint after ``step`` steps. It has this name only while it is complete."""
+    """The directory of the checkpoint after ``step`` steps. It has this name only while it is complete."""
     return run_dir / "checkpoints" / f"step-{step:06}"
 
 
 def best_dir(run_dir: Path, version: int) -> Path:
-    """The weights of a version that was among the best. It has this name only while it is complete."""
+    """The directory of a version's weights that are kept as best. It has this name only while it is complete."""
     return run_dir / "best" / f"step-{version:06}"
 
 
 def best_steps(run_dir: Path) -> list[int]:
-    """The versions of the best weights, best first, as "best.json" in their directory lists them."""
+    """The versions of the best weights, best first, from "best.json"; empty if that is missing or damaged."""
     try:
         listed = json.loads((run_dir / "best" / "best.json").read_text())
         versions = [int(one["version"]) for one in listed]
@@ -99,7 +102,7 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
 
 def check_summary_file(run_dir: Path) -> None:
-    """Raises ConfigError if summary.json is a directory: the run could not write its summary."""
+    """Raise ConfigError if summary.json is a directory: the run could not write its summary."""
     path = run_dir / "summary.json"
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, where the run writes its summary; move it away")

@@ -1,6 +1,7 @@
-"""Reward functions in processes of their own: which there are, how they are called, and what comes of a call.
+"""Reward functions in separate processes: which functions there are, how they are called, and their outcomes.
 
-- `functions` names them, `signature` and `result` are their contract, `scoring` makes one number of several.
-- `pool` runs them in child processes (`guard`, `child`); a hung or dying call costs its own outcome and nothing else.
+- `functions` parses their names, `user_file` calls functions of the user, `built_in`, `code` and `remote` have the
+  others, `outcomes` the results of calls, and `scoring` combines several functions into one reward.
+- `pool` runs them in child processes (`guard`, `child`); a call that hangs or dies affects its own outcome only.
 - No module here imports torch; a user's file is imported in a child only.
 """

@@ -12,17 +12,17 @@ from flowrt.rewards.outcomes import RewardOutcome
 from flowrt.rewards.user_file import Unusable, as_text, outcome_of
 
 Scorer = Callable[[str, object, Mapping[str, object]], RewardOutcome]
-"""Takes the response, the answer and the columns of the row."""
+"""Takes the response, the reference answer and the columns of the row."""
 
 
 def check_packages(function: RewardFunction) -> None:
-    """Raises ConfigError if a package is missing that a built-in function needs."""
+    """Raise ConfigError if a built-in function needs a package that is not installed."""
     if function.kind == "math" and find_spec("math_verify") is None:
         raise ConfigError("reward function math needs the package math-verify: pip install '.[math]'")
 
 
 def built_in(function: RewardFunction) -> Scorer:
-    """A built-in function, ready to be called."""
+    """A scorer for this built-in function."""
     match function.kind:
         case "exact":
             return exact
@@ -38,7 +38,7 @@ def built_in(function: RewardFunction) -> Scorer:
 
 
 def exact(response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG001
-    """1 if the response is the answer, apart from white space around them; else 0."""
+    """Score 1 if the response is the answer, apart from white space around them; else 0."""
     return outcome_of(float(response.strip() == as_text(answer).strip()), 0)
 
 
@@ -67,7 +67,8 @@ def _format(pattern: str) -> Scorer:
 def _length(limit: int) -> Scorer:
     """0 up to ``limit`` characters, then falling linearly to -1 at twice as many.
 
-    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), in characters.
+    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) in characters instead of tokens, with L_cache =
+    ``limit`` and L_max = 2 * ``limit``.
     """
 
     def score(response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG001
@@ -79,11 +80,11 @@ def _length(limit: int) -> Scorer:
 def _math() -> Scorer:
     """1 if the response contains an expression equal to the answer, by math-verify; else 0.
 
-    Its own timeouts are signals, which are off: the call has a deadline.
+    The timeouts of math-verify use signals and are off: the pool keeps the deadline of the call.
     """
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing timeouts
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns if its timeouts are off
 
     def score(response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG001
         text = as_text(answer)

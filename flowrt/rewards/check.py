@@ -1,4 +1,4 @@
-"""The reward functions of a run before it starts: what would fail in every call is refused."""
+"""Check of the reward functions before a run starts: functions that would fail in every call are refused."""
 
 import asyncio
 import json
@@ -18,28 +18,30 @@ from flowrt.rewards.scoring import RewardScorer
 from flowrt.rewards.user_file import as_text
 
 FIRST_ROWS = 20
-"""Rows among which a function must find one that it applies to."""
+"""Number of rows among which each function must apply to at least one."""
 
 
 def check_rewards(options: RewardOptions, rows: Sequence[bytes], progress: Callable[[str], None]) -> tuple[str, ...]:
-    """Load the functions, and call each with the answer of a row as the response. Their output is discarded.
+    """Load the functions, and call each with the answers of rows as responses, until each has returned a reward.
+
+    The output of the functions is discarded.
 
     Args:
         options: the functions.
-        rows: the first rows, JSON of their columns.
+        rows: the first rows, each as JSON of its columns.
         progress: receives notes on long waits.
 
     Returns:
-        The names of their parts, as FUNCTION/PART.
+        Names of the parts of the functions, as FUNCTION/PART.
 
-    Raises ConfigError for whatever goes wrong.
+    Raises ConfigError if a function cannot be loaded, fails, or returns None for all rows.
     """
     check_here(options)
     return asyncio.run(_check(replace(options, on_failure="stop", workers=1), rows, progress))
 
 
 def check_here(options: RewardOptions) -> None:
-    """Raises ConfigError if a file, a package, a program or a key is missing on this host."""
+    """Raise ConfigError if a file, a package, a program or a key is missing on this host."""
     for one in parse_functions(options.functions):
         check_file(one)
         check_packages(one)

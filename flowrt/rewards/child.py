@@ -1,13 +1,15 @@
-"""The child that calls reward functions. `flowrt.rewards.guard` starts it; `flowrt.rewards.pool` talks to it.
+"""The child process that calls reward functions. `flowrt.rewards.guard` starts it; `flowrt.rewards.pool` talks to it.
 
 Messages are msgpack, on a stream socket:
 
 | from | message | meaning |
 |---|---|---|
-| child | ``["ready"]``, or ``["unusable", function, what, line]`` | the functions are loaded, once |
-| pool | ``[[call, function, response, row], …]`` | calls; the row is JSON of its columns, with the answer |
+| child | ``["ready"]``, or ``["unusable", function, what, line]`` | all functions are loaded, or one cannot be |
+| pool | ``[[call, function, response, row], ...]`` | calls; the row is JSON of its columns, with the answer |
 | child | ``["began", call]`` | the deadline of the call starts |
-| child | ``["done", call, result, value, parts, detail, line, worn]`` | a `RewardOutcome`; whether the child is worn |
+| child | ``["done", call, result, value, parts, detail, line, worn]`` | a `RewardOutcome`; worn: replace the child |
+
+The first message is sent once, after the start.
 """
 
 import importlib
@@ -34,13 +36,13 @@ MAX_MESSAGE_BYTES = 1 << 31
 MAX_FILE_BYTES = 1 << 30
 MAX_OPEN_FILES = 1024
 MORE_THREADS = 512
-"""Processes and threads that may be started beyond those that the machine has."""
+"""Number of processes and threads of the user allowed beyond those that run on the machine at the start."""
 POOL = BoundedElsewhere("the end of the pool, which closes the socket")
 UNPACKING: Mapping[str, Any] = {"raw": False, "unicode_errors": "surrogatepass", "max_buffer_size": MAX_MESSAGE_BYTES}
 
 
 def packed(message: Sequence[object]) -> bytes:
-    """A message as bytes."""
+    """A message as msgpack bytes."""
     data: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
     return data
 
@@ -50,22 +52,22 @@ class Limits:
     """Limits of calls."""
 
     memory_bytes: int
-    """Address space that may be taken in addition to that after loading."""
+    """Address space that calls may use in addition to that after loading, in bytes."""
     sandbox: str
-    """Of function ``code``: bwrap or limits."""
+    """How function ``code`` runs programs: bwrap or limits."""
     task: TaskReward | None
-    """Of a function of kind "task"."""
+    """The reward of a task, for a function of kind "task"."""
     timeout_s: float
-    """Deadline of a call, which the pool keeps; programs of function ``code`` end before it."""
+    """Deadline of a call in seconds, kept by the pool; programs of function ``code`` end before it."""
 
 
 def serve(connection: socket.socket, functions: Sequence[RewardFunction], limits: Limits) -> None:
     """Load the functions, then make calls until the pool closes the connection.
 
     Args:
-        connection: to the pool.
-        functions: the functions of the run that are no requests.
-        limits: of calls.
+        connection: socket to the pool.
+        functions: the functions of the run that are not requests.
+        limits: limits of the calls.
     """
     scorers: list[Scorer] = []
     for index, function in enumerate(functions):
@@ -84,13 +86,13 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], limits
     while data := blocking(partial(connection.recv, RECV_BYTES), POOL, "calls", "the pool"):
         unpacker.feed(data)
         for calls in unpacker:
-            last = b""  # an outcome travels with the beginning of the next call
+            last = b""  # an outcome is sent together with the next "began"
             for call, function_index, response, row in calls:
                 connection.sendall(last + packed(["began", call]))
                 path = functions[function_index].path
                 one = _called(scorers[function_index], path, response, row)
                 if os.getpid() != process:
-                    os._exit(0)  # a copy of this process: the function has forked
+                    os._exit(0)  # this is a fork of the child, made by the function
                 worn = one.result is Result.MEMORY and _address_space() > first_bytes + limits.memory_bytes // 2
                 done = ["done", call, one.result, one.value, dict(one.parts), one.detail, one.line, worn]
                 last = packed(done)
@@ -106,11 +108,11 @@ def _loaded(function: RewardFunction, index: int, limits: Limits) -> Scorer:
         case "task":
             if limits.task is None:
                 raise Unusable("it is called only in a run of its task")
-            # By its name, because this package is below those of tasks.
+            # Imported by name, because this package must not depend on those of tasks.
             scorer: Scorer = importlib.import_module(limits.task.module).scorer(limits.task.configuration)
             return scorer
         case "code":
-            from flowrt.rewards.code import sandboxed  # late: a child has to start fast
+            from flowrt.rewards.code import sandboxed  # imported here, so that a child starts fast
 
             return partial(sandboxed, sandbox=limits.sandbox, timeout_s=limits.timeout_s)
     return built_in(function)
@@ -128,7 +130,7 @@ def _called(score: Callable[..., RewardOutcome], path: str, response: str, row: 
 
 
 def _limit(address_space: int) -> None:
-    """Limit what the functions can take from the machine."""
+    """Set resource limits of this process; ``address_space`` is in bytes."""
     threads = int(_words("/proc/loadavg")[3].partition("/")[2]) if os.path.exists("/proc/loadavg") else 1 << 16
     for name, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -145,7 +147,7 @@ def _limit(address_space: int) -> None:
 
 
 def _address_space() -> int:
-    """Size of this process, in bytes; 0 on systems other than Linux."""
+    """Size of the address space of this process, in bytes; 0 on systems other than Linux."""
     return int(_words("/proc/self/statm")[0]) * resource.getpagesize() if os.path.exists("/proc/self/statm") else 0
 
 

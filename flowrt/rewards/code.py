@@ -1,9 +1,11 @@
-"""The reward ``code``: 1 if the program in the response passes the tests of its row, else 0.
+"""The reward function ``code``: 1 if the program in the response passes the tests of its row, else 0.
 
-The program is the last fenced block of the response, or all of it. The column ``tests`` has Python statements that are
-run after it, or a list of objects with ``input`` and ``output``, the program's standard input and what it has to print.
+The program is the last fenced code block of the response, or the whole response if it has none. The column ``tests``
+has Python statements that run after the program, or a list of objects with ``input`` and ``output``: the standard input
+of the program, and the words that it must print.
 
-With bubblewrap it has no network, no files but those of the system, no environment, and ends with its caller.
+In bubblewrap the program has no network, no files except those of the system, no environment variables except PATH, and
+it ends with its caller.
 """
 
 import re
@@ -23,14 +25,14 @@ from flowrt.runtime.waits import blocking
 
 TESTS = "tests"
 PROGRAM_SHARE = 0.8
-"""Of the deadline of the call, that the programs of a call may take together."""
+"""Share of the deadline of a call that all programs of the call may take together."""
 CHECK_S = 20.0
 FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 FIX = "install bubblewrap and allow user namespaces, or set reward.code_sandbox to limits"
 
 
 def check_sandbox(sandbox: str) -> None:
-    """Raises ConfigError if programs cannot be run in the sandbox."""
+    """Raise ConfigError if programs cannot be run in the sandbox."""
     if sandbox != "bwrap":
         return
     if shutil.which("bwrap") is None:
@@ -48,7 +50,7 @@ def check_sandbox(sandbox: str) -> None:
 
 
 def bwrap_words() -> list[str]:
-    """The command that runs Python in bubblewrap; its arguments follow."""
+    """The command that runs Python in bubblewrap; the arguments of Python are to be appended."""
     python = Path(sys.executable).resolve()
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     for place in dict.fromkeys(["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", sys.base_prefix]):
@@ -65,7 +67,11 @@ def sandboxed(
     sandbox: str,
     timeout_s: float,
 ) -> RewardOutcome:
-    """Run the program of a response against the tests of its row. Raises Unusable if the row has none."""
+    """Run the program of a response against the tests of its row; the value is 1 or 0.
+
+    ``sandbox`` is bwrap or limits, ``timeout_s`` the deadline of the call in seconds. Raises Unusable if the row has no
+    valid tests.
+    """
     tests = columns.get(TESTS)
     program = ([response] if not FENCE.search(response) else FENCE.findall(response))[-1]
     end_s = monotonic() + PROGRAM_SHARE * timeout_s
@@ -81,7 +87,7 @@ def sandboxed(
 
 
 def _run(program: str, standard_input: str, sandbox: str, end_s: float) -> str | None:
-    """What a program prints; None if it fails or takes too long."""
+    """The standard output of a program; None if it fails or does not end before ``end_s`` (monotonic, seconds)."""
     python = bwrap_words() if sandbox == "bwrap" else [sys.executable, "-I"]
     left_s = max(end_s - monotonic(), 0.01)
     with tempfile.TemporaryDirectory() as place:

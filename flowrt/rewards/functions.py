@@ -1,4 +1,4 @@
-"""The names of reward functions: ``[NAME=][WEIGHT*]FUNCTION[:WEIGHT]``, where FUNCTION is a file's or built in."""
+"""Names of reward functions: ``[NAME=][WEIGHT*]FUNCTION[:WEIGHT]``, with FUNCTION in a file or built in."""
 
 import math
 import re
@@ -10,16 +10,16 @@ from pathlib import Path
 from flowrt.errors import ConfigError, suggested
 
 FUNCTION = "reward"
-"""The function of a file that is given without one."""
+"""Name of the function in a file that is given without one."""
 NEEDS_ARGUMENT = {"regex": "PATTERN", "format": "PATTERN", "length": "N", "http": "URL", "task": "FILE.py:NAME"}
 BUILT_IN = (*NEEDS_ARGUMENT, "code", "exact", "judge", "math")
 REMOTE = ("http", "judge")
 """Functions that are requests; all others run in a child process."""
 LOCAL = ("file", *(kind for kind in BUILT_IN if kind not in REMOTE))
 IN_FILES = {"file": "reward function", "filter": "filter function", "task": "reward of task"}
-"""Kinds of functions in files of the user's, and what they are called; of "task" see `TaskReward`."""
+"""Kinds of functions in users' files, and their descriptions in messages; for "task" see `TaskReward`."""
 OPEN_ENDED = ("regex", "format", "http")
-"""Functions whose argument may end in anything, so that their weight stands in front."""
+"""Functions whose argument may end in any text, so that their weight is written in front."""
 FORM = "FILE.py:FUNCTION"
 MAX_FUNCTIONS = 32
 _NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
@@ -28,12 +28,12 @@ _WEIGHT = re.compile(r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|nan|inf)\*(.*)", re.DOT
 
 @dataclass(frozen=True, slots=True)
 class TaskReward:
-    """How a child makes the scorer of kind "task": this package knows no tasks."""
+    """How a child makes the scorer of kind "task": this package does not import tasks."""
 
     module: str
-    """Has a function `scorer` of the configuration."""
+    """Name of a module with a function `scorer` that takes the configuration."""
     configuration: str
-    """Of the run, as TOML."""
+    """Configuration of the run, as TOML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class RewardFunction:
     """One reward function."""
 
     name: str
-    """Its metric is ``reward/NAME``."""
+    """Unique name of the function; its metric is ``reward/NAME``."""
     kind: str
-    """One of `BUILT_IN`, or "file", or "filter": a filter function in a file."""
+    """One of `BUILT_IN`, or "file", or "filter" (a filter function in a file)."""
     argument: str
     """FILE.py:FUNCTION, a pattern, an address, a number; empty if the kind takes none."""
     weight: float = 1.0
 
     @property
     def is_remote(self) -> bool:
-        """Whether a call is a request."""
+        """Whether a call is a request to a server."""
         return self.kind in REMOTE
 
     @property
@@ -60,25 +60,25 @@ class RewardFunction:
 
     @property
     def described(self) -> str:
-        """The function in a message, without a line."""
+        """Description of the function for messages, without a line number."""
         if self.kind not in IN_FILES:
             return f"reward function {self.name}"
         path, _, function = self.argument.rpartition(":")
         return f"{IN_FILES[self.kind]} {function} ({path})"
 
     def at(self, line: int) -> str:
-        """The function in a message, with the line of its file if that is known."""
+        """Description of the function for messages, with this line of its file; 0: the line is unknown."""
         return self.described if not line or self.kind not in IN_FILES else f"{self.described[:-1]}:{line})"
 
 
 def parse_function(text: str) -> RewardFunction:
-    """A function from its text. Raises ConfigError if it has another form; files are not looked for."""
+    """The function that a text describes. Raises ConfigError if it is malformed; files need not exist."""
     name, weight, rest = _split(text)
     kind, _, argument = rest.partition(":")
     if kind not in BUILT_IN:
         kind, argument = "file", rest
     if kind not in OPEN_ENDED:
-        # A single argument is a weight, unless the function needs one.
+        # A single argument is the weight, unless the function needs an argument.
         argument, last = _without_weight(argument if kind in NEEDS_ARGUMENT or kind == "file" else f":{argument}")
         argument = argument.removeprefix(":")
         if weight and last:
@@ -100,7 +100,10 @@ def parse_function(text: str) -> RewardFunction:
 
 
 def parse_functions(texts: Sequence[str]) -> tuple[RewardFunction, ...]:
-    """All functions of a run. Raises ConfigError for one that is malformed, and for two of one name."""
+    """All functions of a run.
+
+    Raises ConfigError for a malformed function, two of the same name, too many, or weights that sum to 0.
+    """
     if len(texts) > MAX_FUNCTIONS:
         raise ConfigError(f"reward.functions has {len(texts)} functions; use at most {MAX_FUNCTIONS}")
     functions = tuple(map(parse_function, texts))
@@ -113,7 +116,7 @@ def parse_functions(texts: Sequence[str]) -> tuple[RewardFunction, ...]:
 
 
 def with_paths(text: str, absolute: Callable[[str], str]) -> str:
-    """The text of a function with the path of its file changed by ``absolute``."""
+    """The text of a function, with the path of its file replaced by ``absolute(path)``. Raises ConfigError."""
     function = parse_function(text)
     if function.kind != "file":  # the path of a task is absolute
         return text
@@ -131,7 +134,7 @@ def _split(text: str) -> tuple[str, str, str]:
 
 
 def check_file(function: RewardFunction) -> None:
-    """Raises ConfigError if the file of a function does not exist."""
+    """Raise ConfigError if the file of a function does not exist."""
     if function.path and not Path(function.path).is_file():
         raise ConfigError(
             f"reward.functions has {function.argument!r}, and there is no file {function.path!r}; correct it"
@@ -139,7 +142,7 @@ def check_file(function: RewardFunction) -> None:
 
 
 def _without_weight(argument: str) -> tuple[str, str]:
-    """An argument without the weight at its end, and that."""
+    """An argument without the weight at its end, and that weight; empty if there is none."""
     before, colon, last = argument.rpartition(":")
     if colon and re.fullmatch(r"[-+]?[0-9.]+([eE][-+]?[0-9]+)?|nan|inf", last):
         return before, last

@@ -1,10 +1,15 @@
-"""The process group of a child: ``python -m flowrt.rewards.guard``. `flowrt.rewards.pool` starts it.
+"""The guard of a child process: ``python -m flowrt.rewards.guard``, started by `flowrt.rewards.pool`.
 
-It forks before user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent, the guard, runs
-none. It forwards the first of the child's output, and kills everything that the child has started: when the child has
-ended, when the pool asks for it (a byte on the control socket), and when the pool has ended (the control socket is
-closed). Then it says how the child ended, as a JSON object, ``{"ended": exit code, "lines": {path: line}}``
-with the line of each user's file at which the child was, 0 if unknown; the exit code is null if it was killed here.
+The process forks before user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent is the
+guard, and runs no user code. It forwards the first part of the child's output. It kills all processes that the child
+has started as soon as
+
+- the child has ended,
+- the pool sends a byte on the control socket, for a child that hangs: it writes its stack first, or
+- the pool closes the control socket, which the end of the pool's process does too.
+
+Then it reports how the child ended, as a JSON object: ``{"ended": exit code, "lines": {path: line}}``. The exit code is
+null if the guard killed the child. For each user's file, line is the one at which the child was; 0 if unknown.
 """
 
 import argparse
@@ -31,12 +36,12 @@ from flowrt.runtime.waits import BoundedElsewhere, blocking
 
 MAX_STACK_BYTES = 1 << 16
 MAX_OUTPUT_BYTES = 1 << 16
-"""Of the output of a child, and of what it has started, that reaches the log."""
+"""Bytes of output of a child, and of processes that it started, that are forwarded to the log."""
 STACK_MS = 200
-"""How long a hung child may take to write its stack."""
+"""Milliseconds that a hung child may take to write its stack."""
 STACK_POLL_MS = 10
 ENDING_MS = 200
-"""How long a child may take to end after it has closed its connection."""
+"""Milliseconds that a child may take to end after it has closed its connection."""
 KILLED = BoundedElsewhere("SIGKILL")
 POOL = BoundedElsewhere("the end of the pool, which closes the socket")
 STACK_SIGNAL = signal.SIGQUIT
@@ -52,7 +57,7 @@ class Output:
         os.set_blocking(pipe, False)
 
     def forward(self) -> bool:
-        """Forward what is there; False if nothing was."""
+        """Forward the available output; returns whether there was any."""
         try:
             data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
@@ -66,14 +71,14 @@ class Output:
 
 
 def guard(control: socket.socket, child: int, paths: Sequence[str], stack: IO[bytes], fds: tuple[int, int]) -> NoReturn:
-    """Wait until the child or the pool has ended or the pool asks, kill what is left, and say how the child ended.
+    """Wait for an end of the child or the pool, or a request; kill the processes of the child; report; exit.
 
     Args:
-        control: to the pool.
+        control: socket to the pool.
         child: process id of the child.
-        paths: the users' files.
-        stack: receives the child's stack.
-        fds: pipe that is written to when a process has ended, and pipe of the child's output.
+        paths: paths of the users' files.
+        stack: file to which the child writes its stack.
+        fds: a pipe that is readable when a process has ended, and the pipe of the child's output.
     """
     wakeup, pipe = fds
     output = Output(pipe)
@@ -110,14 +115,14 @@ def guard(control: socket.socket, child: int, paths: Sequence[str], stack: IO[by
 
 
 def poller_of(fd: int) -> Poller:
-    """Polls whether there is something to read."""
+    """A poll object for the event that ``fd`` can be read."""
     poller = poll()
     poller.register(fd, POLLIN)
     return poller
 
 
 def _write_stack(child: int, stack: IO[bytes]) -> None:
-    """Let a hung child write its stack, unless it does not react to the signal."""
+    """Make a hung child write its stack, and wait for it, at most `STACK_MS`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(child, STACK_SIGNAL)
         waiting, size = functools.partial(poll().poll, STACK_POLL_MS), 0
@@ -134,7 +139,7 @@ def _text(stack: IO[bytes]) -> str:
 
 
 def _line_in(stack: str, path: str) -> int:
-    """The innermost line of this file in a stack of faulthandler: of the main thread, or of the one that crashed."""
+    """The innermost line of this file in a stack of faulthandler: of the main or the crashed thread; 0 if unknown."""
     main = stack.find(f"hread 0x{threading.get_ident():016x}")
     pattern = re.compile(rf'File "{re.escape(path)}", line (\d+)')
     found = pattern.search(stack, max(main, 0)) or pattern.search(stack)
@@ -142,7 +147,7 @@ def _line_in(stack: str, path: str) -> int:
 
 
 def _reaped(child: int) -> int | None:
-    """The exit status of the child if it has ended; other ended processes that were adopted are reaped."""
+    """The exit status of the child if it has ended, else None. Reaps adopted processes that have ended, too."""
     found: int | None = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -168,7 +173,7 @@ def _kill_all(child: int) -> None:
 
 
 def _children() -> Iterator[int]:
-    """The child processes of this one, from /proc."""
+    """Ids of the child processes of this process, from /proc."""
     with contextlib.suppress(OSError):  # not on every kernel
         yield from map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
         return
@@ -193,7 +198,7 @@ def main() -> NoReturn:
     paths = sorted({function.path for function in functions if function.path})
     data, control = socket.socket(fileno=arguments.data), socket.socket(fileno=arguments.control)
     for connection in (data, control):
-        os.set_inheritable(connection.fileno(), False)  # not for programs that the user's code starts
+        os.set_inheritable(connection.fileno(), False)  # not inherited by programs that the user's code starts
     stack = tempfile.TemporaryFile()  # noqa: SIM115 (open until the process ends)
     adopt_orphans()
     read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""What comes of a call of a reward function: a value, or one of the ways to fail."""
+"""Outcomes of calls of reward functions: a value, or one of the ways to fail."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,22 +6,22 @@ from enum import StrEnum
 
 
 class Result(StrEnum):
-    """The kinds of outcomes."""
+    """Kinds of outcomes."""
 
     OK = "ok"
     NOT_APPLICABLE = "not_applicable"
-    """It returned None."""
+    """The function returned None."""
     TIMEOUT = "timeout"
     MEMORY = "memory"
-    """It raised MemoryError."""
+    """The function raised MemoryError."""
     ERROR = "error"
-    """It raised another exception."""
+    """The function raised another exception."""
     DIED = "died"
-    """Its process ended."""
+    """The process of the function ended."""
     INVALID = "invalid"
-    """It returned something else than a finite number, None, or named numbers."""
+    """The function returned something else than a finite number, None, or named finite numbers."""
     HTTP = "http"
-    """The server did not give a reward."""
+    """The server did not return a reward."""
 
 
 FAILURES = (Result.TIMEOUT, Result.MEMORY, Result.ERROR, Result.DIED, Result.INVALID, Result.HTTP)
@@ -29,20 +29,20 @@ FAILURES = (Result.TIMEOUT, Result.MEMORY, Result.ERROR, Result.DIED, Result.INV
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """What came of one call."""
+    """The outcome of one call."""
 
     result: Result
     value: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     """The parts whose sum is the value, if the function returns several."""
     detail: str = ""
-    """How it failed, as the end of a sentence."""
+    """How the call failed, as the end of a sentence; empty if it did not fail."""
     line: int = 0
-    """The line of the user's file; 0: unknown."""
+    """The line in the user's file; 0 if unknown."""
     seconds: float = 0.0
-    """How long the call took."""
+    """Duration of the call, in seconds."""
 
     @property
     def is_failure(self) -> bool:
-        """Whether the call gave no value, although it should have."""
+        """Whether the call failed; None as a returned value is no failure."""
         return self.result in FAILURES

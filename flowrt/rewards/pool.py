@@ -1,10 +1,10 @@
-"""Child processes that call reward functions: calls go in, outcomes come out, whatever the functions do.
+"""Child processes that call reward functions.
 
-- A call that exceeds its deadline, or in which the child dies, costs its own outcome; the child is replaced, and the
-  other calls that it had are made by another.
-- The processes, and all that they start, end with the pool and with its process.
+- A call that exceeds its deadline, or in which the child dies, affects its own outcome only. The child is replaced, and
+  its other calls are made by another child.
+- The child processes, and all processes that they start, end with the pool and with the process of the pool.
 
-`flowrt.rewards.guard` is the process of a child, `flowrt.rewards.child` has the messages.
+`flowrt.rewards.guard` is the process of a child; `flowrt.rewards.child` documents the messages.
 """
 
 import asyncio
@@ -35,15 +35,15 @@ from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, wa
 log = logging.getLogger(__name__)
 CALLS_PER_MESSAGE = 32
 MAX_CALLS = 10_000
-"""Calls after which a child is replaced."""
+"""Number of calls after which a child is replaced."""
 MAX_SPARES = 2
-"""Children that are kept ready once one has been lost: starting one takes as long as many calls."""
+"""Maximum number of spare children once one has been lost: starting a child takes as long as many calls."""
 MAX_STARTS = 3
-"""Times that a child may end without having begun a call, one after the other."""
+"""Number of consecutive children that may end outside of a call before the pool fails."""
 GRACE_S = 5.0
-"""How long a guard may take to end what its child has started."""
+"""Seconds that a guard may take to end the processes of its child."""
 PROGRESS_AFTER_S = 3.0
-"""Time after which a wait for loading is reported as progress."""
+"""Seconds after which a wait for loading is reported as progress."""
 RECV_BYTES = 1 << 16
 FIX = "correct it, and start or resume the run"
 LOADING = "while the file was loaded"
@@ -53,16 +53,16 @@ QUEUE = BoundedElsewhere("the next call, or the end of the pool")
 
 @dataclass(slots=True, eq=False)
 class RewardCall:
-    """A call of one function; ``outcome`` receives what comes of it."""
+    """A call of one function; ``outcome`` receives its outcome."""
 
     function: int
-    """Number of the function, of those of the pool."""
+    """Index of the function among those of the pool."""
     response: str
     row: bytes
-    """JSON of the columns, with the answer."""
+    """JSON of the row's columns, with the answer."""
     outcome: "asyncio.Future[RewardOutcome]"
     attempts: int = 0
-    """Times that the child has died in it."""
+    """Number of times that a child died during the call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,10 @@ class RewardProcess:
     calls: int = 0
 
     async def receive(self, deadline_s: float, what: str) -> list[list[Any]]:
-        """The next messages, one or more; none if the child has closed its connection. Raises WaitExpired."""
+        """The next messages, one or more; none if the child has closed its connection.
+
+        Raises WaitExpired after ``deadline_s`` seconds.
+        """
         while True:
             if messages := list(self.unpacker):
                 return messages
@@ -92,7 +95,10 @@ class RewardProcess:
             self.unpacker.feed(data)
 
     async def end(self, *, hung: bool = False) -> dict[str, Any]:
-        """End the child and all that it has started; returns how it ended, see `flowrt.rewards.guard`."""
+        """End the child and all processes that it has started.
+
+        Returns the report of `flowrt.rewards.guard`; empty without one. ``hung``: the child writes its stack first.
+        """
         loop = asyncio.get_running_loop()
         report = b""
         with contextlib.suppress(OSError, WaitExpired):
@@ -118,7 +124,7 @@ class RewardProcess:
 
 
 class RewardPool:
-    """Calls reward functions in child processes, on an event loop. Children start when there are calls."""
+    """Calls reward functions in child processes, on an event loop. Children are started when there are calls."""
 
     def __init__(
         self,
@@ -127,13 +133,13 @@ class RewardPool:
         output: int | None = None,
         task: TaskReward | None = None,
     ) -> None:
-        """No process is started yet.
+        """Set up the pool; no process is started yet.
 
         Args:
             functions: the functions, none of which is a request.
-            options: number of children, deadlines, limits.
-            output: file descriptor for the functions' output; None: that of this process.
-            task: for a function of kind "task".
+            options: number of children, deadlines and limits.
+            output: file descriptor for the output of the functions; None: that of this process.
+            task: the reward of a task, for a function of kind "task".
         """
         self._task = task
         self._functions = tuple(functions)
@@ -146,13 +152,21 @@ class RewardPool:
         self._processes: set[RewardProcess] = set()
         self._failure: FlowError | None = None
         self._endings: set[asyncio.Task[object]] = set()
-        """Children that are being ended."""
+        """Tasks that end children."""
         self._starts = 0
         self._has_lost = False
         self._is_closed = False
 
     def call(self, function: int, response: str, row: bytes) -> "asyncio.Future[RewardOutcome]":
-        """Make a call; its outcome follows. It raises ConfigError if the functions cannot be loaded any more."""
+        """Make a call; returns the future of its outcome.
+
+        The future raises ConfigError if the functions cannot be loaded any more, FlowError if the pool is closed.
+
+        Args:
+            function: index of the function in the pool.
+            response: text of the response.
+            row: JSON of the row's columns, with the answer.
+        """
         one = RewardCall(function, response, row, asyncio.get_running_loop().create_future())
         if self._failure is not None or self._is_closed:
             one.outcome.set_exception(self._failure or FlowError("the reward functions' processes are closed"))
@@ -166,13 +180,16 @@ class RewardPool:
         return one.outcome
 
     async def load(self, progress: Callable[[str], None] = log.info) -> None:
-        """Start a child, which loads the functions. Raises ConfigError if one cannot be loaded."""
+        """Start a child, and wait until it has loaded the functions; ``progress`` receives notes on long waits.
+
+        Raises ConfigError if a function cannot be loaded.
+        """
         self._spares.append(asyncio.create_task(self._start(progress)))
         deadline_s = self._options.load_timeout_s + 2 * GRACE_S
         await wait_until(asyncio.shield(self._spares[-1]), deadline_s, "a child", BLOCKED_ON)
 
     async def close(self) -> None:
-        """End the processes and all that they have started; calls that are being made raise FlowError."""
+        """End the child processes and all processes that they have started; open calls raise FlowError."""
         self._fail(FlowError("the reward functions' processes were closed during a call"))
         self._is_closed = True
         await cancel_and_wait([*self._workers, *self._spares], GRACE_S)
@@ -207,7 +224,7 @@ class RewardPool:
                     one.outcome.set_exception(self._failure or FlowError("the processes of reward functions failed"))
 
     def _take(self) -> list[RewardCall]:
-        """Calls for one message: few when little is left, so that no child has all of it."""
+        """Calls for one message; the fewer calls wait, the fewer, so that no child has all of them."""
         most = max(1, min(CALLS_PER_MESSAGE, len(self._waiting) // (2 * self._options.workers)))
         taken: list[RewardCall] = []
         while self._waiting and len(taken) < most:
@@ -217,7 +234,7 @@ class RewardPool:
         return taken
 
     def _on_end(self, worker: asyncio.Task[None]) -> None:
-        """A worker ends with the pool, or with an internal error, which fails the calls that wait."""
+        """Fail the pool if a worker has ended with an internal error."""
         if not worker.cancelled() and (error := worker.exception()) is not None:
             self._fail(FlowError(f"{type(error).__name__}: {error}"))
 
@@ -229,13 +246,13 @@ class RewardPool:
                 one.outcome.set_exception(error)
 
     async def _make(self, process: RewardProcess, calls: list[RewardCall]) -> bool:
-        """Send calls to a child and set their outcomes; False if the child is lost, or should be replaced."""
+        """Send calls to a child and set their outcomes; returns False if the child is lost or is being replaced."""
         left = dict(enumerate(calls))
         if not left:
             return True
         message = packed([[index, one.function, one.response, one.row] for index, one in left.items()])
         began, began_s, is_hung, has_begun = 0, monotonic(), False, False
-        with contextlib.suppress(OSError, WaitExpired):  # the child has ended: `receive` says so
+        with contextlib.suppress(OSError, WaitExpired):  # the child has ended, which `receive` reports
             sending = asyncio.get_running_loop().sock_sendall(process.data, message)
             await wait_until(sending, self._options.timeout_s + GRACE_S, "calls to be read", BLOCKED_ON)
         is_worn = False
@@ -264,7 +281,7 @@ class RewardPool:
         return not is_worn
 
     def _done(self, call: RewardCall, rest: list[Any], seconds: float) -> bool:
-        """Set the outcome that a child has sent; whether the child should be replaced."""
+        """Set the outcome that a child has sent; returns whether the child should be replaced."""
         result, value, parts, detail, line, worn = rest
         outcome = RewardOutcome(
             result=Result(result), value=value, parts=parts, detail=detail, line=line, seconds=seconds
@@ -274,7 +291,7 @@ class RewardPool:
         return bool(worn)
 
     async def _lost(self, process: RewardProcess, call: RewardCall | None, began_s: float, *, hung: bool) -> None:
-        """A child is hung or has ended: end it, and set the outcome of the call that it was in, or make it again."""
+        """End a child that is hung or has ended; make the call in progress again, or set its outcome."""
         ended = await self._end(process, hung=hung)
         seconds = monotonic() - began_s
         if call is None:
@@ -297,17 +314,17 @@ class RewardPool:
             self._has_calls.set()
 
     def _replace(self, process: RewardProcess) -> None:
-        """End a child that has no call; another follows."""
+        """End a child that has no call; the next call starts another child."""
         self._in_background(self._end(process))
 
     def _in_background(self, work: Coroutine[Any, Any, object]) -> None:
-        """Do something while the next child already makes calls."""
+        """Run ``work`` as a task while the next child makes calls."""
         task = asyncio.create_task(work)
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
     async def _next_process(self) -> RewardProcess:
-        """A child that has loaded the functions. Once one has been lost, others are kept ready for the next losses."""
+        """A child that has loaded the functions: a spare one, or a new one."""
         if not self._spares:
             return await self._start(log.info)
         spare = self._spares.popleft()
@@ -315,7 +332,7 @@ class RewardPool:
         return await wait_until(spare, self._options.load_timeout_s + 2 * GRACE_S, "a child", BLOCKED_ON)
 
     def _prepare(self) -> None:
-        """Have children ready in place of those that will be lost."""
+        """Start spare children, if a child has been lost before."""
         most = min(MAX_SPARES, self._options.workers) if self._has_lost and not self._is_closed else 0
         while len(self._spares) < most:
             spare = asyncio.create_task(self._start(log.info))
@@ -323,14 +340,14 @@ class RewardPool:
             self._spares.append(spare)
 
     async def _end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
-        """End a child, and have another one ready."""
+        """End a child, and start a spare one; returns the report of its guard."""
         self._processes.discard(process)
         self._has_lost = True
         self._prepare()
         return await process.end(hung=hung)
 
     async def _start(self, progress: Callable[[str], None]) -> RewardProcess:
-        """Start a child and wait until it has loaded the functions. Raises ConfigError if it cannot."""
+        """Start a child, and wait until it has loaded the functions. Raises ConfigError if one cannot be loaded."""
         options = self._options
         process = self._spawn()
         self._processes.add(process)
@@ -355,7 +372,7 @@ class RewardPool:
         return process
 
     def _spawn(self) -> RewardProcess:
-        """Start a guard, which starts a child."""
+        """Start a guard, which forks a child."""
         options = self._options
         data, of_child = socket.socketpair()
         control, of_guard = socket.socketpair()
@@ -399,13 +416,13 @@ class RewardPool:
 
 
 def _retrieve_error(task: asyncio.Task[RewardProcess]) -> None:
-    """Mark the error of a child that is not needed any more as retrieved: asyncio need not log it."""
+    """Mark the error of a spare child as retrieved, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 def _ended(ended: dict[str, Any]) -> str:
-    """How a child has ended, as the end of a sentence."""
+    """How a child has ended, as the end of a sentence, from the report of its guard."""
     code = ended.get("ended")
     if code is None:
         return "it closed the file descriptors of its process, or killed it"

@@ -3,11 +3,12 @@
 | function | sends | expects |
 |---|---|---|
 | http | ``{"prompt", "completion", "answer", "row"}`` | ``{"reward": x}``: a number, null, or named numbers |
-| judge | one message of the user, temperature 0 | text; the reward is the last match of ``reward.judge.pattern`` |
+| judge | one message with role user, temperature 0 | text; the reward is the last match of ``reward.judge.pattern`` |
 
-A request is repeated, ``reward.retries`` times, if the server answers 429 or 5xx or the connection fails, after a
-random part of a pause that doubles ("full jitter"). Answers are kept in a file by the SHA-256 of the request, so that a
-resumed run gives the same sample the same reward. The API key is in no file, message or log.
+A request is repeated, up to ``reward.retries`` times, if the server answers 429 or 5xx or the connection fails. The
+pause before it is random, below a bound that doubles each time ("full jitter"). Answers are stored in a file by the
+SHA-256 of the request, so that a resumed run gives the same sample the same reward. The API key is in no file, message
+or log.
 """
 
 import asyncio
@@ -40,24 +41,24 @@ SERVER_ERROR = 500
 CHAT = "/v1/chat/completions"
 PLACES = re.compile(r"\{(prompt|answer|response)\}")
 LOCK_S = 5.0
-"""How long another reward worker may hold the file of answers."""
+"""Seconds to wait for another reward worker that has locked the file of answers."""
 OTHERS = BoundedElsewhere("the deadlines of other requests")
 
 
 class _Passing(Exception):
-    """A failure that may pass."""
+    """A failure that may be transient."""
 
 
 class RemoteRewards:
-    """Makes requests for rewards, a limited number at a time."""
+    """Makes requests for rewards, at most ``reward.concurrency`` at a time."""
 
     def __init__(self, functions: Sequence[RewardFunction], options: RewardOptions, cache: Path | None) -> None:
-        """Raises ConfigError if the API key is not set.
+        """Set up; no connection is made yet. Raises ConfigError if the API key is not set.
 
         Args:
             functions: the functions, all of which are requests.
-            options: of the requests.
-            cache: file of answers; None: they are kept in memory.
+            options: options of the requests.
+            cache: file of answers; None: answers are kept in memory only.
         """
         check_key(options)
         self._options = options
@@ -68,10 +69,13 @@ class RemoteRewards:
         self._session: aiohttp.ClientSession | None = None
         self._answers = Answers(cache)
         self._asked: dict[str, asyncio.Task[RewardOutcome]] = {}
-        """Requests that have not been answered yet; equal ones are made once."""
+        """Requests in progress by their digest; equal requests are made once."""
 
     async def call(self, function: RewardFunction, response: str, row: bytes) -> RewardOutcome:
-        """The outcome of a request; ``row`` is JSON of the columns, with the answer."""
+        """The outcome of a request, or of an earlier one that was equal.
+
+        ``row`` is JSON of the row's columns, with the answer.
+        """
         columns = json.loads(row)
         body = self._judge_body(response, columns) if function.kind == "judge" else _http_body(response, columns)
         text = json.dumps(body, sort_keys=True)
@@ -85,7 +89,7 @@ class RemoteRewards:
         return await wait_until(asyncio.shield(self._asked[key]), OTHERS, "a reward", self._urls[function.name])
 
     async def close(self) -> None:
-        """Close the connections and the file."""
+        """Cancel open requests, and close the connections and the file."""
         for task in list(self._asked.values()):
             task.cancel()
         if self._session is not None:
@@ -123,7 +127,7 @@ class RemoteRewards:
         return outcome
 
     async def _post(self, url: str, text: str) -> object:
-        """The JSON of an answer. Raises _Passing for a failure that may pass, ValueError for another one."""
+        """The JSON of an answer. Raises _Passing for a transient failure, ValueError for any other."""
         self._session = self._session or aiohttp.ClientSession(
             headers={"Content-Type": "application/json"}
             | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
@@ -146,7 +150,7 @@ class RemoteRewards:
             raise ValueError(f"gave no JSON: {cut(data.decode(errors='replace'))!r}") from None
 
     def _read(self, function: RewardFunction, answer: object) -> tuple[object, str]:
-        """The reward in an answer, or what is wrong with it."""
+        """The reward in an answer, and what is wrong with the answer; empty if nothing is wrong."""
         if function.kind == "http":
             if not isinstance(answer, Mapping) or "reward" not in answer:
                 return None, f"gave no reward: {cut(json.dumps(answer))}"
@@ -174,10 +178,10 @@ class RemoteRewards:
 
 
 class Answers:
-    """Answers by the digest of their requests, in a file that several reward workers share."""
+    """Answers by the digest of their request, in a file that several reward workers share."""
 
     def __init__(self, path: Path | None) -> None:
-        """A file that cannot be used costs a warning, and answers are kept in memory."""
+        """Open the file; None, or a file that cannot be used, which is logged: answers are kept in memory."""
         self._open(":memory:" if path is None else str(path))
 
     def _open(self, path: str) -> None:
@@ -194,7 +198,7 @@ class Answers:
         self._open(":memory:")
 
     def get(self, key: str) -> Mapping[str, object] | None:
-        """A known answer."""
+        """The stored answer of a request; None if there is none that can be read."""
         try:
             row = self._db.execute("SELECT answer FROM answers WHERE request = ?", (key,)).fetchone()
             found = json.loads(row[0]) if row else None
@@ -203,7 +207,7 @@ class Answers:
             return None
 
     def put(self, key: str, answer: Mapping[str, object]) -> None:
-        """Keep an answer."""
+        """Store an answer; if the file fails, answers are kept in memory from then on."""
         try:
             self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(answer)))
         except sqlite3.Error as error:
@@ -214,7 +218,7 @@ class Answers:
 
 
 def check_remote(options: RewardOptions) -> None:
-    """Raises ConfigError for options of a judge that cannot be used."""
+    """Raise ConfigError if the options of function ``judge`` cannot be used."""
     judge = options.judge
     if not any(one.kind == "judge" for one in parse_functions(options.functions)):
         return
@@ -232,7 +236,7 @@ def check_remote(options: RewardOptions) -> None:
 
 
 def check_key(options: RewardOptions) -> None:
-    """Raises ConfigError if the API key is named and not set."""
+    """Raise ConfigError if ``reward.key_variable`` names an environment variable that is not set."""
     if options.key_variable and not os.environ.get(options.key_variable):
         raise ConfigError(f"reward.key_variable is {options.key_variable!r}, which is not set; export it")
 
@@ -254,7 +258,7 @@ def _http_body(response: str, columns: Mapping[str, object]) -> dict[str, object
 
 
 def _conversation(prompt: object) -> str:
-    """A prompt as text: of messages, one after the other with their roles."""
+    """A prompt as text; messages follow one another, each with its role."""
     if isinstance(prompt, list):
         return "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, Mapping))
     return as_text(prompt)

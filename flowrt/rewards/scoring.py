@@ -1,7 +1,7 @@
-"""One reward from several functions: weights, calls that fail, and what a run reports of them.
+"""One reward from several functions: weights, failed calls, and the numbers that a run reports of them.
 
 The reward of a sample is the weighted sum of its functions' values. A function that returns None does not apply to the
-row, and the weights of the others are scaled up so that their sum stays the same. A call that failed counts as 0.
+row; the weights of the others are then scaled up so that their sum stays the same. A failed call counts as 0.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from flowrt.rewards.user_file import as_text
 from flowrt.runtime.waits import BoundedElsewhere, wait_all
 
 REWARD = "reward"
-"""Column of the reward; ``reward/NAME`` is that of a function, ``reward/NAME/PART`` that of its part."""
+"""Column of the reward; ``reward/NAME`` is the column of a function, ``reward/NAME/PART`` that of a part."""
 APPLIES = "applies"
-"""``applies/NAME``: 1 where a function applies, one of several."""
+"""``applies/NAME`` is a column: 1 where the function applies, else 0; only with several functions."""
 FAILED = "reward_failures"
-"""``reward_failures/RESULT``: 1 where a call ended so."""
+"""``reward_failures/RESULT`` is a column: 1 where a call ended with this result, else 0."""
 CALLS = BoundedElsewhere("the deadlines of reward functions")
 WINDOW = 200
-"""Calls over which the share of failures is measured."""
+"""Number of calls over which the share of failures is measured."""
 MAX_TEXT = 60
-"""Maximum length of a response or an answer in an error message."""
+"""Maximum number of characters of a response or an answer in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,17 @@ class SampleReward:
 
     reward: float
     numbers: Mapping[str, float]
-    """The further columns, see `reward_columns`."""
+    """Values of the columns of `reward_columns`, by name."""
     failure: str
-    """Which function failed, and how; empty if none did."""
+    """Which function failed first, and how; empty if none failed."""
     reason: str
-    """The result of the call that failed; empty if none did."""
+    """The result of a failed call; empty if none failed."""
     seconds: float = 0.0
-    """How long the calls took, one after the other."""
+    """Sum of the durations of the calls, in seconds."""
 
 
 def reward_columns(options: RewardOptions) -> tuple[str, ...]:
-    """The columns that scoring makes in addition to the reward."""
+    """Names of the columns that scoring makes in addition to the reward; empty without functions."""
     functions = parse_functions(options.functions)
     if not functions:
         return ()
@@ -64,7 +64,10 @@ def reward_columns(options: RewardOptions) -> tuple[str, ...]:
 
 
 def combined(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutcome]) -> float:
-    """The weighted sum of the values of the functions that apply; 0 if none does."""
+    """The weighted sum of the values of the functions that apply; 0 if none applies.
+
+    Their weights are scaled up so that they sum to those of all functions.
+    """
     pairs = list(zip(functions, outcomes, strict=True))
     applying = [(one, outcome) for one, outcome in pairs if outcome.result is not Result.NOT_APPLICABLE]
     weight = sum(one.weight for one, _ in applying)
@@ -86,14 +89,14 @@ class RewardScorer:
         output: int | None = None,
         task: TaskReward | None = None,
     ) -> None:
-        """No process is started yet.
+        """Parse the functions; no process is started yet. Raises ConfigError if they are malformed or a key is missing.
 
         Args:
             options: the functions and how they are called.
-            is_deterministic: a timeout, which depends on the clock, ends the run.
-            cache: file of judges' answers; None: they are not kept.
-            output: file descriptor for the functions' output; None: that of this process.
-            task: for a function of kind "task".
+            is_deterministic: whether a timeout, which depends on the clock, ends the run.
+            cache: file of answers to requests; None: they are kept in memory only.
+            output: file descriptor for the output of the functions; None: that of this process.
+            task: the reward of a task, for a function of kind "task".
         """
         self.functions = parse_functions(options.functions)
         self._options = options
@@ -105,15 +108,18 @@ class RewardScorer:
         remote = [one for one in self.functions if one.is_remote]
         self._remote = RemoteRewards(remote, options, cache) if remote else None
         self._window: deque[str] = deque(maxlen=WINDOW)
-        """Of each of the last calls, how it failed."""
+        """For each of the last calls, how it failed; empty if it did not fail."""
 
     @property
     def pool(self) -> RewardPool | None:
-        """The child processes, if a function needs them."""
+        """The child processes; None if no function needs them."""
         return self._pool
 
     async def outcomes(self, response: str, row: bytes) -> list[RewardOutcome]:
-        """What comes of each function for a response; ``row`` is JSON of the columns, with the answer."""
+        """The outcomes of all functions for a response, in the order of ``functions``.
+
+        ``row`` is JSON of the row's columns, with the answer. Raises FlowError if the pool has failed or is closed.
+        """
         calls: list[asyncio.Future[RewardOutcome]] = []
         for one in self.functions:
             if self._pool is not None and one.name in self._numbers:
@@ -131,7 +137,10 @@ class RewardScorer:
         return [call.result() for call in calls]
 
     async def score(self, response: str, row: bytes) -> SampleReward:
-        """The reward of a response. Raises ConfigError if a failure, or the share of failures, ends the run."""
+        """The reward of a response; ``row`` as for `outcomes`.
+
+        Raises ConfigError if a failure, or the share of failures, ends the run.
+        """
         outcomes = await self.outcomes(response, row)
         failures = self.failures(outcomes, response, row, self.functions)
         self._count(outcomes, failures)
@@ -144,7 +153,7 @@ class RewardScorer:
         return SampleReward(combined(self.functions, outcomes), numbers, failure, "".join(reasons[:1]), seconds)
 
     async def close(self) -> None:
-        """End the processes and the connections."""
+        """End the child processes and close the connections."""
         if self._pool is not None:
             await self._pool.close()
         if self._remote is not None:
@@ -156,7 +165,7 @@ class RewardScorer:
     def failures(
         self, outcomes: Sequence[RewardOutcome], response: str, row: bytes, functions: Sequence[RewardFunction]
     ) -> list[str]:
-        """Which of these functions failed, and how: a sentence each."""
+        """A sentence for each of these functions that failed, and one if none of them applies."""
         found = []
         for function, outcome in zip(functions, outcomes, strict=True):
             wrong = self._wrong_parts(function, outcome)
@@ -168,14 +177,14 @@ class RewardScorer:
         return found
 
     def _wrong_parts(self, function: RewardFunction, outcome: RewardOutcome) -> str:
-        """How the parts of a function differ from those that it had when the run started."""
+        """How the parts of an outcome differ from those found at the start of the run; empty if they do not."""
         known = {one.partition("/")[2] for one in self._options.parts if one.partition("/")[0] == function.name}
         if outcome.result is not Result.OK or not known or known == outcome.parts.keys():
             return ""
         return f"it returned the parts {', '.join(outcome.parts) or 'none'}, not {', '.join(sorted(known))}"
 
     def _count(self, outcomes: Sequence[RewardOutcome], failures: Sequence[str]) -> None:
-        """Raises ConfigError if too many calls have failed."""
+        """Count calls and failures; raises ConfigError if their share exceeds ``reward.max_failures``."""
         self._window.extend([*failures, *[""] * (len(outcomes) - len(failures))])
         failed = sum(map(bool, self._window))
         if len(self._window) == WINDOW and failed > self._options.max_failures * WINDOW:
@@ -204,7 +213,7 @@ class RewardScorer:
 
 
 def on(response: str, row: bytes) -> str:
-    """The response and the answer of a call, as the end of a sentence."""
+    """The response and the reference answer of a call, shortened, as the end of a sentence."""
     answer = as_text(json.loads(row).get("answer"))
     return f"on the response {_cut(response)} to the answer {_cut(answer)}"
 

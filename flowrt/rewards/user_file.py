@@ -1,9 +1,10 @@
-"""A user's file, and a reward or filter function in it: how it is loaded and called, and its line.
+"""A user's file, and a reward or filter function in it: how it is loaded and called, and its line in messages.
 
-- A parameter called response or completion receives the response, one called answer the answer, any other the column of
-  its name (prompt is one).
-- Of the first two parameters, those with other names receive the response and the answer, in this order.
-- ``**names`` receives everything that no parameter has.
+- A parameter called response or completion receives the response, one called answer the reference answer, and any other
+  the column of its name, such as prompt.
+- If one of the first two parameters has another name, which is no column, it receives the response; if that is received
+  by name, or by the first of the two, it receives the answer.
+- ``**names`` receives each column, and the response and the answer, that no parameter receives.
 """
 
 import asyncio
@@ -24,14 +25,14 @@ ANSWER = "answer"
 
 
 class MissingColumn(Exception):
-    """A parameter without a default is no column of the row; the text is the parameter's name."""
+    """A parameter without a default is not a column of the row; the text is the parameter's name."""
 
 
 class Arguments:
-    """The parameters of one function."""
+    """Binds the parameters of one function."""
 
     def __init__(self, function: Callable[..., object]) -> None:
-        """Raises TypeError if the function takes no argument."""
+        """Inspect the function. Raises TypeError if it takes no argument."""
         try:
             self._parameters = list(inspect.signature(function).parameters.values())
         except ValueError:  # a function written in C without a signature
@@ -46,7 +47,7 @@ class Arguments:
     def of(
         self, response: str, answer: object, columns: Mapping[str, object]
     ) -> tuple[list[object], dict[str, object]]:
-        """The positional and the named arguments of a call. Raises MissingColumn."""
+        """The positional and the keyword arguments of a call. Raises MissingColumn."""
         known = {**columns, ANSWER: answer, **dict.fromkeys(RESPONSE, response)}
         both: list[tuple[str, object]] = [(RESPONSE[0], response), (ANSWER, answer)]
         unnamed = [both[index] for index in self._unnamed]
@@ -69,7 +70,7 @@ class Arguments:
                 continue
             else:
                 raise MissingColumn(one.name)
-            # After a parameter that keeps its default, the others are named.
+            # Parameters after one that keeps its default are passed by name.
             if one.kind is Parameter.POSITIONAL_ONLY or (
                 one.kind is Parameter.POSITIONAL_OR_KEYWORD and len(positional) == index
             ):
@@ -85,15 +86,15 @@ class Arguments:
 MODULE = "flowrt_own_reward"
 CALLED_AS = "reward(response, answer)"
 FILTER = "filter"
-"""The kind of a filter function."""
+"""Kind of a filter function."""
 REWARDS, OFFERED = "rewards", ("prompt", "epoch", "lengths", "version")
-"""What a filter function is given: the rewards of a group, and by name what it takes of these."""
+"""Columns of a filter function: the rewards of a group, which it always takes, and those that it can take by name."""
 MAX_ERROR = 160
-"""Maximum length of a user's error message in a report."""
+"""Maximum number of characters of a user's error message in a report."""
 
 
 class Unusable(Exception):
-    """A mistake in the user's function or its result, with the line."""
+    """A mistake in the user's function or in its result; ``line`` is that of the file, 0 if unknown."""
 
     def __init__(self, what: str, line: int = 0) -> None:
         super().__init__(what)
@@ -108,11 +109,11 @@ class _Uncached(importlib.machinery.SourceFileLoader):
 
 
 def load(argument: str, index: int) -> Callable[..., object]:
-    """Load a function. Raises Unusable if there is none, and whatever the file raises.
+    """Load a function. Raises Unusable if the file has no such function, and any exception that the file raises.
 
     Args:
         argument: FILE.py:FUNCTION.
-        index: a number that makes the module's name unique.
+        index: a number that makes the name of the module unique.
     """
     path, _, function = argument.rpartition(":")
     found: object = getattr(load_module(path, f"{MODULE}_{index}"), function, None)
@@ -122,11 +123,11 @@ def load(argument: str, index: int) -> Callable[..., object]:
 
 
 def load_module(path: str, name: str) -> ModuleType:
-    """Run a user's file as the module of this name. Raises whatever the file raises."""
+    """Execute a user's file as the module of this name. Raises any exception that the file raises."""
     loader = _Uncached(name, path)
     module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=path))
     module.__file__ = path
-    sys.modules[name] = module  # as for every module: dataclasses look it up
+    sys.modules[name] = module  # dataclasses look up their module there
     loader.exec_module(module)
     return module
 
@@ -135,7 +136,7 @@ class UserReward:
     """A loaded reward function."""
 
     def __init__(self, argument: str, index: int) -> None:
-        """Load it, see `load`. Raises Unusable if it cannot be called."""
+        """Load the function, see `load`. Raises Unusable if its parameters cannot be bound."""
         self._path, _, function = argument.rpartition(":")
         found = load(argument, index)
         self._function: Callable[..., object] = found
@@ -147,7 +148,7 @@ class UserReward:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:
-        """Call it. Raises whatever the function raises, and Unusable for a parameter that is no column."""
+        """Call the function. Raises any exception of it, and Unusable for a parameter that is not a column."""
         try:
             positional, named = self._arguments.of(response, answer, columns)
         except MissingColumn as missing:
@@ -162,7 +163,7 @@ class UserReward:
         return outcome_of(value, self._line)
 
     def line_of(self, error: BaseException) -> int:
-        """The innermost line of the file in an error's traceback."""
+        """The innermost line of the file in the traceback of an error; 0 if unknown."""
         return line_of(error, self._path)
 
 
@@ -170,7 +171,10 @@ class UserFilter:
     """A loaded filter function."""
 
     def __init__(self, argument: str, index: int) -> None:
-        """Load it, see `load`. Raises Unusable if it takes something else than rewards and `OFFERED` names."""
+        """Load the function, see `load`.
+
+        Raises Unusable if it is async, or needs other arguments than the rewards and names of `OFFERED`.
+        """
         function = argument.rpartition(":")[2]
         found = load(argument, index)
         self._function = found
@@ -198,7 +202,10 @@ class UserFilter:
             ) from None
 
     def __call__(self, response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG002
-        """Call it with a group: the columns are the rewards and `OFFERED`. Raises whatever the function raises."""
+        """Call the function with a group: ``columns`` has the rewards and `OFFERED`.
+
+        The value is 1 for True and 0 for False. Raises any exception of the function.
+        """
         result = self._function(columns[REWARDS], **{name: columns[name] for name in self._taken})
         if type(result).__name__ not in ("bool", "bool_"):  # of Python, of NumPy
             what = f"it returned {cut(repr(result))} ({type(result).__name__}), not True or False"
@@ -207,7 +214,10 @@ class UserFilter:
 
 
 def outcome_of(value: object, line: int) -> RewardOutcome:
-    """The outcome of a returned value."""
+    """The outcome of a call that returned ``value``: a finite number up to 3e38, named numbers, or None.
+
+    ``line`` is reported with a value of any other kind.
+    """
     if value is None:
         return RewardOutcome(Result.NOT_APPLICABLE)
     parts = value if isinstance(value, Mapping) else {"": value}
@@ -242,7 +252,7 @@ def described(error: BaseException) -> str:
 
 
 def line_of(error: BaseException, path: str) -> int:
-    """The innermost line of this file in the error's traceback."""
+    """The innermost line of this file in the traceback of an error; 0 if unknown."""
     if isinstance(error, Unusable):
         return error.line
     if isinstance(error, SyntaxError) and error.filename == path:
@@ -257,7 +267,7 @@ def line_of(error: BaseException, path: str) -> int:
 
 
 def cut(text: str) -> str:
-    """Text on one line, and of bounded length."""
+    """The text on one line, cut at `MAX_ERROR` characters."""
     text = " ".join(text[: 4 * MAX_ERROR].split())
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"
 

@@ -1,7 +1,8 @@
 """Worker roles: source, rollout, reward, reference and trainer.
 
-- A role is a coroutine of a `Session` and a `RunConfig`; `main` adds the process, its signals and its exit code.
-- Roles never talk to each other: all metadata goes through the session, tensors through its lanes.
+- A role is a coroutine function of a `Session` and a `RunConfig`; `main` adds the process, its signals and its exit
+  code.
+- Roles do not communicate directly: all metadata goes through the session, tensors through its lanes.
 - Workers are offline: models, tokenizers and data are read from directories of the run. Hugging Face libraries read
   HF_HUB_OFFLINE once, at import, so this package sets it first.
 """

@@ -1,7 +1,7 @@
-"""The objective that a configuration describes, as a value that the training engines take.
+"""The objective of a configuration, as an object that the training engines take.
 
-A class of the user's (FILE.py:NAME) is loaded in each trainer rank. Before a run starts, a process of its own loads it
-too and says what it needs (`flowrt.runtime.file_process`): the controller does not import torch.
+A user's class (FILE.py:NAME) is loaded in each trainer rank. Before a run starts, a separate process loads it too and
+reports what it needs (`flowrt.runtime.file_process`), because the controller does not import torch.
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ METHODS = ("credit", "measure", "terms")
 
 
 def algorithm(config: RunConfig) -> Algorithm:
-    """The objective of a run. Raises ConfigError if a class of the user's cannot be loaded or is no `Algorithm`."""
+    """The objective of a run. Raises ConfigError if a user's class cannot be loaded or is not an `Algorithm`."""
     table = config.algorithm
     if is_own(table.name):
         return own_algorithm(table.name)
@@ -109,18 +109,18 @@ def _policy_loss(loss: LossConfig) -> PolicyLoss:
     return makers[loss.policy]()
 
 
-# ---- a class of the user's
+# ---- user's classes
 
 
 def own_algorithm(name: str) -> Algorithm:
-    """Load ``FILE.py:NAME`` and make the object. Raises ConfigError if that fails, or if it is no `Algorithm`."""
+    """Load ``FILE.py:NAME`` and create an instance. Raises ConfigError if that fails or it is not an `Algorithm`."""
     path, _, attribute = name.rpartition(":")
     try:
         spec = importlib.util.spec_from_file_location("flowrt_own_algorithm", path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is no Python file")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
+        sys.modules[spec.name] = module  # dataclasses look up their module there
         spec.loader.exec_module(module)
         objective: Algorithm = getattr(module, attribute)()
     except Exception as error:
@@ -130,7 +130,7 @@ def own_algorithm(name: str) -> Algorithm:
 
 
 def _check_own(name: str, objective: Algorithm) -> None:
-    """Call every method once on two samples of a group, so that mistakes are found before the run starts."""
+    """Call the methods on two samples of a group, so that mistakes are found before the run starts."""
     if missing := [one for one in (*METHODS, "needs", "plan") if not hasattr(objective, one)]:
         raise ConfigError(f"algorithm {name} has no {missing[0]}; see flowrt.algorithms.algorithm.Algorithm")
     try:
@@ -164,7 +164,7 @@ def _check_own(name: str, objective: Algorithm) -> None:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Answer with the needs of ``FILE.py:NAME``, or why it cannot be used."""
+    """Report what ``FILE.py:NAME`` needs, or why it cannot be used, to the process that started this one."""
     torch.set_num_threads(1)
     described: dict[str, object]
     try:

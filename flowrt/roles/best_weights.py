@@ -1,10 +1,11 @@
 """The best weights of a run by a result of evaluations (``checkpoint.best``), in "best" in the run directory.
 
-- The trainer keeps the snapshot of each version that is evaluated until its results are known, and writes that one: its
-  present weights are of a later version.
-- A directory gets its name when it is complete, and its checksum is that of the version; then best.json lists it, and
-  what is not listed any more is deleted. Whatever is killed in between, best.json lists complete directories.
-- A run that is resumed goes back to a checkpoint. So the best versions up to the newest checkpoint are kept, too.
+- The trainer keeps a snapshot of each version that is evaluated until its results are known, and writes this snapshot,
+  because the weights in the engine are of a later version by then.
+- A directory gets its name when it is complete and its checksum is that of the version. Then best.json lists it, and
+  directories that are not listed any more are deleted. If a process is killed at any point, best.json still lists
+  complete directories only.
+- A resumed run goes back to a checkpoint. So the best versions up to the newest checkpoint are kept, too.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from flowrt.transport.weights.snapshot import Snapshot
 log = logging.getLogger("flowrt")
 WEIGHTS = "model.safetensors"
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
-"""Of the initial model: everything else is copied."""
+"""Files of the initial model that are not copied, because they contain weights."""
 LIST = "best.json"
 
 
@@ -43,11 +44,11 @@ class Listed:
     version: int
     value: float
     checksum: int
-    """CRC-32 of the version, as it was published."""
+    """CRC-32 of the version as it was published."""
 
 
 def read_list(run_dir: Path) -> list[Listed]:
-    """The versions that best.json lists and whose directories are there, best first."""
+    """The versions in best.json whose directories exist, best first; empty if it cannot be read."""
     try:
         found = [Listed(**one) for one in json.loads((run_dir / "best" / LIST).read_text())]
     except (OSError, ValueError, TypeError):
@@ -56,7 +57,10 @@ def read_list(run_dir: Path) -> list[Listed]:
 
 
 def to_keep(listed: list[Listed], keep: int, saved_step: int) -> list[Listed]:
-    """The best versions, and the best of those that a run resumed after ``saved_step`` goes on from; best first."""
+    """The ``keep`` best versions, and the ``keep`` best of those up to ``saved_step``; best first.
+
+    The latter are those that a run resumed from its checkpoint of ``saved_step`` has.
+    """
     order = sorted(listed, key=lambda one: (-one.value, one.version))
     resumable = [one for one in order if one.version <= saved_step]
     kept = {one.version for one in (*order[:keep], *resumable[:keep])}
@@ -67,11 +71,11 @@ class BestDirectory:
     """The directory "best" of a run."""
 
     def __init__(self, config: RunConfig, layout: Mapping[str, torch.Tensor], first_step: int) -> None:
-        """Delete what a killed trainer left, and versions after ``first_step``, from which the run goes on.
+        """Delete what a killed trainer left, and versions after ``first_step``, from which the run continues.
 
-        ``layout`` has the published weights in their order, of which shapes and dtypes are read.
+        ``layout`` has the published weights in their order; only shapes and dtypes are read.
 
-        Raises EngineError if they are not the parameters of the run's model.
+        Raises EngineError if their shapes are not those of the parameters of the run's model.
         """
         self._config = config
         self._run_dir = Path(config.run_dir)
@@ -91,13 +95,13 @@ class BestDirectory:
         return read_list(self._run_dir)
 
     def prune(self) -> None:
-        """Delete versions that are kept only for a resume, and need not be any more."""
+        """Delete versions that were kept only for a resume and are not needed any more."""
         self._set_list(self.listed())
 
     def write(self, snapshot: Snapshot, value: float) -> None:
-        """Write a version with this result, and delete those that are not among the best any more.
+        """Write a version with this result, and delete versions that are not among the best any more.
 
-        Raises EngineError if writing fails, or the files have another checksum than the version.
+        Raises EngineError if writing fails, or the checksum of the files is not that of the version.
         """
         path = best_dir(self._run_dir, snapshot.version)
         partial, checksum = partial_path(path), snapshot.checksum()
@@ -114,7 +118,7 @@ class BestDirectory:
             new = Listed(snapshot.version, value, checksum)
             atomic_write(partial / "version.json", json.dumps(asdict(new)) + "\n")
             fsync_tree(partial)
-            if path.exists():  # of an earlier attempt, and not listed
+            if path.exists():  # left by an earlier attempt, and not listed
                 delete_directory(path)
             partial.rename(path)
             fsync(path.parent)
@@ -134,7 +138,7 @@ class BestDirectory:
 
 
 class BestWeights:
-    """Keeps and writes the best weights of a run. The leader of the trainer's ranks has one."""
+    """Keeps and writes the best weights of a run, on the leader of the trainer's ranks."""
 
     def __init__(self, session: Session, config: RunConfig, directory: BestDirectory) -> None:
         self._session = session
@@ -145,22 +149,25 @@ class BestWeights:
         self._newest: Snapshot | None = None
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keep a version that was published, until its results are known if it is evaluated, else until the next one.
+        """Keep a published version: until its results are known if it is evaluated, else until the next version.
 
-        The session keeps the newest version too, so that it takes no memory of its own.
+        The session keeps the newest version too, so that this takes no additional memory.
         """
         interval, version = self._config.eval.interval, snapshot.version
-        self._newest = snapshot  # training may end here, and the last version be evaluated
+        self._newest = snapshot  # if training ends here, this version is the last, which is evaluated
         if not (version == 0 or (interval and version % interval == 0)):
             return
         self._snapshots[version] = snapshot
-        # The oldest ones are being evaluated; of the others only the newest can be.
+        # The oldest versions are being evaluated; of the others, only the newest can still be evaluated.
         running = 1 + (MAX_WAITING if self._config.eval.overlap == "wait" else 0)
         for one in sorted(self._snapshots)[running:-1]:
             del self._snapshots[one]
 
     async def run(self) -> None:
-        """Write the best weights as results come, until no evaluation follows. Raises EngineError if writing fails."""
+        """Write the best weights as results arrive, until no evaluation follows.
+
+        Raises EngineError if writing fails.
+        """
         while True:
             for one in await self._session.unless_ended(self._session.evaluations.take_next()):
                 if not one.name:

@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer: written to a temporary directory, synced, renamed; older ones are deleted last."""
+"""Checkpoints of the trainer: written to a temporary directory, synced, renamed; old ones are deleted last."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger("flowrt")
 
 
 class Checkpoints:
-    """Saves and loads the state of a training engine. Every rank has an instance; all methods are collective."""
+    """Saves and loads the state of a training engine. All methods are collective: every rank calls them."""
 
     def __init__(self, session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives) -> None:
         self._session = session
@@ -34,11 +34,11 @@ class Checkpoints:
         self._config = config
         self._engine = engine
         self._run_dir = Path(config.run_dir)
-        self._saved_step = session.welcome.position.step  # of the newest checkpoint
+        self._saved_step = session.welcome.position.step  # step of the newest checkpoint
         self._is_leader = not dist.is_initialized() or dist.get_rank() == 0
 
     async def load(self) -> int:
-        """Load the checkpoint that the controller resumes from, if any.
+        """Load the checkpoint from which the controller resumes, if there is one.
 
         Returns the number of completed steps (0 without a checkpoint). Raises EngineError if it cannot be loaded.
         """
@@ -53,7 +53,7 @@ class Checkpoints:
         return step
 
     async def save_if_due(self, step: int) -> None:
-        """Save if a checkpoint is due after ``step`` completed steps."""
+        """Save if a checkpoint is due after ``step`` completed steps. Raises EngineError if writing fails."""
         if self._config.checkpoint.every and step % self._config.checkpoint.every == 0:
             await self.save(step)
 
@@ -107,7 +107,7 @@ class Checkpoints:
 
 @contextmanager
 def disk_errors(what: str, fix: str) -> Iterator[None]:
-    """Convert write errors to EngineError: ``what`` cannot be written, the reason, the ``fix``."""
+    """Convert write errors of the block to EngineError: ``what`` cannot be written, the reason, and the ``fix``."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:

@@ -48,7 +48,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
 
 
 def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
-    """The rollout engine of a worker; an `ExternalEngine` has to be started before use.
+    """The rollout engine of a worker; an `ExternalEngine` must be started before use.
 
     Raises ConfigError if the engine does not support the configuration: the controller may have been started without
     this check.
@@ -68,7 +68,7 @@ def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
 
 
 def with_decay_steps(config: RunConfig) -> TrainOptions:
-    """The trainer's options; without ``decay_steps`` the learning rate decays over all steps after the warm-up."""
+    """The trainer's options; if ``decay_steps`` is 0, the learning rate decays over all steps after the warm-up."""
     options: TrainOptions = config.trainer
     if options.decay_steps:
         return options

@@ -1,9 +1,9 @@
-"""Evaluation during a run: each evaluation has answers of one version of the weights; training goes on meanwhile.
+"""Evaluation during a run: each evaluation has answers of one version of the weights; training continues meanwhile.
 
 - The source offers the prompts of an evaluation before its version is published, so that the controller pins a worker
   to that version in time, and the trainer keeps it.
-- Each version is evaluated with the same random numbers, so that versions differ by less noise.
-- Results go to the controller, which records them with the version; a resumed run repeats only what is missing.
+- Each version is evaluated with the same random numbers, which reduces the noise in differences between versions.
+- Results go to the controller, which records them with the version; a resumed run evaluates only what is missing.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, cancel_and_wait, 
 
 log = logging.getLogger("flowrt")
 LATEST = -1
-"""As a version: the one after the last closed step."""
+"""Placeholder for the version after the last closed step."""
 PULL_SLOTS = 4096
 MAX_WAITING = 2
-"""Evaluations that wait for another one, with ``eval.overlap`` wait: the trainer keeps the version of each."""
+"""Number of evaluations that may wait for a running one (``eval.overlap`` wait); the trainer keeps their versions."""
 SESSION = BoundedElsewhere("the end of the session")
 CANCEL_S = 30.0
 Columns = dict[str, torch.Tensor]
@@ -39,18 +39,18 @@ Columns = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """A data set of evaluations."""
+    """A data set of evaluations; ``columns`` has one tensor a prompt."""
 
     name: str
     prompts: tuple[int, ...]
-    """Numbers of the prompts, which seeds of answers depend on: by the name of the data set and the row."""
+    """Numbers of the prompts, by data set and row; the seeds of the answers depend on them."""
     columns: dict[str, list[torch.Tensor]]
 
     @classmethod
     def of(
         cls, name: str, problems: Sequence[Example], columns: Callable[[Example], Columns | None]
     ) -> "EvalSet | None":
-        """The prompts for which there are columns; None if there is none."""
+        """The prompts for which ``columns`` returns columns; None if there is no such prompt."""
         first = first_number(name)
         rows = [(first + row, found) for row, one in enumerate(problems) if (found := columns(one)) is not None]
         if not rows:
@@ -61,7 +61,7 @@ class EvalSet:
 
 @dataclass(slots=True)
 class _Answers:
-    """The answers to an offer: rewards by group, and what is counted over all of them."""
+    """The answers to an offer: rewards by group, and counts over all answers."""
 
     members: int
     rewards: dict[int, list[float]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class _Answers:
 
 
 class _Collector:
-    """Pulls scored answers while an evaluation is open, and gives each to its evaluation."""
+    """Pulls scored answers while an evaluation is open, and adds each to its evaluation."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -99,7 +99,7 @@ class _Collector:
         self._pulling: asyncio.Task[None] | None = None
 
     def open(self, groups: range, answers: _Answers) -> None:
-        """Collect the answers of these groups."""
+        """Collect the answers to these groups in ``answers``."""
         answers.open(groups)
         self._of_group.update(dict.fromkeys(groups, answers))
         for group in groups:
@@ -107,7 +107,10 @@ class _Collector:
                 answers.add(batch, row)
 
     async def collect(self, answers: _Answers, version: int) -> bool:
-        """Wait for all answers; False if no worker has their version any more. Raises the error of a pull."""
+        """Wait for all answers; returns False if no worker has their version any more.
+
+        Raises the error of a pull.
+        """
         complete = asyncio.create_task(self._session.unless_ended(answers.wait_complete()))
         lost = asyncio.create_task(self._session.unless_ended(self._session.evaluations.wait_lost(version)))
         try:
@@ -127,7 +130,7 @@ class _Collector:
             await cancel_and_wait([complete, lost, *self._idle()], CANCEL_S)
 
     def _idle(self) -> list[asyncio.Task[None]]:
-        """The pull, if it is for no evaluation any more."""
+        """The pull in progress, if no evaluation needs it any more."""
         if self._of_group or self._pulling is None:
             return []
         idle, self._pulling = self._pulling, None
@@ -138,7 +141,7 @@ class _Collector:
         for row, group in enumerate(batch.groups):
             if (answers := self._of_group.get(group)) is not None:
                 answers.add(batch, row)
-            else:  # of an offer whose acceptance is still on its way, or of a source that this one replaces
+            else:  # the acceptance of the offer has not arrived, or an earlier source made it
                 self._early.setdefault(group, []).append((batch, row))
         await self._session.commit("evaluate", batch.slots, batch.leases)
 
@@ -164,7 +167,10 @@ class Evaluations:
         return f"avg@{self._config.eval.samples}"
 
     async def at_start(self) -> None:
-        """Evaluate the initial weights, unless that is done, or training has begun."""
+        """Evaluate the initial weights, unless their results are known or training has begun.
+
+        Known results of the version that the run continues from are reported again.
+        """
         for (name, version), numbers in self._known.items():
             if version == self._first_step:  # the trainer may have been killed before it wrote these weights
                 self._session.evaluated(name, version, numbers)
@@ -180,7 +186,7 @@ class Evaluations:
         self._session.evaluated("", 0, {})
 
     def due(self) -> Iterator[int]:
-        """The versions to be evaluated while the run trains, from where it continues on."""
+        """The versions to be evaluated during training, ascending, from where the run continues."""
         interval, last = self._config.eval.interval, self._config.steps
         if not interval or not self._sets:
             return
@@ -190,7 +196,7 @@ class Evaluations:
                 yield version
 
     async def follow(self, training_is_over: asyncio.Event) -> None:
-        """Evaluate the due versions; ends when training is over, or a result reaches the target."""
+        """Evaluate the due versions; returns when training is over or a result reaches ``eval.stop_at``."""
         depth = 1 + (MAX_WAITING if self._config.eval.overlap == "wait" else 0)
         running: deque[asyncio.Task[None]] = deque()
         try:
@@ -211,7 +217,10 @@ class Evaluations:
         return {name: numbers for (name, of), numbers in self._known.items() if of == version}
 
     async def _evaluate(self, version: int, summary: str, training_is_over: asyncio.Event | None = None) -> None:
-        """Evaluate a version on the data sets for which that is not done; ``summary`` names the mean of the first."""
+        """Evaluate a version on the data sets whose results are missing.
+
+        ``summary``: name under which the average of the first data set is reported; empty: it is not.
+        """
         missing = [one for one in self._sets if (one.name, version) not in self._known]
         tasks = [asyncio.create_task(self._evaluate_set(one, version, training_is_over)) for one in missing]
         try:
@@ -229,7 +238,7 @@ class Evaluations:
             self._session.report({summary: first[self._average]})
 
     def _note(self, name: str, version: int, numbers: dict[str, float]) -> None:
-        """Report results, and note whether they reach the target."""
+        """Report results, and note whether they reach ``eval.stop_at``."""
         options = self._config.eval
         self._known[name, version] = numbers
         self._session.evaluated(name, version, numbers)
@@ -240,7 +249,10 @@ class Evaluations:
     async def _evaluate_set(
         self, one: EvalSet, version: int, training_is_over: asyncio.Event | None
     ) -> tuple[str, int, dict[str, float]] | None:
-        """The results of a version on a data set; None if no worker has it any more, or it is not published."""
+        """(name, version, numbers) of a version on a data set.
+
+        None if no worker has the version any more, or it is not published.
+        """
         groups = await self._offer(one, version, training_is_over)
         if groups is None:
             return None
@@ -268,7 +280,7 @@ class Evaluations:
             self._session.evaluated(one.name, version, {})
 
     async def _offer(self, one: EvalSet, version: int, training_is_over: asyncio.Event | None) -> range | None:
-        """Offer the prompts once the version is published; None if that is not going to be, or it is gone."""
+        """Offer the prompts once the version is published; None if training ends before, or the version is gone."""
         while True:
             offer = asyncio.create_task(
                 self._session.offer_many(
@@ -295,10 +307,10 @@ class Evaluations:
 
 
 async def _wait_set(event: asyncio.Event | None) -> None:
-    """Wait for an event that may never come; None: it never does."""
+    """Wait for an event, which may never be set; None: wait until cancelled."""
     await wait_until((event or asyncio.Event()).wait(), SESSION, "the end of training", CONTROLLER)
 
 
 def eval_sets_of(sets: Mapping[str, Sequence[Example]], columns: Callable[[Example], Columns | None]) -> list[EvalSet]:
-    """The data sets with their columns; one without a usable prompt is left out."""
+    """The data sets with their columns, without those that have no usable prompt."""
     return [one for name, problems in sets.items() if (one := EvalSet.of(name, problems, columns)) is not None]

@@ -1,4 +1,4 @@
-"""The user's filter function, in the reward worker: it is where functions of the user's are called."""
+"""The user's filter function, called in the reward worker, as the user's reward functions are."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -18,7 +18,7 @@ Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
 
 
 def with_filter(role: Role) -> Role:
-    """The role, which also decides on groups if the run has a filter function."""
+    """A role that also decides on groups, if the run has a filter function."""
 
     async def both(session: Session, config: RunConfig) -> None:
         if not config.algorithm.filter.function:
@@ -32,8 +32,8 @@ def with_filter(role: Role) -> Role:
             except Drained as left:
                 drained.append(left)
 
-        # A worker that is told to leave ends either loop at its next pull: what the other one has a lease on is
-        # committed first, else the controller would wait for it.
+        # In a drained worker the next pull of either loop raises Drained. The other loop then still commits what it has
+        # leased, because the controller waits for that.
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(until_drained(role))
             tasks.create_task(until_drained(run))
@@ -44,9 +44,9 @@ def with_filter(role: Role) -> Role:
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Decide on complete groups until the run ends; commits ``filter_decision`` (a float a slot).
+    """Decide on complete groups until the run ends; commits ``filter_decision`` (one float per slot).
 
-    Each group is committed by itself: one that the function is slow on holds no other up for longer.
+    Each group is committed when it is decided, so that a slow call does not delay the groups before it.
     """
     function = FilterFunction(config.algorithm.filter)
     try:

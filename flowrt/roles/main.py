@@ -1,7 +1,7 @@
 """The process of a worker: finds the controller, joins the run, runs the role, and exits with a code and a reason.
 
-Its name, the controller's address and the paths that its host must have come from the environment and the run
-directory.
+The name of the worker and the address of the controller come from the command line, the environment and the run
+directory; all other settings come from the controller.
 """
 
 import argparse
@@ -49,7 +49,7 @@ CONTROLLER_FILE = "metrics.jsonl"
 
 
 def worker_name(role: str, given: str, environment: Mapping[str, str]) -> str:
-    """The worker's name: ``given`` or ``role``, plus the rank if torchrun or srun started several processes."""
+    """Name of the worker: ``given`` or ``role``, plus the rank if torchrun or srun started several processes."""
     number = environment.get("RANK", "")
     if not number and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         number = environment["SLURM_PROCID"]
@@ -59,7 +59,7 @@ def worker_name(role: str, given: str, environment: Mapping[str, str]) -> str:
 async def find_address(where: str, deadline_s: float) -> str:
     """The controller's address: ``where`` itself if it is one, else the address file in run directory ``where``.
 
-    Raises WaitExpired if the file does not appear within ``deadline_s``, ConfigError for a malformed address.
+    Raises WaitExpired if the file does not appear within ``deadline_s`` seconds, ConfigError for a malformed address.
     """
     if "://" in where:
         return where
@@ -80,7 +80,7 @@ async def _poll(condition: Callable[[], bool]) -> None:
 
 
 def check_reach(config: RunConfig, checkpoints: bool = False) -> None:
-    """Check that this host sees the run's paths: the model and, with ``checkpoints``, the controller's run directory.
+    """Check that this host has the run's paths: the model and, with ``checkpoints``, the controller's run directory.
 
     Raises ConfigError naming the host and the path.
     """
@@ -113,7 +113,7 @@ def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
     Args:
         role: the worker's role in the run.
         run: the coroutine function of the role.
-        drains: on SIGTERM, drain before leaving.
+        drains: whether SIGTERM drains the worker before it leaves.
     """
     parser = argparse.ArgumentParser(description=f"flowrt {role} worker; all other settings come from the controller")
     parser.add_argument(
@@ -225,14 +225,14 @@ def _check_result(work: asyncio.Task[None]) -> None:
 
 
 async def _run_role(role: Coroutine[Any, Any, None], session: Session) -> None:
-    """Run the role until it fails or the run ends. Raises the role's exception, or Stopped."""
+    """Run the role until it fails or the run ends. Raises the exception of the role, or Stopped."""
     work = asyncio.create_task(role)
     ended = asyncio.create_task(session.wait_stopped())
     await wait_any({work, ended}, LIVENESS, "the role, or the end of the run", CONTROLLER)
     if not ended.done():
         _check_result(work)
         await ended
-    # The role notices the end at its next request; a call inside a library is not waited for longer than this.
+    # The role notices the end at its next request; a call inside a library may take `EXIT_GRACE_S` at most.
     try:
         await wait_all({work}, EXIT_GRACE_S, "the role to notice that the run has ended", "this worker")
     except WaitExpired:
@@ -242,14 +242,14 @@ async def _run_role(role: Coroutine[Any, Any, None], session: Session) -> None:
 
 
 def _drain_s(role: str, config: RunConfig) -> float:
-    """Time limit of a drain after SIGTERM; 0: the worker does not drain."""
+    """Time limit of a drain after SIGTERM, in seconds; 0: the worker does not drain."""
     if role == TRAINER:
         return config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0
     return config.controller.worker_drain_timeout_s
 
 
 def _drain(session: Session, deadline_s: float) -> None:
-    """Start a drain; end the session after ``deadline_s`` even if it is not complete."""
+    """Start a drain; end the session after ``deadline_s`` seconds even if the drain is not complete."""
     session.drain()
     expired = Stopped(f"terminated; tensors of this worker were still needed after {deadline_s:.0f} s", EXIT_OK)
     asyncio.get_running_loop().call_later(deadline_s, session.end, expired)

@@ -1,4 +1,4 @@
-"""The reference role: log-probabilities of responses under the reference: the initial model, or a refreshed one."""
+"""The reference role: log-probabilities of responses under the initial model, or under a refreshed one."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ MAX_PULL_SLOTS = 64
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Score responses until the run ends; commits ``ref_logprobs`` ([T] float32 a slot).
+    """Score responses until the run ends; commits ``ref_logprobs`` ([T] float32 per slot, in nats).
 
-    With ``reference.refresh`` also ``reference_version``, the step of the weights that scored the slot.
+    With ``reference.refresh`` it also commits ``reference_version``, the step of the weights that scored the slot.
     """
     device = own_device(reference_device(config))
     if config.deterministic:
@@ -35,7 +35,7 @@ async def run(session: Session, config: RunConfig) -> None:
     with session.timeline.busy("load"):
         model = await asyncio.to_thread(load_reference, config, device)
     refreshed, every = RefreshedModel(config, model), config.reference.refresh
-    # One sample per pass: its shapes, hence its rounding, do not depend on what was pulled with it.
+    # One sample per pass: shapes, and hence rounding, do not depend on the other samples of the pull.
     budget_tokens = 1 if config.deterministic else config.trainer.forward_tokens
 
     async def score_batch(batch: Batch) -> StageOutput:
@@ -67,7 +67,11 @@ def score_by_refresh(
     temperature: float,
     budget_tokens: int,
 ) -> list[torch.Tensor]:
-    """As `score_on`, each sample by the weights of its refresh (``steps``, one a sample)."""
+    """As `score_on`, but each sample is scored by the weights of its refresh.
+
+    ``steps`` has the step of the refresh of each sample; 0: the initial weights. Raises EngineError if weights cannot
+    be loaded.
+    """
     found: dict[int, torch.Tensor] = {}
     for step in sorted(set(steps)):
         device.use()
@@ -97,7 +101,7 @@ def score_on(
     temperature: float,
     budget_tokens: int,
 ) -> list[torch.Tensor]:
-    """As `score`, in any thread; the log-probabilities are on the CPU."""
+    """Log-probabilities of each response ([T] float32, in nats, on the CPU), computed in any thread; see `score`."""
     device.use()
     return [one.cpu() for one in score(model, prompts, responses, temperature, budget_tokens)]
 

@@ -1,10 +1,10 @@
 """Refreshed weights of the reference: files in the run directory, written by trainer rank 0, read by reference workers.
 
-With ``reference.refresh`` N the reference of step kN is ``average`` times the policy of version kN plus (1 - average)
-times the reference before it, which for k = 1 is the initial one (TRL's ``sync_ref_model``). A sample is scored by the
-refresh of the newest multiple of N that is not above the version of its first token: this depends on the sample alone,
-not on when it is scored or by which worker. The file of a refresh is complete before that version of the policy is
-published, so a sample that needs it finds it.
+With ``reference.refresh`` N, the reference of step k * N is ``average`` times version k * N of the policy plus (1 -
+``average``) times the reference of step (k - 1) * N; that of step 0 is the initial reference (``sync_ref_model`` of
+TRL). A sample is scored by the refresh of the largest multiple of N that is not above the version of its first token.
+This depends on the sample alone, not on when or by which worker it is scored. The file of a refresh is complete before
+that version of the policy is published, so it is there when a sample needs it.
 """
 
 import os
@@ -27,37 +27,38 @@ _FILE = re.compile(r"step-(\d{6,})\.safetensors")
 
 
 def refresh_step(version: int, every: int) -> int:
-    """The refresh that scores samples whose first token is of policy ``version``; 0: the initial reference."""
+    """Step of the refresh that scores samples whose first token is of policy ``version``; 0: the initial reference."""
     return version // every * every if every else 0
 
 
 def refresh_file(run_dir: Path, step: int) -> Path:
-    """The reference's weights since ``step``. It has this name only while it is complete."""
+    """File with the reference's weights of ``step``. It has this name only when it is complete."""
     return reference_dir(run_dir) / f"step-{step:06}.safetensors"
 
 
 def refresh_steps(run_dir: Path) -> list[int]:
-    """The steps whose refreshed weights are there, in ascending order."""
+    """Steps of the refreshes whose files exist, in ascending order."""
     names = (_FILE.fullmatch(path.name) for path in reference_dir(run_dir).glob("step-*"))
     return sorted(int(name[1]) for name in names if name is not None)
 
 
 def mix(policy: torch.Tensor, before: torch.Tensor, average: float) -> torch.Tensor:
-    """average * policy + (1 - average) * before, in float32, or float64 if the policy is."""
+    """``average * policy + (1 - average) * before``, in float32, or in float64 if the policy is float64."""
     dtype = torch.promote_types(policy.dtype, torch.float32)
     return torch.lerp(before.to(dtype), policy.to(dtype), average)
 
 
 def write_refresh(config: RunConfig, step: int, policy: Mapping[str, torch.Tensor]) -> None:
-    """Write the reference of ``step``, and delete those that neither this run nor a resumed one can need.
+    """Write the reference of ``step``, and delete refreshes that neither this run nor a resumed one can need.
 
     Args:
         config: of the run; ``step`` is a multiple of its ``reference.refresh``.
         step: number of completed steps.
-        policy: the weights after it, in the order of the model's parameters, as a training engine publishes them.
+        policy: the weights after ``step`` steps, in the order of the model's parameters, as a training engine publishes
+            them.
 
     Raises:
-        EngineError: if the weights are not those of the model, or the reference before is missing or damaged.
+        EngineError: if the weights are not those of the model, or the previous reference is missing or damaged.
         OSError, SafetensorError: if writing fails; the caller reports it.
     """
     run_dir, average = Path(config.run_dir), config.reference.average
@@ -93,9 +94,9 @@ def delete_unneeded(config: RunConfig, step: int) -> None:
 
 
 def resume_refreshes(config: RunConfig, step: int) -> None:
-    """Delete refreshes of later steps than ``step``, from which the run goes on: their policies are trained again.
+    """Delete refreshes after ``step``, from which the run continues: their policies are trained again.
 
-    Raises EngineError if the one that it needs is missing.
+    Raises EngineError if the refresh that ``step`` needs is missing.
     """
     run_dir = Path(config.run_dir)
     for one in refresh_steps(run_dir):
@@ -107,7 +108,7 @@ def resume_refreshes(config: RunConfig, step: int) -> None:
 
 
 def missing(config: RunConfig, step: int) -> str:
-    """The sentence about refreshed weights that are not there."""
+    """Error message for refreshed weights of ``step`` that do not exist."""
     return (
         f"the reference's weights of step {step} are not in {refresh_file(Path(config.run_dir), step)}; trainer and "
         "reference workers need the run directory on a file system that all mount, or set reference.refresh to 0"
@@ -115,7 +116,7 @@ def missing(config: RunConfig, step: int) -> str:
 
 
 def _read(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
-    """The reference's weights since ``step``, by name."""
+    """The reference's weights of ``step``, by name. Raises EngineError if they cannot be read."""
     if not step:
         initial: torch.nn.Module = load_model(reference_model_dir(config))
         return named_parameters(initial)
@@ -132,7 +133,7 @@ def _read(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
 
 
 class RefreshedModel:
-    """A reference model whose weights are those of the refresh that each sample needs."""
+    """A reference model that loads the weights of one refresh after the other."""
 
     def __init__(self, config: RunConfig, model: Any) -> None:
         """``model`` has the initial weights."""
@@ -141,7 +142,7 @@ class RefreshedModel:
         self._loaded: tuple[int, int] = (0, 0)
 
     def use(self, step: int) -> None:
-        """Load the weights of a refresh, unless the model has them. Raises EngineError if they cannot be loaded."""
+        """Load the weights of a refresh, unless they are loaded. Raises EngineError if that fails."""
         identity = (step, self._written_ns(step))
         if identity == self._loaded:
             return
@@ -152,14 +153,14 @@ class RefreshedModel:
                 f"the reference's weights of step {step} have other names than the model in "
                 f"{reference_model_dir(self._config)}; set reference.refresh to 0"
             )
-        self._loaded = (-1, -1)  # a failure below leaves a mixture
+        self._loaded = (-1, -1)  # after a failure below the weights are a mixture
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(stored[name])
         self._loaded = identity
 
     def _written_ns(self, step: int) -> int:
-        """When the file was written: a resumed run writes it again."""
+        """Modification time of the file in nanoseconds, which changes when a resumed run writes it again."""
         if not step:
             return 0
         try:

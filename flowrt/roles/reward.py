@@ -1,6 +1,7 @@
-"""The reward role: decodes responses and scores them, in this process with the run's task, or in child processes.
+"""The reward role: decodes responses and scores them, with the run's task or with reward functions.
 
-Those run what is the user's: reward functions, and the reward of a task in a file.
+A built-in task scores in this process. Reward functions, and the reward of a task in a user's file, run in child
+processes or are requests to a server.
 """
 
 import asyncio
@@ -30,15 +31,18 @@ from flowrt.runtime.waits import wait_all, wait_any, wait_until
 
 log = logging.getLogger(__name__)
 MAX_PULL_SLOTS = 256
-"""Slots that are scored at a time."""
+"""Maximum number of slots that are scored at a time."""
 LEASE_SHARE = 0.5
-"""Of a lease, that scoring a slot may take."""
+"""Share of the duration of a lease that scoring a slot may take."""
 MAX_WARNINGS = 20
-"""Failures of reward functions that are logged; all of them are counted."""
+"""Number of failures of reward functions that are logged; all of them are counted."""
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Score responses until the run ends; commits ``reward`` (a float a slot), and what `reward_columns` names."""
+    """Score responses until the run ends.
+
+    Commits ``reward`` (one float per slot) and the columns of `reward_columns`.
+    """
     with session.timeline.busy("load"):
         task = task_of(config)
         stop = StopConditions.of(model_dir(config), config.rollout.stop, config.data.chat_template)
@@ -69,7 +73,7 @@ async def _run_task(session: Session, task: Task, stop: StopConditions, samples:
 
 
 class FunctionRewards:
-    """Scores responses with reward functions: several batches at a time, each committed in pieces."""
+    """Scores responses with reward functions: several batches at a time, each committed in parts."""
 
     def __init__(self, session: Session, config: RunConfig, stop: StopConditions, task: Task) -> None:
         self._session = session
@@ -86,12 +90,12 @@ class FunctionRewards:
         self._samples = ScoredSamples(session, config, stop)
         self._most = most_slots(config)
         self._open = 0
-        """Slots that are being scored."""
+        """Number of slots that are being scored."""
         self._has_room = asyncio.Event()
         self._warnings = 0
 
     async def run(self) -> None:
-        """Score until the run ends; raises ConfigError if reward functions end it."""
+        """Score until the run ends. Raises ConfigError if failures of reward functions end the run."""
         batches: set[asyncio.Task[None]] = set()
         try:
             async with asyncio.TaskGroup() as group:
@@ -111,7 +115,7 @@ class FunctionRewards:
             await self._scorer.close()
 
     async def _score(self, batch: Batch) -> None:
-        """Score a batch; what is ready is committed together."""
+        """Score a batch; rewards that are ready at the same time are committed together."""
         answers = [bytes(answer.tolist()) for answer in batch.tensors["answer"]]
         rows = [row_of(answer) for answer in answers] if self._is_scored_by_task else answers
         # Most tasks score a truncated response as an empty one.
@@ -137,7 +141,7 @@ class FunctionRewards:
                     one.cancel()
 
     async def _commit(self, batch: Batch, found: dict[int, SampleReward]) -> None:
-        """Commit the rewards of these rows of a batch, and report those that are dropped."""
+        """Commit the rewards of these rows of a batch, and report samples that are dropped as lost."""
         for index, one in found.items():
             if one.failure:
                 self._warn(one.failure)
@@ -171,7 +175,10 @@ def _score(one: SampleReward) -> Score:
 
 
 def most_slots(config: RunConfig) -> int:
-    """Slots that are scored at a time: so few that their leases last even if every call takes until its deadline."""
+    """Maximum number of slots that are scored at a time.
+
+    With it, scoring takes at most `LEASE_SHARE` of a lease even if every call takes until its deadline.
+    """
     reward, functions = config.reward, parse_functions(config.reward.functions)
     requests = sum(one.is_remote for one in functions)
     slot_s = reward.timeout_s * (len(functions) - requests) / reward.workers

@@ -34,7 +34,10 @@ async def run(session: Session, config: RunConfig) -> None:
 
 
 async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -> None:
-    """Generate until the run ends. ``engine`` must hold the run's initial weights (version 0), once it is started."""
+    """Generate until the run ends.
+
+    ``engine`` must hold the run's initial weights (version 0) once it is started.
+    """
     with contextlib.ExitStack() as stack:
         if isinstance(engine, ExternalEngine):
             stack.callback(engine.close)
@@ -60,13 +63,13 @@ class RolloutLoop:
     """Keeps the engine full and swaps in new weights at safe points.
 
     By default weights are swapped between sequences: once new weights are staged, no sequence is started until all
-    running ones have finished. With ``in_flight`` they are swapped in while sequences run, which continue with the new
+    running ones have finished. With ``in_flight`` they are swapped while sequences run, which continue with the new
     weights; an engine that `SupportsInFlightUpdate` prepares the swap in the background first. While sequences of an
-    evaluation run, which are of one version, no weights are swapped.
+    evaluation run, no weights are swapped, because one version must generate the whole sequence.
 
     ``with_support``: the sampling is truncated, so the tokens that could be drawn are committed too.
-    ``eval_sampling``: of evaluations; None: the most likely tokens.
-    ``samples``: is told of each sequence; None: none is stored.
+    ``eval_sampling``: sampling of evaluations; None: greedy.
+    ``samples``: sends the generation times of stored samples; None: no samples are stored.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class RolloutLoop:
         self._with_support = with_support
         self._eval_sampling = eval_sampling
         self._samples = samples
-        self._version = 0  # of the weights in use
+        self._version = 0  # version of the weights in use
         self._exact: set[int] = set()  # keys of running sequences of an evaluation
         self._interrupt = threading.Event()
         self._pull: asyncio.Task[Batch | None] | None = None
@@ -165,15 +168,19 @@ class RolloutLoop:
 
     @property
     def _may_swap_in_flight(self) -> bool:
-        """Whether running sequences may continue with the staged weights: not those of an evaluation, nor with older
-        weights, which would make them too old to be trained."""
+        """Whether running sequences may continue with the staged weights.
+
+        Sequences of an evaluation may not, nor may any sequence continue with older weights, which would make it too
+        old to be trained.
+        """
         staged = self._preparing_for or self._session.params.staged()
         return self._in_flight and not self._exact and not (staged is not None and staged.older)
 
     async def _is_preparing(self, staged: StagedWeights) -> bool:
-        """Start the next preparation for these weights, if the engine has one; True while the swap has to wait for it.
+        """Start the next step of preparing these weights; returns True while the swap must wait for it.
 
-        Weights staged meanwhile wait until these are in use: if they arrive fast, none would ever be otherwise.
+        False if the engine has no further step. Weights staged meanwhile wait until these are in use; otherwise
+        frequent versions would keep any from being used.
         """
         if self._preparing is not None:
             if self._engine.running and not self._preparing.done():
@@ -195,14 +202,17 @@ class RolloutLoop:
         self._pull.add_done_callback(lambda _: self._interrupt.set())
 
     async def _pull_slots(self, slots: int) -> Batch | None:
-        """Pull; None once this worker drains, because an error would cancel the task group and its running work."""
+        """Pull slots; returns None once this worker drains.
+
+        An exception would cancel the task group and its running work.
+        """
         try:
             return await self._session.pull("rollout", slots=slots)
         except Drained:
             return None
 
     def _admit(self) -> None:
-        """Pass pulled slots to the engine, if the pull is complete."""
+        """Pass the pulled slots to the engine, if the pull is complete."""
         if self._pull is None or not self._pull.done():
             return
         pull = self._pull
@@ -251,7 +261,7 @@ class RolloutLoop:
 
 
 def _support(response: Response) -> Support:
-    """Raises EngineError if there is none."""
+    """The support of a response. Raises EngineError if it has none."""
     if response.support is None:
         raise EngineError(
             "the rollout engine returned a response without support, which top-k, top-p and min-p sampling need; set "

@@ -1,7 +1,7 @@
-"""What workers send of samples that are stored: a reward worker texts and rewards, a trainer what it has trained, a
-rollout worker how long it generated.
+"""Records of stored samples that workers send to the controller.
 
-All choose the same groups, by a hash. The controller takes what the rate of the run allows; no worker waits for it.
+A reward worker sends texts and rewards, a trainer advantages and log-probabilities, a rollout worker generation times.
+All choose the same groups, by a hash. The controller accepts what the rate of the run allows; no worker waits for it.
 """
 
 from collections import OrderedDict
@@ -32,13 +32,16 @@ from flowrt.recipes.grpo import EVAL, TRAIN
 from flowrt.rewards.scoring import REWARD
 
 MAX_SINGLES = 8
-"""Truncated samples of a version of the weights that a worker sends although their group is not chosen."""
+"""Maximum number of truncated samples that a worker sends for one version of the weights, of groups not chosen."""
 MAX_PROMPTS = 64
-"""Prompts whose text is kept for the other samples of their group."""
+"""Number of prompts whose text is kept for further samples of their group."""
 
 
 def group_choice(config: RunConfig) -> GroupChoice | None:
-    """Which groups of a run are stored: on average ``samples.per_step`` samples a step; None: none."""
+    """The choice of the groups of a run that are stored; None if no group is.
+
+    On average ``samples.per_step`` samples per step are chosen.
+    """
     if not config.samples.per_step:
         return None
     share = config.samples.per_step / (config.prompts_per_step * config.group_size)
@@ -47,18 +50,18 @@ def group_choice(config: RunConfig) -> GroupChoice | None:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of a row of a batch."""
+    """The reward of a row of a batch; ``seconds`` is the duration of scoring it."""
 
     reward: float
     numbers: Mapping[str, float]
     """Columns of reward functions, see `flowrt.rewards.scoring.reward_columns`."""
     reason: str
-    """How it failed, as RESULT: a sentence; empty if it did not."""
+    """How scoring failed, as "RESULT: sentence"; empty if it did not fail."""
     seconds: float
 
 
 class ScoredSamples:
-    """Sends the scored samples that are stored."""
+    """Sends the texts and rewards of stored samples."""
 
     def __init__(self, session: Session, config: RunConfig, stop: StopConditions) -> None:
         self._session = session
@@ -69,7 +72,7 @@ class ScoredSamples:
         self._singles_of, self._singles = -1, 0
 
     def send(self, batch: Batch, scores: Mapping[int, Score]) -> None:
-        """Send what is stored of the rows of a batch that are scored."""
+        """Send the records of those scored rows of a batch that are stored; ``scores`` is by row."""
         if self._is_chosen is None:
             return
         records = []
@@ -79,7 +82,7 @@ class ScoredSamples:
         _send(self._session, records)
 
     def _why(self, batch: Batch, row: int, score: Score) -> bool | None:
-        """Whether a sample is stored for itself, not with its group; None: it is not stored."""
+        """True if a sample is stored by itself, False if it is stored with its group, None if it is not stored."""
         grant = batch.grant
         is_chosen = self._is_chosen
         if is_chosen is None:
@@ -141,7 +144,7 @@ class ScoredSamples:
 
 
 def _parts(numbers: Mapping[str, float]) -> Iterable[tuple[str, float]]:
-    """The values of reward functions and their parts, by name; of those that apply."""
+    """(name, value) of the reward functions that apply and of their parts."""
     for name, value in numbers.items():
         table, _, of = name.partition("/")
         if table == REWARD and numbers.get(f"applies/{of.partition('/')[0]}", 1.0):
@@ -158,7 +161,7 @@ class _Started:
 
 
 class GeneratedSamples:
-    """Sends how long the generation of the samples took that are stored."""
+    """Sends the generation times of stored samples."""
 
     def __init__(self, session: Session, config: RunConfig) -> None:
         self._session = session
@@ -166,14 +169,14 @@ class GeneratedSamples:
         self._running: dict[int, _Started] = {}
 
     def started(self, key: int, batch: Batch, row: int) -> None:
-        """The engine is given a row of a batch under this key."""
+        """Note that the engine starts a row of a batch, under this key."""
         grant = batch.grant
         epoch, prompt = grant.epochs[row], grant.prompts[row]
         if self._is_chosen is not None and batch.flows[row] != EVAL and self._is_chosen(epoch, prompt):
             self._running[key] = _Started(epoch, prompt, grant.members[row], grant.attempts[row], monotonic())
 
     def finished(self, keys: Iterable[int]) -> None:
-        """The engine has returned these sequences."""
+        """Send the generation times of the sequences that the engine has returned, by their keys."""
         now = monotonic()
         records = [
             encode_record(GeneratedSample(one.epoch, one.prompt, one.member, one.attempt, now - one.at_s))
@@ -194,7 +197,7 @@ class _Trained:
 
 
 class TrainedSamples:
-    """Sends the advantages and log-probabilities of the samples that a rank trains in a step, of the groups stored."""
+    """Sends advantages and log-probabilities of the stored samples that a rank trains in a step."""
 
     def __init__(self, session: Session, config: RunConfig) -> None:
         self._session = session
@@ -202,7 +205,10 @@ class TrainedSamples:
         self._samples: list[_Trained] = []
 
     def captures(self, batch: Batch, advantages_N: Tensor) -> list[Capture | None]:
-        """What an engine notes of each row of a batch; None for a row that is not stored."""
+        """Objects in which an engine notes its log-probabilities, one per row; None for a row that is not stored.
+
+        ``advantages_N`` ([N]) has the advantage of each row.
+        """
         is_chosen = self._is_chosen
         found: list[Capture | None] = [None] * len(batch)
         if is_chosen is None:
@@ -216,7 +222,7 @@ class TrainedSamples:
         return found
 
     def send(self, step: int) -> None:
-        """Send what was noted in a step that is complete."""
+        """Send the records of a complete step."""
         samples, self._samples = self._samples, []
         _send(self._session, [encode_record(_trained(one, step)) for one in samples])
 

@@ -29,11 +29,11 @@ from flowrt.runtime.waits import CONTROLLER, cancel_and_wait, wait_any, wait_unt
 
 log = logging.getLogger("flowrt")
 NO_EPOCH = 2**40
-"""The epoch of an offer that only waits for the end of the last step."""
+"""Epoch of an offer that is never opened and only waits for the end of the last step."""
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Evaluate, offer each epoch's problems in seeded order until the run needs no more, evaluate again.
+    """Evaluate, offer the prompts of each epoch until the run needs no more, and evaluate again.
 
     Due versions are evaluated meanwhile; a result that reaches ``eval.stop_at`` ends training.
     """
@@ -68,7 +68,10 @@ async def run(session: Session, config: RunConfig) -> None:
 
 
 async def end_training(session: Session, config: RunConfig, spare: dict[str, torch.Tensor]) -> None:
-    """Open no more prompts, and wait until those that are open are trained."""
+    """Open no more prompts, and wait until all open prompts are trained.
+
+    ``spare`` has the columns of a prompt, for offers that are not opened.
+    """
     log.info("eval.stop_at is reached: no more prompts are opened")
     session.exhausted(TRAIN)
     while await session.offer(TRAIN, 0, NO_EPOCH, config.group_size, spare) is not None:
@@ -76,7 +79,7 @@ async def end_training(session: Session, config: RunConfig, spare: dict[str, tor
 
 
 class PromptColumns:
-    """Converts problems to group columns."""
+    """Converts problems to columns of groups."""
 
     def __init__(self, config: RunConfig) -> None:
         path = model_dir(config)
@@ -102,7 +105,7 @@ class PromptColumns:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A prompt of the order, and what is offered of it; None if a resumed run has consumed it."""
+    """A prompt of the mixture with its columns; ``row`` is None if a resumed run has consumed it."""
 
     number: int
     epoch: int
@@ -117,7 +120,7 @@ async def offer_all(
 ) -> None:
     """Offer prompts until the run needs no more, with ``prompts_per_step`` offers always pending at the controller.
 
-    Prompts for which ``columns`` has nothing are left out, and the next one of their set takes their place.
+    A prompt for which ``columns`` returns None is left out, and the next one of its set takes its place.
 
     A resumed run skips the prompts it has consumed and offers the others in their original order.
     """
@@ -155,7 +158,7 @@ async def offer_all(
 def _first(
     columns: Callable[[Example], dict[str, torch.Tensor] | None], sets: Sequence[TrainingSet]
 ) -> dict[str, torch.Tensor]:
-    """The columns of a prompt, for an offer that is not meant to be opened."""
+    """The columns of the first usable prompt, for an offer that is not opened."""
     return next(row for one in sets for problem in one.problems if (row := columns(problem)) is not None)
 
 

@@ -46,14 +46,18 @@ UNTIL_STOPPED = BoundedElsewhere("the end of the session")
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Train with the configured engine."""
+    """Train with the configured engine until the steps of the run are done."""
     with session.timeline.busy("load"):
         engine = await asyncio.to_thread(train_engine, config)
     await train(session, config, engine)
 
 
 async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
-    """Train the run's steps, from its checkpoint on; rank 0 reports and publishes. All ranks call it together."""
+    """Train the run's steps, from its checkpoint on; rank 0 reports and publishes. Collective: all ranks call it.
+
+    Raises ConfigError if the engine does not apply supports that it needs, EngineError if it returns no metrics of a
+    step.
+    """
     is_leader = int(os.environ.get("RANK", "0")) == 0
     check_supports(config, engine)
     objective = algorithm(config)
@@ -86,7 +90,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step), best)
         samples.send(step)
         if writing is not None and writing.done():
-            writing.result()  # raises what it could not write
+            writing.result()  # raises the error of a failed write
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
     if config.trainer.save and not preempted:
@@ -99,7 +103,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
 
 
 def check_supports(config: RunConfig, engine: object) -> None:
-    """Raise ConfigError for truncated sampling with an engine, or a class of engines, that does not apply supports."""
+    """Raise ConfigError if sampling is truncated and the engine, an object or a class, does not apply supports."""
     applies = isinstance(engine, AppliesSupports) and engine.applies_supports
     if config.rollout.truncation.is_active and not applies:
         name = getattr(engine, "__name__", type(engine).__name__)
@@ -113,7 +117,7 @@ def check_supports(config: RunConfig, engine: object) -> None:
 def measured_kl(metrics: Mapping[str, float], step: int) -> dict[int, float]:
     """KL (nats per token) of each version from the weights before this step, by version, measured on its samples.
 
-    The weights after the step are one update further, and are not measured.
+    The weights after the step are one update newer; their KL is not measured.
     """
     by_age = {
         int(name.removeprefix(DIVERGENCE)): value for name, value in metrics.items() if name.startswith(DIVERGENCE)
@@ -130,10 +134,10 @@ async def publish(
     kl: Mapping[int, float] | None = None,
     best: BestWeights | None = None,
 ) -> None:
-    """Publish a snapshot of the current weights as ``version``. All ranks take part in gathering; rank 0 publishes.
+    """Publish a snapshot of the current weights as ``version``. Collective: all ranks call it; rank 0 publishes.
 
-    ``kl`` has the measured KL (nats per token) of earlier versions, for weight-sync policies; ``best`` keeps versions
-    that are evaluated.
+    ``kl`` has the measured KL (nats per token) of earlier versions by version, for weight-sync policies; ``best`` keeps
+    versions that are evaluated.
     """
     with session.timeline.busy("snapshot"):
         tensors = await ranks.call(engine.parameters, f"version {version}")
@@ -141,15 +145,17 @@ async def publish(
     if snapshot is not None:
         if best is not None:
             best.keep(snapshot)
-        with ranks.exempt():  # the previous version may still be in its checksum
+        with ranks.exempt():  # the checksum of the previous version may still be in progress
             await session.params.publish_in_background(POLICY, snapshot, kl)
 
 
 async def best_weights(
     session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives, done: int, is_leader: bool
 ) -> BestWeights | None:
-    """What writes the best weights, with version 0 if that is the present one; None on other ranks than the leader's,
-    and if none are to be written. All ranks call it together."""
+    """The writer of the best weights on the leader; None on other ranks, or without ``checkpoint.best``.
+
+    It keeps version 0 if no step is done. Collective: all ranks call it.
+    """
     if not config.checkpoint.best:
         return None
     tensors = await ranks.call(engine.parameters, f"the weights of step {done}")
@@ -169,7 +175,10 @@ async def refresh_reference(
     step: int,
     is_leader: bool,
 ) -> None:
-    """Write the reference of ``step``, before that version of the policy is published. All ranks call it together."""
+    """Write the reference of ``step``, before that version of the policy is published. Collective: all ranks call it.
+
+    Raises EngineError if writing fails.
+    """
     fix = f"free disk space, then flowrt resume {config.run_dir}"
     with session.timeline.busy("save"), disk_errors(f"the reference of step {step}", fix), ranks.exempt():
         tensors = await ranks.call(engine.parameters, f"the weights of step {step}")
@@ -190,7 +199,7 @@ async def train_step(
 ) -> int | None:
     """Give the engine this rank's share of the step; returns its number of micro-batches.
 
-    Returns None if the run is preempted: then all ranks discard the step, and the random state is as before it.
+    Returns None if the run is preempted: then all ranks discard the step and restore the random state from before it.
     """
     rng_state = torch.get_rng_state()
     try:
@@ -205,10 +214,10 @@ async def train_step(
 
 
 async def collective_call(ranks: RankCollectives, config: RunConfig, call: Callable[[], Result], what: str) -> Result:
-    """Make a collective call of the engine after this rank's last pass of a step.
+    """Make a collective call of the engine after this rank's last pass of a step; returns its result.
 
-    In lock step (``fsdp.gather = pass``) the others may have passes left, which need this rank: there is no barrier
-    before the call, and the engine itself waits for them.
+    In lock step (``fsdp.gather = pass``) other ranks may have passes left that need this rank. So there is no barrier
+    before the call, and the engine itself waits for the other ranks.
     """
     lock_step = TRAIN_ENGINES[config.trainer.engine].is_lock_step(config.trainer)
     result: Result = await (ranks.local_call(call, what) if lock_step else ranks.call(call, what))
@@ -256,7 +265,7 @@ def to_training_batch(
         config: the run's configuration.
         step: the version being trained, from which staleness is counted.
         objective: the run's algorithm. With scope "step" the engine computes advantages, at the end of the step.
-        samples: what is stored of the samples of the step; None: nothing.
+        samples: notes the samples that are stored; None: none are stored.
 
     If steps are cut to a token budget, advantages are computed over all responses, and only kept tokens are trained.
     """
@@ -298,7 +307,10 @@ def to_training_batch(
 
 
 def _sampled_kl(batch: Batch) -> torch.Tensor:
-    """Sum over the tokens of each sample of log(rollout / reference), in nats; 0 where the two do not match."""
+    """Sum over the tokens of each sample of log(rollout / reference), in nats ([N] float64).
+
+    It is 0 where the lengths of the two differ, and where it is not finite.
+    """
     pairs = zip(batch.tensors["logprobs"], batch.tensors["ref_logprobs"], strict=True)
     sums = [float((one - other).double().sum()) if len(one) == len(other) else 0.0 for one, other in pairs]
     return torch.tensor(sums, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
@@ -314,9 +326,10 @@ def sample_weight(config: AlgorithmConfig) -> SampleWeight:
 
 
 def save(engine: TrainEngine, config: RunConfig, is_leader: bool = True) -> None:
-    """Write the trained model atomically, in the format of `AutoModelForCausalLM.from_pretrained`.
+    """Write the trained model atomically, in the format of `AutoModelForCausalLM.from_pretrained`. All ranks call it.
 
-    Raises EngineError if writing fails. The last step is checkpointed before this call, unless checkpoints are off.
+    Raises EngineError if writing fails. The last step is checkpointed before this call, unless checkpoints are
+    disabled.
     """
     path = Path(final_dir(config))
     partial = partial_path(path)

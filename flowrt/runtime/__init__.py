@@ -1,6 +1,6 @@
 """Process primitives: clock, waits, event loop, files, host facts, death of the parent, timeline.
 
-- Every wait has a deadline, and names what it waits for and who it is blocked on.
-- A file or directory that is replaced is found complete under its name, the old one or the new one.
-- No process outlives the parent that started it, unless it asked for that.
+- Every wait has a deadline, and names what it waits for and the worker or object that has to act.
+- A reader of a file that is replaced finds the complete old one or the complete new one.
+- A process that calls `die_with_parent` does not outlive its parent.
 """

@@ -1,7 +1,7 @@
 """Bounds of numbers, declared on the fields of a configuration as ``Annotated[float, Interval(ge=0, le=10)]``.
 
 - `Interval` is that of annotated-types, always with a lower and an upper end.
-- Not-a-number lies in no interval, and an infinity in none either.
+- NaN and infinities lie in no interval.
 """
 
 import argparse
@@ -18,14 +18,14 @@ Seconds = Annotated[float, TIMEOUT]
 
 
 def interval_of(hint: Any) -> Interval | None:
-    """The interval in a type hint, which may be that of a number without bounds or of something else."""
+    """The interval in a type hint of the form ``Annotated[TYPE, Interval(...)]``; None for any other hint."""
     if get_origin(hint) is not Annotated:
         return None
     return next((extra for extra in get_args(hint)[1:] if isinstance(extra, Interval)), None)
 
 
 def ends(interval: Interval) -> tuple[float, float]:
-    """The lower and the upper end, whether or not they belong to the interval."""
+    """The lower and the upper end, whether or not they belong to the interval. Raises TypeError if one is missing."""
     low = interval.gt if interval.ge is None else interval.ge
     high = interval.lt if interval.le is None else interval.le
     if not isinstance(low, int | float) or not isinstance(high, int | float):
@@ -42,7 +42,7 @@ def contains(interval: Interval, value: float) -> bool:
 
 
 def advice(interval: Interval) -> str:
-    """The values to use, as the end of an error message: ``0 or more, and at most 10``."""
+    """The values that lie in the interval, for the end of an error message: ``0 or more, and at most 10``."""
     low, high = ends(interval)
     least = f"a value above {low:,}" if interval.ge is None else f"{low:,} or more"
     return f"{least}, and less than {high:,}" if interval.le is None else f"{least}, and at most {high:,}"
@@ -58,7 +58,7 @@ def span(interval: Interval, kind: type) -> str:
 
 
 def seconds(text: str) -> float:
-    """Parse a timeout for argparse. Raises ArgumentTypeError if it is out of bounds."""
+    """Parse a timeout for argparse. Raises ArgumentTypeError if it is out of bounds, ValueError if it is no number."""
     value = float(text)
     if not contains(TIMEOUT, value):
         raise argparse.ArgumentTypeError(f"{text} seconds is not a valid timeout; use {advice(TIMEOUT)}")

@@ -1,11 +1,11 @@
-"""Time as a value: the real clock, and one that a test or a simulation drives."""
+"""Clocks: the real one, and one that a test or a simulation advances."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that only grow; the zero is arbitrary."""
+    """Time in seconds since an arbitrary zero; never decreases."""
 
     def now(self) -> float: ...
 
@@ -17,7 +17,7 @@ class MonotonicClock:
 
 
 class SteadyClock:
-    """A clock that never goes back: where the underlying clock steps back, no time passes."""
+    """A clock that never goes back: a step back of the underlying clock counts as no time."""
 
     def __init__(self, clock: Clock) -> None:
         self._read = clock.now
@@ -42,6 +42,7 @@ class DrivenClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
+        """Advance the clock. Raises ValueError if ``seconds`` is negative."""
         if seconds < 0:
             raise ValueError(f"a clock cannot go back by {-seconds} s; pass a value >= 0")
         self._now_s += seconds

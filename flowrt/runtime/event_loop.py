@@ -14,13 +14,13 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 CHECK_INTERVAL_S = 0.5
 MAX_DELAY_S = 1.0
-"""Delay of a timer from which on it is logged that the loop was blocked."""
+"""A timer that is later than this is logged: the loop was blocked."""
 YOUNG_OBJECTS = 100_000
-"""Number of new objects after which the cycle collector examines them."""
+"""Number of new objects after which the cycle collector runs."""
 
 
 def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine to its end on a new event loop."""
+    """Run a coroutine on a new event loop, and return its result."""
     try:
         from uvloop import new_event_loop as make_loop
     except ImportError:
@@ -32,8 +32,8 @@ def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
 def serve_loop(work: Coroutine[Any, Any, Result]) -> Result:
     """`run_loop` for a process that only serves many peers.
 
-    It may open as many sockets as the system permits. The cycle collector seldom examines its millions of small
-    records: reference counts free them, and each full collection would delay all peers.
+    Raises the limit of open sockets to the largest that the system permits. Lets the cycle collector run rarely:
+    reference counts free the millions of small records, and each full collection would delay all peers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

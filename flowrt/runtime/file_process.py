@@ -1,7 +1,7 @@
-"""A user's file in a process of its own, because it may hang, exit, crash or print.
+"""Runs a user's file in a process of its own, because the file may hang, exit, crash or print.
 
-`ask` runs ``python -m flowrt.runtime.file_process MODULE WORDS``: this file becomes the module, which loads the user's
-file and calls `answer` with an object, or with ``error`` and a sentence.
+`ask` runs ``python -m flowrt.runtime.file_process MODULE WORDS``. That process runs MODULE, which loads the user's file
+and calls `answer` with a JSON object; an object with ``error``, a sentence, reports a mistake in the user's file.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.waits import blocking
 
 STACK_SIGNAL = signal.SIGQUIT
-"""The process writes its stack: the line of the user's file at which it hangs."""
+"""Signal at which the process writes its stack, which shows the line of the user's file at which it hangs."""
 STACK_S = 0.5
 END_S = 5.0
 PROGRESS_AFTER_S = 3.0
@@ -42,18 +42,18 @@ def ask(
     text: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, object]:
-    """The answer of a process that loads a user's file.
+    """Start a process that loads a user's file, and return the object that it passes to `answer`.
 
     Args:
-        module: what the process runs; it calls `answer`.
-        words: its arguments.
-        what: the file in messages, as "task file /a/b.py", ending in its path.
+        module: the module that the process runs; it calls `answer`.
+        words: arguments of the module.
+        what: name of the file in messages, such as "task file /a/b.py"; ends in its path.
         limit_s: deadline, in seconds.
-        text: its standard input.
-        progress: receives a note on a long wait.
+        text: standard input of the process.
+        progress: called with a note if the wait takes longer than `PROGRESS_AFTER_S`.
 
-    Raises ConfigError, in one sentence and with the line of the file if that is known, if the answer is an error, and
-    if the process does not answer in time.
+    Raises ConfigError, with the line of the file where that is known, if the answer has an ``error``, and if the
+    process ends without an answer or does not answer in time.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         given.write(text.encode())
@@ -81,7 +81,7 @@ def ask(
                 raise ConfigError(f"{what}{at} did not return within {limit_s:g} s; correct it")
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what the file has started
+                os.killpg(process.pid, signal.SIGKILL)  # also kills processes that the file has started
             _wait(process, END_S)
         found = _last_line(_tail(output))
         if "error" in found:
@@ -96,7 +96,7 @@ def ask(
 
 
 def answer(found: dict[str, object]) -> NoReturn:
-    """Answer `ask`, and end this process; an object with ``error`` is a mistake in the user's file."""
+    """Answer `ask` with an object that JSON can hold, and end this process. ``error``: a mistake in the user's file."""
     sys.stdout.flush()
     os.write(1, f"\n{json.dumps(found)}\n".encode())
     os._exit(EXIT_BAD_INPUT if "error" in found else EXIT_OK)
@@ -112,14 +112,14 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
 
 
 def _tail(file: IO[bytes]) -> str:
-    """The end of what was written to a file."""
+    """The last `MAX_OUTPUT_BYTES` of a file, as text."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - MAX_OUTPUT_BYTES, 0))
     return file.read().decode(errors="replace")
 
 
 def _last_line(output: str) -> dict[str, object]:
-    """The object in the last line; empty if there is none."""
+    """The JSON object in the last line; empty if there is none."""
     try:
         found = json.loads(output.strip().rpartition("\n")[2])
     except ValueError:
@@ -128,7 +128,7 @@ def _last_line(output: str) -> dict[str, object]:
 
 
 def _line_in(stack: str, what: str) -> str:
-    """The innermost line of the file in a stack, as ``:LINE``; empty if it is not there."""
+    """The innermost line of the user's file in a stack, as ``:LINE``; empty if the file is not in the stack."""
     for found in re.finditer(r'^  File "([^"]*)", line (\d+) in ', stack, re.MULTILINE):
         if what.endswith(found[1]):
             return f":{found[2]}"
@@ -136,7 +136,7 @@ def _line_in(stack: str, what: str) -> str:
 
 
 def main() -> None:
-    """Become the module of the first argument."""
+    """Run the module that the first argument names, in this process."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(all_threads=False)

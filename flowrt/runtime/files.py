@@ -1,9 +1,10 @@
 """Files on disk: atomic replacement, durability, access rights, and the lock of a run directory.
 
-- A replaced file or directory is written under a temporary name in the same directory, then renamed. A reader or a
-  restarted process finds the old one or the new one, complete.
+- A file or directory is written under a temporary name in the same directory, then renamed. A reader or a restarted
+  process never finds a part of one. It finds the old or the new file; between the two renames that replace a
+  directory it finds no directory.
 - A rename is durable after `fsync` of the directory that contains the name.
-- What flowrt creates can be read by its owner only.
+- Files that `atomic_write` and directories that `private_directory` creates are accessible to their owner only.
 """
 
 import fcntl
@@ -31,7 +32,10 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def replace_directory(partial: Path, path: Path) -> None:
-    """Rename ``partial`` to ``path``, and delete the directory that was there."""
+    """Rename ``partial`` to ``path``, and delete the directory that was there.
+
+    The old directory is renamed first, so for a moment, or after a crash at that moment, there is none at ``path``.
+    """
     old = _old_path(path)
     shutil.rmtree(old, ignore_errors=True)  # left by a killed process
     if path.exists():
@@ -41,7 +45,7 @@ def replace_directory(partial: Path, path: Path) -> None:
 
 
 def delete_directory(path: Path) -> None:
-    """Delete a directory that must not be found half deleted under its name."""
+    """Delete a directory after renaming it, so that no reader finds it half deleted under its name."""
     old = _old_path(path)
     path.rename(old)
     shutil.rmtree(old)
@@ -70,7 +74,7 @@ def fsync_tree(directory: Path) -> None:
 def private_directory(path: Path) -> None:
     """Create a directory with mode 0700 and its parents; an existing one keeps its mode.
 
-    Raises FileExistsError if there is something other than a directory.
+    Raises FileExistsError if ``path`` is something other than a directory.
     """
     try:
         path.mkdir(mode=0o700, parents=True)
@@ -86,7 +90,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises ConfigError if another process holds the lock."""
+        """Raises ConfigError if another process holds the lock, or its file cannot be opened."""
         path = run_dir / ".lock"
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -21,7 +21,7 @@ _DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)
 
 
 def check_address(address: str, keyed: bool) -> None:
-    """Raises ConfigError if the address is malformed, or reachable from other machines without keys."""
+    """Raises ConfigError if the address is not ``tcp://HOST:PORT``, or not loopback while there are no keys."""
     found = _ADDRESS.fullmatch(address)
     if found is None or int(found[2]) > _LARGEST_PORT:
         # ZeroMQ would read port 70000 as 4464.
@@ -38,7 +38,7 @@ def check_address(address: str, keyed: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is reachable from this machine only. Of names, only localhost counts."""
+    """Whether ``host`` is reachable from this machine only. The only name that is recognised is localhost."""
     if host == "localhost":
         return True
     try:
@@ -59,7 +59,7 @@ def interfaces() -> dict[str, str]:
 
 
 def own_address() -> str:
-    """The address by which other hosts probably reach this one; loopback if there is no other."""
+    """The IPv4 address by which other hosts probably reach this host; 127.0.0.1 if there is no other."""
     for address in (*_addresses_of_own_name(), *_default_route(), *interfaces().values()):
         if not ipaddress.ip_address(address).is_loopback:
             return address
@@ -84,7 +84,7 @@ def local_address(controller: str) -> str:
 def reachable(bound: str, host: str) -> str:
     """The address that workers connect to, for a controller that is bound to ``bound``.
 
-    For one that listens on all interfaces this is ``host``, or `own_address` if ``host`` is empty.
+    If the controller listens on all interfaces, the host of the address is ``host``, or `own_address` if that is empty.
     """
     bound_host, _, port = bound.removeprefix("tcp://").rpartition(":")
     return f"tcp://{host or own_address()}:{port}" if bound_host in ANY_HOST else bound

@@ -12,5 +12,5 @@ def log_to_stderr() -> None:
 
 
 def error_message(line: str) -> str:
-    """The message of a line that was logged as an error; any other line as it is."""
+    """The message of a line that was logged as an error; any other line is returned unchanged."""
     return line.rpartition(f" {logging.getLevelName(logging.ERROR)} ")[2]

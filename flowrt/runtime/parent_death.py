@@ -1,6 +1,6 @@
 """Death of the parent: a process that is killed when its parent dies, however the parent dies.
 
-``python -m flowrt.runtime.parent_death MODULE ARGUMENTS`` runs a module in this way from its first import on.
+``python -m flowrt.runtime.parent_death MODULE ARGUMENTS`` runs a module in such a process, from its first import on.
 """
 
 import ctypes
@@ -19,11 +19,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies. No effect on systems other than Linux."""
+    """Let the kernel kill this process when its parent dies (Linux only).
+
+    Ends this process at once, with exit code 1, if the launcher that `LAUNCHER` names has died already.
+    """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     namespace, _, pid = os.environ.get(LAUNCHER, "").rpartition(" ")
-    # The environment may have been passed on to another host, where the id is of another process or none.
+    # The environment may have been passed on to another host, where another process, or none, has this id.
     if namespace == pid_namespace() and not is_alive(int(pid)):
         os._exit(1)  # the launcher died before the call of prctl
 

@@ -1,7 +1,7 @@
 """Timeline of a run: spans of work, recorded by the worker that does the work.
 
-A span is (kind, start, end) in seconds of the monotonic clock, which all processes of one host share. Adjacent spans of
-one kind are merged, so that a worker that decodes a thousand tokens reports one line.
+A span has a kind, a start and an end in seconds of the monotonic clock, which all processes of one host share. Adjacent
+spans of one kind are merged, so that a worker that decodes a thousand tokens reports one span.
 """
 
 import json
@@ -29,9 +29,9 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     worked_s: float = -1.0
-    """Seconds of it that were work, the others gaps between spans that were merged; -1: all of it."""
+    """Seconds of work in the span, without the gaps between merged spans; -1: the span has no gaps."""
     rows: float = -1.0
-    """Mean number of rows of the engine that were occupied while it worked; -1: unknown."""
+    """Mean number of occupied rows of the engine during the work; -1: unknown."""
     root: str = ""
     """The worker that a wait is blocked on; empty for work."""
 
@@ -60,9 +60,12 @@ class Timeline:
 
     @contextmanager
     def busy(self, kind: str, rows: float = -1.0, root: str = "") -> Iterator[None]:
-        """Record the time spent in the block under ``kind``, with the number of occupied rows.
+        """Record the time spent in the block under ``kind``.
 
-        ``root``: of a wait, the worker that it is blocked on.
+        Args:
+            kind: kind of the span.
+            rows: number of occupied rows of the engine; -1: unknown.
+            root: for a wait, the worker that it is blocked on; empty for work.
         """
         span = _OpenSpan(kind, self._clock.now(), rows, root)
         self._open.append(span)
@@ -73,6 +76,7 @@ class Timeline:
             self.add(Span(kind, span.start_s, self._clock.now(), rows=rows, root=root))
 
     def add(self, span: Span) -> None:
+        """Add a span; it is merged with the last one of its kind if the gap is shorter than `MERGE_GAP_S`."""
         index = self._last.get(span.kind)
         last = None if index is None else self._spans[index]
         if (
@@ -88,7 +92,7 @@ class Timeline:
             self._spans.append(span)
 
     def drain(self) -> list[Span]:
-        """Return the spans recorded since the last call; of work that lasts, the part up to now."""
+        """Return the spans recorded since the last call, and the part up to now of blocks that have not ended."""
         now = self._clock.now()
         for one in self._open:
             if now > one.start_s:
@@ -127,8 +131,8 @@ def read_lines(
 ) -> tuple[list[dict[str, Any]], int]:
     """Read the objects of a file of JSON lines from ``start_byte`` on.
 
-    Returns the objects that ``is_whole`` accepts, and the number of damaged lines: all others. Raises OSError if the
-    file cannot be read.
+    Returns the objects that ``is_whole`` accepts, and the number of all other lines, which are damaged. Raises OSError
+    if the file cannot be read.
     """
     found: list[dict[str, Any]] = []
     damaged = 0
@@ -153,7 +157,7 @@ def is_span(line: dict[str, Any]) -> bool:
 
 
 def is_step(line: dict[str, Any]) -> bool:
-    """Whether this is a line of metrics.jsonl: numbers, with all those that the summary adds up, and `NONFINITE`."""
+    """Whether this is a line of metrics.jsonl: finite numbers, with those that the summary uses, and `NONFINITE`."""
     counts = ("step", "samples", "tokens", "staleness_max")
     rates = ("wall_s", "samples_per_s", "staleness_mean")
     names = line.get(NONFINITE, [])

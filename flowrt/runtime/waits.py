@@ -1,6 +1,6 @@
 """Waits with deadlines: every wait of flowrt that may not end by itself is made here.
 
-- Every wait has a deadline, and names what it waits for and who it is blocked on.
+- Every wait has a deadline, and names what it waits for and, as ``blocked_on``, the worker or object that has to act.
 - Open waits are listed by `open_waits`; a wait that reaches its deadline raises WaitExpired with the same information.
 - A deadline is a number of seconds, a `LivenessTimeout` that heartbeats renew, or a `BoundedElsewhere`: another wait
   or timer that is certain to end this one.
@@ -23,10 +23,10 @@ from flowrt.ids import CONTROLLER as CONTROLLER
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 POLLS_PER_TIMEOUT = 8
-"""How often a `LivenessTimeout` is checked within its time."""
+"""Number of checks of a `LivenessTimeout` within its seconds."""
 MIN_POLL_S = 1e-3
 POLL_FRACTION = 0.01
-"""The interval of polling grows with the wait, so that an event is noticed late by at most this part of it."""
+"""Polling interval as a fraction of the wait so far: an event is noticed late by at most this fraction of the wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BoundedElsewhere:
 
 @dataclass(slots=True)
 class LivenessTimeout:
-    """Deadline of ``seconds`` that starts again with each heartbeat."""
+    """Deadline of ``seconds`` that starts again with each heartbeat, i.e. each call of `renew`."""
 
     seconds: float
     heartbeats: int = 0
@@ -54,15 +54,15 @@ Deadline = float | BoundedElsewhere | LivenessTimeout
 class Wait:
     """An open wait."""
 
-    thread: str  # of this process
+    thread: str  # name of the thread of this process that waits
     what: str
-    blocked_on: str  # who has to act
+    blocked_on: str  # the worker or object that has to act
     deadline: Deadline
     since_s: float = field(default_factory=monotonic)
 
     @property
     def limit_s(self) -> float:
-        """The longest it may take; infinite for `BoundedElsewhere`."""
+        """Longest duration of the wait in seconds; infinite for `BoundedElsewhere`."""
         if isinstance(self.deadline, BoundedElsewhere):
             return float("inf")
         return self.deadline.seconds if isinstance(self.deadline, LivenessTimeout) else self.deadline
@@ -84,7 +84,7 @@ def open_waits() -> list[Wait]:
 
 
 class tracked:  # noqa: N801
-    """``with tracked(what, blocked_on, deadline):`` around a wait whose deadline a library or another timer keeps."""
+    """``with tracked(what, blocked_on, deadline):`` lists a wait whose deadline a library or another timer enforces."""
 
     __slots__ = ("_blocked_on", "_deadline", "_number", "_since_s", "_thread", "_what")
 
@@ -95,7 +95,7 @@ class tracked:  # noqa: N801
         self._number = next(_numbers)
 
     def __enter__(self) -> None:
-        # hot path: every request makes one, so the `Wait` is only made when it is asked for
+        # hot path: entered for every request, so a `Wait` is only made by `open_waits`
         self._since_s = monotonic()
         self._thread = threading.current_thread()
         _open[self._number] = self
@@ -133,13 +133,13 @@ async def wait_until(work: Awaitable[Result], deadline: Deadline, what: str, blo
                 return await work
         except TimeoutError:
             if not timer.expired():
-                raise  # of the work itself
+                raise  # raised by the work itself
             raise expired(what, blocked_on, deadline) from None
 
 
 @contextlib.asynccontextmanager
 async def locked(lock: asyncio.Lock, deadline: Deadline, what: str, blocked_on: str) -> AsyncIterator[None]:
-    """Hold the lock during a block. Raises WaitExpired when it is not released in time."""
+    """Hold the lock during a block. Raises WaitExpired if the lock cannot be acquired by the deadline."""
     await wait_until(lock.acquire(), deadline, what, blocked_on)
     try:
         yield
@@ -148,7 +148,7 @@ async def locked(lock: asyncio.Lock, deadline: Deadline, what: str, blocked_on: 
 
 
 async def _while_alive(work: Awaitable[Result], liveness: LivenessTimeout, what: str, blocked_on: str) -> Result:
-    """Counts polls without a heartbeat, not time: the other side is not to blame when this process was stopped."""
+    """Counts polls without a heartbeat, not time, because time also passes while this process itself is stopped."""
     task = asyncio.ensure_future(work)
     try:
         heartbeats = liveness.heartbeats
@@ -167,7 +167,7 @@ async def _while_alive(work: Awaitable[Result], liveness: LivenessTimeout, what:
 async def wait_any(
     works: Collection[asyncio.Future[Any]], deadline: Deadline, what: str, blocked_on: str
 ) -> set[asyncio.Future[Any]]:
-    """Wait until at least one is done, and return those. Raises WaitExpired at the deadline; cancels nothing."""
+    """Wait until a future is done, and return all that are. Raises WaitExpired at the deadline; cancels no future."""
     limit_s = None if isinstance(deadline, BoundedElsewhere) else deadline
     assert not isinstance(limit_s, LivenessTimeout)
     with tracked(what, blocked_on, deadline):
@@ -178,7 +178,7 @@ async def wait_any(
 
 
 async def wait_all(works: Collection[asyncio.Future[Any]], deadline: Deadline, what: str, blocked_on: str) -> None:
-    """Wait until all are done, with a result or an error. Raises WaitExpired at the deadline; cancels nothing."""
+    """Wait until all have a result or an error. Raises WaitExpired at the deadline; cancels no future."""
     limit_s = None if isinstance(deadline, BoundedElsewhere) else deadline
     assert not isinstance(limit_s, LivenessTimeout)
     if not works:
@@ -190,7 +190,7 @@ async def wait_all(works: Collection[asyncio.Future[Any]], deadline: Deadline, w
 
 
 async def cancel_and_wait(tasks: Collection[asyncio.Future[Any]], deadline_s: float) -> bool:
-    """Cancel tasks and wait until they have ended; False, with a log line, when some have not by the deadline."""
+    """Cancel tasks and wait until they have ended. Logs and returns False if one has not after ``deadline_s``."""
     for task in tasks:
         task.cancel()
     try:
@@ -202,7 +202,7 @@ async def cancel_and_wait(tasks: Collection[asyncio.Future[Any]], deadline_s: fl
 
 
 async def pause(seconds: float) -> None:
-    """Sleep on an event loop, where nothing is waited for."""
+    """Sleep on an event loop: a delay, not a wait for an event."""
     await asyncio.sleep(seconds)
 
 
@@ -212,7 +212,7 @@ async def pause(seconds: float) -> None:
 def poll_until_true(
     condition: threading.Condition, predicate: Callable[[], object], deadline_s: float, what: str, blocked_on: str
 ) -> None:
-    """Wait, holding the condition, until the predicate holds. Raises WaitExpired."""
+    """Wait until the predicate is true; the caller holds the condition. Raises WaitExpired after ``deadline_s``."""
     if predicate():
         return
     with tracked(what, blocked_on, deadline_s):
@@ -221,7 +221,7 @@ def poll_until_true(
 
 
 def queue_get(items: "queue.SimpleQueue[Result]", deadline_s: float, what: str, blocked_on: str) -> Result:
-    """The next item of a queue. Raises WaitExpired."""
+    """The next item of a queue. Raises WaitExpired if none arrives within ``deadline_s``."""
     with tracked(what, blocked_on, deadline_s):
         try:
             return items.get(timeout=deadline_s)
@@ -230,14 +230,14 @@ def queue_get(items: "queue.SimpleQueue[Result]", deadline_s: float, what: str, 
 
 
 def join_thread(thread: threading.Thread, deadline_s: float) -> bool:
-    """Wait for a thread to end; False when it has not by the deadline."""
+    """Wait for a thread to end. Returns False if it has not ended after ``deadline_s``."""
     with tracked(f"the end of thread {thread.name}", "that thread", deadline_s):
         thread.join(deadline_s)
     return not thread.is_alive()
 
 
 def blocking(call: Callable[[], Result], deadline: Deadline, what: str, blocked_on: str) -> Result:
-    """Make a blocking call whose library keeps the deadline."""
+    """Make a blocking call whose library enforces the deadline. Returns its result and raises its errors."""
     with tracked(what, blocked_on, deadline):
         return call()
 
@@ -256,14 +256,14 @@ def poll_until(
 def poll_while_alive(
     is_done: Callable[[], bool], heartbeats: Callable[[], Mapping[int, int]], seconds: float, what: str, blocked_on: str
 ) -> list[int]:
-    """Poll until ``is_done()``, or until a peer that is waited for shows no heartbeat for ``seconds``.
+    """Poll until ``is_done()``, or until a peer has sent no heartbeat for ``seconds``.
 
     Args:
         is_done: whether the wait is over.
-        heartbeats: the heartbeats so far of each peer that is still waited for, by its number.
+        heartbeats: returns the count of heartbeats of each peer that has not arrived, by the peer's number.
         seconds: the liveness timeout of each peer. As in `wait_until`, polls are counted, not time.
-        what: what is waited for.
-        blocked_on: who has to act.
+        what: what is waited for, as in `Wait`.
+        blocked_on: as in `Wait`.
 
     Returns:
         The peers without a heartbeat; empty when ``is_done()``.
@@ -289,13 +289,13 @@ def poll_while_alive(
 
 
 def sleep_blocking(seconds: float) -> None:
-    """Sleep on a thread without an event loop, where nothing is waited for."""
+    """Sleep on a thread without an event loop: a delay, not a wait for an event."""
     threading.Event().wait(seconds)
 
 
 @contextlib.contextmanager
 def every(call: Callable[[], object], interval_s: float, name: str) -> Iterator[None]:
-    """Make a call every ``interval_s`` seconds on another thread, during a block."""
+    """Make a call every ``interval_s`` seconds on another thread, while the block runs."""
     stop = threading.Event()
 
     def repeat() -> None:

@@ -44,7 +44,7 @@ SCORED_FLOW = Dataflow(
     train_flow="train",
     token_columns=("response",),
 )
-"""With rewards of 0 and 1, which come with the response."""
+"""`FLOW` with a reward of 0 or 1 for each sample, committed with its response."""
 SOURCE_WORKER = WorkerId(SOURCE)
 TRAINER_WORKER = WorkerId(TRAINER)
 
@@ -77,9 +77,9 @@ class ClusterPlan:
     solve_rate: float | None = None
     """Probability of a reward of 1, otherwise it is 0; None: there are no rewards."""
     group_filter: GroupFilter = field(default_factory=KeepAll)
-    """Decides on rewards, so it takes a solve rate."""
+    """Any but `KeepAll` decides on rewards, so it needs ``solve_rate``."""
     filter_tries: int = 128
-    """Most groups that are filtered in a step."""
+    """Most groups that ``group_filter`` drops in a step."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class _Rollout:
     """A rollout worker."""
 
     decoder: SimulatedDecoder
-    timer: int = 0  # an event with an earlier number is void: the batch has changed since
+    timer: int = 0  # number of the newest timer event; earlier ones are ignored, because the batch has changed
     pulling: bool = False
     version: int = 0
     staged: int = 0
@@ -99,10 +99,10 @@ class ClusterSimulation:
     """One simulated run.
 
     Attributes:
-        now_s: the virtual time.
+        now_s: the virtual time in seconds.
         events: number of events that the core has handled.
-        steps: when each step was closed, and the command that closed it.
-        row_s: seconds of all rows in which a sequence was generated; set by `run`.
+        steps: for each closed step, its time in virtual seconds and the core's command.
+        row_s: total seconds in which rows of the workers were occupied by a sequence; set by `run`.
         core: the state machine.
     """
 
@@ -138,7 +138,7 @@ class ClusterSimulation:
         self._step = 0
 
     def run(self) -> float:
-        """Run to the end. Returns the simulated seconds until the last step is trained.
+        """Run to the end. Returns the virtual seconds until the last step is closed.
 
         Raises AssertionError if no event is left before the run has ended, or the core refuses a message.
         """
@@ -282,7 +282,7 @@ class ClusterSimulation:
         self._swap(worker)
 
     def _swap(self, worker: WorkerId) -> None:
-        """Swap weights once no sequence is running. With staged weights `_pull` starts none."""
+        """Swap weights once no sequence is running. While a version is staged, `_pull` starts no sequence."""
         one = self._rollouts[worker]
         if one.staged > one.version and not one.decoder.running:
             one.version = one.staged

@@ -27,9 +27,9 @@ class SampleFactory:
     """Makes groups and slots outside a `SampleTable`, with ids in order of issue as the table assigns them."""
 
     groups: int = 0
-    """Groups made so far, the id of the next one."""
+    """Number of groups made so far, which is the id of the next one."""
     slots: int = 0
-    """Slots made so far, the id of the next one."""
+    """Number of slots made so far, which is the id of the next one."""
 
     def group(self, members: int = 1, prompt: int = 0, epoch: int = 0) -> Group:
         """A new group and its slots."""
@@ -50,18 +50,18 @@ class Cluster:
 
     workers: int
     rows: int
-    """Slots that one worker runs at the same time."""
+    """Most slots that one worker runs at the same time."""
     cost: Callable[[int], float]
-    """Seconds in which this many rows advance by one token."""
+    """Seconds in which all of this many running rows advance by one token."""
 
 
 @dataclass(slots=True)
 class _Worker:
     name: WorkerId
     at_s: float = 0.0
-    tokens: float = 0.0  # by which each row has advanced since the beginning
-    running: list[tuple[float, int]] = field(default_factory=list)  # heap of (tokens at its end, slot)
-    timer: int = 0  # an event with an earlier number is void: the batch has changed since
+    tokens: float = 0.0  # by which a row that always ran would have advanced since the beginning
+    running: list[tuple[float, int]] = field(default_factory=list)  # heap of (``tokens`` at the end of the row, slot)
+    timer: int = 0  # number of the newest event; earlier ones are ignored, because the batch has changed
 
     def advance(self, now_s: float, cost: Callable[[int], float]) -> None:
         if self.running:
@@ -73,20 +73,20 @@ class _Worker:
 
 
 class DispatchSimulator:
-    """Runs synchronous steps one after another through one queue, which keeps what it has learned about lengths."""
+    """Runs synchronous steps one after another through one queue, which keeps its statistics of response lengths."""
 
     def __init__(self, dispatch: Dispatch, cluster: Cluster) -> None:
         self.queue: Queue = dispatch.queue(ROLLOUT)
         self._cluster = cluster
         self._workers = [_Worker(WorkerId(f"rollout{number}")) for number in range(cluster.workers)]
-        self._events: list[tuple[float, int, int]] = []  # (time, worker, number of the timer)
+        self._events: list[tuple[float, int, int]] = []  # heap of (time, index of the worker, number of the event)
         self._tokens_of: dict[int, int] = {}
         self._slots: dict[int, Slot] = {}
         self._now_s = 0.0
         self._samples = SampleFactory()
 
     def run(self, step: Step, epoch: int = 0) -> float:
-        """Seconds until every sample of the step is generated.
+        """Run one step. Returns the virtual seconds until every sample of it is generated.
 
         Raises AssertionError if the queue holds back slots while every worker is idle.
         """
@@ -122,7 +122,7 @@ class DispatchSimulator:
                 yield slot
 
     def _serve(self) -> None:
-        """Let workers with room pull in turn. One with room left after a grant pulls again, after the others."""
+        """Let workers with room pull in turn. A worker with room left after a grant pulls again, after the others."""
         turns = deque(n for n, worker in enumerate(self._workers) if len(worker.running) < self._cluster.rows)
         while turns and len(self.queue):
             number = turns.popleft()

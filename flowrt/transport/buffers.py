@@ -13,7 +13,7 @@ import torch
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """Copy ``source`` to ``target``: uint8 tensors of one shape, on any devices; ``non_blocking`` as in torch.
+    """Copy ``source`` to ``target``: uint8 tensors of the same shape, on any devices; ``non_blocking`` as in torch.
 
     memmove needs a fifth less time than one thread of torch. numpy is not used: torch never resizes memory that numpy
     has a view of, and FSDP frees its weights by resizing them.
@@ -27,7 +27,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = 
 
 
 MAX_IDLE_BYTES = 1 << 30
-"""Idle memory that a pool keeps."""
+"""Most idle memory that a pool keeps."""
 MAX_OVERSIZE_FACTOR = 4
 """An idle buffer is reused if it is at most this many times larger than a new one would be."""
 MIN_BUFFER_BYTES = 64 * 1024
@@ -43,7 +43,7 @@ def trim_heap() -> None:
 
 
 def capacity(size: int) -> int:
-    """Bytes to map for a buffer of ``size`` bytes; pages that are not written to cost nothing."""
+    """Bytes to map for a buffer of ``size`` bytes; pages that are never written take no memory."""
     return max(MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
 
 

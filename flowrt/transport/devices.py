@@ -1,6 +1,6 @@
 """Devices that flowrt computes on and moves tensors between: CPU, CUDA, Ascend NPU.
 
-- Only this file imports torch_npu, and never just to detect a device.
+- Only this file imports torch_npu, and only to use an NPU, not to detect one.
 - Everything about NPUs is written against torch_npu's interface and HAS NOT RUN ON AN NPU.
 """
 
@@ -24,7 +24,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a device: used by this process now and at its peak, and in total."""
+    """Memory of a device: used by this process, now and at its peak, and the total of the device."""
 
     used_bytes: int
     peak_bytes: int
@@ -58,9 +58,9 @@ class Device:
             self._module().synchronize(self.index)
 
     def compute_deterministically(self) -> None:
-        """Use deterministic kernels on an accelerator, and warn of operations that have none. Before its first use.
+        """Use deterministic kernels on an accelerator, and warn of operations that have none.
 
-        On a CPU they are deterministic anyway.
+        Must be called before the first use of the device. No effect on a CPU, whose kernels are deterministic.
         """
         if self.kind == "cpu":
             return
@@ -73,6 +73,7 @@ class Device:
         torch.manual_seed(seed)
 
     def memory(self) -> Memory:
+        """Memory in use: of a CPU the resident memory of this process, else what torch has allocated for tensors."""
         if self.kind == "cpu":
             page = os.sysconf("SC_PAGE_SIZE")
             used = int(Path("/proc/self/statm").read_text().split()[1]) * page
@@ -89,7 +90,8 @@ class Device:
 def choose(name: str, local_rank: int = 0) -> Device:
     """The device for a process: cpu, cuda, npu, or auto (the accelerator of this machine, else cpu).
 
-    Processes of one machine take one accelerator each, by ``local_rank``. Raises ConfigError if there are too few.
+    Processes of one machine take one accelerator each, by ``local_rank``. Raises ConfigError if there are too few, or
+    if the name is unknown.
     """
     if name == AUTO:
         name = "cuda" if cuda_is_here() else "npu" if npu_is_here() else "cpu"
@@ -114,7 +116,7 @@ def _advice(name: str) -> str:
 
 
 def own_device(name: str) -> Device:
-    """As `choose`, for this process: with torchrun, the device of its local rank."""
+    """As `choose`, for this process: its local rank is that of torchrun (LOCAL_RANK), else 0."""
     return choose(name, int(os.environ.get("LOCAL_RANK", "0")))
 
 
@@ -140,7 +142,7 @@ def has_npu() -> bool:
 
 
 def own_index(kind: Kind) -> int:
-    """Index of the device that an engine of this process uses or would use. Raises ConfigError if there is none."""
+    """Index of the device that an engine of this process uses or would use. Raises ConfigError as `choose`."""
     return own_device(kind).index
 
 

@@ -1,7 +1,7 @@
 """Stands in for SGLang's kernel package on a machine without CUDA: its CPU build is not on the package index.
 
 SGLang imports some kernels by name when it runs on a CPU and then finds that no operator is registered, so attention,
-norms and sampling take its plain PyTorch paths. A kernel that is called all the same raises; none is made up.
+norms and sampling take its plain PyTorch paths. A kernel that is still called raises NotImplementedError.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 __version__ = "0.0.0+standin"
 
 if not torch.backends.cuda.is_built():
-    # SGLang waits for the device before and after it sums up its weights, and does not ask which device that is.
+    # SGLang calls this before and after it computes the checksums of its weights, on a CPU as well.
     torch.cuda.synchronize = lambda *_: None
 
 

@@ -1,15 +1,15 @@
-"""Where the time of a run went, role by role, from the spans of work that its workers reported.
+"""How the workers of each role spent a run, from the spans of work that they reported.
 
-A rollout worker is busy while it generates, however few of its rows are occupied; any other role is busy for the time
-that its engine's work is worth, so what is lost between two pieces of work is not hidden by joining their spans. What
-an idle worker was waiting for follows from what the others were doing meanwhile:
+A rollout worker is busy while it generates, even with few occupied rows. Any other role is busy for the time that the
+cost model gives the work of its engine, so that the time between two pieces of work counts as idle even if one span
+covers both. The cause of idle time follows from the spans of the other workers:
 
-* an idle rollout worker that puts new weights into use next was stopped by the staleness *gate* until the optimiser
-  step that made them was done, and waited for *weights* from then on. One that goes on with the weights that it has
-  was stopped by the gate, too: no more groups may live before a step is done. Idle times of up to 20 real milliseconds
-  are none of these but the way to the controller and back, and count as waiting for *samples*;
-* any other idle worker waits for *samples*, except while no rollout worker generates because all of them take new
-  weights: then it waits for *weights*, too.
+* idle time of a rollout worker before a swap: *gate* (the staleness bound) until the end of the optimiser step that
+  made the new weights, and *weights* from then on. Idle time that no swap follows is *gate*, too: no further group may
+  be opened before a step is closed. Idle times of up to 20 real milliseconds without a swap are round trips to the
+  controller and count as *samples*;
+* idle time of any other worker: *samples*, except while no rollout worker generates because all of them fetch or swap
+  weights, which is *weights*.
 """
 
 import json
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from end_to_end.simulated.modes import Play
+from end_to_end.simulated.modes import RunSpec
 
 from flowrt.controller.storage.timeline_file import read_timeline
 
@@ -32,14 +32,14 @@ ROLES = ("rollout", "reference", "reward", "trainer")
 
 @dataclass(frozen=True)
 class Accounts:
-    """One run in numbers: shares of the time from the first opened prompt to the end of the last step."""
+    """Figures of one run; shares are of the time from the first opened prompt to the end of the last step."""
 
-    play: Play
-    samples_per_s: float  # in simulated time
-    step_s: float  # simulated seconds a step, likewise
+    spec: RunSpec
+    samples_per_s: float  # by simulated second
+    step_s: float  # simulated seconds a step
     busy: dict[str, float]
-    steady: float  # the trainer's, after its first step, when the pipeline is full
-    lost: dict[str, dict[str, float]]  # by role, by what
+    steady: float  # busy share of the trainer after its first step, when the pipeline is full
+    lost: dict[str, dict[str, float]]  # by role and cause
     occupied: float  # share of the rows of all rollout workers that had a sequence
     staleness_max: int
     staleness_mean: float
@@ -50,8 +50,8 @@ class Accounts:
     cpu: float  # share of the machine's cores that the run used
 
 
-def account(run_dir: Path, play: Play, summary: dict[str, Any], cpu: float) -> Accounts:
-    """Read the run's timeline, which is in real seconds."""
+def account(run_dir: Path, spec: RunSpec, summary: dict[str, Any], cpu: float) -> Accounts:
+    """The figures of a run from its files; times of its timeline are real seconds. ``cpu`` is stored as it is."""
     spans = _spans(run_dir)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = sorted(end for spans_ in spans["trainer"].values() for kind, _, end in spans_ if kind == "step")
@@ -76,12 +76,12 @@ def account(run_dir: Path, play: Play, summary: dict[str, Any], cpu: float) -> A
     first_s = numbers["worked_s of trainer in the first step"]
     steady = (numbers.get("worked_s of trainer", first_s) - first_s) / max(end_s - steps[0], 1e-9)
     row_s = sum(value for name, value in numbers.items() if name.startswith("row_s of "))
-    workload = play.workload
+    workload = spec.workload
     real_s = summary["training_s"]
     return Accounts(
-        play=play,
-        samples_per_s=summary["samples"] / real_s * play.real_s,
-        step_s=real_s / play.real_s / len(lines),
+        spec=spec,
+        samples_per_s=summary["samples"] / real_s * spec.real_s,
+        step_s=real_s / spec.real_s / len(lines),
         busy=busy,
         steady=steady,
         lost=lost,
@@ -130,7 +130,7 @@ def _shares(
 
 
 def _of_rollout(spans: list[tuple[str, float, float]], idle: Intervals, steps: list[float]) -> tuple[Intervals, ...]:
-    """Idle time before new weights are put into use: until the step that made them was done, and since."""
+    """Idle intervals of a rollout worker whose cause is *gate*, and those whose cause is *weights*."""
     swaps = [start for kind, start, _ in spans if kind == "swap"]
     gate: Intervals = []
     weights: Intervals = []
@@ -146,7 +146,7 @@ def _of_rollout(spans: list[tuple[str, float, float]], idle: Intervals, steps: l
 
 
 def _no_generation(workers: Spans, steps: list[float], start_s: float, end_s: float) -> Intervals:
-    """When all rollout workers wait for weights or put them into use."""
+    """Intervals in which all rollout workers wait for weights or swap."""
     together = [(start_s, end_s)]
     for spans in workers.values():
         busy, update = _of_kinds(spans, BUSY, start_s, end_s), _of_kinds(spans, STALL, start_s, end_s)

@@ -1,4 +1,4 @@
-"""The processes of a simulated cluster: started once, they play many runs."""
+"""The processes of a simulated cluster, started once for many runs."""
 
 import asyncio
 import dataclasses
@@ -14,26 +14,26 @@ from typing import Any
 
 import psutil
 from end_to_end.simulated.bubble_attribution import Accounts, account
-from end_to_end.simulated.modes import Play
+from end_to_end.simulated.modes import RunSpec
 
 BENCH = Path(__file__).parents[2]
 START_S = 60.0
 RUN_S = 300.0
 
 
-class Cast:
+class ClusterProcesses:
     """One controller and its workers, each a process of its own; source and reward share one."""
 
     def __init__(self, controller: asyncio.subprocess.Process, workers: list[asyncio.subprocess.Process]) -> None:
         self._controller = controller
         self._workers = workers
 
-    async def play(self, play: Play) -> Accounts:
-        """One run. Raises RuntimeError when it does not end well."""
+    async def run(self, spec: RunSpec) -> Accounts:
+        """Run once; returns the accounts. Raises RuntimeError if the run fails, TimeoutError after RUN_S seconds."""
         with tempfile.TemporaryDirectory(prefix="flowrt-simulated-") as run_dir:
             before_s, began_s = self._cpu_s(), time.monotonic()
             async with asyncio.timeout(RUN_S):
-                await _send(self._controller, {"run_dir": run_dir, "play": dataclasses.asdict(play)})
+                await _send(self._controller, {"run_dir": run_dir, "play": dataclasses.asdict(spec)})
                 address = await _receive(self._controller)
                 for worker in self._workers:
                     await _send(worker, {"address": address})
@@ -41,8 +41,8 @@ class Cast:
                 errors = [error for worker in self._workers if (error := await _receive(worker))]
             cpu_s, wall_s = self._cpu_s() - before_s, time.monotonic() - began_s
             if summary["exit_code"] != 0 or errors:
-                raise RuntimeError(f"{play}: {summary['reason']}; {'; '.join(errors)}")
-            return account(Path(run_dir), play, summary, cpu_s / wall_s / (os.cpu_count() or 1))
+                raise RuntimeError(f"{spec}: {summary['reason']}; {'; '.join(errors)}")
+            return account(Path(run_dir), spec, summary, cpu_s / wall_s / (os.cpu_count() or 1))
 
     def _cpu_s(self) -> float:
         times = [psutil.Process(one.pid).cpu_times() for one in (self._controller, *self._workers)]
@@ -50,7 +50,7 @@ class Cast:
 
 
 @asynccontextmanager
-async def cast(rollout_workers: int) -> AsyncIterator[Cast]:
+async def running_cluster(rollout_workers: int) -> AsyncIterator[ClusterProcesses]:
     """Processes for workloads with ``rollout_workers`` rollout workers; none of them outlives the block."""
     names = [[f"rollout-{number}"] for number in range(rollout_workers)]
     names += [["reference"], ["source", "reward"], ["trainer"]]
@@ -61,7 +61,7 @@ async def cast(rollout_workers: int) -> AsyncIterator[Cast]:
         async with asyncio.timeout(START_S):
             for process in processes:
                 await _receive(process)
-        yield Cast(processes[0], processes[1:])
+        yield ClusterProcesses(processes[0], processes[1:])
     finally:
         for process in processes:
             if process.returncode is None:

@@ -1,4 +1,4 @@
-"""The modes of the ablation, each adding to the one before, and the dataflow and policies that they amount to."""
+"""The modes of the ablation, each an extension of the previous one, and their dataflow and policies."""
 
 import dataclasses
 import json
@@ -15,29 +15,29 @@ from flowrt.recipes.config_io import defaults
 
 @dataclass(frozen=True)
 class Mode:
-    """How much of the runtime is used."""
+    """The features of the runtime that a run uses."""
 
     name: str
     bound: int
-    barriers: bool = False  # every task waits until the task before it has done the whole step
+    barriers: bool = False  # every task waits until the previous task has done the whole step
     refresh: api.WeightSyncPolicy = field(default_factory=api.DelayedUpdate)
-    in_flight: bool = False  # new weights are put into use while sequences run
+    in_flight: bool = False  # new weights are swapped in while sequences run
     tail_lanes: bool = False
 
     def dispatch(self, workload: Workload) -> api.Dispatch:
-        """Tail lanes know the workload's decoding cost, as a user would who has profiled the engine once."""
+        """The dispatch policy; tail lanes get the workload's decoding cost, as from a profile of the engine."""
         return api.LengthAware(workload.decode.step_s, workload.samples) if self.tail_lanes else api.Fifo()
 
 
 SYNC = Mode("sync", bound=0, barriers=True)
 STREAMING = Mode("streaming", bound=0)
 DELAYED = Mode("delayed", bound=1)
-# Sub-step asynchrony: a few workers at a time take new weights, and put them into use between two tokens of what runs.
+# Sub-step asynchrony: two workers at a time fetch new weights, and swap between two tokens of running sequences.
 ROLLING = Mode("rolling", bound=1, refresh=Rolling(at_once=2, max_behind=1), in_flight=True)
 TAIL = dataclasses.replace(ROLLING, name="tail", tail_lanes=True)
 MODES = {mode.name: mode for mode in (SYNC, STREAMING, DELAYED, ROLLING, TAIL)}
-ASIDE = {
-    # Not rungs of the ladder: what a rung does alone.
+EXTRA_MODES = {
+    # Not in the sequence of modes: one feature alone, or a mode without one.
     mode.name: mode
     for mode in (
         dataclasses.replace(ROLLING, name="rolling_drained", in_flight=False),
@@ -48,8 +48,8 @@ ASIDE = {
 
 
 @dataclass(frozen=True)
-class Play:
-    """One run: everything that a process needs to know, handed on by the controller."""
+class RunSpec:
+    """The parameters of one run, which workers get from the controller."""
 
     workload_name: str
     mode_name: str
@@ -58,7 +58,7 @@ class Play:
     real_s: float  # real seconds that a simulated one takes
 
     @classmethod
-    def from_json(cls, text: str) -> "Play":
+    def from_json(cls, text: str) -> "RunSpec":
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
@@ -70,10 +70,10 @@ class Play:
 
     @property
     def mode(self) -> Mode:
-        return (MODES | ASIDE)[self.mode_name]
+        return (MODES | EXTRA_MODES)[self.mode_name]
 
     def config(self) -> RunConfig:
-        """What the shipped GRPO recipe needs to know: its dataflow and its workers' loops are used as they are."""
+        """The configuration of the GRPO recipe, whose dataflow and worker loops are used unchanged."""
         base, workload = defaults("arithmetic"), self.workload
         return dataclasses.replace(
             base,
@@ -87,7 +87,7 @@ class Play:
         )
 
     def policies(self) -> api.Policies:
-        """Training begins with the first micro-batch, or, with barriers, when the whole step is there."""
+        """The policies of the mode; with barriers a micro-batch is a whole step."""
         whole_step = api.GroupCount(self.workload.groups)
         batcher = whole_step if self.mode.barriers else api.TokenBudget(self.workload.micro_batch_tokens)
         return api.Policies(

@@ -1,7 +1,7 @@
-"""One process of a simulated cluster. It plays run after run: a line in for each, a line out when it has ended.
+"""One process of a simulated cluster, for one run after another: reads a line of JSON for each, and writes answers.
 
-python -m simulated.process controller     a line is a run directory and a play; out come an address, then a summary
-python -m simulated.process WORKER ...     a line is an address; out comes what went wrong, or nothing
+python -m end_to_end.simulated.process controller    reads a run directory and a run's spec; writes address, summary
+python -m end_to_end.simulated.process WORKER ...    reads an address; writes the errors of the workers
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from end_to_end.simulated.modes import Play
+from end_to_end.simulated.modes import RunSpec
 from end_to_end.simulated.roles import ROLES
 
 from flowrt.client.session import Session, connect
@@ -30,26 +30,26 @@ def reply(answer: object) -> None:
     print(json.dumps(answer), flush=True)
 
 
-async def control(run_dir: Path, play: Play) -> None:
-    """One run's controller; the recipe's dataflow, the mode's policies."""
-    flow = grpo.dataflow(play.config())
-    core = Core(play.settings(), flow, play.policies())
+async def control(run_dir: Path, spec: RunSpec) -> None:
+    """Run a controller with the recipe's dataflow and the mode's policies; write its address, then its summary."""
+    flow = grpo.dataflow(spec.config())
+    core = Core(spec.settings(), flow, spec.policies())
     server = Server(
         core=core,
-        config=play.to_json(),
+        config=spec.to_json(),
         run_dir=run_dir,
         heartbeat_s=HEARTBEAT_S,
         request_timeout_s=WAIT_S,
     )
     reply(server.bind("tcp://127.0.0.1:0"))
     ended = await server.run()
-    summary = server.summary(play.mode.bound)
+    summary = server.summary(spec.mode.bound)
     server.ledger.close()
     reply({**summary, "numbers": server.metrics.numbers, "exit_code": ended.code, "reason": ended.reason})
 
 
 async def work(address: str, workers: list[str]) -> None:
-    """Each worker with a session of its own, side by side."""
+    """Run the workers concurrently, each with a session of its own; write their errors."""
     errors = await asyncio.gather(*(one(address, worker) for worker in workers))
     reply("; ".join(error for error in errors if error))
 
@@ -59,7 +59,7 @@ async def one(address: str, worker: str) -> str:
     session = await connect(address, worker, role, JOIN_S)
     error = ""
     try:
-        await _play(session, role)
+        await _run_role(session, role)
     except* Stopped:
         pass
     except* FlowError as failed:
@@ -69,8 +69,8 @@ async def one(address: str, worker: str) -> str:
     return error
 
 
-async def _play(session: Session, role: str) -> None:
-    await ROLES[role](session, Play.from_json(session.welcome.config))
+async def _run_role(session: Session, role: str) -> None:
+    await ROLES[role](session, RunSpec.from_json(session.welcome.config))
     await session.wait_stopped()
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         if workers == ["controller"]:
-            run_loop(control(Path(task["run_dir"]), Play(**task["play"])))
+            run_loop(control(Path(task["run_dir"]), RunSpec(**task["play"])))
         else:
             run_loop(work(task["address"], workers))
 

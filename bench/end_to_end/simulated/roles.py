@@ -1,10 +1,10 @@
-"""What the processes of a simulated run do: the shipped workers' own loops, around simulated engines."""
+"""The roles of a simulated run: the loops of flowrt's workers with simulated engines."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 import torch
-from end_to_end.simulated.modes import Play
+from end_to_end.simulated.modes import RunSpec
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
@@ -20,45 +20,45 @@ from flowrt.roles.source import offer_all
 from flowrt.roles.trainer import train_step
 from flowrt.transport.weights.snapshot import Snapshot
 
-Role = Callable[[Session, Play], Awaitable[None]]
+Role = Callable[[Session, RunSpec], Awaitable[None]]
 
 
-async def source(session: Session, play: Play) -> None:
-    """Offer every prompt of an epoch, then the next epoch, until the run has enough."""
-    workload = play.workload
+async def source(session: Session, spec: RunSpec) -> None:
+    """Offer every prompt of an epoch, then of the next epoch, until the controller accepts no more."""
+    workload = spec.workload
 
     def columns(problem: Example) -> dict[str, torch.Tensor]:
-        # A prompt is told from others by its first token.
+        # Prompts differ in their first token only.
         prompt = torch.zeros(workload.prompt_tokens, dtype=torch.int32)
         prompt[0] = int(problem.prompt)
         return {"prompt": prompt, "answer": torch.zeros(8, dtype=torch.uint8)}
 
     problems = [Example(str(number), "", "") for number in range(workload.prompts)]
-    await offer_all(session, play.config(), columns, [TrainingSet("", 1.0, problems)])
+    await offer_all(session, spec.config(), columns, [TrainingSet("", 1.0, problems)])
     session.finished()
 
 
-async def rollout(session: Session, play: Play) -> None:
+async def rollout(session: Session, spec: RunSpec) -> None:
     """Generate, and report how long the engine's rows were occupied."""
-    workload = play.workload
+    workload = spec.workload
     engine = SimulatedRollout(
         workload.decode,
-        workload.lengths(play.seed),
-        RealTimeSimClock(play.real_s),
+        workload.lengths(spec.seed),
+        RealTimeSimClock(spec.real_s),
         rows=workload.rows,
-        in_flight=play.mode.in_flight,
+        in_flight=spec.mode.in_flight,
     )
     session.params.applied(POLICY, 0)
     try:
         async with asyncio.TaskGroup() as tasks:
-            await RolloutLoop(session, engine, play.seed, tasks, in_flight=play.mode.in_flight).run()
+            await RolloutLoop(session, engine, spec.seed, tasks, in_flight=spec.mode.in_flight).run()
     finally:
-        session.report({f"row_s of {session.worker}": engine.row_s * play.real_s})
+        session.report({f"row_s of {session.worker}": engine.row_s * spec.real_s})
 
 
-async def reference(session: Session, play: Play) -> None:
-    """Score whatever has a response."""
-    scorer = SimulatedScorer(play.workload.reference, RealTimeSimClock(play.real_s))
+async def reference(session: Session, spec: RunSpec) -> None:
+    """Score responses, for the time of the reference model's cost."""
+    scorer = SimulatedScorer(spec.workload.reference, RealTimeSimClock(spec.real_s))
 
     async def score(batches: list[Batch]) -> StageOutput:
         prompts, responses = _rows(batches, "prompt"), _rows(batches, "response")
@@ -67,14 +67,14 @@ async def reference(session: Session, play: Play) -> None:
         return StageOutput({"ref_logprobs": logprobs})
 
     try:
-        await _run_stage(session, "reference", play, score)
+        await _run_stage(session, "reference", spec, score)
     finally:
-        session.report({"worked_s of reference": scorer.worked_s * play.real_s})
+        session.report({"worked_s of reference": scorer.worked_s * spec.real_s})
 
 
-async def reward(session: Session, play: Play) -> None:
-    """Reward whatever has a response."""
-    scorer = SimulatedScorer(play.workload.reward, RealTimeSimClock(play.real_s))
+async def reward(session: Session, spec: RunSpec) -> None:
+    """Reward responses, for the time of the reward's cost."""
+    scorer = SimulatedScorer(spec.workload.reward, RealTimeSimClock(spec.real_s))
 
     async def score(batches: list[Batch]) -> StageOutput:
         with session.timeline.busy("reward"):
@@ -82,22 +82,22 @@ async def reward(session: Session, play: Play) -> None:
         return StageOutput(inline={"reward": rewards})
 
     try:
-        await _run_stage(session, "reward", play, score)
+        await _run_stage(session, "reward", spec, score)
     finally:
-        session.report({"worked_s of reward": scorer.worked_s * play.real_s})
+        session.report({"worked_s of reward": scorer.worked_s * spec.real_s})
 
 
 async def _run_stage(
-    session: Session, stage: str, play: Play, work: Callable[[list[Batch]], Awaitable[StageOutput]]
+    session: Session, stage: str, spec: RunSpec, work: Callable[[list[Batch]], Awaitable[StageOutput]]
 ) -> None:
-    """At most one pass of what there is; with barriers the whole step's samples, once they are all there."""
-    slots = play.workload.reference.pass_samples
-    if not play.mode.barriers:
+    """Run a stage on up to one pass of samples at a time; with barriers, on all samples of a step at once."""
+    slots = spec.workload.reference.pass_samples
+    if not spec.mode.barriers:
         await run_stage(session, stage, slots, lambda batch: work([batch]))
         return
     while True:
         batches: list[Batch] = []
-        while sum(map(len, batches)) < play.workload.samples:
+        while sum(map(len, batches)) < spec.workload.samples:
             batches.append(await session.pull(stage, slots))
         output = await work(batches)
         await session.commit(stage, *_leased(batches), output.tensors, output.inline)
@@ -111,9 +111,9 @@ def _leased(batches: list[Batch]) -> tuple[list[int], list[int]]:
     return [slot for batch in batches for slot in batch.slots], [one for batch in batches for one in batch.leases]
 
 
-async def trainer(session: Session, play: Play) -> None:
+async def trainer(session: Session, spec: RunSpec) -> None:
     """Train the run's steps; new weights are sent during the next step."""
-    config, workload, pace = play.config(), play.workload, RealTimeSimClock(play.real_s)
+    config, workload, pace = spec.config(), spec.workload, RealTimeSimClock(spec.real_s)
     engine = SimulatedTrainer(workload.train, pace, workload.parameter_bytes)
 
     async def publish(snapshot: Snapshot) -> None:
@@ -127,7 +127,7 @@ async def trainer(session: Session, play: Play) -> None:
                 metrics = await asyncio.to_thread(engine.step)
             session.step_done(step, metrics)
             worked = "worked_s of trainer" if step else "worked_s of trainer in the first step"
-            session.report({worked: engine.worked_s * play.real_s})
+            session.report({worked: engine.worked_s * spec.real_s})
             if step + 1 < config.steps:
                 with session.timeline.busy("snapshot"):
                     snapshot = await asyncio.to_thread(engine.snapshot, step + 1)

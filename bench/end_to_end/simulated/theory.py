@@ -1,20 +1,20 @@
-"""What the modes should take, on paper: the same costs without processes, wires or a runtime.
+"""Predicted times of the modes: the same costs without processes, network or runtime.
 
 Generation is scheduled exactly (every free row takes the next sample, in order); scores and training follow as queues.
 
 * sync: generation, then the scores, then training, then the weights: a sum.
 * streaming: the same generation, with the queues running in parallel; a step still ends with its weights.
-* delayed: no worker waits for another, but each drains once a version: the longest of (a worker's own makespan and its
-  load, training, scores).
-* rolling, tail: weights are put into use between two tokens, so rows can always be full; then who generates what makes
-  no difference.
+* delayed: no worker waits for another, but each empties its rows once a version: the longest of (a worker's own
+  makespan and its load, training, scores).
+* rolling, tail: weights are swapped between two tokens, so rows can always be full; then it makes no difference which
+  worker generates which sample.
 """
 
 import random
 from dataclasses import dataclass
 
 import torch
-from end_to_end.simulated.modes import Play
+from end_to_end.simulated.modes import RunSpec
 from end_to_end.simulated.workloads import Workload
 
 from flowrt.engines.base import sample_seed
@@ -48,19 +48,19 @@ class Step:
         }
 
 
-def predicted_s(play: Play) -> float:
+def predicted_s(spec: RunSpec) -> float:
     """Seconds a step of this run, on the average: the first step fills the pipeline, and the last sends no weights."""
-    steps = [step_of(play, step) for step in range(play.steps)]
-    cycles = [step.cycle_s(play.workload).get(play.mode_name, float("nan")) for step in steps]
-    if play.mode.bound == 0:
+    steps = [step_of(spec, step) for step in range(spec.steps)]
+    cycles = [step.cycle_s(spec.workload).get(spec.mode_name, float("nan")) for step in steps]
+    if spec.mode.bound == 0:
         return (sum(cycles) - steps[-1].weights_s) / len(steps)
     return (steps[0].streamed_s + sum(cycles[1:])) / len(steps)
 
 
-def step_of(play: Play, step: int) -> Step:
+def step_of(spec: RunSpec, step: int) -> Step:
     """The step that trains these prompts, in the order in which the source offers them."""
-    workload = play.workload
-    lengths = _lengths(play, step)
+    workload = spec.workload
+    lengths = _lengths(spec, step)
     ends = _generate(workload, lengths)
     tokens = [workload.prompt_tokens + length for length in lengths]
     reference = [one * workload.reference.token_s for one in tokens]
@@ -79,23 +79,23 @@ def step_of(play: Play, step: int) -> Step:
     )
 
 
-def _lengths(play: Play, step: int) -> list[int]:
-    workload, drawn = play.workload, play.workload.lengths(play.seed)
+def _lengths(spec: RunSpec, step: int) -> list[int]:
+    workload, drawn = spec.workload, spec.workload.lengths(spec.seed)
     lengths = []
     for group in range(step * workload.groups, (step + 1) * workload.groups):
         epoch, place = divmod(group, workload.prompts)
         order = list(range(workload.prompts))
-        random.Random(f"order {play.seed} {epoch}").shuffle(order)
+        random.Random(f"order {spec.seed} {epoch}").shuffle(order)
         prompt = torch.zeros(workload.prompt_tokens, dtype=torch.int32)
         prompt[0] = order[place]
         key = prompt.numpy().tobytes()
         for member in range(workload.members):
-            lengths.append(drawn.draw(key, sample_seed(play.seed, order[place], epoch, member, 0)))
+            lengths.append(drawn.draw(key, sample_seed(spec.seed, order[place], epoch, member, 0)))
     return lengths
 
 
 def _generate(workload: Workload, lengths: list[int]) -> list[tuple[float, int]]:
-    """When each sample ends, and at which worker."""
+    """End of each sample in seconds, and the worker that generates it."""
     decoders = [SimulatedDecoder(workload.decode) for _ in range(workload.rollout_workers)]
     ends = [(0.0, 0)] * len(lengths)
     waiting = list(enumerate(lengths))[::-1]
@@ -112,7 +112,7 @@ def _generate(workload: Workload, lengths: list[int]) -> list[tuple[float, int]]
 
 
 def _streamed(workload: Workload, ends: list[tuple[float, int]], tokens: list[int], reference: list[float]) -> float:
-    """When the last group is trained: scores in the order in which samples end, groups in that of their scores."""
+    """Seconds until the last group is trained; samples are scored as they end, groups trained as they are scored."""
     scored = [0.0] * len(ends)
     rewarded_s = referenced_s = 0.0
     for key in sorted(range(len(ends)), key=lambda one: ends[one][0]):

@@ -1,7 +1,7 @@
-"""Workloads: what each piece of work takes, in simulated seconds, and why that is reasonable. Argue with them.
+"""Workloads: the duration of each piece of work in simulated seconds, and the reasons for these durations.
 
 Every pool is scaled down by the same factor, so proportions are what counts: a rollout worker stands for a group of
-inference instances, the reference and the trainer for whole pools that talk through one rank.
+inference instances, the reference and the trainer for whole pools of which one rank has the connection.
 
 Figures that all workloads share, for a model of 7 billion parameters (weights of 15 GB in bf16):
 
@@ -52,10 +52,10 @@ class Workload:
     rows: int = 16
     groups: int = 32
     members: int = 8
-    prompts: int = 128  # distinct ones; later epochs see the same ones again
+    prompts: int = 128  # distinct ones, the same in all epochs
     micro_batch_tokens: int = 8192
     steps: int = 8  # of a measured run
-    parameter_bytes: int = 4096  # that really travel
+    parameter_bytes: int = 4096  # that are really sent
     lanes: str = "auto"
 
     @property
@@ -78,15 +78,15 @@ def _training(tokens_per_s: float) -> TrainCost:
 PAPER = Workload("paper", LogNormal(median=600, sigma=0.8, longest=3072), _forward(3000), _training(2500), steps=12)
 """Task-separated, with the devices where they are needed: generation takes longest, then training, then the reference.
 
-AsyncFlow's resource planner gives every task as many devices as make the tasks take about as long as each other. A
-forward pass costs a third of training, so a reference pool of a third of the trainer's devices takes as long as
-training does; rounded up, a fifth less: 3 000 tokens/s against 2 500. Answers of an instruction-tuned 7B model to
+AsyncFlow's resource planner divides the devices so that all tasks take about the same time. A forward pass costs a
+third of training, so a reference pool of a third of the trainer's devices takes as long as training does; rounded up, a
+fifth less: 3 000 tokens/s against 2 500. Answers of an instruction-tuned 7B model to
 competition mathematics: half within 600 tokens, on average 800, one in fifty at the limit of 3 072 tokens. A step of
 245 000 tokens is about 125 s of generation (81 s if rows were always full), 83 s of reference, 101 s of training.
 """
 
 BALANCED = Workload("balanced", LogNormal(median=700, sigma=0.5, longest=2048), _forward(9000), _training(3000))
-"""Generation and training take equally long; the reference has a device more than it needs and takes a third of it.
+"""Generation with full rows takes as long as training; the reference has spare devices and takes a third of that.
 
 Answers with a moderate tail: 700 tokens in the median, one in sixty cut at 2 048. There is less to overlap (two long
 stages instead of three) and less tail to hide: 107 s of generation (80 s if rows were always full), 28 s of reference

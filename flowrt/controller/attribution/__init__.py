@@ -1,9 +1,9 @@
-"""Attribution of time: what every second of every worker was spent on, and because of whom.
+"""Attribution of time: what each second of each worker was spent on, and which worker caused each wait.
 
-- `causes` has the words: the eight kinds of time, and waits with their cause and root.
-- `waits` notes, from the core's state, why each parked request waits.
-- `sweep` turns what workers report and what the core notes into one kind of time for each second.
-- `account` adds the seconds up by optimiser step. All of it is pure: times are arguments.
+- `causes` defines the eight kinds of time, and waits with their cause and root.
+- `waits` records, from the core's state, why each parked request waits.
+- `sweep` assigns one kind of time to every instant of a worker, from reported spans and recorded waits.
+- `account` adds the seconds up by optimiser step. All modules are pure: times are arguments.
 """
 
 from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, WaitInterval

@@ -1,9 +1,9 @@
-"""Account of time by optimiser step: which role spent how many seconds on what, and because of whom.
+"""Account of time by optimiser step: how many seconds each role spent on each kind of time, and the roots of its waits.
 
-A step reaches from the end of the one before it to its own. Its seconds are attributed as soon as a worker has reported
-what it did, and its account is complete when every worker has, or at most ``patience_s`` after its end: a worker that
-did not report for that time counts as away, and what it reports later is not counted. Memory does not grow with the
-length of a step.
+A step lasts from the end of the previous step to its own end. Seconds of a worker are attributed as soon as the worker
+has reported its spans for them. The account of a step is complete when every worker has reported up to the end of the
+step, or at most ``patience_s`` after that end: a worker that has not reported for this time counts as away, and spans
+that it reports later are not counted. Memory does not grow with the length of a step.
 """
 
 from collections import defaultdict
@@ -18,11 +18,11 @@ from flowrt.ids import STOPPED
 
 Key = TypeVar("Key", bound=Hashable)
 MAX_WORST = 8
-"""Workers that are named for each kind of time, the worst first."""
+"""Maximum number of workers that are listed for each kind of time, those with the most seconds first."""
 MIN_ROOT_SHARE = 0.01
 """Share of a role's time below which a root is left out."""
 MIN_SWEEP_S = 0.2
-"""Seconds of a worker that are attributed at once, except at the end of a step."""
+"""Minimum seconds of a worker that are attributed at once, except at the end of a step or of the worker."""
 
 
 class Sums(defaultdict[Key, float]):
@@ -41,7 +41,7 @@ class Sums(defaultdict[Key, float]):
         return sum(self.values())
 
     def largest(self, count: int | None = None) -> list[tuple[Key, float]]:
-        """Keys with the most seconds first, equal ones in the order in which they came."""
+        """The ``count`` keys with the most seconds (None: all), largest first, equal ones in order of insertion."""
         return sorted(self.items(), key=itemgetter(1), reverse=True)[:count]
 
 
@@ -53,14 +53,14 @@ class StepAccount:
     start_s: float
     end_s: float = float("inf")
     is_training: bool = True
-    """Whether it belongs to the time in which the run trains, which the summary is about."""
+    """Whether the run trains during it; only such accounts are part of `TimeAccount.totals`."""
     seconds: dict[str, Sums[str]] = field(default_factory=lambda: defaultdict(Sums))  # by role
     roots: Sums[tuple[str, str, str]] = field(default_factory=Sums)  # by role, cause and root
     of_workers: dict[str, Sums[str]] = field(default_factory=lambda: defaultdict(Sums))  # by kind
     workers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # by role
 
     def add(self, worker: str, role: str, seconds: dict[tuple[str, str], float]) -> None:
-        """Add seconds of a worker."""
+        """Add the seconds of a worker, by kind of time and root."""
         self.workers[role].add(worker)
         of_role = self.seconds[role]
         for (kind, root), length_s in seconds.items():
@@ -71,19 +71,19 @@ class StepAccount:
                 self.of_workers[kind][worker] += length_s
 
     def end(self, now: float) -> None:
-        """Nothing later belongs to it."""
+        """End the account at ``now``."""
         self.end_s = now
 
     def close(self, step: int, now: float) -> None:
-        """It is the account of this step, which has ended."""
+        """Complete it as the account of ``step``, which ended at ``now``."""
         self.step, self.end_s, self.is_training = step, now, True
 
     def cut(self, now: float) -> None:
-        """The run ends before the step does."""
+        """End the account because the run ends during the step, which then does not count as training."""
         self.end_s, self.is_training = now, False
 
     def merge(self, other: "StepAccount") -> None:
-        """Add the seconds of a part of the same step."""
+        """Add the seconds of another part of the same step."""
         for role, counts in other.seconds.items():
             self.seconds[role].add(counts)
             self.workers[role] |= other.workers[role]
@@ -93,7 +93,7 @@ class StepAccount:
         self.start_s = min(self.start_s, other.start_s)
 
     def as_json(self, origin_s: float) -> dict[str, Any]:
-        """The line of attribution.jsonl; times count from ``origin_s``."""
+        """The line of attribution.jsonl; times are seconds from ``origin_s``."""
         return {
             "step": self.step,
             "from_s": round(self.start_s - origin_s, 6),
@@ -122,19 +122,19 @@ class _Lane:
     worker: str
     role: str
     swept_s: float
-    """Its time is attributed up to here."""
+    """Time up to which its seconds are attributed."""
     reported_s: float
-    """It has reported what it did up to here."""
+    """Time up to which it has reported its spans."""
     gone_s: float = float("inf")
     spans: list[Interval] = field(default_factory=list)
     waits: list[WaitInterval] = field(default_factory=list)
 
     def leave(self, now: float) -> None:
-        """The worker is not in the run any more."""
+        """Record that the worker left the run at ``now``."""
         self.gone_s = now
 
     def note_report(self, until_s: float) -> None:
-        """It has reported everything that it did up to this time."""
+        """Record that the worker has reported all its spans up to ``until_s``."""
         self.reported_s = max(self.reported_s, until_s)
 
     def attribute(
@@ -145,7 +145,7 @@ class _Lane:
         open_waits: Iterable[WaitInterval],
         patience_s: float,
     ) -> None:
-        """Attribute its time up to ``limit_s`` to the steps that it belongs to."""
+        """Attribute the worker's time up to ``limit_s`` to the accounts ``parts``."""
         known = [*self.waits, *open_waits]
         silent_s = max(self.reported_s, self.swept_s)
         if limit_s > silent_s and min(self.gone_s, now) - self.reported_s > patience_s:
@@ -167,40 +167,40 @@ class TimeAccount:
 
         Args:
             start_s: when this controller started.
-            step: the first step that it closes.
-            patience_s: how long the account of a step waits for reports.
+            step: the first step that will be closed.
+            patience_s: seconds that the account of a step waits for reports.
         """
         self.patience_s = patience_s
         self.late_s = 0.0
         """Seconds of spans that were reported too late to be counted."""
         self.totals: dict[str, Sums[str]] = {}
-        """Seconds by role and kind in the time in which the run trains, of complete steps."""
+        """Seconds of complete accounts by role and kind, from the start of training on."""
         self._lanes: dict[str, _Lane] = {}
-        self._left: list[_Lane] = []  # gone, and not yet attributed up to there
+        self._left: list[_Lane] = []  # of workers that are gone, with time that is not attributed yet
         self._parts = [StepAccount(step, start_s, is_training=False)]
-        self._before: StepAccount | None = None  # the time before training, which counts to the first step
+        self._before: StepAccount | None = None  # the time before training; merged into the first step
 
-    # ---- what happens
+    # ---- events
 
     def joined(self, worker: str, role: str, now: float) -> None:
-        """A worker is in the run from now on."""
+        """Attribute the time of a worker from ``now`` on."""
         self.gone(worker, now)
         self._lanes[worker] = _Lane(worker, role, swept_s=now, reported_s=now)
 
     def gone(self, worker: str, now: float) -> None:
-        """A worker is not in the run any more."""
+        """Attribute the time of a worker only up to ``now``."""
         lane = self._lanes.pop(worker, None)
         if lane is not None:
             lane.leave(now)
             self._left.append(lane)
 
     def role(self, worker: str) -> str:
-        """The role of a worker that is in the run, or whose last time is not attributed yet; empty for any other."""
+        """The role of a worker that is in the run, or gone with time not attributed yet; empty for any other."""
         lane = self._lanes.get(worker) or next((one for one in self._left if one.worker == worker), None)
         return lane.role if lane else ""
 
     def add_spans(self, worker: str, spans: Iterable[Interval]) -> None:
-        """What a worker has reported."""
+        """Add spans that a worker has reported; time that is attributed already is only added to `late_s`."""
         lane = self._lanes.get(worker)
         if lane is None:
             return
@@ -210,7 +210,7 @@ class TimeAccount:
             self.late_s += max(min(span.end_s, lane.swept_s) - span.start_s, 0.0)
 
     def add_waits(self, waits: Iterable[WaitInterval]) -> None:
-        """Waits that have ended, of any workers."""
+        """Add waits of any workers that have ended."""
         for wait in waits:
             lane = self._lanes.get(wait.worker)
             lanes = [lane] if lane else [one for one in self._left if one.worker == wait.worker]
@@ -219,31 +219,31 @@ class TimeAccount:
                     one.waits.append(wait)
 
     def note_report(self, worker: str, until_s: float) -> None:
-        """A worker has reported everything that it did up to this time."""
+        """Record that a worker has reported all its spans up to ``until_s``."""
         lane = self._lanes.get(worker)
         if lane is not None:
             lane.note_report(until_s)
 
     def training_started(self, now: float) -> None:
-        """The run trains from now on."""
+        """Begin the time in which the run trains at ``now``; later calls change nothing."""
         if not self._parts[-1].is_training and len(self._parts) == 1:
             last = self._parts[-1]
             last.end(now)
             self._parts.append(StepAccount(last.step, now))
 
     def close_step(self, step: int, now: float) -> None:
-        """A step ends, and the next one begins."""
+        """End the account of ``step`` and begin that of the next step."""
         self._parts[-1].close(step, now)
         self._parts.append(StepAccount(step + 1, now))
 
-    # ---- what is complete
+    # ---- complete accounts
 
     def advance(self, now: float, open_waits: Iterable[WaitInterval] = ()) -> list[StepAccount]:
-        """Attribute what is known by now; returns the steps that are complete, in order.
+        """Attribute the time that workers have reported; returns the accounts that are now complete, in order.
 
         Args:
             now: seconds on the controller's clock.
-            open_waits: the waits that last at ``now``.
+            open_waits: the waits in progress at ``now``.
         """
         waits: dict[str, list[WaitInterval]] = defaultdict(list)
         for wait in open_waits:

@@ -1,4 +1,4 @@
-"""The words of attribution: kinds of time, causes of waits, and their intervals."""
+"""Kinds of time, causes of waits, and intervals of both."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -14,23 +14,24 @@ class Cause(Enum):
     GATE = "gate"
     """Admission holds back what it could start: the staleness bound, or a budget of rows and bytes."""
     WEIGHTS = "weights"
-    """The weights that it needs are on their way, or not published yet."""
+    """The weights that it needs are being transferred, or not published yet."""
     UPDATE = "update"
-    """It has the weights that it needs, and does not use them yet."""
+    """The weights that it needs are staged, and not used yet."""
 
 
 class Kind(Enum):
-    """What a second of a worker is spent on."""
+    """What a second of a worker is spent on. Waits have the kind of their `Cause`."""
 
     BUSY = "busy"
     SAMPLES = "samples"
+    """Also a wait for tensors of granted samples, or for another rank."""
     GATE = "gate"
     WEIGHTS = "weights"
     UPDATE = "update"
     """Weights are put into use, or copied to be published."""
     SAVE = "save"
     AWAY = "away"
-    """It loads, or its process or host is stopped."""
+    """The worker loads, its process or host is stopped, or it does not report."""
     OTHER = "other"
     """Everything else: round trips, event loops, garbage collection."""
 
@@ -40,12 +41,12 @@ KINDS = tuple(kind.value for kind in Kind)
 
 
 class WaitInterval(NamedTuple):
-    """A wait that the core has noted, in seconds of the controller's clock."""
+    """A wait that the core has recorded, in seconds of the controller's clock."""
 
     worker: WorkerId
     cause: Cause
     root: str
-    """The worker at work that the wait is blocked on in the end; empty if there is none."""
+    """The worker that the wait is blocked on in the end; empty if none is found."""
     start_s: float
     end_s: float
 
@@ -59,6 +60,6 @@ class Interval(NamedTuple):
     worked_s: float
     """Seconds of it that were work; the rest are gaps between spans that were merged."""
     rows: float = -1.0
-    """Mean number of occupied rows; -1 if the worker has none."""
+    """Mean number of occupied rows of the engine; -1: unknown."""
     root: str = ""
-    """Of a wait for tensors: the worker that sends them."""
+    """Of a wait for tensors: the worker that sends them; of a wait for another rank: that rank; else empty."""

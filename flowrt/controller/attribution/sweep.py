@@ -1,11 +1,11 @@
 """The sweep: exactly one kind of time for every instant of a worker.
 
-What a worker reports and what the core notes overlap: a worker pulls while it generates. Of all intervals that cover an
-instant the first one of this order counts: away, waiting for another rank, update, save, busy, any other wait; an
-instant that none covers is `other`.
+Reported spans and recorded waits overlap, because a worker pulls while it generates. An instant counts as the first of
+these that covers it: away, wait for another rank, update, save, busy, wait recorded by the core, wait for tensors of
+granted samples. An instant that none covers counts as `other`.
 
-Spans of work that were merged have gaps, of which only the sum is known. They count as waiting, as far as a wait covers
-the span, and as `other` beyond that.
+Merged spans of work contain gaps, of which only the total length is known. Gaps count as waiting for as long as waits
+cover the span, and as `other` beyond that.
 """
 
 from collections import defaultdict
@@ -26,9 +26,9 @@ KIND_OF_SPAN = {
     RANKS: Kind.SAMPLES,
 }
 UNDIVIDED = {0: Kind.AWAY, 2: Kind.UPDATE, 3: Kind.SAVE}
-"""Kinds that nothing later in the order divides, by their place in it."""
+"""Kinds that take an instant as a whole and have no root, by their place in the order."""
 RANK_WAIT, BUSY, WAIT, FETCHING = 1, 4, 5, 6
-"""The other places in the order. An instant counts as what has the lowest place there."""
+"""The other places in the order. Of all intervals that cover an instant, the one with the lowest place counts."""
 PLACES = {**{kind: place for place, kind in UNDIVIDED.items()}, Kind.BUSY: BUSY, Kind.SAMPLES: FETCHING}
 
 Key = tuple[str, str]
@@ -44,7 +44,7 @@ class _Item(NamedTuple):
 
 
 def kind_of_span(kind: str) -> Kind:
-    """What a worker's span counts as; every kind that is not known is work."""
+    """The kind of time that a span of this kind counts as; an unknown kind counts as busy."""
     return KIND_OF_SPAN.get(kind, Kind.BUSY)
 
 
@@ -57,13 +57,13 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
     """Attribute the seconds from ``start_s`` to ``end_s`` of one worker; they add up to ``end_s - start_s``.
 
     Args:
-        spans: what the worker reported, in any order, overlapping or not, of any times.
-        waits: what the core noted for it, likewise.
+        spans: spans that the worker reported, in any order; they may overlap, or lie outside the window.
+        waits: waits of the worker that the core recorded, likewise.
         start_s: start of the window.
-        end_s: its end; nothing is attributed if it is not later.
+        end_s: end of the window; if it is not after the start, the result is empty.
 
     Returns:
-        Seconds by kind of time and root, those above zero only.
+        Seconds by kind of time and root; only values above zero.
     """
     found: Seconds = defaultdict(float)
     if end_s <= start_s:
@@ -113,14 +113,14 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
 
 
 class _Covered(NamedTuple):
-    """The part of a span of work that no other kind of time precedes."""
+    """The part of a span of work that no interval with a lower place covers."""
 
     waits: dict[int, float]  # seconds of it by wait
     length_s: float = 0.0
 
 
 def _divide(covered: _Covered, share: float, waits: list[WaitInterval], found: Seconds) -> None:
-    """Divide a span of work into work, waiting and `other`."""
+    """Add the work, waiting and `other` of a span of work to ``found``."""
     gap_s = covered.length_s * (1.0 - share)
     found[Kind.BUSY.value, ""] += covered.length_s - gap_s
     waited_s = sum(covered.waits.values())

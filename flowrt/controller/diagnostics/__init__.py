@@ -1,6 +1,6 @@
-"""Diagnostics of a run: wait-for graph, status for observers, invariant checks, and limits on reported names.
+"""Diagnostics of a run: wait-for graph, status for observers, health warnings, invariants, limits on reported names.
 
-- All of it only reads the controller's state.
-- What is sent to observers is bounded in size, however many workers and waits there are.
-- A deadlock is reported only if no worker in it can act without another one in it.
+- These modules only read the controller's state.
+- The number of workers and waits in a status for observers is limited.
+- A deadlock is reported only if each of its workers has to wait for another one of it.
 """

@@ -1,6 +1,6 @@
 """Limits on what workers report: number and length of names, rates, and finite values.
 
-Names and reasons are chosen by workers, and all of them are sent to observers twice a second.
+Workers choose the names and reasons, and the controller sends all of them to observers twice a second.
 """
 
 import math
@@ -32,9 +32,10 @@ OTHER_REASONS = "other reasons"
 
 
 class BoundedCounter(dict[str, int]):
-    """Count by reason. Reasons beyond the first 256 are counted together."""
+    """Count by reason. Reasons beyond the first 256 are counted together, as `OTHER_REASONS`."""
 
     def count(self, reason: str, times: int = 1) -> None:
+        """Add ``times`` to the count of a reason, whose text is cut to `MAX_NAME_CHARS`."""
         reason = reason[:MAX_NAME_CHARS]
         if reason not in self and len(self) >= MAX_NAMES:
             reason = OTHER_REASONS
@@ -42,7 +43,7 @@ class BoundedCounter(dict[str, int]):
 
 
 def validate_names(numbers: Iterable[tuple[str, float]], known: Mapping[str, float]) -> str:
-    """Describe why numbers with these names, added to the known ones, are refused; empty if they are not."""
+    """Describe why numbers with these names cannot be added to the known ones; empty if they can."""
     names = {name for name, _ in numbers}
     if len(names | known.keys()) > MAX_NAMES:
         return f"{len(names | known.keys())} numbers under different names are more than {MAX_NAMES}; name fewer"

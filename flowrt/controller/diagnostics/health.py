@@ -1,10 +1,10 @@
-"""Health of a run: warnings about what no metric of a step shows.
+"""Health of a run: warnings about conditions that no metric of a step shows.
 
 - A request that waits for much longer than usual.
 - A disk that is nearly full.
-- An evaluation that is clearly below its best, twice in a row.
+- An evaluation of which the last two results are clearly below the best one.
 
-All of it depends on the clock or on results of evaluations, so it is outside of the core, and it only warns.
+These checks depend on the clock or on results of evaluations, so they are outside the core, and only warn.
 """
 
 from collections import deque
@@ -13,37 +13,38 @@ from statistics import median
 from typing import Any
 
 INTERVAL_STEPS = 50
-"""Each of them warns once in this number of steps."""
+"""Each check warns at most once in this number of steps; evaluations, once for each data set."""
 WAIT_FACTOR = 6.0
 MIN_WAIT_S = 30.0
 MIN_LOOKS = 20
-"""Looks at the oldest wait before it is compared with their median."""
+"""Observations of the oldest wait that are needed before another one is compared with their median."""
 MAX_LOOKS = 200
 MIN_FREE = 0.05
 ERRORS = 3.0
-"""Standard errors of the difference by which a result is below the best one."""
+"""Standard errors of the difference by which a result has to be below the best one."""
 MEAN, ERROR = "avg@", "_error"
 
 
 class Health:
-    """Remembers what is usual, and what was warned of."""
+    """The checks, with the last ages of the oldest wait and the step of the last warning of each check."""
 
     def __init__(self) -> None:
         self._looks: deque[float] = deque(maxlen=MAX_LOOKS)
         self._warned: dict[str, int] = {}
         self.log: list[tuple[int, str]] = []
-        """The warnings, with their steps."""
+        """The last 8 warnings: (step, text)."""
 
     def oldest_wait(self, waits: Sequence[tuple[str, str, float]], now: float, step: int) -> str:
-        """Look at the requests that wait.
+        """Compare the age of the oldest waiting request with its usual value.
 
         Args:
             waits: (worker, what it waits for, since when) of each, in seconds.
             now: seconds on the same clock.
-            step: the step in training; nothing is usual before the first is closed.
+            step: the step in training; waits in step 0 are not observed.
 
         Returns:
-            A sentence if the oldest wait is unusual, and nothing was said of one for 50 steps; otherwise nothing.
+            A warning if the age is over 6 times the median of the last ages and over 30 s; empty if it is not, or if
+            the last such warning is less than 50 steps ago.
         """
         if step < 1:
             return ""
@@ -58,17 +59,27 @@ class Health:
         )
 
     def disk(self, free: int, total: int, where: str, step: int) -> str:
-        """A sentence if less than 5 % of a disk is free, in bytes."""
+        """A warning if less than 5 % of a disk is free; empty if not, or if the last one is less than 50 steps ago.
+
+        Args:
+            free: free bytes of the disk.
+            total: bytes of the disk.
+            where: what is stored on the disk, for the text.
+            step: the step in training.
+        """
         if total <= 0 or free >= MIN_FREE * total:
             return ""
         return self._once("disk", step, f"the disk of {where} has {free / 1e9:.1f} GB left, {100 * free / total:.1f} %")
 
     def evaluation(self, name: str, history: Mapping[tuple[str, int], Mapping[str, Any]], step: int) -> str:
-        """A sentence if the last two results on a data set are below the best one by three standard errors.
+        """A warning if the last two results on a data set are below the best one by three standard errors.
+
+        The standard errors are those of the difference. Empty if there is no such drop, with fewer than three results,
+        or if the last such warning for the data set is less than 50 steps ago.
 
         Args:
             name: the data set.
-            history: results of all evaluations, by data set and version.
+            history: results of all evaluations, by (data set, version).
             step: the step in training.
         """
         results = [line for (of, _), line in sorted(history.items(), key=lambda one: one[0][1]) if of == name]

@@ -1,4 +1,4 @@
-"""Invariants of the controller's state, asserted. For tests and simulations: no run calls this."""
+"""Assertions of the invariants of the controller's state, for tests, simulations and replays; a run calls none."""
 
 from collections import Counter
 
@@ -13,11 +13,11 @@ from flowrt.protocol.messages import NO_BASE, Pull, Stage
 
 
 def audit(state: State, env: Environment) -> None:
-    """Raise AssertionError that names the first invariant that does not hold."""
+    """Raises AssertionError, which describes the first invariant that does not hold."""
     table, is_over = state.table, state.ended is not None
     for slot in table.slots.values():
         _check_slot(table, slot)
-        # While a restarted controller asks who holds what, columns have no holders.
+        # A restarted controller has columns without holders until the workers have sent their inventories.
         held = state.recovery.is_active or all(
             holding.holders for holding in {**slot.tensors, **slot.group.tensors}.values()
         )
@@ -144,7 +144,7 @@ def _check_members(state: State) -> None:
 
 
 def _check_outdated(state: State, env: Environment) -> None:
-    """A worker that could start ready slots only with the latest weights fetches them, or backs off."""
+    """A worker that could start ready slots only with the latest weights is fetching them, or backs off."""
     versions, table = state.models.policy, state.table
     if versions.latest not in versions.published:
         return
@@ -172,7 +172,7 @@ def _may_start(state: State, env: Environment, group: Group, version: int) -> bo
 
 
 def _check_versions(versions: VersionTable, membership: Membership, over: bool) -> None:
-    """A member holds the latest version whole, and the workers behind it are exactly those listed as such."""
+    """A member holds the complete latest version; exactly the receivers without it that do not fetch are behind."""
     whole = {version for version, base in versions.holders if base == NO_BASE}
     latest, newest, model = versions.latest, versions.newest, versions.model
     assert latest == max(whole, default=0), f"latest of {model} is {latest}, but {sorted(whole)} are held whole"
@@ -190,7 +190,7 @@ def _check_versions(versions: VersionTable, membership: Membership, over: bool) 
 
 
 def _check_filter(state: State, env: Environment) -> None:
-    """While the step has tries left, no group that a trainer may get next is one that the filter refuses."""
+    """While the filter may drop groups in this step, it refuses no group that a trainer may get next."""
     window, tries = state.window, env.settings.filter_tries
     assert window.filtered <= tries, f"{window.filtered} groups were filtered in step {window.step}, {tries} may be"
     if state.ended is not None or state.recovery.is_active or window.filtered == tries:
@@ -202,7 +202,7 @@ def _check_filter(state: State, env: Environment) -> None:
 
 
 def _check_window(state: State, env: Environment) -> None:
-    """Every live group of the train flow waits or is in training, and none in training is over age."""
+    """Every live group of the train flow waits or is in training, and no sample in training is too old."""
     table, window, train_stage = state.table, state.window, env.flow.train_stage
     flow = table.stages[train_stage].flow
     live = {group.id for group in table.groups.values() if group.flow == flow}

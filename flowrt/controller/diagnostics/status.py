@@ -1,4 +1,4 @@
-"""Status of a run for observers: progress, workers, wait-for graph, and how the run ended; bounded in size."""
+"""Status of a run for observers: progress, workers, wait-for graph, and how the run ended; the brief one is limited."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -11,7 +11,7 @@ from flowrt.controller.state.guards import MAX_LOGGED
 from flowrt.ids import OBSERVER, WorkerId
 
 MOST_BRIEF = {"dropped": 32, "cut_off": 64, "with_results": 64, "drained": 64, "numbers": 64, "evaluated": 32}
-"""Entries of a brief status in which there may be one for each worker, reason or name."""
+"""Maximum number of entries of the tables in a brief status that grow with the workers, reasons or names."""
 MAX_BRIEF_BYTES = 40_000
 
 
@@ -27,18 +27,18 @@ def status(
     *,
     brief: bool = False,
 ) -> dict[str, Any]:
-    """The content of a Status message.
+    """The content of a Status message, as values that JSON can represent.
 
     Args:
         core: the controller core.
         now: seconds on the run's clock.
-        request_timeout_s: how long a worker waits for an answer.
+        request_timeout_s: how long a worker waits for an answer, in seconds.
         latest: the last line of metrics.jsonl.
         numbers: numbers that workers reported for the summary.
-        cut_off: workers whose link is down, and for how many seconds.
-        evaluated: the newest results by data set.
+        cut_off: seconds for which the link of a worker has been down, by worker.
+        evaluated: the newest evaluation results by data set.
         time: the last line of attribution.jsonl; None before there is one.
-        brief: of what there may be one for each worker, list a part, those with an alarm first, and count the others.
+        brief: limit the tables that grow with the workers: list those with an alarm first, and count the others.
     """
     state, weights = core.state, core.state.models.policy
     receivers = weights.receivers
@@ -79,7 +79,7 @@ def status(
 
 
 def brief_text(found: Mapping[str, Any]) -> str:
-    """A brief status as JSON, of at most 40 KB: with many or long names fewer workers and waits are listed."""
+    """A brief status as JSON. Above 40 KB, fewer entries of its tables are listed until it fits or none is left."""
     text = json.dumps(found)
     most = MAX_WORKERS
     while len(text) > MAX_BRIEF_BYTES and most:
@@ -92,7 +92,7 @@ def brief_text(found: Mapping[str, Any]) -> str:
 
 
 def followed(core: Core, names: Collection[str]) -> dict[str, list[str]]:
-    """Of these workers those in the run, those with results since they joined, and those that an operator drained."""
+    """Those of these workers that are in the run, that have results since they joined, and that an operator drained."""
     members = core.state.membership
     present = [name for name in names if name in members]
     with_results = members.with_results() if present else set()

@@ -18,7 +18,12 @@ from flowrt.errors import ConfigError
 
 
 class Admission(Protocol):
-    """May a group be opened, a sample started, a sample trained? Steps and versions are counts."""
+    """Decides whether a group may be opened, a sample started, and a sample trained.
+
+    ``may_open`` is asked for one more group than ``live_groups`` live ones; ``may_start`` for a sample that a worker
+    would generate with ``version`` and that is expected to be trained in ``expected_step``; ``may_train`` for a sample
+    in ``step``, with the oldest version that generated one of its tokens.
+    """
 
     def may_open(self, live_groups: int, groups_per_step: int) -> bool: ...
 
@@ -29,7 +34,7 @@ class Admission(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StrictLag:
-    """Staleness never exceeds ``bound`` versions; 0 is the synchronous loop."""
+    """Staleness never exceeds ``bound`` versions; 0 is the synchronous loop. Raises ConfigError for less than 0."""
 
     bound: int
 
@@ -49,9 +54,9 @@ class StrictLag:
 
 @dataclass(frozen=True, slots=True)
 class OnPolicy:
-    """A staleness bound of 0 in the steps before ``until``, and the bound of ``usual`` from then on.
+    """A staleness bound of 0 in the steps before step ``until``, and the bound of ``usual`` from then on.
 
-    Samples that an earlier step may still have trained are lost, as all that exceed the bound are.
+    While the bound is 0, samples of older versions are lost, like all samples that exceed the bound.
     """
 
     usual: Admission

@@ -1,8 +1,8 @@
 """Batching policy: when a micro-batch is full, and how many tokens a step trains.
 
 `FixedTokens` applies to a whole step, after its groups are known: advantages are computed over every response, and only
-the loss is cut to the budget (C3PO). Its choice depends on the order of issue and a seed, never on the order of
-completion: short answers finish first, and a budget filled in that order would train on them alone.
+the loss is cut to the budget (C3PO, arXiv 2506.14731). The choice depends on the order of issue and a seed, never on
+the order of completion: short answers finish first, and a budget filled in that order would train on them alone.
 """
 
 import hashlib
@@ -17,14 +17,17 @@ Order = Literal["issue", "shuffled"]
 
 
 class Batcher(Protocol):
-    """When is a micro-batch full? A full one must stay full when it grows; the remainder of a step is always full."""
+    """When is a micro-batch of this many whole groups, tokens and rows (samples) full?
+
+    A full micro-batch must stay full when it grows. The remainder of a step is served without asking.
+    """
 
     def full(self, groups: int, tokens: int, rows: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """Full as soon as it holds at least ``tokens`` tokens."""
+    """Full at this number of tokens or more. Raises ConfigError for less than 1."""
 
     tokens: int
 
@@ -38,7 +41,7 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class GroupCount:
-    """Full at a fixed number of groups."""
+    """Full at this number of groups. Raises ConfigError for less than 1."""
 
     groups: int
 
@@ -52,7 +55,7 @@ class GroupCount:
 
 @dataclass(frozen=True, slots=True)
 class SampleCount:
-    """Full at this number of samples or more: groups are never split."""
+    """Full at this number of samples or more: groups are never split. Raises ConfigError for less than 1."""
 
     rows: int
 
@@ -69,7 +72,8 @@ class FixedTokens:
     """Train the same number of response tokens in every step; a step that has fewer trains all of them.
 
     Samples are taken until the budget is full, in order of issue or in an order drawn from the seed and the step.
-    Of the last one only the beginning is trained (``truncate``, which meets the budget exactly) or all (``whole``).
+    Of the last sample only the beginning is trained (``truncate``, which meets the budget exactly) or all (``whole``).
+    Raises ConfigError for less than 1 token, or an unknown ``cut`` or ``order``.
     """
 
     tokens: int

@@ -14,7 +14,7 @@ from typing import Protocol
 from flowrt.errors import ConfigError
 
 MIN_FLOOR = 0.01
-"""Least probability of a prompt: the source offers up to 100 prompts for each one that is opened."""
+"""Least value of ``floor``: on average, a source offers at most 100 prompts for each prompt that is sampled."""
 
 
 class Curriculum(Protocol):
@@ -50,16 +50,18 @@ class EveryPrompt:
 
 @dataclass(frozen=True, slots=True)
 class SolveRate:
-    """Sample a prompt with probability floor + (1 - floor) · u / u(1/2), an unseen one always.
+    """Sample a prompt with probability floor + (1 - floor) * u / u(1/2), and a prompt without rewards always.
 
     u(r) = 1 - r^n - (1 - r)^n is the probability that the next group of n samples has both solved and failed ones: a
     group of equal rewards has no learning signal. For n = 2, u / u(1/2) is 4r(1 - r), the variance of a reward of 0 or
     1 relative to its maximum; for larger groups, a prompt of solve rate 0.9 is nearly as good as one of 0.5. The
     probability is compared with a hash of seed, epoch and prompt.
 
-    u is its mean over the Beta posterior of the solve rate, under a Beta(prior, prior) distribution: few samples of
-    which none is solved do not make a prompt impossible (of a prompt of solve rate 0.1, 43 groups of 8 in 100 have no
-    solved sample), many do.
+    u is the mean of u(r) over the posterior of the solve rate r, under a Beta(prior, prior) prior: a prompt counts as
+    impossible only after many samples of which none is solved (at solve rate 0.1, 43 groups of 8 in 100 have no solved
+    sample).
+
+    Raises ConfigError for a value out of range.
     """
 
     history: int
@@ -73,7 +75,7 @@ class SolveRate:
     """Solved and failed samples that are added to those measured; 0: the measured rate, 1: a uniform prior, 0.5:
     Jeffreys' prior, under which most prompts are solved nearly always or nearly never."""
     group_size: int = 2
-    """Samples of a group (n). Its mean reward is that of all of them."""
+    """Number of samples that a group's mean reward is taken over (n)."""
 
     def __post_init__(self) -> None:
         if self.history < 1:
@@ -102,7 +104,10 @@ class SolveRate:
         return self.floor + (1 - self.floor) * (1 - equal) / (1 - 0.5 ** (self.group_size - 1))
 
     def _all(self, alpha: float, beta: float) -> float:
-        """The probability that all samples of the next group are solved, if the solve rate is Beta(alpha, beta)."""
+        """The probability that all samples of the next group are solved, if the solve rate is Beta(alpha, beta).
+
+        Without a prior the solve rate is alpha / (alpha + beta).
+        """
         if not self.prior:  # the measured rate itself
             return (alpha / (alpha + beta)) ** self.group_size
         of_all = math.lgamma(alpha + self.group_size) - math.lgamma(alpha)

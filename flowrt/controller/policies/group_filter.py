@@ -15,9 +15,9 @@ from flowrt.errors import ConfigError
 REWARD = "reward"
 """The inline column of rewards."""
 DECISION = "filter_decision"
-"""The inline column of what a function of the user's has decided, the same number for all samples of a group."""
+"""The inline column of the decision of the user's filter function, the same number for all samples of a group."""
 KEPT, REFUSED, RAISED, HUNG, ENDED, WRONG = 1.0, 0.0, -1.0, -2.0, -3.0, -4.0
-"""Decisions on a group."""
+"""Values of the decision column."""
 REFUSALS = {
     REFUSED: "the filter function",
     RAISED: "the filter function raised an exception",
@@ -25,11 +25,11 @@ REFUSALS = {
     ENDED: "the filter function ended its process",
     WRONG: "the filter function did not return True or False",
 }
-"""Why a group is not trained, by its decision; the negative ones are mistakes of the function."""
+"""Why a group is not trained, by its decision; a negative decision is a failure of the function."""
 
 
 class GroupFilter(Protocol):
-    """Is this group worth training? The answer depends on the group alone, because it may be asked for again."""
+    """Is this group worth training? The answer must depend on the group alone, because a group may be checked again."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class ZeroVariance:
 
 @dataclass(frozen=True, slots=True)
 class RewardBand:
-    """Refuse groups whose mean reward is below ``low`` or above ``high``."""
+    """Refuse groups whose mean reward is below ``low`` or above ``high``. Raises ConfigError if low exceeds high."""
 
     low: float
     high: float
@@ -89,9 +89,9 @@ class RewardBand:
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """Refuse what a function of the user's refuses, and groups on which it fails.
+    """Refuse groups that the user's filter function refuses, and groups on which it fails.
 
-    The function is called by the reward worker (`flowrt.roles.filter`): here is only its decision.
+    The reward worker calls the function (`flowrt.roles.filter`); this filter only reads its decision.
     """
 
     @property
@@ -121,19 +121,19 @@ class AllOf:
 
 
 def rewards(group: Group) -> list[float]:
-    """The rewards of the group's samples; empty if one has none."""
+    """The rewards of the group's samples; empty if a sample has no reward."""
     found = [slot.inline[REWARD] for slot in group.slots if REWARD in slot.inline]
     return found if len(found) == len(group.slots) else []
 
 
 def mean_reward(group: Group) -> float | None:
-    """The mean reward of the group; None if a sample has none."""
+    """The mean reward of the group; None if a sample has no reward."""
     found = rewards(group)
     return sum(found) / len(found) if found else None
 
 
 def has_equal_rewards(group: Group) -> bool:
-    """Whether the group has rewards, and all are equal."""
+    """Whether all samples of the group have rewards, and these are equal."""
     found = rewards(group)
     return bool(found) and min(found) == max(found)
 

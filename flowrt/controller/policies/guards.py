@@ -1,6 +1,6 @@
 """Guards: rules on the metrics of a run, each with an action for when a metric stays outside its limit.
 
-A rule fires in every step that ends a sequence of ``steps`` violations. What follows is for
+A rule fires in every step that ends a sequence of at least ``steps`` violations. The actions are carried out by
 `flowrt.controller.transitions.guarding`.
 """
 
@@ -20,17 +20,19 @@ GuardAction = Literal["warn", "hold", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class GuardRule:
-    """A limit of one metric. Raises ConfigError unless exactly one of ``above`` and ``below`` is given.
+    """A limit of one metric.
 
     Args:
         metric: a field of metrics.jsonl.
         above, below: the metric violates the rule above (below) this; a value that is not finite always does.
-        steps: consecutive steps with a violation before the rule fires.
-        action: what happens then.
-        hold_steps: steps with a staleness bound of 0, counted from the last firing; of action "hold".
-        median_of: 0, or the limit is ``above`` (``below``) times the median of the metric's last finite values in this
-            many steps before; while there are fewer, or their median is not positive, only a value that is not finite
-            violates the rule.
+        steps: number of consecutive steps with a violation from which on the rule fires, at least 1.
+        action: the effect of a firing.
+        hold_steps: steps with a staleness bound of 0, counted from the last firing, at least 1; of action "hold".
+        median_of: 0: the limit is ``above`` (``below``). Otherwise the limit is ``above`` (``below``) times the median
+            of the metric's last ``median_of`` finite values before the step; while there are fewer, or their median is
+            not positive, only a value that is not finite violates the rule.
+
+    Raises ConfigError for a value out of range, or unless exactly one of ``above`` and ``below`` is given.
     """
 
     metric: str
@@ -70,7 +72,7 @@ class GuardRule:
         return self.factor * middle
 
     def is_violated(self, value: float, recent: Sequence[float] = ()) -> bool:
-        """Whether a value violates the rule, given the finite values before it."""
+        """Whether a value violates the rule, given the metric's finite values before it, oldest first."""
         if not math.isfinite(value):
             return True
         limit = self.limit(recent)
@@ -84,11 +86,11 @@ class Firing:
     """A rule that fires.
 
     Attributes:
-        index: of the rule.
+        index: place of the rule in the list of all rules.
         rule: the rule.
-        value: of its metric, in the step that fires it.
-        violations: consecutive steps with a violation up to this one.
-        limit: of this step; None: there is none yet, and the value is not finite.
+        value: value of its metric in the step of the firing.
+        violations: number of consecutive steps with a violation, up to this one.
+        limit: limit in this step; None if there was no limit yet and the value is not finite.
     """
 
     index: int
@@ -113,12 +115,12 @@ def count_violations(
 
     Args:
         rules: all rules.
-        violations: of each rule, consecutive violations up to the step before.
-        metrics: of the step; a rule whose metric the step does not have is not violated.
-        recent: finite values of each metric in the steps before, oldest first.
+        violations: for each rule, the number of consecutive violations up to the previous step.
+        metrics: values of the step by name; a rule whose metric is absent is not violated.
+        recent: finite values of each metric in earlier steps, oldest first.
 
     Returns:
-        The violations up to this step, and the firings in the order of the rules.
+        For each rule, the number of consecutive violations up to this step; and the firings in the order of the rules.
     """
     counts: list[int] = []
     firings: list[Firing] = []

@@ -19,7 +19,7 @@ class RankBalancing(Protocol):
 
     @property
     def whole_step(self) -> bool:
-        """True if `split` is to be called when all groups of the step are ready, before any is trained."""
+        """True if `split` has to be called when all groups of the step are ready, before any of them is trained."""
         ...
 
     def split(self, groups: Sequence[Group], tokens: Sequence[int]) -> list[list[Group]] | None:
@@ -43,7 +43,8 @@ class OnDemand:
 class Balanced:
     """Shares of nearly equal tokens, each in the order of the step; a single rank is served on demand.
 
-    With fewer groups than ranks some shares are empty: those ranks train nothing in this step.
+    With fewer groups than ranks some shares are empty: those ranks train nothing in this step. Raises ConfigError for
+    less than 1 rank.
     """
 
     ranks: int
@@ -63,11 +64,12 @@ class Balanced:
 
 
 def karmarkar_karp(weights: Sequence[int], ways: int) -> list[list[int]]:
-    """Indices of the weights in ``ways`` parts of nearly equal sums, by the method of largest differences.
+    """Indices of the weights in ``ways`` parts of nearly equal sums, by the largest differencing method.
 
     Starts with one partition per weight, which has that weight in one part and nothing in the others, and repeatedly
-    merges the two partitions with the largest differences, heavy parts of one with light parts of the other.
-    Costs O(ways · n log n). Equal input gives equal output; the heaviest part comes first, indices ascend in each.
+    merges the two partitions with the largest differences, heavy parts of the first with light parts of the second.
+    Costs O(ways * n log n). Equal input gives equal output; the heaviest part comes first, indices ascend in each part.
+    Raises ConfigError for ``ways`` below 1. Source: Karmarkar and Karp, 1982.
     """
     if ways < 1:
         raise ConfigError(f"nothing can be split into {ways} parts; use 1 or more")
@@ -91,7 +93,7 @@ def karmarkar_karp(weights: Sequence[int], ways: int) -> list[list[int]]:
 
 
 def _merge(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> tuple[int, list[int]]:
-    """The sum and the indices of both; appends the shorter list to the longer one, for speed."""
+    """The sum and the indices of two parts; appends the shorter list to the longer one, for speed."""
     longer, shorter = sorted((one[1], other[1]), key=len, reverse=True)
     longer.extend(shorter)
     return one[0] + other[0], longer

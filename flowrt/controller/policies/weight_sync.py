@@ -13,7 +13,7 @@ from flowrt.ids import WorkerId
 
 
 class Receiver(NamedTuple):
-    """A worker that generates: the version it uses, and the newest one in its staging copy."""
+    """A worker that generates: the version that it generates with, and the newest version that it has received."""
 
     worker: WorkerId
     applied: int
@@ -25,7 +25,7 @@ class WeightSyncPolicy(Protocol):
     """Which workers fetch new weights now?"""
 
     def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:
-        """The receivers that are to fetch ``latest``.
+        """The receivers that are to fetch ``latest``, by name.
 
         Args:
             latest: the newest version that a connected worker has complete.
@@ -47,10 +47,10 @@ class DelayedUpdate:
 class Rolling:
     """At most ``at_once`` workers fetch or activate new weights at a time; the others keep generating.
 
-    A worker counts from the order to fetch until it generates with the new version. The oldest version goes first,
-    because admission stops that worker first. A worker more than ``max_behind`` versions behind fetches immediately:
-    with ``max_behind`` up to the staleness bound, that includes every worker that could start no sample.
-    With ``max_behind`` 0 this is the default, all at once.
+    A worker counts from the order to fetch until it generates with the new version. Workers with the oldest version
+    fetch first, because admission stops them first. A worker more than ``max_behind`` versions behind fetches
+    immediately: with ``max_behind`` up to the staleness bound, that includes every worker that could start no sample.
+    With ``max_behind`` 0 this is the default, all at once. Raises ConfigError for a value out of range.
     """
 
     at_once: int
@@ -78,7 +78,10 @@ class Rolling:
 
 @dataclass(frozen=True, slots=True)
 class EveryN:
-    """Fetch when the latest version is ``versions`` ahead; 1 is the default, every version."""
+    """Fetch when the latest version is ``versions`` ahead of the newest received one; 1 is the default, every version.
+
+    Raises ConfigError for less than 1.
+    """
 
     versions: int
 
@@ -92,12 +95,14 @@ class EveryN:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Fetch when the version in use has diverged from the latest one, or is ``max_age`` versions behind it.
+    """Fetch when the divergence exceeds ``threshold``, or the newest received version is ``max_age`` versions behind.
 
-    The divergence is the KL that the trainer measured on samples of that version (APS of ClusterEnv, arXiv 2507.10990,
-    with both policies on the same observations). ``max_age`` is not optional: under a clipped loss the trainer cannot
-    move far from stale samples, so the divergence may stay below any threshold forever. A threshold below 0 is the
-    default, every version.
+    The divergence is the KL of the version in use from the latest one, as the trainer measured it on samples of the
+    version in use (APS of ClusterEnv, arXiv 2507.10990, with both policies on the same observations). ``max_age`` is
+    not optional: under a clipped loss the trainer cannot move far from stale samples, so the divergence may stay below
+    any threshold forever. A threshold below 0 is the default, every version.
+
+    Raises ConfigError for ``max_age`` below 1.
     """
 
     threshold: float

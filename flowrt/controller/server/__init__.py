@@ -1,7 +1,7 @@
-"""The asyncio shell around the controller core: sockets, clock and disk.
+"""The asyncio server around the controller core: sockets, clock and disk.
 
-- It makes no decision: events go to the core, and it executes the commands that come back.
-- No message is sent before everything that it follows from is durable in the ledger.
-- Every wait has a deadline; a run that ends gives its workers `SHUTDOWN_TIMEOUT_S` to leave.
-- Malformed input costs the sender its connection and nothing else.
+- The server makes no decision: it passes events to the core and executes the commands that the core returns.
+- No message is sent before all decisions that it follows from are durable in the ledger.
+- Every wait has a deadline; when a run ends, its workers have `SHUTDOWN_TIMEOUT_S` to leave.
+- A malformed message closes the connection of its sender and has no other effect.
 """

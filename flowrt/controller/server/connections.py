@@ -25,7 +25,7 @@ MAX_BATCH_DELAY_S = 0.00005
 
 
 class Connections:
-    """Workers by name and connection. `send` delays a message until all earlier decisions are durable."""
+    """The connected workers by name and connection. `send` delays a message until all earlier decisions are durable."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Connections:
 
         Args:
             link: the server's socket.
-            needs_commit: whether a decision is not durable yet.
+            needs_commit: returns True while a decision is not durable.
             flush: commits, then calls `send_queued`.
             process_disconnects: called when `take_disconnected` may have a result.
             on_removed: called with each worker that is removed.
@@ -55,10 +55,10 @@ class Connections:
         self._peer: dict[WorkerId, bytes] = {}
         self._role: dict[WorkerId, str] = {}
         self._source: dict[WorkerId, tuple[int, str]] = {}  # descriptor and address of each connection
-        self._cut: dict[WorkerId, float] = {}  # since when nothing has come from a worker
+        self._cut: dict[WorkerId, float] = {}  # since when each worker seems to be cut off, on the monotonic clock
         self._outbox: list[tuple[WorkerId, bytes]] = []
         self._outbox_since_s = 0.0
-        self._disconnected: dict[WorkerId, None] = {}  # found gone; some of their messages may be unread
+        self._disconnected: dict[WorkerId, None] = {}  # connection found closed; some of their messages may be unread
         self._is_processing_scheduled = False
         self._changed = asyncio.Event()
 
@@ -71,20 +71,22 @@ class Connections:
         self._link.guard.on_joined(peer, source)
 
     def _kernel_alive(self, membership: Membership, now: float) -> Iterator[KernelAlive]:
-        """Silent workers whose process still answers at the TCP level: their interpreter is busy."""
+        """An event for each silent worker whose process still answers at the TCP level: its interpreter is busy."""
         for worker, last_message_s in membership.quiet(now):
             at_s = now - self._link.guard.idle_s(*self._source.get(worker, (-1, "")))
             if at_s > last_message_s:
                 yield KernelAlive(worker, at_s)
 
     def check_links(self, membership: Membership, now: float) -> Iterator[KernelAlive]:
-        """Close connections of stopped processes and log cut links; returns workers that are alive but busy."""
+        """Close connections of stopped processes and log cut links; returns an event for each worker that is alive but
+        busy. ``now``: seconds on the controller's clock.
+        """
         self._link.guard.close_stopped()
         self._log_cut_links()
         return self._kernel_alive(membership, now)
 
     def _log_cut_links(self) -> None:
-        """Log workers whose link went down (no TCP traffic at all) and those whose link is back."""
+        """Log each worker whose link was cut (no TCP traffic at all) or is back since the last call."""
         cut: dict[WorkerId, float] = {}
         for worker, source in self._source.items() if self._link.guard.has_cut_links else ():
             if (since_s := self._link.guard.cut_since_s(*source)) is not None:
@@ -105,9 +107,11 @@ class Connections:
         return {worker: round(monotonic() - since_s, 1) for worker, since_s in self._cut.items() if worker in self}
 
     def name(self, peer: bytes) -> WorkerId | None:
+        """The worker of a connection; None if there is none."""
         return self._name.get(peer)
 
     def role(self, worker: WorkerId) -> str:
+        """The role of a connected worker. Raises KeyError for another worker."""
         return self._role[worker]
 
     def __contains__(self, worker: str) -> bool:
@@ -118,6 +122,7 @@ class Connections:
         return [worker for worker in self._peer if self._role[worker] == role] if role else [*self._peer]
 
     def remove(self, worker: WorkerId) -> None:
+        """Forget a worker, if it is connected, and call ``on_removed``."""
         peer = self._peer.pop(worker, None)
         self._source.pop(worker, None)
         self._role.pop(worker, None)
@@ -128,7 +133,9 @@ class Connections:
         self._changed.set()
 
     async def shutdown(self, stop: Message, excluded_role: str) -> None:
-        """Send ``stop`` to all; return when all but the excluded role have left, or after `SHUTDOWN_TIMEOUT_S`."""
+        """Send ``stop`` to all workers; return when all but those of the excluded role have left, or after
+        `SHUTDOWN_TIMEOUT_S`.
+        """
         for worker in self.workers():
             self.send_now(worker, stop)
         try:
@@ -142,10 +149,10 @@ class Connections:
             await wait_until(self._changed.wait(), SHUTDOWN, "the next worker to leave", "the workers")
 
     def take_disconnected(self, immediately: bool) -> Sequence[WorkerId]:
-        """Remove and return the workers whose connections were found closed and who have not sent a Leave.
+        """Remove and return the workers that have not sent a Leave and whose connections were found closed.
 
-        Their last messages are handled first: while some may be unread this returns none and calls
-        ``process_disconnects`` again, unless the answer is needed ``immediately``.
+        Their last messages are handled first: while some may be unread, no worker is returned and
+        ``process_disconnects`` is called again later, unless the result is needed ``immediately``.
         """
         if not self._disconnected:
             return ()
@@ -168,7 +175,7 @@ class Connections:
         self._process_disconnects()
 
     def on_connection_closed(self) -> None:
-        """Find out whose connection has closed: one probe for all that close at the same time."""
+        """Probe all workers after `PROBE_DELAY_S`, to find those whose connection has closed; one probe for several."""
         if self._probe_timer is None:
             self._probe_timer = asyncio.get_running_loop().call_later(PROBE_DELAY_S, self._probe_all)
 
@@ -179,34 +186,35 @@ class Connections:
         self._process_disconnects()
 
     def close(self) -> None:
+        """Cancel a pending probe."""
         if self._probe_timer is not None:
             self._probe_timer.cancel()
 
     # ---- out
 
     def send(self, worker: WorkerId, message: Message) -> None:
-        """Send when all earlier decisions are durable: a crash must not undo what a worker was told."""
+        """Send when all earlier decisions are durable: a crash must not undo a decision that a worker knows of."""
         self.send_encoded(worker, encode(message))
 
     def send_encoded(self, worker: WorkerId, message: bytes) -> None:
-        """As `send`, a message that is encoded already."""
+        """As `send`, for an encoded message."""
         if not (self._outbox or self._needs_commit()):
             self._post(worker, message)
             self._link.flush()
             return
         if not self._outbox:
-            # After all messages that are waiting to be read, so that they share a commit.
+            # After all messages that wait to be read, so that their decisions share a commit.
             asyncio.get_running_loop().call_soon(self._flush)
             self._outbox_since_s = monotonic()
         self._outbox.append((worker, message))
 
     def flush_if_late(self) -> None:
-        """Called before each message, so that long work does not delay the answers to earlier messages."""
+        """Flush if a message has waited for `MAX_BATCH_DELAY_S`; called before each message is handled."""
         if self._outbox and monotonic() > self._outbox_since_s + MAX_BATCH_DELAY_S:
             self._flush()
 
     def send_queued(self) -> None:
-        """Send what has waited for the commit."""
+        """Send the messages that waited for the commit."""
         outbox = self._outbox
         self._outbox = []
         for worker, message in outbox:
@@ -214,7 +222,7 @@ class Connections:
         self._link.flush()
 
     def _on_unreachable(self, peer: bytes) -> None:
-        """A posted message could not be delivered."""
+        """Note that a posted message could not be delivered: the connection is closed."""
         if (worker := self._name.get(peer)) is not None:
             self._disconnected[worker] = None
             self._schedule_processing()
@@ -224,7 +232,7 @@ class Connections:
             self._link.post_encoded(peer, message)
 
     def send_now(self, worker: WorkerId, message: Message) -> None:
-        """Send without waiting for the ledger."""
+        """Send without waiting for the ledger, and note whether the connection is closed."""
         peer = self._peer.get(worker)
         if peer is not None and worker not in self._disconnected and not self._link.send(peer, message):
             self._disconnected[worker] = None
@@ -233,7 +241,7 @@ class Connections:
 MAX_NAME_CHARS = 200
 MAX_HOST_CHARS = 1000
 HANDLED_BY_SERVER = frozenset((m.Hello, m.Heartbeat, m.Report, m.SampleRecords, m.Follow, m.Leave))
-"""Messages that the core does not handle, or not alone."""
+"""Messages that the server handles, alone or before the core does."""
 NOT_CONNECTED = m.Stop(
     "this worker is not in the run, or was removed from it and its leases given back; connect again",
     EXIT_DISMISSED,
@@ -265,5 +273,5 @@ def rejection(hello: m.Hello, core: Core, reason: str) -> m.Message:
 
 
 def dismissal(reason: str) -> m.Stop:
-    """The message to a dismissed worker. It exits with this code, and its supervisor may restart it."""
+    """The message to a dismissed worker: the worker exits with `EXIT_DISMISSED`, and its supervisor may restart it."""
     return m.Stop(f"you were dismissed: {reason}; your leases were given back", EXIT_DISMISSED)

@@ -1,6 +1,7 @@
-"""Command of the user that is run for each guard that fires (guards.command), with the event as JSON on its input.
+"""Command of the user that is run for each guard that fires (guards.command).
 
-It runs in a process of its own, one at a time, and has ten seconds; its failure is an event.
+It gets the event as JSON on its standard input. It runs in a process of its own, for one event at a time, and is killed
+after ten seconds; a failure is reported as an event.
 """
 
 import asyncio
@@ -22,18 +23,18 @@ MAX_OUTPUT_CHARS = 200
 
 
 class GuardCommand:
-    """Runs the command for one event after the other."""
+    """Runs the command, for one event at a time."""
 
     def __init__(
         self, command: str, run_dir: Path, on_failure: Callable[[str], None], timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Run nothing yet.
+        """Create without running the command.
 
         Args:
-            command: the program and its arguments, as in a shell; empty: none.
-            run_dir: where it runs.
-            on_failure: called with a sentence when it cannot be started, fails or takes too long.
-            timeout_s: time after which it is killed, with all that it has started.
+            command: the program and its arguments, split as by a shell; empty: no command is run.
+            run_dir: working directory of the command.
+            on_failure: called with a sentence when the command cannot be started, fails or takes too long.
+            timeout_s: seconds after which the command is killed, with its process group.
         """
         self._command = command
         self._run_dir = run_dir
@@ -43,7 +44,7 @@ class GuardCommand:
         self._task: asyncio.Task[None] | None = None
 
     def send(self, event: Mapping[str, object]) -> None:
-        """Run the command for this event, after those for earlier ones."""
+        """Run the command for this event, after earlier events; with `MAX_WAITING` events waiting, report a failure."""
         if not self._command:
             return
         if len(self._waiting) >= MAX_WAITING:
@@ -54,7 +55,7 @@ class GuardCommand:
             self._task = asyncio.create_task(self._run_all())
 
     async def finish(self) -> None:
-        """Wait until the command has been run for all events, at most for the time of one."""
+        """Wait until the command has been run for all events, at most ``timeout_s`` seconds; then cancel the rest."""
         if self._task is not None and not self._task.done():
             with contextlib.suppress(WaitExpired):
                 await wait_until(asyncio.shield(self._task), self._timeout_s, "guards.command", self._command)
@@ -66,7 +67,7 @@ class GuardCommand:
                 self._on_failure(f"guards.command {self._command} {problem}")
 
     async def _run(self, event: Mapping[str, object]) -> str:
-        """Run it once; returns what went wrong."""
+        """Run the command for one event; returns why it failed, empty if it did not."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *shlex.split(self._command),

@@ -62,7 +62,7 @@ from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
 log = logging.getLogger(__name__)
 TICK_S = 0.5
 HEALTH_S = 5.0
-LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run goes on and its records are buffered
+LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run continues and its records are buffered
 MAX_GRAPH_LINES = 200
 MAX_FOLLOWED = 4096
 """Workers that one observer may follow."""
@@ -73,14 +73,14 @@ STALLED = BoundedElsewhere("controller.no_progress_timeout_s")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observability:
-    """What a controller keeps of a run beyond ledger, metrics, events and attribution."""
+    """Settings of what a controller stores of a run beyond ledger, metrics, events and attribution."""
 
     samples: SampleStore | None = None
-    """Where samples that workers send are stored, not begun yet; None: they are ignored."""
+    """Store of the samples that workers send, before its `begin`; None: samples are ignored."""
     recording: EventRecording | None = None
-    """Where all events are recorded for replay; None: they are not."""
+    """Recording of all events for replay, before its `begin`; None: events are not recorded."""
     timeline_bytes: int = DEFAULT_MAX_BYTES
-    """Size of the timeline on disk."""
+    """Maximum size of the timeline on disk."""
     guard_command: str = ""
     """Command of the user that is run for each guard that fires; empty: none."""
 
@@ -103,6 +103,21 @@ class Server:
         keys: ControllerKeys | None = None,
         observability: Observability = DEFAULT_OBSERVABILITY,
     ) -> None:
+        """Open the files of the run; `bind` opens the socket.
+
+        Args:
+            core: the state machine of the run.
+            config: the run's resolved configuration as TOML, for the workers.
+            run_dir: the run directory.
+            heartbeat_s: seconds between heartbeats of a worker.
+            request_timeout_s: seconds that a worker waits for one answer.
+            clock: the controller's clock; None: the monotonic clock of this host.
+            ledger: the run's ledger; None: that of ``run_dir`` is opened or created.
+            keys: CURVE keys; None: connections are not encrypted.
+            observability: what else is stored of the run.
+
+        Raises FlowError if the ledger cannot be opened or lacks steps.
+        """
         self._core = core
         self._recording = observability.recording
         self._observability = observability
@@ -193,7 +208,7 @@ class Server:
 
     @property
     def refused_connections(self) -> int:
-        """Number of connections whose handshake failed; with keys set, all without a right key."""
+        """Number of connections whose handshake failed; with keys set, including connections without a valid key."""
         return self._link.guard.refused.count
 
     @property
@@ -202,7 +217,7 @@ class Server:
         return self._core.ended
 
     def watch_health(self) -> None:
-        """Warn of unusual waits and of a disk that is nearly full, while the event loop runs."""
+        """Start to watch for unusual waits and a disk that is nearly full, until the run ends."""
         self._health_watch = asyncio.create_task(self._watch_health())
 
     def bind(self, address: str) -> str:
@@ -210,7 +225,11 @@ class Server:
         return self._link.bind(address)
 
     async def run(self, on_end: Callable[[], None] = lambda: None) -> EndRun:
-        """Serve until the run ends and all workers have left or had time to; ``on_end`` is called before they stop."""
+        """Serve until the run has ended and all workers have left, or `SHUTDOWN_TIMEOUT_S` has passed since its end.
+
+        ``on_end`` is called before the workers are told to stop. Returns how the run ended. Closes all files but the
+        ledger.
+        """
         if self._recording is not None:
             self._recording.begin(self.metrics.start_s)
         ticker = asyncio.create_task(self._tick())
@@ -256,7 +275,7 @@ class Server:
             self.ledger.close()
 
     def summary(self, bound: int) -> dict[str, Any]:
-        """The summary of the run so far; ``bound`` is the maximum staleness in versions."""
+        """The numbers of summary.json for the run so far; ``bound`` is the maximum staleness in versions."""
         account = self.ledger.account((one.epoch, one.prompt) for one in self._core.state.table.groups.values())
         return {
             **self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now()),
@@ -295,7 +314,7 @@ class Server:
     # ---- in
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
-        data = self._link.latest  # of this message: others may be received before this one is handled
+        data = self._link.latest  # read first: other messages may be received before this message is handled
         self._connections.flush_if_late()
         worker = self._connections.name(peer)
         if worker is not None and type(message) not in HANDLED_BY_SERVER:  # nearly all
@@ -341,7 +360,7 @@ class Server:
         if self._connections.name(peer) == hello.worker:
             return  # repeated while the first hello was delayed
         if hello.worker in self._connections:
-            # Possibly a dead worker that this one replaces: a send shows whether it is.
+            # Possibly the connection of a dead process that this worker replaces: a send shows whether it is closed.
             self._connections.send_now(WorkerId(hello.worker), m.Heartbeat())
             self._process_disconnects(immediately=True)
         known = self._connections.name(peer)
@@ -360,8 +379,8 @@ class Server:
         worker = WorkerId(hello.worker)
         joined = WorkerConnected(worker=worker, role=hello.role, host=hello.host, lanes=hello.lanes, term=hello.term)
         if hello.role == SOURCE and not hello.term and self._core.state.recovery.is_active:
-            # It replaces a source that died while no controller was there. Prompts that only the dead one could send
-            # become unread when recovery is over, and this source has to offer them: its welcome waits for that.
+            # It replaces a source that died while no controller was there. Prompts that only the dead source could send
+            # become unread when recovery is over, and this source has to offer them: its welcome waits until then.
             self._admit(peer, hello, source)
             self._awaiting_welcome = [*(one for one in self._awaiting_welcome if one != worker), worker]
             self._handle(joined)
@@ -394,7 +413,7 @@ class Server:
         self._connections.send(worker, dataclasses.replace(self._welcome, position=position))
 
     def _send_delayed_welcomes(self) -> None:
-        """Welcome sources that waited for the end of recovery; while the ledger is locked they stay queued."""
+        """Welcome the sources that waited for the end of recovery; while the ledger is locked, they stay queued."""
         waiting = self._awaiting_welcome
         self._awaiting_welcome = []
         for worker in waiting:
@@ -417,7 +436,7 @@ class Server:
         recording = self._recording if self._recording is not None and self._recording.is_active else None
         try:
             commands = self._core.handle(event, now)
-            # All are encoded before the first is executed, which may lead to other events.
+            # All messages are encoded before the first command is executed, which may lead to other events.
             encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         except (*PROGRAMMING_ERRORS, FlowError) as error:
             if recording is not None:
@@ -436,7 +455,7 @@ class Server:
         self._process_disconnects()
 
     def _process_disconnects(self, immediately: bool = False) -> None:
-        """Report workers that a send found gone, after the commands decided while they were connected."""
+        """Report workers whose connection was found closed, after the commands decided while they were connected."""
         for worker in self._connections.take_disconnected(immediately):
             self._handle(WorkerDisconnected(worker, "its connection is closed; see its log"))
 
@@ -476,18 +495,18 @@ class Server:
                 self._recorder.record(command, now)
 
     def _alarm(self, text: str) -> None:
-        """Warn of something that the guards of metrics do not see; empty: of nothing."""
+        """Warn of a finding of the health watch, as a guard does; no effect for an empty text or after the end."""
         if text and self._core.ended is None:
             self._execute(LogEvent("guard", self._core.state.window.step, text), self._clock.now())
 
     async def _watch_health(self) -> None:
-        """Look at waits and at the disk, from time to time."""
+        """Check waits and the disk every `HEALTH_S` seconds."""
         while True:
             await pause(HEALTH_S)
             step = self._core.state.window.step
             self._alarm(self._health.oldest_wait(self._core.waiting(), self._clock.now(), step))
             try:
-                # The file system may hang; then so does this, and nothing else.
+                # If the file system hangs, only this task hangs.
                 usage = await asyncio.to_thread(shutil.disk_usage, self._run_dir)
             except OSError:
                 continue
@@ -498,7 +517,7 @@ class Server:
         self._execute(LogEvent("warning", self._core.state.window.step, text), self._clock.now())
 
     def _log_start(self) -> None:
-        """Write how this controller begins to events.jsonl."""
+        """Add to events.jsonl that the run has started, or was resumed, or that its controller was restarted."""
         now, step = self._clock.now(), self._core.settings.position.step
         if self._core.state.recovery.is_active:
             text = f"a controller was restarted in step {step}, as number {self.ledger.term} of the run"
@@ -517,9 +536,9 @@ class Server:
             self._process_disconnects()
 
     def _commit(self, patience_s: float) -> bool:
-        """Commit what was recorded and answer those who wait for it; a failed disk ends the run.
+        """Commit the buffered records and answer the workers that wait for the commit; a failed disk ends the run.
 
-        Returns False while the ledger is locked, to be called again.
+        Returns False while the ledger is locked, which means that the call has to be repeated.
         """
         try:
             if not self._recorder.write(self._clock.now(), patience_s, sync=bool(self._persist_requests)):
@@ -535,7 +554,7 @@ class Server:
         return True
 
     def end(self, reason: str, code: int = EXIT_FAILED) -> None:
-        """End the run for an outside reason: a signal, a full disk."""
+        """End the run for a reason outside the core, such as a signal or a full disk."""
         self._handle(Shutdown(reason, code))
 
     def deadlock(self, returned: Collection[str], quiet_s: float) -> str:
@@ -543,19 +562,19 @@ class Server:
         return self._core.deadlock(self._clock.now(), returned, quiet_s)
 
     def preempt(self, order: PreemptRun) -> None:
-        """End the run from outside, after a checkpoint of what it has trained."""
+        """Preempt the run: it ends after a checkpoint of what it has trained."""
         self._handle(order)
         self._flush()
 
     def _fail(self, what: str, error: BaseException | None) -> None:
-        """End the run because of a bug: the core's state is unreliable, the files are intact."""
+        """End the run because of a bug: the core's state is unreliable, but the files are intact."""
         log.error("the controller has failed", exc_info=error)
         self.end(f"the controller failed at {what} ({error!r}): that is a bug in flowrt, see its log")
 
     # ---- observers
 
     def _send_status(self) -> None:
-        """Send the brief status to all observers; without one none is made."""
+        """Send the brief status to all observers; without observers no status is computed."""
         observers = self._connections.workers(OBSERVER)
         self._followed = {worker: names for worker, names in self._followed.items() if worker in observers}
         if observers:
@@ -566,7 +585,7 @@ class Server:
                 self._connections.send(worker, m.Status(f"{text[:-1]}{own}" if own else text))
 
     def status(self, *, brief: bool = False) -> dict[str, Any]:
-        """The content of a Status message: progress, workers, and the wait-for graph; ``brief``: a bounded part."""
+        """The content of a Status message: progress, workers, and wait-for graph; ``brief``: parts of bounded size."""
         found = status(
             core=self._core,
             now=self._clock.now(),

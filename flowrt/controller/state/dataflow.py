@@ -36,19 +36,29 @@ class Sizes:
 
 
 class Makes(NamedTuple):
-    """The columns that a stage makes, sorted: tensors, and numbers that are part of the commit."""
+    """The columns that a stage makes, sorted: tensor columns, and inline columns, which are part of the commit."""
 
     tensors: list[str]
     numbers: list[str]
 
     @classmethod
     def of(cls, stage: Stage, columns: Container[str]) -> "Makes":
+        """The columns of a stage, given the names of all tensor columns."""
         names = sorted(stage.makes)
         return cls([name for name in names if name in columns], [name for name in names if name not in columns])
 
 
 class Flows:
-    """Columns and stages by name, and what is looked up for every slot."""
+    """Columns and stages by name, and lookup tables of them.
+
+    Attributes:
+        bits: the bit of each stage in `Slot.done`.
+        makes, makers: the columns that a stage makes, and the stage that makes a column.
+        after: the stages that need a column which the stage makes.
+        fetched, inline: the tensor columns and the inline columns that a stage needs.
+        named: the flows that stages name.
+        of_groups: the stages that take whole groups.
+    """
 
     def __init__(self, columns: Sequence[Column], stages: Sequence[Stage]) -> None:
         self.columns = {column.name: column for column in columns}
@@ -75,11 +85,11 @@ class Flows:
         return self._found(flow)[0]
 
     def all_bits(self, flow: str) -> int:
-        """What `Slot.done` is when every stage of the flow is done."""
+        """The value of `Slot.done` when every stage of the flow is done."""
         return self._found(flow)[1]
 
     def undone_with(self, stage: str) -> list[str]:
-        """The stages that are undone with this one, itself included: those that need what it makes, and so on."""
+        """The stage, and all stages that need its columns directly or indirectly: they are undone together."""
         found: dict[str, None] = {}
         pending = [stage]
         while pending:
@@ -90,14 +100,14 @@ class Flows:
         return list(found)
 
     def undone_for_group(self, undone: Iterable[str]) -> list[str]:
-        """Those of the undone stages of a slot that are undone for the other slots of its group, too.
+        """The stages to undo for the other slots of a group when the stages ``undone`` are undone for one slot.
 
         A stage of whole groups is done for all slots of a group or for none, because its result depends on all.
         """
         return list(dict.fromkeys(name for one in undone if one in self.of_groups for name in self.undone_with(one)))
 
     def complete(self, groups: Iterable[Group]) -> list[Group]:
-        """The groups all of whose slots have passed every stage of their flow."""
+        """The groups for all of whose slots every stage of their flow is done."""
         found = []
         flow, bits = "", 0
         for group in groups:

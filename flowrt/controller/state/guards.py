@@ -1,7 +1,7 @@
-"""What the guards of a run remember between steps.
+"""The state of the guards of a run between steps.
 
-The counts start at 0 in a restarted controller and in a resumed run, and medians over the steps before begin again; a
-hold outlives the controller.
+A restarted controller and a resumed run begin with counts of 0 and without earlier values for medians; a restarted
+controller restores a hold.
 """
 
 import math
@@ -12,7 +12,7 @@ from flowrt.controller.events import PreemptRun
 from flowrt.controller.policies.guards import Firing, GuardRule
 
 MAX_LOGGED = 8
-"""Logged firings that a status has."""
+"""Maximum number of logged firings that are kept, and of firings in a status."""
 
 
 @dataclass(slots=True)
@@ -28,18 +28,18 @@ class Guards:
     firing: list[str] = field(default_factory=list)
     """The firings in the step that was closed last."""
     log: list[tuple[int, str]] = field(default_factory=list)
-    """The newest firings that were logged, with their steps."""
+    """The newest firings that were logged: (step, text)."""
     held_until: int = 0
     """Steps before this one have a staleness bound of 0."""
     order: PreemptRun | None = None
-    """How the run is to end, if a guard stops it."""
+    """The order of a guard to end the run; None if there is none, or once it is taken."""
 
     def count(self, violations: Sequence[int]) -> None:
         """Set the consecutive violations after a step."""
         self.violations = list(violations)
 
     def note_values(self, rules: Iterable[GuardRule], metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step to those that limits are relative to."""
+        """Add the finite metrics of a step to the values whose medians limits are relative to."""
         windows: dict[str, int] = {}
         for rule in rules:
             if rule.median_of:
@@ -54,21 +54,21 @@ class Guards:
         self.firing = [str(firing) for firing in firings]
 
     def note_logged(self, index: int, step: int, text: str) -> None:
-        """The firing of a rule in this step is logged."""
+        """Record that the firing of the rule with this index in ``step`` was logged."""
         self.logged[index] = step
         self.log = [*self.log, (step, text)][-MAX_LOGGED:]
 
     def hold(self, until: int) -> bool:
-        """Hold the run up to this step; returns whether that is later than before."""
+        """Set the staleness bound to 0 for steps before ``until``; returns whether that prolongs the hold."""
         is_later = until > self.held_until
         self.held_until = max(self.held_until, until)
         return is_later
 
     def stop(self, order: PreemptRun) -> None:
-        """Let the run end; later orders are ignored."""
+        """Order the end of the run; ignored while an earlier order is not taken."""
         self.order = self.order or order
 
     def take_order(self) -> PreemptRun | None:
-        """The order to end the run, which is given once."""
+        """Remove and return the order to end the run; None if there is none."""
         order, self.order = self.order, None
         return order

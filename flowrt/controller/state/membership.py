@@ -2,7 +2,7 @@
 
 - A worker is a member from its admission to its departure; other tables keep nothing of a worker that is no member.
 - Only a draining member may depart before the run ends without counting as a failure.
-- A role is vacant when it has lost a worker and has no other one that stays.
+- A role is vacant when it has lost a worker and has no other worker that is not leaving.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,7 +17,7 @@ MAX_WAITS = 8
 """Reported waits that are kept for one worker."""
 MAX_WAIT_CHARS = 160
 MAX_DEPARTED = 10_000
-"""Names of workers that have left which are kept."""
+"""Maximum number of names kept of workers that have left."""
 
 
 class Standing(Enum):
@@ -57,7 +57,7 @@ class Member:
     finished: bool = False
     """Whether it has completed its role."""
     has_results: bool = False
-    """Whether it has committed a sample, or an offer of it was opened."""
+    """Whether it has committed a sample, or one of its offers was opened."""
     waits: tuple[OpenWait, ...] = ()
     """Waits in its last report."""
     reported_s: float = 0.0
@@ -89,7 +89,7 @@ class Membership:
         return worker in self._members
 
     def join(self, worker: WorkerId, role: str, host: str, now: float) -> None:
-        """Add a worker; orders to an earlier one of its name do not concern it."""
+        """Add a worker; a drain of an earlier worker of its name does not apply to it."""
         self._remove(worker)
         self._members[worker] = Member(worker, role, host, now)
         self._of_role.setdefault(role, {})[worker] = None
@@ -99,7 +99,7 @@ class Membership:
         self._work.add_members()
 
     def restore_roles(self, roles: Iterable[str]) -> None:
-        """These roles had workers under an earlier controller."""
+        """Add roles that had workers under an earlier controller."""
         self.joined_roles.update(roles)
 
     def note_alive(self, worker: WorkerId, now: float) -> bool:
@@ -110,6 +110,7 @@ class Membership:
         return member is not None
 
     def role(self, worker: WorkerId) -> str:
+        """The role of a member. Raises KeyError for a worker that is no member."""
         return self._members[worker].role
 
     def role_fault(self, worker: WorkerId, roles: Collection[str], what: str) -> str:
@@ -124,7 +125,10 @@ class Membership:
         return f"{worker} {what}, but its role is {role}; {allowed} do that"
 
     def report(self, worker: WorkerId, waits: tuple[tuple[str, str, float, float], ...], now: float) -> None:
-        """Store the waits that a worker reports."""
+        """Store the first `MAX_WAITS` waits that a worker reports: (what, blocked on, age, limit), times in seconds.
+
+        Waits with a negative or infinite age or a negative limit are ignored.
+        """
         member = self._members[worker]
         member.waits = tuple(
             OpenWait(what[:MAX_WAIT_CHARS], blocked_on[:MAX_WAIT_CHARS], age_s, limit_s)
@@ -134,7 +138,7 @@ class Membership:
         member.reported_s = now
 
     def finish(self, worker: WorkerId) -> None:
-        """The worker has completed its role."""
+        """Record that the worker has completed its role."""
         self._members[worker].finished = True
         self._finished.add(worker)
         self._work.add_members()
@@ -143,7 +147,7 @@ class Membership:
         return self._members[worker].finished
 
     def note_results(self, worker: WorkerId) -> None:
-        """The worker has committed a sample, or an offer of it was opened."""
+        """Record that the worker has committed a sample, or that one of its offers was opened."""
         self._members[worker].has_results = True
 
     def with_results(self) -> set[WorkerId]:
@@ -151,13 +155,13 @@ class Membership:
         return {member.id for member in self._members.values() if member.has_results}
 
     def drain(self, worker: WorkerId, by_operator: bool) -> None:
-        """Give the worker no new work: it is to leave before the run ends, which will not be a failure."""
+        """Give the worker no new work: it is to leave before the run ends, and that does not count as a failure."""
         self._members[worker].standing = Standing.DRAINING
         if by_operator:
             self.drained.add(worker)
 
     def release(self, worker: WorkerId) -> None:
-        """The draining worker may leave."""
+        """Record that the draining worker was told to leave."""
         self._members[worker].standing = Standing.RELEASED
 
     def is_leaving(self, worker: WorkerId) -> bool:
@@ -168,7 +172,7 @@ class Membership:
         return sorted(one.id for one in self._members.values() if one.standing is Standing.DRAINING)
 
     def leave(self, worker: WorkerId) -> Member | None:
-        """Remove a worker; returns what it was, or None if it was no member."""
+        """Remove a worker; returns its last state, or None if it was no member."""
         self._work.add_members()
         if worker in self._members:
             if len(self._departed) >= MAX_DEPARTED:
@@ -184,11 +188,11 @@ class Membership:
         return member
 
     def has_departed(self, worker: WorkerId) -> bool:
-        """Whether a worker of this name has left before."""
+        """Whether a worker of this name is among the last `MAX_DEPARTED` that have left."""
         return worker in self._departed
 
     def miss(self, role: str, why: str, now: float) -> None:
-        """A worker of this role is lost: the role is vacant if no other worker of it stays."""
+        """Record the loss of a worker of this role: the role is vacant if no other worker of it stays."""
         if all(member.role != role or member.is_leaving for member in self._members.values()):
             self._vacant.setdefault(role, (now, why))
 
@@ -204,7 +208,7 @@ class Membership:
         return {role: (now - since_s, why) for role, (since_s, why) in self._vacant.items()}
 
     def is_vacant(self, role: str) -> bool:
-        """Whether the role is needed and has no worker that stays."""
+        """Whether the role is vacant."""
         return role in self._vacant
 
     def members(self) -> list[Member]:
@@ -223,9 +227,9 @@ class Membership:
         return self._members.get(WorkerId(worker))
 
     def quiet(self, now: float) -> list[tuple[WorkerId, float]]:
-        """Workers silent for more than half of the timeout, and the time of the last sign of life of each."""
+        """Workers silent for more than half of the worker timeout, and the time of the last sign of life of each."""
         return [(one.id, one.seen_s) for one in self._members.values() if now - one.seen_s > self._timeout_s / 2]
 
     def silent(self, now: float) -> list[Member]:
-        """Workers silent for longer than the timeout."""
+        """Workers silent for longer than the worker timeout."""
         return [member for member in self._members.values() if now - member.seen_s > self._timeout_s]

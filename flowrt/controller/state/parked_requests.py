@@ -1,4 +1,4 @@
-"""Requests that cannot be answered yet. They are not polled: the worklist names those to look at again."""
+"""Requests that cannot be answered yet. They are not polled: the worklist names those to be tried again."""
 
 import heapq
 from collections import defaultdict
@@ -16,11 +16,11 @@ from flowrt.protocol.messages import Offer, Pull
 Request = TypeVar("Request", Offer, Pull)
 RequestId = tuple[WorkerId, int]
 MOST_OPEN = 100_000
-"""Most parked requests of one worker. A large evaluation is offered at once; more than this is a flood."""
+"""Maximum number of parked requests of one worker; high, because a large evaluation is offered at once."""
 FULL = f"{MOST_OPEN} requests of this worker wait for their answers already; ask again when some have come"
 
 
-@dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
+@dataclass(slots=True)  # one for every message: not frozen, because creating a frozen one takes three times as long
 class ParkedRequest(Generic[Request]):
     """A request and the time since which it waits."""
 
@@ -36,8 +36,8 @@ class ParkedRequests:
     def __init__(self, stages: Iterable[str] = ()) -> None:
         self._pulls: dict[str, dict[RequestId, ParkedRequest[Pull]]] = defaultdict(dict)
         self._offers: dict[RequestId, ParkedRequest[Offer]] = {}
-        self.pullers: dict[str, dict[WorkerId, None]] = {stage: {} for stage in stages}  # that have ever pulled
-        self.offerers: dict[WorkerId, None] = {}  # workers that have ever offered
+        self.pullers: dict[str, dict[WorkerId, None]] = {stage: {} for stage in stages}  # connected, ever pulled
+        self.offerers: dict[WorkerId, None] = {}  # connected workers that have ever offered
         self._of: dict[WorkerId, dict[int, ParkedRequest[Pull] | ParkedRequest[Offer]]] = defaultdict(dict)
         self.changed: dict[WorkerId, None] = {}
         """Workers whose parked requests have changed since `take_changed`. An attribute: every event reads it."""
@@ -47,14 +47,16 @@ class ParkedRequests:
         return len(self._of[worker]) >= MOST_OPEN
 
     def check_new(self, worker: WorkerId, request: int, stage: str = "") -> None:
-        """Raises RemoteProtocolError if a request of this worker with the same number is parked already."""
+        """Record the worker as a puller of the stage, if there is one. Raises RemoteProtocolError if a request of this
+        worker with the same number is parked already.
+        """
         if request in self._of[worker]:
             raise RemoteProtocolError(f"{worker} asked under number {request}, under which it is still waiting")
         if stage in self.pullers:
             self.pullers[stage][worker] = None
 
     def note_offerer(self, worker: WorkerId) -> None:
-        """The worker offers prompts."""
+        """Record that the worker offers prompts."""
         self.offerers[worker] = None
 
     @property
@@ -75,7 +77,7 @@ class ParkedRequests:
         self.changed[parked.worker] = None
 
     def take_out(self, worker: WorkerId, request: int) -> ParkedRequest[Pull] | ParkedRequest[Offer] | None:
-        """Remove a request, if it is still parked."""
+        """Remove and return a request; None if it is not parked any more."""
         parked = self._of[worker].pop(request, None)
         if parked is None:
             return None
@@ -91,7 +93,7 @@ class ParkedRequests:
     ) -> list[Command]:
         """Try the parked pulls of a stage in order while ``more()``; those that ``serve`` answers are removed.
 
-        Returns the commands of all answers; an empty list of ``serve`` keeps the pull parked.
+        Returns the commands of all answers; a pull for which ``serve`` returns no command stays parked.
         """
         commands: list[Command] = []
         answered = []
@@ -123,7 +125,7 @@ class ParkedRequests:
         return commands
 
     def oldest(self, count: int) -> list[ParkedRequest[Pull] | ParkedRequest[Offer]]:
-        """The requests that have waited longest, the longest first."""
+        """The ``count`` requests that have waited longest, the longest first."""
         first: list[ParkedRequest[Pull] | ParkedRequest[Offer]] = list(islice(self._offers.values(), count))
         for pulls in self._pulls.values():
             first += islice(pulls.values(), count)
@@ -154,7 +156,7 @@ class ParkedRequests:
         return next(iter(requests.values())) if requests else None
 
     def waiting_pullers(self) -> Iterator[tuple[str, list[WorkerId]]]:
-        """The stages with parked pulls, and the workers of these; a worker may be named more than once."""
+        """The stages with parked pulls, and the senders of the pulls; a worker may be named more than once."""
         for stage, pulls in self._pulls.items():
             if pulls:
                 yield stage, [worker for worker, _ in pulls]
@@ -164,7 +166,7 @@ class ParkedRequests:
         return [worker for worker in self.offerers if self._of.get(worker)]
 
     def is_offer_parked(self, flow: str) -> bool:
-        """Whether an offer to this flow waits."""
+        """Whether an offer to this flow is parked."""
         return any(parked.request.flow == flow for parked in self._offers.values())
 
     def take_changed(self) -> list[WorkerId]:
@@ -179,5 +181,5 @@ class ParkedRequests:
             yield from requests.values()
 
     def parked(self) -> tuple[set[RequestId], set[RequestId]]:
-        """Keys of all parked pulls and offers; `all` has the same requests by worker (an invariant)."""
+        """(worker, request number) of all parked pulls, and of all parked offers; `all` has the same requests."""
         return {one for waiting in self._pulls.values() for one in waiting}, set(self._offers)

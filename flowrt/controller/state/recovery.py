@@ -16,17 +16,17 @@ Deferrable = StepCompleted | CheckpointWritten
 
 @dataclass(slots=True)
 class Recovery:
-    """The mode of the controller: recovering while there are ``replayed`` samples, serving otherwise."""
+    """The mode of the controller: recovering while ``is_active``, serving otherwise."""
 
     replayed: ReplayedSamples | None = None
     claims: Mapping[tuple[str, int], Collection[WorkerId]] = field(default_factory=dict)
-    """Workers that held a column of a slot or group, by the replay log."""
+    """Workers that held a column according to the replay log, by (column, id of the slot or group)."""
     awaited: dict[WorkerId, str] = field(default_factory=dict)
     """Workers of the earlier controller that have not sent their inventories, and their roles."""
     returned: set[WorkerId] = field(default_factory=set)
     """Members that rejoined from an earlier controller."""
     deferred: list[tuple[WorkerId, Deferrable]] = field(default_factory=list)
-    until_s: float | None = None
+    until_s: float | None = None  # end of the rejoin timeout; None: not begun
     is_active: bool = False
 
     def begin(self, replayed: ReplayedSamples, members: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ class Recovery:
         self.awaited = {WorkerId(worker): role for worker, role in members.items()}
 
     def join(self, worker: WorkerId, term: int) -> None:
-        """A worker joined, or rejoined if it has a ``term``; a new one has none of what its predecessor held."""
+        """Note a worker that rejoined, if it has a ``term``, or a new one, which holds nothing of an earlier worker."""
         if term:
             self.returned.add(worker)
         else:
@@ -49,7 +49,7 @@ class Recovery:
         return worker in self.returned
 
     def is_too_late(self, worker: str, term: int) -> bool:
-        """Whether the worker rejoins after it was given up, and its work was given to others."""
+        """Whether the worker rejoins when it is no longer awaited: its work was given to others."""
         return term > 0 and worker not in self.awaited
 
     def defer(self, worker: WorkerId, message: Deferrable) -> None:
@@ -63,11 +63,11 @@ class Recovery:
         return deferred
 
     def complete(self, worker: WorkerId) -> None:
-        """The worker has sent its inventory."""
+        """Note that the worker has sent its inventory."""
         self.awaited.pop(worker, None)
 
     def is_over(self, now: float, timeout_s: float) -> bool:
-        """Whether all awaited workers have returned, or their time is over; the first call starts the timeout."""
+        """Whether all awaited workers have returned, or the timeout is over, which starts with the first call."""
         if self.until_s is None:
             self.until_s = now + timeout_s
         return not self.awaited or now >= self.until_s

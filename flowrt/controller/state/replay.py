@@ -47,7 +47,7 @@ class StageCommitted:
 
 @dataclass(frozen=True, slots=True)
 class StageUndone:
-    """A stage (``""``: none) and all that depends on it was undone for a slot, whose attempt is now ``attempt``."""
+    """A stage (``""``: no stage) and all that depend on it were undone for a slot, whose attempt is now ``attempt``."""
 
     slot: int
     stage: str
@@ -64,7 +64,7 @@ class GroupsClosed:
 
 @dataclass(frozen=True, slots=True)
 class CounterSet:
-    """A counter of the run has this value: the step in training, its dropped groups, the latest version of a model."""
+    """A counter of the run has this value; its name is one of `STEP` to `LATEST`."""
 
     name: str
     value: int
@@ -87,6 +87,7 @@ class WorkerLeft:
 
 Entry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed | CounterSet | WorkerJoined | WorkerLeft
 STEP = "step"
+"""The step in training."""
 FILTERED = "filtered"
 """Groups that the filter has dropped in the step in training."""
 SKIPPED = "skipped"
@@ -101,7 +102,7 @@ LATEST = "latest "
 class RecoveredState:
     """What the replay log of an earlier controller contains."""
 
-    numbers: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)  # counters by name
     members: dict[str, str] = field(default_factory=dict)  # role of each member
     entries: Sequence[GroupsOpened | StageCommitted | StageUndone | GroupsClosed] = ()
     dropped: dict[str, int] = field(default_factory=dict)  # dropped samples by reason

@@ -32,12 +32,12 @@ class RewardHistory:
             self._in_training.append(outcome)
 
     def close_step(self) -> None:
-        """The step in training is closed: its outcomes count from now on."""
+        """Add the outcomes of the step in training, which is closed, to those of the prompts."""
         self._count_in(self._in_training)
         self._in_training = []
 
     def restore(self, outcomes: Iterable[Outcome], step: int) -> None:
-        """Start with the outcomes of earlier controllers, at this step."""
+        """Add the outcomes of earlier controllers; ``step`` is the step in training."""
         if self._length:
             known = list(outcomes)
             self._count_in([one for one in known if one.step < step])

@@ -1,8 +1,8 @@
 """The table of live slots, groups and leases: every legal change of a slot.
 
 A slot is ready for a stage when every column that the stage needs exists, the stage has not been done and
-no worker has a lease on it. A stage that takes whole groups is ready when all its slots are. Undoing a stage undoes
-what was computed from its columns, so nothing derived from a lost tensor survives it.
+no worker has a lease on it. A group is ready for a stage that takes whole groups when all its slots are. Undoing a
+stage also undoes the stages that need its columns, so nothing that was computed from a lost tensor remains.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from flowrt.protocol.messages import NO_LIMIT, Column, Stage
 
 
 class SampleTable:
-    """All live groups, their slots and leases. What becomes possible is reported to ``work``."""
+    """All live groups, their slots and leases. Changes that may unblock requests are reported to ``work``."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SampleTable:
         self.slots: dict[SlotId, Slot] = {}
         self.leases: dict[LeaseId, Lease] = {}
         self.working: dict[str, dict[WorkerId, dict[LeaseId, Lease]]] = {stage.name: {} for stage in stages}
-        """By stage, the workers that hold leases of it, and these."""
+        """The leases by stage, worker and number."""
         self.ready: dict[str, Queue] = {s.name: make_queue(s) for s in stages if not s.whole_groups}
         self.generating = {name: ExactFirst(self.ready[name]) for name in flows.generating}
         self.ready |= self.generating
@@ -46,29 +46,30 @@ class SampleTable:
             GroupId, Group
         ] = {}  # groups whose oldest version may have changed since the last `aged`
         self.undone = {stage.name: 0 for stage in stages}  # live slots for which the stage has not been done
-        self.rows: Counter[str] = Counter()  # live slots of each flow, and the bytes of their tensors
+        self.rows: Counter[str] = Counter()  # live slots of each flow, and bytes of the tensors of its groups
         self.bytes: Counter[str] = Counter()
         self.exhausted: dict[str, set[WorkerId]] = {}  # sources that reported the end of their prompts, by flow
         self.begin_at(0)
 
     def begin_at(self, number: int) -> None:
-        """Number groups, slots and leases from here on, above all numbers of earlier controllers."""
+        """Set the first number of groups, slots and leases, above all numbers of earlier controllers."""
         self._next_group = self._next_slot = self._next_lease = self.first_lease = number
 
     @property
     def leases_granted(self) -> int:
-        """The number of the next lease, which counts those of this run."""
+        """The number of the next lease; it grows by one with each lease that is granted."""
         return self._next_lease
 
     def count_ready(self, stage: str) -> int:
-        """Slots that are ready for the stage; for one that takes whole groups, groups."""
+        """Number of slots that are ready for the stage; of groups, if the stage takes whole groups."""
         return len(self.ready[stage]) if stage in self.ready else len(self.ready_groups[stage])
 
     def is_done(self, slot: Slot, stage: str) -> bool:
+        """Whether the stage is done for the slot."""
         return bool(slot.done & self._bits[stage])
 
     def exhaust(self, flow: str, source: WorkerId) -> None:
-        """The source has no more prompts for the flow."""
+        """Record that the source has no more prompts for the flow."""
         self.exhausted.setdefault(flow, set()).add(source)
         self._work.add_stages(stage.name for stage in self.flows.of(flow))
 
@@ -89,7 +90,7 @@ class SampleTable:
                 for slot in group.slots[:1] if stage.whole_groups else group.slots:
                     self.enqueue_if_ready(slot, stage)
 
-    # ---- the life of a slot
+    # ---- changes of slots
 
     def open(
         self,
@@ -103,9 +104,10 @@ class SampleTable:
         tags: Mapping[str, Sequence[float]],
         at_most: int = NO_LIMIT,
     ) -> list[Group]:
-        """Add a group of ``members`` slots for each prompt; ``owner`` holds the group columns.
+        """Add a group of ``members`` slots for each prompt; returns the groups.
 
-        ``lengths`` has one number a prompt for each of them, ``tags`` (inline columns) one number a slot.
+        ``owner`` holds the group columns: ``lengths`` has the elements of each for each prompt. ``tags`` has the values
+        of inline columns for each slot, ordered by group.
         """
         groups, slots = new_groups(flow, prompts, epoch, members, at_least, self._next_group, self._next_slot, at_most)
         first_group, first_slot = self._next_group, self._next_slot
@@ -155,6 +157,7 @@ class SampleTable:
         """Give the right to run ``stage`` on these slots, which have left its queue, to ``worker``.
 
         A lease that is renewed keeps its ``number``; a ``longer`` one may end after leases that are granted later.
+        Raises LocalProtocolError if the stage is leased or done for one of the slots.
         """
         bit = self._bits[stage]
         if number is None:
@@ -189,11 +192,11 @@ class SampleTable:
             slot.overdue += 1
 
     def next_attempt(self, slot: Slot) -> None:
-        """The sample is lost: count the attempt to make it again."""
+        """Count a new attempt to generate the sample, which was lost."""
         slot.attempt += 1
 
     def find_lease(self, lease_id: int, worker: WorkerId) -> Lease | None:
-        """The lease, if it is valid and belongs to this worker."""
+        """The lease, if it has not ended and belongs to this worker; otherwise None."""
         lease = self.leases.get(LeaseId(lease_id))
         return lease if lease is not None and lease.worker == worker else None
 
@@ -231,7 +234,12 @@ class SampleTable:
         inline: Mapping[str, Sequence[float]],
         spans: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Mark the stage as done for these slots of the lease; all its columns become visible at once."""
+        """Mark the stage as done for these slots of the lease; all its columns become visible at once.
+
+        For each slot, ``lengths`` has the elements of each tensor column, which the worker of the lease holds,
+        ``inline`` the value of each inline column, and ``spans`` the version span (version, tokens, version, tokens,
+        ...).
+        """
         stage, worker, bit = lease.stage, lease.worker, self._bits[lease.stage]
         for slot in slots:
             del slot.leases[stage], lease.slots[slot.id]
@@ -259,14 +267,14 @@ class SampleTable:
         self.enqueue_if_ready(slot, self.stages[stage])
 
     def undo(self, slot: Slot, stage: str) -> dict[WorkerId, set[str]]:
-        """Undo ``stage`` and all that depends on it for a slot; returns the holders of dead columns."""
+        """Undo ``stage`` and all stages that depend on it for a slot; returns the removed tensor columns by holder."""
         undone = self.flows.undone_with(stage)
         dead: dict[WorkerId, set[str]] = {}
         for other in slot.group.slots:
             for name in self.flows.undone_for_group(undone) if other is not slot else ():
                 self._unmark(other, name)
                 for column in self.stages[name].makes:
-                    other.forget(column)  # inline: nothing holds it
+                    other.forget(column)  # an inline column, which has no holders
         for name in undone:
             self._unmark(slot, name)
             for column in self.stages[name].makes:
@@ -283,7 +291,7 @@ class SampleTable:
         return dead
 
     def _unmark(self, slot: Slot, stage: str) -> None:
-        """The slot is neither leased nor queued for this stage, and it is not done."""
+        """End the lease of the slot for this stage, take it out of the queue, and mark the stage as not done."""
         self._end_lease(slot, stage)
         self._dequeue(slot, stage)
         if slot.done & self._bits[stage]:
@@ -347,10 +355,10 @@ class SampleTable:
                 self._work.add_stage(stage.name)
         del self.slots[slot.id]
 
-    # ---- inside
+    # ---- helpers
 
     def _count_done(self, stage: str, worker: WorkerId, slots: Sequence[Slot]) -> None:
-        """Account for a done stage; its worker now owns copies of the columns that the stage needed."""
+        """Update the counters for a stage that is done; its worker now owns the columns that the stage needed."""
         self.undone[stage] -= len(slots)
         if not self.undone[stage]:
             self._work.add_stage(stage)

@@ -1,4 +1,4 @@
-"""Slots, groups and leases: which columns of a sample exist, who holds them, who works on it. Data without policy."""
+"""Slots, groups and leases: which columns of a sample exist, which workers hold them, which have leases. No policy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,16 +26,16 @@ class Lease:
     deadline_s: float
     version: int | None  # policy version the worker had applied when it was granted; None: the stage generates nothing
     step: int  # optimiser step it is for; NO_STEP outside training
-    slots: "dict[SlotId, Slot]"  # neither committed nor given back yet
-    longer: bool = False  # than others: it may end after leases that were granted later
+    slots: "dict[SlotId, Slot]"  # those not committed and not released yet
+    longer: bool = False  # whether it may end after leases that were granted later
 
 
 @dataclass(slots=True)
 class ColumnLocation:
     """A tensor column of one slot or group: its length in elements and its holders.
 
-    ``owners`` can serve it. A receiver becomes one when it commits something that needed the column; until then
-    it is only known which turn of which lane is to bring it a copy.
+    ``owners`` are the workers that can send it. A receiver of a copy becomes an owner when it commits a stage that
+    needed the column; until then, ``sent`` has the turn of the lane that transfers the copy.
     """
 
     length: int
@@ -49,7 +49,10 @@ class ColumnLocation:
 
 
 class Group:
-    """The slots of one prompt, over which advantages are computed."""
+    """The slots of one prompt, over which advantages are computed.
+
+    ``at_least`` and ``at_most`` are the oldest and newest versions that may generate its samples.
+    """
 
     __slots__ = ("at_least", "at_most", "epoch", "flow", "id", "prompt", "slots", "tensors")
 
@@ -66,7 +69,7 @@ class Group:
         self.tensors = NO_TENSORS
 
     def keep(self, column: str, holding: ColumnLocation) -> None:
-        """Whether this column of the group exists."""
+        """Add or replace a tensor column of the group."""
         self.tensors = {**self.tensors, column: holding}
 
     @property
@@ -75,7 +78,9 @@ class Group:
         return self.at_most != NO_LIMIT
 
     def oldest_version(self) -> int | None:
-        """Oldest version of any finished member, or that a running member may have started with."""
+        """The oldest version that generated a token of a sample, or with which a sample is being generated; None
+        without such a sample.
+        """
         oldest: int | None = None
         for slot in self.slots:
             if slot.spans:
@@ -91,7 +96,7 @@ class Group:
 class Slot:
     """The controller's row for one sample.
 
-    Hot path: no dataclass (five times slower to create), and no dict before it has an entry.
+    Hot path: no dataclass (five times slower to create), and columns share an empty dict before the first entry.
     """
 
     __slots__ = (
@@ -101,21 +106,22 @@ class Slot:
     def __init__(self, slot_id: SlotId, group: Group, member: int) -> None:
         self.id = slot_id
         self.group = group
-        self.member = member
+        self.member = member  # its index in the group
         self.attempt = 0
         self.overdue = 0  # leases that expired
         self.tensors = NO_TENSORS
         self.inline = NO_NUMBERS
-        self.spans: tuple[int, ...] = ()  # version, tokens, version, tokens, …
+        self.spans: tuple[int, ...] = ()  # version, tokens, version, tokens, ...
         self.spans_of = ""  # the stage that generated
         self.done = 0  # one bit a stage, see Flows.bits
         self.leases: dict[str, Lease] = {}  # by stage
 
     def has(self, column: str) -> bool:
+        """Whether the column exists, of the slot or of its group."""
         return column in self.tensors or column in self.inline or column in self.group.tensors
 
     def keep(self, column: str, holding: ColumnLocation) -> None:
-        """Whether this column exists."""
+        """Add or replace a tensor column of the slot."""
         self.tensors = {**self.tensors, column: holding}
 
     def forget(self, column: str) -> ColumnLocation | None:
@@ -130,7 +136,7 @@ class Slot:
         return self.tensors.get(column) or self.group.tensors.get(column)
 
     def oldest_version(self) -> int | None:
-        """The oldest policy version that generated a token of this sample; None before there is one."""
+        """The oldest policy version that generated a token of this sample; None before it is generated."""
         return min(self.spans[::2], default=None)
 
 
@@ -156,7 +162,7 @@ def new_groups(
     groups = [
         Group(one, flow, prompt, epoch, at_least, at_most) for one, prompt in zip(group_ids, prompts, strict=True)
     ]
-    if members == 1:  # as rows of a stream have it
+    if members == 1:  # as in a stream
         slots = [Slot(one, group, 0) for one, group in zip(slot_ids, groups, strict=True)]
         for group, slot in zip(groups, slots, strict=True):
             group.slots = [slot]

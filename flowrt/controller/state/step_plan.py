@@ -19,8 +19,9 @@ class StepPlan:
     """The groups of each rank, or one list for all ranks."""
     is_shared: bool = False
     kept: dict[int, int] = field(default_factory=dict)
-    """Trained tokens of each sample, where steps are cut."""
+    """Number of trained tokens by slot id, where steps are cut."""
     ranks: dict[WorkerId, int] = field(default_factory=dict)
+    """Index of each rank in ``shares``, in the order in which the ranks asked."""
 
     def fill(self, step: int, groups: list[Group], shares: list[list[Group]] | None) -> None:
         """Plan a step of these groups, shared among the ranks unless ``shares`` is None."""
@@ -29,7 +30,7 @@ class StepPlan:
         self.shares = [groups] if shares is None else shares
 
     def keep(self, kept: dict[int, int]) -> None:
-        """Train only this number of tokens of each sample."""
+        """Set the number of trained tokens of each sample, by slot id."""
         self.kept = kept
 
     def is_valid(self, step: int, live: Container[GroupId]) -> bool:
@@ -37,22 +38,22 @@ class StepPlan:
         return self.step == step and all(group.id in live for share in self.shares for group in share)
 
     def left(self, taken: Container[GroupId]) -> int:
-        """Groups of the plan that no trainer has taken."""
+        """Number of groups of the plan that no trainer has taken."""
         return sum(group.id not in taken for share in self.shares for group in share)
 
     def share_of(self, worker: WorkerId) -> list[Group]:
-        """The groups of this step that the worker is to train, in order of issue."""
+        """The groups of this step that the worker is to train, in order of issue; empty if it has no share."""
         if not self.is_shared:
             return self.shares[0]
         rank = self.ranks.setdefault(worker, len(self.ranks))
         return self.shares[rank] if rank < len(self.shares) else []
 
     def restart(self, step: int) -> None:
-        """The controller was restarted in this step: the next plan of it is a second one."""
+        """Record that the controller was restarted in this step, whose next plan is then a second one."""
         self.step = step
 
     def forget(self, worker: WorkerId) -> None:
-        """Remove a rank; the rest of the step is planned again."""
+        """Remove a rank, and plan the rest of the step again; ignored if the worker is no rank."""
         if worker in self.ranks:
             self.ranks.clear()
             self.step = NO_STEP

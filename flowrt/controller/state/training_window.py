@@ -1,8 +1,8 @@
 """The training window: which groups belong to the optimiser step in progress.
 
 A step takes a fixed number of groups. Finished groups are taken oldest first, but places are kept for groups that
-would be too old for the next step. Giving those places to fast answers would drop the slow ones, which are the
-long ones.
+would be too old for the next step: if groups that finish early took these places, those with long responses would be
+dropped.
 """
 
 import itertools
@@ -23,7 +23,7 @@ class TrainingWindow:
     """State of the step in progress; ``waiting`` are the live groups that no trainer has taken."""
 
     groups_per_step: int
-    steps: int
+    steps: int  # of the run
     strict_issue_order: bool  # take groups in issue order (deterministic runs)
     step: int = 0
     taken: dict[GroupId, Group] = field(default_factory=dict)
@@ -41,67 +41,70 @@ class TrainingWindow:
     skipped: int = 0
     """Prompts that the curriculum has skipped in this step."""
     decided: int = -1
-    """With ``strict_issue_order``: the filter has decided on all groups up to this one."""
+    """With ``strict_issue_order``: the group up to which the filter has decided on all groups."""
     oldest_versions: dict[GroupId, int | None] = field(default_factory=dict)  # of each waiting group
     _versions: Counter[int | None] = field(default_factory=Counter)  # waiting groups by oldest version
 
     @property
     def live(self) -> int:
+        """Number of live groups, taken or waiting."""
         return len(self.taken) + len(self.waiting)
 
     @property
     def over(self) -> bool:
-        """No step is left to train."""
+        """Whether no step is left to train."""
         return self.step >= self.steps or (self.exhausted and self.live == 0)
 
     @property
     def quota(self) -> int:
-        """Groups of this step; the last one may be smaller when the prompts run out."""
+        """Number of groups of this step; the last step may be smaller if the prompts are exhausted."""
         return min(self.groups_per_step, self.live) if self.exhausted else self.groups_per_step
 
     @property
     def places(self) -> int:
+        """Number of groups that this step can still take."""
         return self.quota - len(self.taken)
 
     def enough_opened(self) -> bool:
-        """The live groups complete all remaining steps: no more prompts are needed."""
+        """Whether the live groups suffice for all remaining steps, so that no more prompts are needed."""
         return self.live >= (self.steps - self.step) * self.groups_per_step
 
     def enter(self, groups: Iterable[Group]) -> None:
+        """Add live groups, which wait."""
         for group in groups:
             self._wait(group)
         self.work.add_window()
 
     def exhaust(self, source: WorkerId) -> None:
-        """The source has no further prompts."""
+        """Record that the source has no further prompts."""
         self.exhausted = True
         self.ender = source
         self.work.add_window()
 
     def lose_source(self, source: WorkerId) -> None:
-        """A source is lost before it completed: if it had reported the end, its prompts may come again."""
+        """Record the loss of a worker: if it reported the end of the prompts, its replacement may offer more."""
         if source == self.ender:
             self.exhausted = False
             self.ender = None
             self.work.add_window()
 
     def is_past(self, step: int) -> bool:
-        """Whether the step is closed."""
+        """Whether the step is closed, in a run that has steps left."""
         return step < self.step and not self.over
 
     def is_beyond(self, step: int) -> bool:
-        """Whether the step will not be begun."""
+        """Whether the step will not be begun, because the run ends before it."""
         return self.last is not None and step > self.last
 
     def end_share(self) -> None:
-        """A trainer is told that no micro-batch of this step is left for it."""
+        """Record that a trainer is told that no micro-batch of this step is left for it."""
         self.share_ended_step = self.step
 
     def stop(self) -> int:
         """Begin no further step; returns the last one.
 
-        The step in training is completed if a rank may be at its end already, where the ranks wait for each other.
-        Otherwise no rank completes it.
+        The step in training is the last one if a rank may already wait for the others at its end; otherwise the last
+        one is the step before it, and no rank completes the step in training.
         """
         if self.over:
             return self.step - 1
@@ -109,7 +112,7 @@ class TrainingWindow:
         return self.last
 
     def restore(self, step: int, groups: Iterable[Group], filtered: int, skipped: int) -> None:
-        """Continue where an earlier controller was: at this step, with these groups waiting."""
+        """Continue at the step of an earlier controller, with its waiting groups and its counts for the step."""
         self.step = step
         self.filtered = filtered
         self.skipped = skipped
@@ -122,12 +125,14 @@ class TrainingWindow:
             self._stop_waiting(group)
 
     def take(self, groups: Iterable[Group]) -> None:
+        """Move waiting groups into the step in training."""
         for group in groups:
             self._stop_waiting(group)
             self.taken[group.id] = group
         self.work.add_window()
 
     def put_back(self, group: Group) -> None:
+        """Let a taken group wait again; ignored if it is not taken."""
         if self.taken.pop(group.id, None) is not None:
             self._wait(group)
         self.work.add_window()
@@ -140,7 +145,7 @@ class TrainingWindow:
         return self.step + ahead // self.groups_per_step
 
     def close(self) -> list[Group]:
-        """Begin the next step; returns the groups that were trained."""
+        """Close the step and begin the next one; returns the groups that were trained."""
         trained = list(self.taken.values())
         self.taken.clear()
         self.step += 1
@@ -150,18 +155,18 @@ class TrainingWindow:
         return trained
 
     def count_filtered(self) -> None:
-        """The filter drops a group in this step."""
+        """Count a group that the filter drops in this step."""
         self.filtered += 1
 
     def count_skipped(self) -> None:
-        """The curriculum skips a prompt in this step."""
+        """Count a prompt that the curriculum skips in this step."""
         self.skipped += 1
 
     def due(self, ready: Iterable[GroupId], complete: Container[GroupId]) -> list[GroupId]:
-        """The groups whose turn it is to be decided on, in order of issue: those up to the first that is not complete.
+        """The groups that the filter has to decide on now: in order of issue, up to the first that is not complete.
 
         Args:
-            ready: groups that have become ready; one that was made again has had its turn.
+            ready: groups that have become ready; those up to `decided`, made again, are returned first.
             complete: all groups that are ready to train.
         """
         due = [one for one in ready if one <= self.decided]
@@ -179,7 +184,7 @@ class TrainingWindow:
         return f"a full micro-batch of step {self.step}: {ready} of {self.places} groups complete"
 
     def note_versions(self, groups: Iterable[Group]) -> None:
-        """Update the oldest versions of those of these groups that wait."""
+        """Update the oldest versions of these groups; those that do not wait are ignored."""
         for group in groups:
             if group.id in self.oldest_versions:
                 self._forget_version(group)
@@ -192,7 +197,7 @@ class TrainingWindow:
         batcher: Batcher,
         tokens_of: Callable[[Group], int],
     ) -> list[Group]:
-        """The next micro-batch of this step, of waiting groups that are ready; empty while it is not full yet.
+        """The next micro-batch of this step, from the ready groups; empty until it is full or completes the step.
 
         Costs O(ready groups + distinct oldest versions), however many groups wait that are not ready.
         """
@@ -208,7 +213,7 @@ class TrainingWindow:
         if self.strict_issue_order:
             candidates = self._unbroken(ready)
         batch = _MicroBatch(batcher, tokens_of)
-        refused: set[int | None] = set()  # a deadline without room has none after further places are taken
+        refused: set[int | None] = set()  # deadlines without room, which further groups cannot make
         for one in candidates:
             if len(batch.groups) == self.places or batch.is_full:
                 break
@@ -225,7 +230,7 @@ class TrainingWindow:
         return batch.groups if len(batch.groups) == self.places or batch.is_full else []
 
     def _deadline(self, oldest: int | None, admission: Admission) -> int | None:
-        """The last step that may train a group of this oldest version, as far as steps ahead matter.
+        """The last step that may train a group of this oldest version, among the steps of the live groups.
 
         None while nothing of the group is generated, or when its deadline lies beyond all live groups.
         """

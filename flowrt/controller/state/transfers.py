@@ -1,8 +1,8 @@
-"""Lanes and their turns: who sends what to whom, in which order.
+"""Lanes and their turns: the order of the transfers from each worker to each other one.
 
-A lane is a (sender, receiver, kind) pair with its own order; the controller numbers its transfers, so both ends
-issue the same sequence. A lane that failed is never used again: the next transfer opens a new incarnation. Which
-transport an incarnation uses is decided here, from what its two ends said they can do.
+A lane has a sender, a receiver and a kind. The controller numbers the transfers of each lane, so both ends run them in
+the same order. A lane that failed is never used again: the next transfer opens a new incarnation. The transport of an
+incarnation is chosen here, from the transports that both ends support.
 """
 
 import itertools
@@ -58,6 +58,7 @@ class Lanes:
             self._able[worker] = lanes
 
     def next_turn(self, sender: WorkerId, receiver: WorkerId, kind: str) -> LaneTurn:
+        """The turn of the next transfer on a lane; opens an incarnation if there is none."""
         key = (sender, receiver, kind)
         incarnation, sequence, transport = self._state.get(key) or (
             next(self._incarnations),
@@ -75,16 +76,16 @@ class Lanes:
         return next((name for name in both if self._forced in (AUTO, name)), EVERYWHERE)
 
     def _willing(self, worker: WorkerId) -> tuple[str, ...]:
-        """Transports that a worker offers by default: those that it lists before the universal one."""
+        """The transports of a worker to choose from: those before `EVERYWHERE`; all of them if one is forced."""
         able = self._able.get(worker, ())
         return able[: able.index(EVERYWHERE)] if self._forced == AUTO and EVERYWHERE in able else able
 
     def best(self, owners: Collection[WorkerId], receiver: WorkerId, serving: Collection[WorkerId]) -> WorkerId:
-        """The owner to serve from: fewest failed lanes to the receiver, then one that serves it already."""
+        """The owner to send from: fewest failed lanes to the receiver, then one of ``serving``, then by name."""
         return min(owners, key=lambda owner: (self._failed[owner, receiver], owner not in serving, owner))
 
     def abandon(self, turn: LaneTurn) -> None:
-        """Close the broken lane of this turn; the next turn opens a new incarnation."""
+        """Close the incarnation of this turn, which failed, if it is the current one; the next turn opens another."""
         key = (WorkerId(turn.sender), WorkerId(turn.receiver), turn.kind)
         state = self._state.get(key)
         if state is not None and state[0] == turn.incarnation:
@@ -137,7 +138,7 @@ def check_receiver(worker: WorkerId, turn: LaneTurn) -> None:
 
 
 def find_holding(table: SampleTable, column: str, item: int) -> ColumnLocation | None:
-    """The location of a column of a slot or group; None if there is none."""
+    """The location of a tensor column of a slot or group, by its id; None for an unknown column, slot or group."""
     spec = table.columns.get(column)
     if spec is None:
         return None
@@ -155,9 +156,10 @@ def lose_copies(tensors: Mapping[str, ColumnLocation], worker: WorkerId) -> None
 def plan(
     table: SampleTable, lanes: Lanes, receiver: WorkerId, columns: Iterable[str], slots: Sequence[Slot], ids: Ints
 ) -> tuple[tuple[Part, ...], tuple[Incoming, ...]]:
-    """The tensor columns of these slots, one part a column (a group column once per group), and how they come.
+    """Plan the transfers of tensor columns of these slots to ``receiver``; ``ids`` are the ids of the slots.
 
-    There is one packed transfer per owner for whatever ``receiver`` neither holds nor is being sent.
+    Returns one part for each column, of all slots (of a group column: one row per group), and one packed transfer per
+    owner of the rows that the receiver neither holds nor is being sent. These are marked as sent.
     """
     parts = []
     one_of = {ids: ids}

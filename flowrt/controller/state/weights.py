@@ -1,8 +1,8 @@
-"""The versions of a model: which worker holds which, and who fetches what from whom.
+"""The versions of a model: which worker holds which version, and which worker fetches it from which holder.
 
 Receivers fetch the latest version, the newest that a connected worker holds completely. A version that was skipped, or
 lost with its publisher, is never waited for. A worker that is still receiving a version already relays it, so n
-receivers form a chain and cost little more than one.
+receivers form a chain, and the transfer to all of them takes little longer than that to one.
 """
 
 import heapq
@@ -21,7 +21,7 @@ MAX_BACK_OFF_S = 5.0
 
 
 class SourceRank(NamedTuple):
-    """Order of sources: not suspected of failing, least loaded, publisher last (all receivers share its link)."""
+    """Order of sources, smallest first: not a suspect, fewest receivers, not the publisher (all share its link)."""
 
     suspect: bool
     load: int
@@ -44,7 +44,7 @@ class Fetching(NamedTuple):
     holder: WorkerId
     weights: Weights
     older: bool = False
-    """The receiver uses it in place of a newer version, for an evaluation."""
+    """Whether the receiver returns from a newer version to this one, for an evaluation."""
 
 
 class Pin(NamedTuple):
@@ -83,7 +83,7 @@ class VersionTable:
     held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
     pin: Pin | None = None
     kept: frozenset[int] = frozenset()  # versions that their publisher keeps for evaluations
-    rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # versions that a worker drops to go back
+    rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # dropped to return to an older version
     is_changed: bool = False  # since `begin_fetches` was last called
 
     def restore(self, newest: int) -> None:
@@ -91,12 +91,22 @@ class VersionTable:
         self.newest = newest
 
     def recheck(self) -> None:
-        """Find again which receivers have to fetch."""
+        """Mark the versions as changed, so that the next event orders the fetches that are due."""
         self.is_changed = True
 
     # ---- messages of workers
 
     def publish(self, worker: WorkerId, forms: tuple[Weights, ...], divergence: dict[int, float]) -> None:
+        """Add a version that the worker has published.
+
+        Args:
+            worker: the publisher.
+            forms: the whole version, then its deltas.
+            divergence: KL of earlier versions from this one, where measured.
+
+        Raises RemoteProtocolError if the forms are not one version that begins with the whole one, or if its number is
+        not above that of all published versions.
+        """
         if not forms or forms[0].base != NO_BASE or len({(form.model, form.version) for form in forms}) != 1:
             raise RemoteProtocolError(f"{worker} published {forms}, which is not one version that begins with it whole")
         version = forms[0].version
@@ -113,7 +123,7 @@ class VersionTable:
         self.divergence = divergence
 
     def regain(self, worker: WorkerId, held: Sequence[Weights]) -> None:
-        """Versions that the worker held under an earlier controller."""
+        """Add the versions that a rejoined worker holds; one that never said which it uses is the publisher."""
         for weights in held:
             forms = {one.base: one for one in (*self.published.get(weights.version, ()), weights)}
             self.published[weights.version] = tuple(forms[base] for base in sorted(forms))
@@ -128,6 +138,7 @@ class VersionTable:
             self._received(receiver._replace(staged=max(receiver.staged, newest)))
 
     def applied(self, worker: WorkerId, version: int) -> None:
+        """Record that a worker generates with a version. Raises RemoteProtocolError if it is above the newest."""
         if not 0 <= version <= self.newest:
             raise RemoteProtocolError(
                 f"{worker} generates with version {version}, but {self.newest} is the newest of {self.model}"
@@ -136,7 +147,7 @@ class VersionTable:
         if worker not in self.receivers:
             self.entry[worker] = self.latest if self.latest in self.published else version
         before = self.receivers.get(worker, Receiver(worker, version, version))
-        # One that goes back to an older version, for an evaluation, has nothing newer staged.
+        # A worker that has returned to an older version, for an evaluation, has nothing newer staged.
         staged = version if version < before.applied else max(before.staged, version)
         self._received(Receiver(worker, version, staged))
 
@@ -150,7 +161,7 @@ class VersionTable:
             self.behind.pop(receiver.worker, None)
 
     def _count_out(self, receiver: Receiver | None) -> None:
-        """A receiver generates with another version from now on, or has gone."""
+        """Remove a receiver from the counts of `applying`."""
         if receiver is not None:
             self.applying[receiver.applied] -= 1
             if not self.applying[receiver.applied]:
@@ -167,7 +178,7 @@ class VersionTable:
         latest = max((version for version, base in self.holders if base == NO_BASE), default=0)
         if latest == self.latest:
             return
-        self.latest, self.divergence = latest, {}  # it was measured from another version
+        self.latest, self.divergence = latest, {}  # the divergence was measured from another version
         self.entry = {worker: min(version, latest) for worker, version in self.entry.items()}
         self.behind = {
             worker: None
@@ -185,6 +196,10 @@ class VersionTable:
         return self.applied_version(worker) < self.entry.get(worker, 0)
 
     def staged(self, worker: WorkerId, version: int) -> None:
+        """Record that a receiver has staged a version, which it holds from now on.
+
+        Raises RemoteProtocolError if the version is above the newest, or the worker has never said which one it uses.
+        """
         if worker not in self.receivers:
             raise RemoteProtocolError(f"{worker} staged version {version}, but has never said which one it uses")
         if not 0 <= version <= self.newest:
@@ -197,7 +212,7 @@ class VersionTable:
         self._received(Receiver(worker, receiver.applied, version if is_older else max(receiver.staged, version)))
         self.whole_next.discard(worker)
         self.failures.pop(worker, None)
-        # Even if this fetch was thought to be over: only known holders are told to evict a version.
+        # Even if the fetch had ended before: only known holders are told to evict a version.
         for base in {NO_BASE, NO_BASE if fetch is None else fetch.weights.base}:
             self._hold(worker, version, base)
 
@@ -232,7 +247,8 @@ class VersionTable:
     def _orphan_downstream(self, worker: WorkerId, weights: Weights) -> None:
         """Mark all receivers downstream of a failed fetch: they will not get the whole version.
 
-        Each reports its failure itself. Until then it is no relay, and its own receivers do not blame it.
+        Each of them reports its own failure. Until then no further receiver fetches from it, and a failure of its own
+        fetch does not make its holder a suspect.
         """
         broken = [worker]
         while broken:
@@ -269,7 +285,7 @@ class VersionTable:
     def _forget_unheld(self) -> None:
         """Forget versions without a holder, except those newer than what some receiver has staged.
 
-        Such a receiver may be about to report one of them, which may then be the latest.
+        Such a receiver may be about to report that it has staged one of them, which may then be the latest.
         """
         held = {version for version, _ in self.holders}
         oldest = min((one.staged for one in self.receivers.values()), default=self.latest)
@@ -279,14 +295,19 @@ class VersionTable:
             if version in held or version > min(oldest, self.latest)
         }
 
-    # ---- who fetches what from whom
+    # ---- fetches
 
     def begin_fetches(
         self, refresh: WeightSyncPolicy, outdated: Collection[WorkerId], resting: Collection[WorkerId] = ()
     ) -> list[Fetching]:
-        """Start the fetches that the policy wants and those of outdated receivers; receivers that back off wait.
+        """Start the fetches that are due; returns them.
 
-        A pinned worker fetches the version that it is pinned to, whatever the policy says, and no other.
+        A pinned worker fetches the version that it is pinned to, whatever the policy decides, and no other.
+
+        Args:
+            refresh: the policy that says which workers fetch the latest version.
+            outdated: workers that fetch the latest version whatever the policy decides.
+            resting: receivers that back off after failures, and do not fetch now.
         """
         self.is_changed = False
         started = self._fetch_pinned(resting)
@@ -306,7 +327,7 @@ class VersionTable:
         return started + self._fetch(due, self.latest)
 
     def _fetch(self, due: Iterable[WorkerId], version: int, *, older: bool = False) -> list[Fetching]:
-        """Start fetches of a version by these workers, of its delta where that is possible."""
+        """Start fetches of a version by these workers, of a delta to it where they can use one."""
         if not due:
             return []
         sources = {weights.base: self._sources(weights) for weights in self.published[version]}
@@ -325,16 +346,16 @@ class VersionTable:
     # ---- evaluations
 
     def is_gone(self, version: int) -> bool:
-        """Whether a version was published (or is that of the start), and no worker has it any more."""
+        """Whether a version was published (or is version 0), and no worker has it any more."""
         if version > self.newest or (version == self.newest == 0):
             return False
         if any(version in (receiver.applied, receiver.staged) for receiver in self.receivers.values()):
             return False
-        # A receiver that has something newer is about to evict it.
+        # A holder that is a receiver has something newer staged, and is about to evict this version.
         return not self.holders.get((version, NO_BASE), set()) - self.receivers.keys()
 
     def keep(self, versions: Iterable[int]) -> None:
-        """These are the versions that are evaluated: their publisher keeps them."""
+        """Set the versions that are evaluated: their publisher does not evict them."""
         kept = frozenset(versions)
         if kept != self.kept:
             self.kept = kept
@@ -344,8 +365,9 @@ class VersionTable:
     def set_pin(self, version: int | None, leaving: Collection[WorkerId]) -> bool:
         """Pin a worker to a version (None: no worker is pinned any more). Returns whether the pin has changed.
 
-        A worker stays pinned as long as it is there. A new one is the worker with the least to do until it generates
-        with the version: it has it, it is about to use it, it can fetch it, it has to go back from a newer one.
+        A pinned worker stays pinned until it leaves. Otherwise the first worker in this order is pinned: one that
+        generates with the version, one that has staged or is fetching it, one with an older version, one with a newer
+        version; by name within each. Workers of ``leaving`` are not pinned.
         """
         pin = self.pin
         if pin is not None and pin.version == version and pin.worker in self.receivers and pin.worker not in leaving:
@@ -371,7 +393,10 @@ class VersionTable:
         return self.pin is not None and self.pin.worker == worker
 
     def _fetch_pinned(self, resting: Collection[WorkerId]) -> list[Fetching]:
-        """Let the pinned worker fetch its version, unless it has it or is fetching; it then forgets newer ones."""
+        """Let the pinned worker fetch its version, unless it has the version or is fetching.
+
+        A worker with a newer version drops all that it holds, and returns to the older version.
+        """
         if self.pin is None or self.pin.worker in self.fetching or self.pin.worker in resting:
             return []
         worker, version = self.pin
@@ -382,7 +407,7 @@ class VersionTable:
             return self._fetch((worker,), version)
         if self.holders[version, NO_BASE] == {worker}:
             return []
-        # It fetches whole what it already has, then and afterwards: each version is staged once it has arrived.
+        # The base of a delta is dropped too, so the worker fetches the whole version.
         self.whole_next.add(worker)
         for form in list(self.held.get(worker, ())):
             self.held[worker].remove(form)
@@ -414,7 +439,9 @@ class VersionTable:
         return heap
 
     def retire(self) -> list[tuple[WorkerId, int]]:
-        """(holder, version) pairs to evict: the holder has a newer version, and no receiver fetches the old one."""
+        """(holder, version) pairs to evict, sorted: the holder has a newer version, and no receiver fetches this one
+        from it; or the holder returns to an older version.
+        """
         if not self.evictable and not self.rewound:
             return []
         retired, self.rewound = self.rewound, set()
@@ -447,7 +474,7 @@ class Models:
         self.of = {name: VersionTable(name) for name in names}
         self.policy = self.of[names[0]]
         self.outdated: dict[WorkerId, None] = {}
-        """Workers whose version of the policy is too old for the slots that are ready."""
+        """Workers whose version of the policy is too old for the ready slots."""
         self.backing_off: dict[str, dict[WorkerId, float]] = {name: {} for name in names}
         """Receivers of each model whose fetches keep failing, and until when each waits."""
         self._turns: dict[tuple[str, WorkerId], LaneTurn] = {}  # of the last order to each receiver
@@ -461,7 +488,7 @@ class Models:
         return found
 
     def note_order(self, model: str, receiver: WorkerId, turn: LaneTurn, now: float) -> None:
-        """The receiver was ordered to fetch."""
+        """Record the order to a receiver to fetch in this turn."""
         self._turns[model, receiver] = turn
         self._ordered_s[model, receiver] = now
 
@@ -470,11 +497,11 @@ class Models:
         return self._turns.get((model, receiver))
 
     def ordered_s(self, model: str, receiver: WorkerId) -> float | None:
-        """The time of the last order to fetch; None if there was none."""
+        """The time of the last order to the receiver to fetch; None if there was none."""
         return self._ordered_s.get((model, receiver))
 
     def update_back_off(self, versions: VersionTable, now: float) -> dict[WorkerId, float]:
-        """Find the receivers whose fetches keep failing, and until when each waits."""
+        """Find the receivers whose fetches keep failing; returns and stores until when each waits."""
         until_s = {
             worker: self._ordered_s[versions.model, worker] + back_off_s(failures)
             for worker, failures in versions.failures.items()
@@ -504,5 +531,7 @@ class Models:
 
 
 def back_off_s(failures: int) -> float:
-    """Seconds between two orders to fetch. After a first failure another holder is asked at once."""
+    """Seconds between two orders to fetch, after this number of failures in a row: none after the first one, because
+    another holder is asked at once; 0.1 s after two, then doubled with each failure up to 5 s.
+    """
     return 0.0 if failures < 2 else min(FIRST_BACK_OFF_S * 2 ** min(failures - 2, 30), MAX_BACK_OFF_S)

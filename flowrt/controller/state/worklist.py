@@ -1,6 +1,6 @@
-"""Worklist: the parked requests that an event has made worth trying again.
+"""Worklist: the parked requests that have to be tried again after an event.
 
-The tables report here what became possible; `transitions.pulls.serve_worklist` empties it. No other flag exists.
+The tables report their changes here; `transitions.pulls.serve_worklist` tries the requests and empties the worklist.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from flowrt.ids import GroupId, WorkerId
 
 
 class Worklist:
-    """Workers and stages whose parked pulls may be served now, whether parked offers may, and groups to be filtered.
+    """Workers and stages with pulls to try, whether to try the offers, and groups for the group filter to decide on.
 
     Args:
         order: names of all stages in the order of the dataflow. Stages are served in it, so that the commands of an
@@ -71,7 +71,7 @@ class Worklist:
         self._members = True
 
     def take_ready(self) -> list[GroupId]:
-        """Begin a round: the groups that the group filter has to decide on."""
+        """Begin a round: reset `is_due`; returns the groups that the group filter has to decide on."""
         self.is_due = False
         if not self._ready:  # nearly always
             return []
@@ -88,7 +88,7 @@ class Worklist:
         return due
 
     def take_offers(self) -> bool:
-        """Whether the offers have to be tried."""
+        """Whether the offers have to be tried; adds the stages that depend on the window if that has changed."""
         if self._window:
             self.add_stages(self._after_window)
         due = self._window or self._offers
@@ -104,7 +104,7 @@ class Worklist:
         return due
 
     def take_members(self) -> bool:
-        """Whether the members have changed."""
+        """Whether the members have changed since the last call."""
         due = self._members
         self._members = False
         return due

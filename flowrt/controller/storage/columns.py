@@ -1,19 +1,19 @@
-"""Columns: many values of the same shape, packed so that little is left to compress.
+"""Columns: many values of the same shape, packed by their structure before compression.
 
 A list of MessagePack values becomes a packed column, an array whose first item is its kind; tuples become columns of
-their items. The structure is read from the values: nothing here knows what they mean. Every value reads back as it was,
-real numbers bit by bit::
+their items. The kind is chosen from the values alone, whatever they mean. Every value is restored exactly, real numbers
+bit by bit::
 
     PLAIN, values                       everything else
     CONSTANT, number, value             equal whole numbers
     TABLE, distinct, index              whole numbers, few distinct ones: a byte each
     NUMBERS, type, planes               whole numbers, as items of an `array` of that type
-    STEPS, first, column                whole numbers: the first, and the differences from the number before
-    NANOSECONDS, column                 real numbers that are whole nanoseconds: those
+    STEPS, first, column                whole numbers: the first, and the difference of each from the previous number
+    NANOSECONDS, column                 real numbers in seconds that are whole nanoseconds: the nanoseconds
     REALS, column                       other real numbers: their bits as whole numbers
-    TEXTS, distinct, column             texts: their numbers among the distinct ones
-    WORDS, column, lengths, column      bytes that are packed 64-bit numbers: the place of each among the distinct
-                                        ones, then the lengths and the numbers of those that are new
+    TEXTS, distinct, column             texts: the place of each among the distinct texts
+    WORDS, column, lengths, column      bytes that are packed 64-bit numbers: the place of each value among the
+                                        distinct values, then the lengths and the numbers of the new values
     BYTES, lengths, bytes               other bytes
     FIELDS, columns                     tuples of equal length: a column for each position
     MANY, lengths, column               other tuples: all their items
@@ -29,11 +29,11 @@ from typing import Any
 (PLAIN, CONSTANT, TABLE, NUMBERS, STEPS, NANOSECONDS, REALS, TEXTS, WORDS, BYTES, FIELDS, MANY, MIXED) = range(13)
 MAX_TABLE = 256
 MIN_REPEATS = 4
-"""Occurrences of each distinct number, on average, from which on a table of them is smaller than the numbers."""
+"""Mean occurrences of each distinct number from which on a table is smaller than the numbers."""
 MAX_FIELDS = 32
-"""Tuples that are longer are lists of items, not records."""
+"""Maximum length of tuples that are packed as FIELDS; longer tuples are packed as MANY."""
 MAX_COUNT = 1 << 26
-"""Bound on the values of one column: more are damage."""
+"""Maximum number of values of a CONSTANT column; a larger number counts as damage."""
 _TYPES = ("b", "h", "i", "q")
 _WORD = "q"
 _WORD_BYTES = 8
@@ -43,7 +43,7 @@ Packed = Sequence[Any]
 
 
 def _smallest(numbers: Sequence[int], types: Sequence[str] = _TYPES) -> "array[int] | None":
-    """The numbers as an array of the first of these types that is wide enough; None if none is."""
+    """The numbers as an array of the first of these types that is wide enough; None if no type is."""
     for code in types:
         try:
             return array(code, numbers)
@@ -53,7 +53,7 @@ def _smallest(numbers: Sequence[int], types: Sequence[str] = _TYPES) -> "array[i
 
 
 def _plain_numbers(items: "array[int]") -> Packed:
-    """NUMBERS: the items by bytes of equal weight. Of small numbers most are zero, next to each other."""
+    """NUMBERS: the bytes of equal significance of all items are next to each other; in small numbers most are zero."""
     raw, size = items.tobytes(), items.itemsize
     return (NUMBERS, items.typecode, raw if size == 1 else b"".join([raw[weight::size] for weight in range(size)]))
 
@@ -88,7 +88,7 @@ def pack_reals(reals: Sequence[float]) -> Packed:
         ns = list(map(round, map(mul, reals, repeat(_NS))))
         if array("d", map(truediv, array(_WORD, ns), repeat(_NS))).tobytes() == bits:
             return (NANOSECONDS, pack_numbers(ns))
-    except (ValueError, OverflowError):  # one is not finite, or more than 64 bits
+    except (ValueError, OverflowError):  # a number is not finite, or has more than 64 bits of nanoseconds
         pass
     return (REALS, pack_numbers(_words(bits)))
 
@@ -100,7 +100,7 @@ def _words(raw: bytes) -> list[int]:
 
 
 class ColumnPacker:
-    """Packs columns that are read back in the same order: bytes that occurred in an earlier one are not repeated."""
+    """Packs columns that are read back in the same order: bytes values of an earlier column are not repeated."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}
@@ -131,7 +131,7 @@ class ColumnPacker:
         return (MANY, pack_numbers(lengths), self.pack(items))
 
     def pack_fields(self, values: Sequence[tuple[Any, ...]]) -> list[Packed]:
-        """A column for each position of tuples of equal length. Raises ValueError for others."""
+        """A column for each position of tuples of equal length. Raises ValueError if the lengths differ."""
         return [self.pack(column) for column in zip(*values, strict=True)]
 
     def _bytes(self, values: Sequence[bytes]) -> Packed:
@@ -154,7 +154,7 @@ class ColumnPacker:
 class ColumnReader:
     """Reads columns in the order in which a `ColumnPacker` packed them.
 
-    Content that is no column raises ValueError, TypeError, LookupError or OverflowError.
+    Its methods raise ValueError, TypeError, LookupError or OverflowError for content that is not a column.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ def _numbers(code: str, planes: bytes) -> list[int]:
 
 
 def _cut(joined: Any, lengths: Sequence[int], unit: int) -> list[Any]:
-    """Parts of these lengths, in units of ``unit`` items. Raises ValueError unless they are the whole."""
+    """Parts of these lengths, in units of ``unit`` items. Raises ValueError unless the lengths add up to the whole."""
     ends = list(accumulate(lengths, initial=0))
     if ends[-1] * unit != len(joined) or min(lengths, default=0) < 0:
         raise ValueError("the lengths of a column do not fit its content")

@@ -1,7 +1,7 @@
 """Event log of a run: events.jsonl, one line for each event that a user would ask about.
 
 The file has at most 10,000 lines: beyond that its older half is thinned, the most frequent kinds first. It is kept over
-resumes and restarts of the controller. A write that fails is one warning; the run goes on without the file.
+resumes and restarts of the controller. After a failed write, one warning is logged and nothing more is written.
 """
 
 import json
@@ -20,12 +20,12 @@ EVENTS = "events.jsonl"
 MAX_EVENTS = 10_000
 MAX_TEXT_CHARS = 2_000
 KEPT_KINDS: frozenset[str] = frozenset(("started", "resumed", "controller_restarted", "rolled_back", "ended"))
-"""Kinds that are never thinned: what other lines mean depends on them."""
+"""Kinds that are never thinned: the meaning of other lines depends on them."""
 Value = int | float | str | None
 
 
 class EventLog:
-    """Writer of events.jsonl. Each event is written at once, so a controller that is killed loses none."""
+    """Writer of events.jsonl. Each event is written at once, so no event is lost when the controller is killed."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class EventLog:
     def add(
         self, kind: EventKind, text: str, step: int, now: float, worker: str | None = None, **more: Value
     ) -> dict[str, Value]:
-        """Append an event; returns its line.
+        """Append an event; returns its line as an object, even if it could not be written.
 
         Args:
             kind: what has happened.
-            text: one plain sentence about it.
+            text: one plain sentence about it, cut to `MAX_TEXT_CHARS`.
             step: the step in training.
             now: seconds on the controller's clock.
             worker: the worker that it happened to, if any.
@@ -90,7 +90,7 @@ class EventLog:
         return line
 
     def close(self) -> None:
-        """Close the file; events that are added later are lost."""
+        """Close the file; events that are added later are not written."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -136,8 +136,9 @@ def _finite(value: Value) -> Value:
 
 
 def _thinned(lines: Sequence[bytes], wanted: int) -> list[bytes]:
-    """At most ``wanted`` of the lines if that is possible, in order: every second one of the most frequent kind goes,
-    then again of the most frequent one.
+    """At most ``wanted`` of the lines, in order, or more if no kind can be thinned further.
+
+    Repeatedly removes every second line of the kind that is the most frequent at that time.
     """
     kinds = [_kind(line) for line in lines]
     kept = dict(enumerate(kinds))

@@ -1,7 +1,7 @@
-"""Checks of a ledger's files before they are opened for writing. They change nothing.
+"""Checks of a ledger's files before they are opened for writing. The checks change no file.
 
 SQLite silently ignores a write-ahead log (WAL) from its first damaged frame on, and then overwrites it. The checks find
-such damage first.
+such damage before SQLite does so.
 """
 
 import logging
@@ -37,7 +37,7 @@ def check_integrity(path: Path) -> None:
 
 
 def open_error(path: Path, error: Exception) -> FlowError:
-    """The error for a ledger that cannot be opened, with its fix."""
+    """The error for a ledger that cannot be opened, with a way to fix it."""
     is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
     return FlowError(f"ledger {path} cannot be opened: {error}; {_IF_LOCKED if is_busy else _IF_DAMAGED}")
 
@@ -48,9 +48,10 @@ def check_not_behind_checkpoint(path: Path, steps: int, *, require_intact_wal: b
     Args:
         path: the ledger.
         steps: number of trained steps in the checkpoint.
-        require_intact_wal: also refuse damage after those steps. Otherwise it is logged, and those steps are repeated.
+        require_intact_wal: also refuse damage of the WAL after those steps. Otherwise the damage is logged, and later
+            steps are repeated.
 
-    Raises: FlowError.
+    Raises FlowError if steps are missing, the damage is refused, or the ledger cannot be read.
     """
     damage = wal_corruption(path)
     if missing := missing_steps(last_step(path), steps):
@@ -65,7 +66,7 @@ def check_not_behind_checkpoint(path: Path, steps: int, *, require_intact_wal: b
 
 
 def missing_steps(last: int | None, steps: int) -> str:
-    """Describe the steps that a ledger lacks; empty if none.
+    """Describe the steps that a ledger lacks; empty if it lacks no step.
 
     Args:
         last: the last trained step in the ledger; None if it has none.
@@ -78,9 +79,10 @@ def missing_steps(last: int | None, steps: int) -> str:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """Open and check the whole file.
+    """Open a ledger read-only, and check the whole file.
 
-    Raises sqlite3.Error, and FlowError if it is empty and its log is not, or if it has another schema version.
+    Raises sqlite3.Error if the file is damaged or locked, OSError if it does not exist, and FlowError if it has another
+    schema version, or is empty while its write-ahead log is not.
     """
     wal = wal_path(path)
     if not path.stat().st_size and wal.exists() and wal.stat().st_size:
@@ -101,9 +103,10 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 
 
 def with_pending_writes(database: sqlite3.Connection) -> sqlite3.Connection:
-    """The same ledger with its pending writes applied, in a copy in memory if there are any; closes the original then.
+    """The ledger with its pending writes applied.
 
-    Raises sqlite3.Error and FlowError.
+    Without pending writes this is ``database`` itself, otherwise a copy in memory; ``database`` is closed then. Raises
+    sqlite3.Error, and FlowError if a pending write is damaged.
     """
     if database.execute("SELECT 1 FROM pending_writes LIMIT 1").fetchone() is None:
         return database
@@ -135,9 +138,9 @@ def wal_path(path: Path) -> Path:
 
 
 def wal_corruption(path: Path) -> str:
-    """Describe damage within the ledger's write-ahead log; empty if there is none.
+    """Describe damage within the ledger's write-ahead log; empty if the log is intact or missing.
 
-    A missing end is not damage: it is what a power failure leaves, and all frames before it are complete and in order.
+    A missing end is not damage: a power failure leaves such a log, and its remaining frames are complete and in order.
     """
     try:
         with wal_path(path).open("rb") as file:
@@ -163,7 +166,10 @@ def wal_corruption(path: Path) -> str:
 def _frame_corruption(
     frames: bytes, frame_bytes: int, salts: tuple[int, ...], order: str, sums: tuple[int, int]
 ) -> str:
-    """The checksum of a frame covers all frames before it. Frames left by an earlier log have other salts."""
+    """Describe a bad frame that is followed by frames of this log; empty if there is none.
+
+    The checksum of a frame covers all frames before it. Frames left by an earlier log have other salts.
+    """
     first_bad = 0
     for number in range(len(frames) // frame_bytes):
         frame = frames[number * frame_bytes : (number + 1) * frame_bytes]
@@ -179,7 +185,7 @@ def _frame_corruption(
 
 
 def _checksum(order: str, data: bytes, sums: tuple[int, int]) -> tuple[int, int]:
-    """Source: "Checksum Algorithm" in SQLite's file format."""
+    """Continue the two checksums over these bytes. Source: "Checksum Algorithm" in SQLite's file format."""
     first, second = sums
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
     for even, odd in zip(words[::2], words[1::2], strict=True):

@@ -2,12 +2,12 @@
 
 - ``prompts`` has the current state of each prompt of each epoch, ``events`` its history, append only. ``reward`` is the
   mean reward of a group that was trained, or dropped by the group filter.
-- A run that goes back to a checkpoint rolls back what was trained after it: those prompts become ``unread`` again, with
-  an event that says why.
+- A run that is resumed from a checkpoint rolls back all work after the checkpoint: those prompts become ``unread``
+  again, with an event that says why.
 - ``run_attempts`` has a row for each start or resume of the run, ``summary_values`` the numbers of its summary.
 - A commit appends one row of pending writes, which a later flush applies to the tables.
-- The replay log is what a restarted controller reads to rebuild the live groups. An entry is deleted when every group
-  that was live when it was written has closed, so it grows with the live groups and not with the length of the run.
+- A restarted controller reads the replay log to rebuild the live groups. An entry is deleted when every group that was
+  live when it was written has closed, so the log grows with the live groups and not with the length of the run.
 - SQLite's write-ahead log (WAL) is checkpointed on a thread. Within a commit, SQLite would sync the disk while all
   workers wait: 30 to 60 ms for every 4 MB.
 """
@@ -53,8 +53,8 @@ from flowrt.runtime.waits import join_thread
 log = logging.getLogger(__name__)
 # ---- the replay log
 
-# Counters of the log itself, next to those of the controller's state: the number of controllers that this run has had,
-# and the step from which it was resumed.
+# Counters of the log itself, in addition to those of the controller's state: the number of controllers that this run
+# has had, and the step from which the run was resumed.
 TERM = "term"
 RESUMED_FROM = "resumed_from"
 _GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed
@@ -74,7 +74,7 @@ class ReplayLog:
         self._first_ids: dict[int, int] = {}  # the first entry of each live group, in order
 
     def append(self, entry: Entry, writes: PendingWrites) -> None:
-        """Add an entry to these writes."""
+        """Add an entry to ``writes``."""
         match entry:
             case CounterSet(name, value):
                 writes.counters.append((name, value))
@@ -88,12 +88,12 @@ class ReplayLog:
                 self._next_id += 1
 
     def needed(self, entries: list[tuple[int, int, bytes]]) -> list[tuple[int, int, bytes]]:
-        """Those of the entries that are needed to rebuild the live groups."""
+        """The entries, of these rows (id, kind, data), that are needed to rebuild the live groups."""
         oldest = self._oldest_needed()
         return [entry for entry in entries if entry[0] >= oldest]
 
     def rewrite_term(self) -> None:
-        """Write a value that is known already, to have something to commit. Raises sqlite3.Error."""
+        """Write the unchanged term, so that there is a transaction to commit. Raises sqlite3.Error."""
         self._set_counter(TERM, self.term)
 
     def trim(self) -> None:
@@ -101,10 +101,10 @@ class ReplayLog:
         self._db.execute("DELETE FROM replay_log WHERE id < ?", (self._oldest_needed(),))
 
     def read(self, dropped: dict[str, int]) -> RecoveredState | None:
-        """The state left by a controller that did not end its run, or None.
+        """The state left by a controller that did not end its run; None if there is none.
 
         Args:
-            dropped: number of dropped prompts by reason, to become part of that state.
+            dropped: number of dropped prompts by reason, which becomes part of the state.
 
         Raises: FlowError for a damaged entry, IndexError for an unknown kind, sqlite3.Error.
         """
@@ -222,7 +222,7 @@ class WalCheckpointer:
             log.warning("the ledger's checkpoint has not ended after %.0f s: is the disk stuck?", JOIN_TIMEOUT_S)
 
     def _checkpoint(self) -> None:
-        """A failure loses nothing: all data stays in the WAL. The next commit raises if the disk is bad."""
+        """Checkpoint once. A failure loses nothing: all data stays in the WAL. If the disk fails, a commit raises."""
         try:
             db = sqlite3.connect(self._path, isolation_level=None, timeout=0.0)
         except sqlite3.Error as error:
@@ -238,7 +238,7 @@ class WalCheckpointer:
 
 
 class LedgerBusy(FlowError):
-    """Another process has the ledger locked. Nothing is lost, and the call can be repeated."""
+    """Another process has the ledger locked. The records stay buffered, and the call can be repeated."""
 
 
 class Account(NamedTuple):
@@ -250,14 +250,18 @@ class Account(NamedTuple):
 
 
 class Ledger:
-    """The ledger of one run. ``add`` only buffers; ``commit`` makes it durable, ``flush`` also fills the tables.
+    """The ledger of one run. ``add`` only buffers; ``commit`` makes records durable, ``flush`` also fills the tables.
 
-    All methods that write raise LedgerBusy while another process has the ledger locked, and FlowError when the disk
-    refuses; what they were to write stays buffered.
+    All methods that write raise LedgerBusy while another process has the ledger locked, and FlowError when a write
+    fails; the records stay buffered. Methods that read the tables flush first, unless they say otherwise, and so may
+    raise too.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the ledger. Raises FlowError for one that is damaged, locked, or of another schema version."""
+        """Open or create the ledger, and begin a new term of the run.
+
+        Raises FlowError if the file is damaged, locked, or of another schema version.
+        """
         self._path = path
         self._uncommitted = no_writes()
         self._unapplied = no_writes()  # committed since the last flush
@@ -286,7 +290,7 @@ class Ledger:
             raise open_error(path, error) from error
 
     def add(self, record: AppendLedger, at_s: float) -> None:
-        """Buffer a change of a prompt's state."""
+        """Buffer a change of a prompt's state; ``at_s``: seconds on the controller's clock."""
         row = (at_s, record.epoch, record.prompt, record.state, record.step, record.reason, record.reward)
         self._uncommitted.records.append(row)
         if record.state not in DEFERRABLE_STATES:
@@ -308,7 +312,7 @@ class Ledger:
 
     @property
     def run_attempt(self) -> int:
-        """The number of starts and resumes that this run has had; restarts of its controller do not count."""
+        """Number of starts and resumes of this run, at least 1, without restarts of its controller. Does not flush."""
         [(count,)] = self._db.execute("SELECT COUNT(*) FROM run_attempts").fetchall()
         return max(int(count), 1)
 
@@ -318,7 +322,10 @@ class Ledger:
         self._commit_needed = True
 
     def recover(self) -> RecoveredState | None:
-        """The state left by a controller that did not end its run, or None. Raises FlowError if it is damaged."""
+        """The state left by a controller that did not end its run; None if there is none. Does not flush.
+
+        Raises FlowError if it is damaged.
+        """
         try:
             return self._replay.read(Counter(reason.split(";")[0] for (reason,) in self._db.execute(_DROPPED)))
         except (sqlite3.Error, FlowError, IndexError) as error:
@@ -328,7 +335,7 @@ class Ledger:
             ) from error
 
     def compact(self) -> None:
-        """Flush, delete replay entries that no live group needs, and poll the checkpointer."""
+        """Flush, delete replay entries that no live group needs, and start a checkpoint of a long WAL on its thread."""
         self.flush()
         self._checkpointer.check()
 
@@ -360,7 +367,7 @@ class Ledger:
         return {(name, version): line for name, version, line in rows}
 
     def step_lines(self, steps: int) -> list[str]:
-        """The lines of metrics.jsonl of the first ``steps`` steps. Raises FlowError if one is missing."""
+        """The lines of metrics.jsonl of the first ``steps`` steps. Raises FlowError if a step is missing."""
         self.flush()
         query = "SELECT step, line FROM steps WHERE step < ? ORDER BY step"
         lines = dict(self._db.execute(query, (steps,)).fetchall())
@@ -373,7 +380,7 @@ class Ledger:
         return list(lines.values())
 
     def check_present(self) -> None:
-        """Raises FlowError if the file was removed or replaced: what is written to it would be lost at exit."""
+        """Raises FlowError if the file was removed or replaced: all that is written to it would be lost at exit."""
         try:
             found = self._path.stat()
         except OSError:
@@ -385,7 +392,10 @@ class Ledger:
             )
 
     def resume(self, step: int, at_s: float) -> Position:
-        """Roll back all that was done after ``step`` trained steps; returns the position to resume from."""
+        """Roll back all work after ``step`` trained steps; returns the position to resume from.
+
+        ``at_s``: seconds on the controller's clock.
+        """
         self.flush()
         values = {"step": step, "at_s": at_s, "unix_s": time.time()}
         try:
@@ -399,13 +409,13 @@ class Ledger:
         return self.position(step)
 
     def position(self, step: int) -> Position:
-        """The position of the run after ``step`` trained steps."""
+        """The position of the run, of which ``step`` steps are trained. Does not flush."""
         done = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')").fetchall()
         numbers = self._db.execute("SELECT name, value FROM summary_values ORDER BY name").fetchall()
         return Position(step, pack(done), tuple(numbers))
 
     def outcomes(self) -> list[Outcome]:
-        """The mean rewards of all groups that were trained or filtered, and were not rolled back."""
+        """The mean rewards of all groups that were trained or filtered and not rolled back, in order of steps."""
         self.flush()
         query = "SELECT step, epoch, prompt, reward FROM prompts WHERE reward IS NOT NULL ORDER BY step, epoch, prompt"
         try:
@@ -414,7 +424,7 @@ class Ledger:
             raise self._write_error(error) from error
 
     def passed(self) -> tuple[Passed, ...]:
-        """Prompts that a new source must not offer: all that were ever opened and are not unread again."""
+        """Prompts that a new source must not offer, by epoch: all in the ledger that are not unread."""
         self.flush()
         try:
             return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
@@ -422,7 +432,7 @@ class Ledger:
             raise self._write_error(error) from error
 
     def persist(self) -> None:
-        """Flush and sync the disk, so that a power failure cannot undo it."""
+        """Flush and sync the disk, so that a power failure cannot undo the flush."""
         self.flush()
         try:
             # A commit that syncs the WAL also syncs all earlier commits in it.
@@ -433,7 +443,7 @@ class Ledger:
             raise self._write_error(error) from error
 
     def commit(self) -> None:
-        """Make all that was buffered durable, in one transaction."""
+        """Make the buffered records durable in one transaction: they survive a crash of the process, not the host."""
         if self._uncommitted.is_empty:
             return
         try:
@@ -445,7 +455,7 @@ class Ledger:
         self._commit_needed = False
 
     def flush(self) -> None:
-        """Commit, and apply all pending writes to the tables, so that they can be queried."""
+        """Commit, and apply all pending writes to the tables, so that queries find them."""
         if self._uncommitted.is_empty and self._unapplied.is_empty:
             return
         entries = self._replay.needed([*self._unapplied.entries, *self._uncommitted.entries])
@@ -475,7 +485,7 @@ class Ledger:
     def account(self, live: Iterable[tuple[int, int]]) -> Account:
         """Compare the ledger with the (epoch, prompt) pairs of the live groups.
 
-        A prompt is lost when the ledger has it in flight, ready or leased and no live group carries it.
+        A prompt is lost when the ledger has it in flight, ready or leased and it has no live group.
         """
         self.flush()
         states: dict[str, int] = dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())

@@ -41,24 +41,28 @@ class PendingWrites(NamedTuple):
     """Data set, version and the line of evaluations.jsonl of each evaluation."""
 
     def extend(self, other: "PendingWrites") -> None:
+        """Append the rows of another buffer."""
         for mine, theirs in zip(self, other, strict=True):
             cast(list[Any], mine).extend(cast(list[Any], theirs))
 
     def clear(self) -> None:
+        """Remove all rows."""
         for rows in self:
             rows.clear()
 
     @property
     def is_empty(self) -> bool:
+        """True if there are no rows."""
         return not any(self)
 
 
 def no_writes() -> PendingWrites:
+    """A new empty buffer."""
     return PendingWrites(records=[], entries=[], counters=[], members=[], summary_values=[], steps=[], evaluations=[])
 
 
 def append_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
-    """Insert the writes as one row. Raises sqlite3.Error."""
+    """Insert the writes as one row of ``pending_writes``. Raises sqlite3.Error."""
     db.execute("INSERT INTO pending_writes (data) VALUES (?)", (_pack(writes),))
 
 

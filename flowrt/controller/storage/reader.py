@@ -11,11 +11,11 @@ from flowrt.ids import ROW_BITS
 
 
 class PromptEvent(NamedTuple):
-    """A change of a prompt's state; ``attempt`` counts the starts of the run, from 0."""
+    """A change of a prompt's state; ``attempt`` is the number of earlier starts and resumes of the run."""
 
     epoch: int
     attempt: int
-    since_s: float  # since the start of the attempt, or since the ledger's first event if no start was recorded
+    since_s: float  # seconds since the start of the attempt, or since the ledger's first event if no start was recorded
     state: str
     step: int
     reason: str
@@ -24,7 +24,7 @@ class PromptEvent(NamedTuple):
 
 
 class PromptState(NamedTuple):
-    """The present state of a prompt in an epoch."""
+    """A prompt in an epoch, with the step, reason and mean reward of its last change of state."""
 
     epoch: int
     prompt: int
@@ -34,7 +34,10 @@ class PromptState(NamedTuple):
 
 
 class LedgerReader:
-    """A context manager. Raises ConfigError for a file that is missing, damaged, or not a ledger."""
+    """Reader of a ledger's present content; a context manager that closes the file.
+
+    Its methods raise ConfigError if the file cannot be read; the constructor also if it is missing or damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
@@ -70,7 +73,7 @@ class LedgerReader:
         return dict(self.query("SELECT state, COUNT(*) FROM prompts GROUP BY state"))
 
     def states_of_sets(self) -> dict[tuple[int, str], int]:
-        """Number of prompts in each state by the index of their data set."""
+        """Number of prompts by the index of their data set and their state."""
         rows = self.query("SELECT prompt >> ?, state, COUNT(*) FROM prompts GROUP BY 1, 2", ROW_BITS)
         return {(data_set, state): count for data_set, state, count in rows}
 
@@ -79,13 +82,13 @@ class LedgerReader:
         return dict(self.query("SELECT reason, COUNT(*) FROM prompts WHERE state = 'dropped' GROUP BY reason"))
 
     def prompts(self, state: str, reason: str, limit: int, offset: int = 0) -> tuple[list[PromptState], int]:
-        """Prompts in a state, the newest change first, and the number of all of them.
+        """A page of the prompts in a state, the newest change first, and the number of all prompts in it.
 
         Args:
             state: as in `states`.
-            reason: as in `reasons`; empty: any.
-            limit: the most prompts.
-            offset: prompts to leave out before the first.
+            reason: as in `reasons`; empty: any reason.
+            limit: maximum number of prompts in the page.
+            offset: number of prompts before the page.
         """
         values = (state, reason, reason)
         rows = self.query(
@@ -122,7 +125,7 @@ class LedgerReader:
         return events
 
     def _attempt_starts(self) -> list[tuple[int, float]]:
-        """For each attempt, the last event before it, and its start on its own clock."""
+        """For each attempt, the id of the last event before it, and its start in seconds on its own clock."""
         attempts = self.query("SELECT after_event, at_s FROM run_attempts ORDER BY rowid")
         if attempts:
             return [(int(after), float(at_s)) for after, at_s in attempts]

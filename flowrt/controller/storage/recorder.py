@@ -1,4 +1,4 @@
-"""Recorder of a run: writes the core's commands to the ledger and the run metrics."""
+"""Recorder of a run: writes the core's commands and the workers' reports to the files of the run."""
 
 import logging
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Buffers what happens in a run; ``write`` makes it durable. A locked ledger is retried, a failed disk is final."""
+    """Buffers the records of a run; `write` makes them durable. A locked ledger is retried, a failed disk is final."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class RunRecorder:
         times: TimeRecorder | None = None,
         samples: SampleStore | None = None,
     ) -> None:
-        """Record into these; ``times``: None if nothing attributes the time of the workers."""
+        """Record into these; None for files that are not written."""
         self._ledger = ledger
         self._metrics = metrics
         self._events = events
@@ -35,10 +35,10 @@ class RunRecorder:
         self._samples = samples
         self._busy_since_s: float | None = None
         self._warnings = RateLimitedLog()
-        self._ledger_error = ""  # why the ledger file cannot be relied on any more
+        self._ledger_error = ""  # why the ledger file is lost; raised by the next `write`
 
     def record(self, command: Command, now: float) -> None:
-        """Buffer a command that has to be stored; other commands are ignored."""
+        """Buffer a command that has to be stored; other commands are ignored. ``now``: on the controller's clock."""
         match command:
             case AppendLedger():
                 self._ledger.add(command, now)
@@ -64,7 +64,11 @@ class RunRecorder:
                     self._events.add("evaluation", text, command.version, now, name=name, version=version)
 
     def record_report(self, worker: str, report: Report, step: int) -> None:
-        """Store a worker's report; its numbers are kept for a run resumed after ``step``."""
+        """Store the busy spans and the numbers of a worker's report; ``step`` is in training.
+
+        Numbers that are not finite are left out; so are all numbers of the report, if a name is too long or there would
+        be too many names.
+        """
         numbers = report.numbers
         if invalid := validate_names(numbers, self._metrics.numbers):
             self._warnings.warn("left out the numbers that %s has reported: %s", worker, invalid)
@@ -84,7 +88,10 @@ class RunRecorder:
             self._samples.add(message.records, step, now)
 
     def write_samples(self, step: int, now: float, run_ended: bool = False) -> None:
-        """Hand over what has come to the thread that writes samples; its notices are logged, and are events."""
+        """Pass the buffered samples to the writer thread; log its notices, and add them to the event log.
+
+        With ``run_ended``, wait until the thread has written them and has ended.
+        """
         if self._samples is not None:
             for notice in self._samples.close() if run_ended else self._samples.tick():
                 log.warning("%s", notice)
@@ -92,7 +99,10 @@ class RunRecorder:
                     self._events.add("samples", notice, step, now)
 
     def compact(self, run_ended: bool = False) -> None:
-        """Delete what a restarted controller would not need: all of the replay log once the run has ended."""
+        """Flush, and delete replay entries that a restarted controller would not need; all once the run has ended.
+
+        A removed or replaced ledger makes the next `write` raise.
+        """
         try:
             self._ledger.check_present()
         except FlowError as error:
@@ -108,14 +118,14 @@ class RunRecorder:
             log.warning("%s; rows that are no longer needed stay there for now", error)
 
     def write(self, now: float, patience_s: float, sync: bool = False) -> bool:
-        """Commit what was recorded; returns False while another process has the ledger locked.
+        """Commit the buffered records; returns False while another process has the ledger locked.
 
         Args:
-            now: seconds on the run's clock.
-            patience_s: seconds for which the ledger may stay locked before this raises.
+            now: seconds on the controller's clock.
+            patience_s: seconds for which the ledger may stay locked.
             sync: also sync the disk, so that a power failure cannot undo the commit.
 
-        Raises: FlowError or OSError when the disk refuses a write or the ledger stays locked.
+        Raises FlowError or OSError if a write has failed, the ledger was removed, or it was locked for ``patience_s``.
         """
         self._metrics.check()
         if self._ledger_error:

@@ -2,8 +2,8 @@
 
 - The event loop only appends to a list; digests, packing, compression and writing happen on a thread.
 - A crash of the controller loses the events since the last tick.
-- A recording that cannot go on (its bound is reached, the disk refuses, or is too slow) stops, and what there is stays
-  readable; the run goes on.
+- A recording stops when its bound is reached, or the disk fails or is too slow. The part that was written stays
+  readable, and the run continues.
 """
 
 import logging
@@ -39,10 +39,10 @@ from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
 
 log = logging.getLogger(__name__)
 BATCH_EVENTS = 100
-"""Events that are handed to the thread at once: what they refer to soon leaves the cache of the processor."""
+"""Number of events passed to the thread at once: few, because their objects soon leave the processor's cache."""
 SEGMENT_BYTES = 8 << 20
 MAX_PENDING_BYTES = 64 << 20
-"""Bytes that wait for the writer thread, above which the disk is too slow for a recording."""
+"""Bytes of messages waiting for the writer thread above which the disk is too slow for a recording."""
 JOIN_TIMEOUT_S = 10.0
 CLOSED = BoundedElsewhere("EventRecording.close")
 _END_BYTES = 1024
@@ -50,7 +50,7 @@ _END_BYTES = 1024
 
 
 Row = tuple[Event, bytes, float, Sequence[Command], Sequence[bytes]]
-"""An event, its message as it came from the socket, its time, and what the core returned: see `EventRecording.add`."""
+"""Event, data, time, commands and encoded messages: see `EventRecording.add`."""
 
 
 class EventRecording:
@@ -61,8 +61,8 @@ class EventRecording:
 
         Args:
             run_dir: the run directory.
-            inputs: what the core was built from.
-            limit_bytes: bound of all recordings of the run together.
+            inputs: arguments from which the core was built.
+            limit_bytes: maximum size of all recordings of the run together.
         """
         self._directory = run_dir / DIRECTORY
         self._inputs = inputs
@@ -75,10 +75,10 @@ class EventRecording:
         self._writer: _SegmentWriter | None = None
         self._is_reported = False
         self.is_active = True
-        """False once nothing more is recorded."""
+        """False after the recording was stopped or closed."""
 
     def begin(self, start_s: float) -> None:
-        """Start writing. ``start_s`` is the zero of the run clock on the clock of the events."""
+        """Start writing. ``start_s`` is the zero of the run clock, in seconds on the clock of the events."""
         header = Header(
             inputs=self._inputs,
             start_s=start_s,
@@ -98,21 +98,22 @@ class EventRecording:
     def add(
         self, event: Event, now: float, commands: Sequence[Command], encoded: Sequence[bytes], data: bytes = b""
     ) -> None:
-        """The core has handled an event.
+        """Record an event that the core has handled.
 
         Args:
-            event: what happened.
-            now: when, on the clock of the events.
-            commands: what the core returned, in order; none if it failed.
-            encoded: the message of each Send among them, encoded; empty for other commands.
-            data: a worker's message as it came from the socket; empty for other events, and for one that did not.
+            event: the event.
+            now: its time, in seconds on the clock of the events.
+            commands: the commands that the core returned, in order; empty if it failed.
+            encoded: for each command, the encoded message of a Send, or empty bytes.
+            data: the bytes of a worker's message as received from the socket; empty for other events, and for a message
+                that did not come from a socket.
         """
         self._rows.append((event, data, now, commands, encoded))
         if len(self._rows) >= BATCH_EVENTS:
             self._hand_over(ends_block=False)
 
     def flush(self) -> None:
-        """Let the thread write what was recorded."""
+        """Pass the recorded events to the thread, which then ends the block and writes it."""
         self._hand_over(ends_block=True)
 
     def _hand_over(self, *, ends_block: bool) -> None:
@@ -124,7 +125,7 @@ class EventRecording:
         self._queue.put((rows, ends_block))
 
     def stopped(self) -> str:
-        """Why the recording was stopped, once; empty while it goes on, and afterwards."""
+        """Why the recording was stopped, in the first call after that; empty in all other calls."""
         if self._writer is None or self._is_reported:
             return ""
         reason = self._writer.stopped
@@ -138,7 +139,7 @@ class EventRecording:
         return reason
 
     def close(self) -> None:
-        """Write all that was recorded, and end the thread."""
+        """Write all recorded events, and end the thread, within `JOIN_TIMEOUT_S` seconds."""
         if self._thread is None:
             return
         if self.is_active:
@@ -149,7 +150,7 @@ class EventRecording:
             log.warning("the recording has not been written after %.0f s: is the disk stuck?", JOIN_TIMEOUT_S)
 
     def _write(self, writer: "_SegmentWriter") -> None:
-        """The thread: write blocks until there are no more. A failure stops the recording, never the run."""
+        """Body of the thread: write events until the queue ends. A failure stops the recording, never the run."""
         while (batch := blocking(self._queue.get, CLOSED, "events to write", "the event loop")) is not None:
             rows, ends_block = batch
             writer.write(rows, ends_block=ends_block)
@@ -158,12 +159,12 @@ class EventRecording:
 
 
 def _size_of(rows: Sequence[Row]) -> int:
-    """Bytes of the messages."""
+    """Bytes of the messages of these rows."""
     return sum([len(data) for _, data, _, _, _ in rows])
 
 
 class _SegmentWriter:
-    """The segments of a term, within a bound. Used by the thread alone, but for ``stopped``."""
+    """Writer of the segments of a term, within a bound. Only ``stopped`` is used outside the thread."""
 
     def __init__(self, directory: Path, header: Header, limit_bytes: int) -> None:
         self._directory = directory
@@ -178,14 +179,14 @@ class _SegmentWriter:
         self._numbers: dict[str, int] = {}
         self._digest = CommandDigest()
         self.stopped = ""
-        """Why nothing more is written; empty while it is."""
+        """Why writing has stopped; empty before."""
 
     def stop(self, reason: str) -> None:
-        """Write nothing more."""
+        """Stop writing, for this reason."""
         self.stopped = reason
 
     def write(self, rows: Sequence[Row], *, ends_block: bool) -> None:
-        """Add events to the block, and write it at its end. A failure sets ``stopped``."""
+        """Add events to the block, and write the block if it is full or ``ends_block``. A failure sets ``stopped``."""
         if self.stopped:
             return
         try:
@@ -223,18 +224,18 @@ class _SegmentWriter:
         block = self._block
         block.seal(self._digest.value())
         self._block = EventBlock(first=block.first + len(block.kinds))
-        if self._size >= SEGMENT_BYTES:  # the segment is full; its last block may be the last of all
+        if self._size >= SEGMENT_BYTES:  # begun only now: the full segment may have been the last
             self._close()
             self._segment += 1
         if self._fd < 0:
             self._open(block.first)
         if not self._append(self._packer.pack(block.pack()), reserve=_END_BYTES):
-            self._packer = BlockPacker()  # its last block is not in the file, and nothing may refer to it
+            self._packer = BlockPacker()  # a new stream: the block that is not in the file must not be referred to
             self._append(self._packer.pack([END, self.stopped]), reserve=0)
             self._close()
 
     def close(self) -> None:
-        """Write the end, and close the file."""
+        """Write the END block, and close the file."""
         try:
             if self._fd >= 0:
                 self._append(self._packer.pack([END, self.stopped]), reserve=0)
@@ -252,12 +253,15 @@ class _SegmentWriter:
         self._packer = BlockPacker()
         self._size = 0
         header = None if self._segment else pack_header(self._header)
-        # The first segment is begun even when there is no room: it says so.
+        # The first segment is begun even if the bound leaves no room: its END block gives the reason.
         first = self._packer.pack([BEGIN, term, self._segment, first_event, header])
         self._append(MAGIC + first, reserve=0)
 
     def _append(self, data: bytes, reserve: int) -> bool:
-        """Append; False, and ``stopped`` set, if the bound leaves no room. Raises OSError, with nothing appended."""
+        """Append all data; returns False and sets ``stopped`` if the bound leaves no room.
+
+        Raises OSError if a write fails; then nothing is appended.
+        """
         if reserve and self._used_bytes + len(data) + reserve > self._limit_bytes:
             self.stopped = f"recorder.mb = {self._limit_bytes / 1e6:g} is reached"
             return False
@@ -266,7 +270,7 @@ class _SegmentWriter:
             while written < len(data):
                 written += os.write(self._fd, data[written:])
         except OSError:
-            os.ftruncate(self._fd, self._size)  # a block is there as a whole, or not at all
+            os.ftruncate(self._fd, self._size)  # the file has only whole blocks
             raise
         self._size += len(data)
         self._used_bytes += len(data)

@@ -4,16 +4,17 @@ A recording of a term (one controller of a run) is a sequence of segments ``RUN/
 
     segment   MAGIC, then blocks
     block     length and CRC-32 of its data (uint32 each, little endian), then the data
-    data      part of one raw zlib stream a segment, at level 1, ended by a sync flush: all blocks before are readable
+    data      part of the raw zlib stream of the segment, at level 1, ended by a sync flush: each block can be read
+              after the blocks before it
     content   MessagePack array, the first item is its kind:
               [BEGIN, term, segment, first event, header or None]   the first of each segment; a header in segment 0
               [EVENTS, first event, names, columns..., digest]      see `EventBlock.pack`
-              [END, reason]                                         nothing follows: the controller has ended, or with a
+              [END, reason]                                         the last block: the controller has ended, or with a
                                                                     reason, the recording was stopped
 
-Messages are kept as they came from the socket, but for the busy spans of reports, on which no decision depends; times
-are exact: rounded to microseconds, a replay takes another course. The messages of a kind are stored by columns of their
-fields (`flowrt.controller.storage.columns`), which are much smaller than the messages.
+Messages are stored as received from the socket, but without the busy spans of reports, on which no decision depends.
+Times are exact: with times rounded to microseconds, a replay would compute other commands. The messages of a kind are
+stored by columns of their fields (`flowrt.controller.storage.columns`), which are much smaller than the messages.
 """
 
 import hashlib
@@ -70,7 +71,7 @@ BLOCK_EVENTS = 1000
 DIGEST_BYTES = 16
 _HEAD = struct.Struct("<II")
 MAX_BLOCK_BYTES = 1 << 30
-"""A longer block is damage: its length would be read as memory to allocate."""
+"""Maximum size of a block; a larger size counts as damage, so that it is not allocated."""
 _MESSAGE = 0
 _KINDS: tuple[type[Any], ...] = (
     MessageReceived,
@@ -90,7 +91,7 @@ _SPANS = 1 + [one.name for one in fields(Report)].index("spans")
 
 @dataclass(frozen=True, slots=True)
 class CoreInputs:
-    """What the core of a term is built from, besides the recipe: a replay builds it again in another process."""
+    """Arguments from which the core of a term is built, besides the recipe; a replay builds the core with them."""
 
     config: str
     """The configuration of the run as TOML."""
@@ -108,30 +109,30 @@ class Header:
     start_s: float
     """Zero of the run clock on the clock of the events."""
     unix_s: float
-    """Time of the day at the beginning of the recording."""
+    """Beginning of the recording, in seconds since 1970."""
     version: str
-    """Of flowrt."""
+    """Version of flowrt."""
     sources: str
     """`sources_digest` of the controller that was recorded."""
 
 
 @dataclass(slots=True)
 class EventBlock:
-    """Consecutive events by columns, and what the core answered."""
+    """Consecutive events by columns, with the numbers of commands that the core returned, and a digest of these."""
 
     first: int = 0
     """Number of the first event, from 0 in each term."""
     names: list[str] = field(default_factory=list)
-    """Workers that occur for the first time; workers are numbered in this order."""
+    """Names of workers that occur for the first time in the term; workers are numbered in this order from 0."""
     kinds: list[int] = field(default_factory=list)
     workers: list[int] = field(default_factory=list)
-    """Number of the sender of each event; 0 for the other kinds."""
+    """Number of the sender of each message; 0 for events that are not messages."""
     times: list[float] = field(default_factory=list)
     data: list[bytes] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     """Number of commands that the core returned to each event; a failed event has none."""
     digest: bytes = b""
-    """Of all commands since the beginning of the term."""
+    """Digest of all commands since the beginning of the term."""
 
     def extend(self, other: "EventBlock") -> None:
         """Add the events of another block."""
@@ -143,16 +144,16 @@ class EventBlock:
         self.counts += other.counts
 
     def seal(self, digest: bytes) -> None:
-        """Nothing is added any more."""
+        """Complete the block with the digest of all commands up to its end."""
         self.digest = digest
 
     def pack(self) -> list[Any]:
         """The content of a block: [EVENTS, first, names, tags, senders, order, times, counts, columns, digest].
 
-        Events of one tag and sender are next to each other, because their fields are similar: ``order`` has, for each
-        event, the place of its tag and sender in ``tags`` and ``senders``; equal tags are next to each other. The tag
-        is that of a message, or the negative kind of another event. ``counts`` are in that order, and ``columns`` those
-        of the arrays of each tag.
+        Pairs of a tag and a sender are sorted; ``tags`` and ``senders`` have those of each pair, ``order`` the place of
+        each event's pair. A tag is the tag of a message, or the negative kind of another event. ``counts`` are in order
+        of the pairs, because events of one pair have similar fields; ``columns`` has, for each tag, the columns of the
+        fields of its events in the same order. ``times`` are in order of the events.
         """
         unpacker = msgpack.Unpacker(use_list=False, unicode_errors="surrogatepass", max_buffer_size=0)
         unpacker.feed(b"".join(self.data))
@@ -182,7 +183,10 @@ class EventBlock:
 
     @classmethod
     def unpack(cls, content: Sequence[Any]) -> "EventBlock":
-        """Raises ValueError, TypeError, LookupError or OverflowError for content that is not one."""
+        """The block with the content that `pack` returned.
+
+        Raises ValueError, TypeError, LookupError or OverflowError for other content.
+        """
         _, first, names, *packed, columns, digest = content
         reader = ColumnReader()
         tags, senders, order, times, counts = map(reader.read, packed)
@@ -220,7 +224,7 @@ def event_kind(event: Event) -> int:
 
 
 def event_data(event: Event) -> bytes:
-    """An event as bytes; of a message, that message encoded."""
+    """An event as bytes: the encoded message of a `MessageReceived`, or the fields of another event in MessagePack."""
     if isinstance(event, MessageReceived):
         return encode(event.message)
     data: bytes = msgpack.packb(astuple(event), unicode_errors="surrogatepass")
@@ -228,7 +232,10 @@ def event_data(event: Event) -> bytes:
 
 
 def read_event(kind: int, worker: str, data: bytes) -> Event:
-    """The event. Raises ValueError, TypeError, IndexError or FlowError for bytes that are none."""
+    """The event of this kind, with ``worker`` as the sender of a message; the inverse of `event_data`.
+
+    Raises ValueError, TypeError, IndexError or FlowError for data that is not such an event.
+    """
     if kind == _MESSAGE:
         return MessageReceived(WorkerId(worker), decode(data))
     event: Event = _KINDS[kind](*msgpack.unpackb(data, use_list=False, unicode_errors="surrogatepass"))
@@ -236,7 +243,7 @@ def read_event(kind: int, worker: str, data: bytes) -> Event:
 
 
 class CommandDigest:
-    """Digest of all commands of a core, in order: messages with their receivers, of the others what identifies them."""
+    """Digest of all commands of a core, in order: messages with their receivers, and the identity of other commands."""
 
     def __init__(self) -> None:
         self._receivers = hashlib.sha256()
@@ -247,8 +254,8 @@ class CommandDigest:
         """Add commands.
 
         Args:
-            commands: in order.
-            encoded: the message of each Send among them, encoded; empty for other commands.
+            commands: the commands, in order.
+            encoded: for each command, the encoded message of a Send, or empty bytes.
         """
         receivers: list[str] = []
         records: list[bytes] = []
@@ -267,7 +274,7 @@ class CommandDigest:
         self.add(commands, [encode(one.message) if type(one) is Send else b"" for one in commands])
 
     def value(self) -> bytes:
-        """The digest of everything added so far."""
+        """The digest of all commands added so far, `DIGEST_BYTES` long."""
         parts = (self._receivers, self._messages, self._records)
         return hashlib.sha256(b"".join([part.digest() for part in parts])).digest()[:DIGEST_BYTES]
 
@@ -280,7 +287,7 @@ _IDENTITY: dict[type, Callable[[Any], object]] = {
     GroupsClosed: attrgetter("groups", "slots"),
     StepClosed: attrgetter("step", "groups", "samples", "tokens", "lags", "counts"),
 }
-"""What is digested of the frequent commands and log entries: what else is in an entry is copied from the event."""
+"""Identity of frequent commands and log entries in the digest; their other fields are copied from the event."""
 _pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 
 
@@ -289,7 +296,10 @@ _pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 
 @cache
 def sources_digest() -> str:
-    """SHA-256 over the sources that decide: the packages flowrt.controller and flowrt.protocol, and flowrt.ids."""
+    """Hexadecimal SHA-256 over the source files on which commands depend.
+
+    These are the packages flowrt.controller and flowrt.protocol, and the module flowrt.ids.
+    """
     root = Path(flowrt.__file__).parent
     digest = hashlib.sha256()
     for pattern in ("controller/**/*.py", "protocol/**/*.py", "ids.py"):
@@ -319,7 +329,10 @@ def pack_header(header: Header) -> list[Any]:
 
 
 def unpack_header(content: Sequence[Any]) -> Header:
-    """Raises ValueError, TypeError, IndexError or FlowError for content that is not one."""
+    """The header from the item that `pack_header` returned.
+
+    Raises ValueError, TypeError, IndexError or FlowError for other content.
+    """
     version, sources, start_s, unix_s, config, term, position, kept, outcomes = content
     recovered = None
     if kept is not None:
@@ -340,23 +353,23 @@ def unpack_header(content: Sequence[Any]) -> Header:
 
 
 class BlockPacker:
-    """The compressed stream of one segment."""
+    """Writes the blocks of one segment, which share a compressed stream."""
 
     def __init__(self) -> None:
         self._stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
 
     def pack(self, content: Sequence[Any]) -> bytes:
-        """The bytes of the next block."""
+        """The bytes of the next block of the stream."""
         raw = msgpack.packb(content, unicode_errors="surrogatepass")
         data = self._stream.compress(raw) + self._stream.flush(zlib.Z_SYNC_FLUSH)
         return _HEAD.pack(len(data), zlib.crc32(data)) + data
 
 
 class BlockReader:
-    """The blocks of one segment. What cannot be read raises FlowError that says how."""
+    """Reads the blocks of one segment, in order."""
 
     def __init__(self, path: Path) -> None:
-        """Raises FlowError for a file that is no segment, OSError for one that cannot be read."""
+        """Open a segment. Raises FlowError for a file that is not a segment, OSError for one that cannot be read."""
         self._path = path
         self._file = path.open("rb")
         self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
@@ -367,7 +380,7 @@ class BlockReader:
             raise FlowError(f"{path} is not a segment of a recording, or its beginning is damaged")
 
     def read(self) -> list[Any] | None:
-        """The content of the next block; None at the end of the segment."""
+        """The content of the next block; None at the end of the segment. Raises FlowError if the block is damaged."""
         at = self._file.tell()
         head = self._file.read(_HEAD.size)
         if not head:
@@ -385,4 +398,5 @@ class BlockReader:
         return list(content)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()

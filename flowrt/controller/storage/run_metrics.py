@@ -34,9 +34,9 @@ OF_SAMPLES = frozenset((REWARD_STD, REWARD_P10, REWARD_P90, LENGTH_MEAN, LENGTH_
 EVALUATION = "eval/"
 """Prefix of the fields with results of evaluations, followed by the name of the data set."""
 GUARD = "guard_"
-"""Prefix of the fields that say which guards have fired, and after how many consecutive violations."""
+"""Prefix of the fields of guards that have fired, followed by the metric; the value is the number of violations."""
 ETA_STEPS = 64
-"""Steps whose rate the time left is estimated from."""
+"""Number of step ends from whose rate the remaining time is estimated."""
 MAX_WINDOW_STEPS = 10
 """Maximum number of steps in the means `reward_first` and `reward_last`; the two windows never overlap."""
 
@@ -57,10 +57,10 @@ class RunMetrics:
 
         Args:
             run_dir: the run directory.
-            start_s: start of this controller on its own clock.
-            position: where the run continues; None for a new run.
-            resumed_from: the step from which the run was resumed, if that is not the step of ``position``, which is
-                later after a restart of the controller.
+            start_s: start of this controller, in seconds on its own clock.
+            position: position from which the run continues; None for a new run.
+            resumed_from: the step from which the run was resumed; None: the step of ``position``, which is a later one
+                after a restart of the controller.
             lines: the ledger's lines of the steps before ``position``; metrics.jsonl is rewritten from them.
             evaluations: the ledger's lines of evaluations, by data set and version; evaluations.jsonl is rewritten from
                 them.
@@ -71,24 +71,24 @@ class RunMetrics:
             key: json.loads(line) for key, line in (evaluations or {}).items()
         }
         earlier_lines, elapsed_s, self.rolled_back = _rewrite_metrics(metrics, lines)
-        """``rolled_back``: the first step that metrics.jsonl had and the ledger does not, and the last one."""
+        """``rolled_back``: the first and the last step that metrics.jsonl had and the ledger does not have; or None."""
         evaluated = run_dir / "evaluations.jsonl"
         if evaluated.exists() or self.evaluations:
             atomic_write(evaluated, "".join(json.dumps(line) + "\n" for line in self.evaluations.values()))
         self.start_s = start_s - elapsed_s
-        """Start of the run on this controller's clock, over all its resumes: zero of the run clock."""
+        """Start of the run on this controller's clock, over all its resumes, in seconds: zero of the run clock."""
         self._first_step = position.step if resumed_from is None else resumed_from
         for path in (metrics, evaluated):
             path.touch(mode=0o600)  # the run directory may be readable for all users
         self._metrics: TextIO = metrics.open("a", buffering=1)
         self._evaluations: TextIO = evaluated.open("a", buffering=1)
         self._new_results: dict[str, float] = {}  # of evaluations since the last line of a step
-        self._training_start_s: float | None = None  # in this attempt of the run
+        self._training_start_s: float | None = None  # in this attempt of the run, on the controller's clock
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=MAX_WINDOW_STEPS)
         self._totals = {"samples": 0, "tokens": 0, "lag_sum": 0, "lag_max": 0, "steps": 0}
         self._train_end_s = start_s
-        self._step_ends: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)  # steps done, and when
+        self._step_ends: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)  # number of steps done, and the time
         self._write_error = ""
         self._earlier_training_s = 0.0  # in earlier attempts, for steps that were not rolled back
         self._first_step_s: float | None = None  # from the start of the run to that of its first step
@@ -102,7 +102,10 @@ class RunMetrics:
                 self._first_step_s = line["wall_s"] - step_s
 
     def on_training_started(self, now: float) -> None:
-        """A prompt was opened for training. Training time starts at the first one of an attempt."""
+        """Note that a prompt was opened for training; the training time starts at the first one of an attempt.
+
+        ``now``: seconds on the controller's clock.
+        """
         if self._training_start_s is None:
             self._training_start_s = self._train_end_s = now
         if self._first_step_s is None:
@@ -111,7 +114,7 @@ class RunMetrics:
     def write_step(self, closed: StepClosed, now: float) -> str:
         """Write the line of a closed step; returns it.
 
-        NaN and infinity are left out, as JSON has neither; the field ``nonfinite`` names the metrics that have them.
+        NaN and infinity are left out, as JSON has neither; the field ``nonfinite`` names the metrics with such values.
         """
         means = dict(finite(closed.inline_means))
         reserved = RESERVED_FIELDS | OF_SAMPLES
@@ -144,7 +147,7 @@ class RunMetrics:
         return text
 
     def eta_s(self, steps: int) -> float | None:
-        """Seconds until this number of steps is done, by the rate of the last ones; None before the first."""
+        """Seconds until this number of steps is done, by the rate of the last steps; None before a step has ended."""
         if not self._step_ends:
             return None
         (first, first_s), (last, last_s) = self._step_ends[0], self._step_ends[-1]
@@ -155,7 +158,7 @@ class RunMetrics:
         return (name, version) in self.evaluations
 
     def write_evaluation(self, closed: EvaluationClosed, now: float) -> str:
-        """Write the line of an evaluation; returns it. The next line of a step has its results too."""
+        """Write the line of an evaluation; returns it. The next line of a step repeats the results."""
         results = dict(finite(closed.numbers))
         line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self.start_s, 4), **results}
         self.evaluations[closed.name, closed.version] = line
@@ -164,7 +167,7 @@ class RunMetrics:
         return self._write(self._evaluations, line)
 
     def evaluated(self) -> tuple[Evaluation, ...]:
-        """The results of all evaluations, in the order in which they came."""
+        """The results of all evaluations: from before this controller's start by version, then in order of arrival."""
         return tuple(
             Evaluation(name, version, tuple(_results(line).items()))
             for (name, version), line in self.evaluations.items()
@@ -185,7 +188,7 @@ class RunMetrics:
             self._last.append(line["reward"])
 
     def add_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
-        """Keep numbers that a worker has reported for the summary."""
+        """Keep numbers that a worker has reported; a later number replaces an earlier one of the same name."""
         self.numbers.update(numbers)
 
     def _write(self, file: TextIO, line: Mapping[str, Any]) -> str:
@@ -204,23 +207,24 @@ class RunMetrics:
             raise FlowError(self._write_error)
 
     def persist(self) -> None:
-        """Sync metrics.jsonl to disk, so that a power failure cannot undo it."""
+        """Sync metrics.jsonl to disk, so that a power failure cannot undo its lines. Raises OSError if that fails."""
         os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
+        """Close the files; errors are ignored."""
         for file in (self._metrics, self._evaluations):
             # Closing retries a failed write, which fails again.
             with contextlib.suppress(OSError):
                 file.close()
 
     def summary(self, account: Account, bound: int, dropped: dict[str, int], now: float) -> dict[str, Any]:
-        """The summary of the run; call after `close`.
+        """The numbers of summary.json for the run so far; None for a number that does not exist.
 
         Args:
             account: counts of the ledger.
             bound: maximum staleness of the configuration, in versions.
             dropped: number of dropped prompts by reason.
-            now: seconds on the run's clock.
+            now: seconds on the controller's clock.
         """
         totals = self._totals
         training_start_s = self._train_end_s if self._training_start_s is None else self._training_start_s
@@ -251,7 +255,7 @@ class RunMetrics:
         }
 
     def evaluation_summary(self) -> dict[str, Any]:
-        """By data set: the number of evaluations, and the version and results of the last one."""
+        """By data set: the number of evaluations, and the newest evaluated version with its results."""
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for name, _ in self.evaluations):
             versions = [version for of, version in self.evaluations if of == name]
@@ -273,7 +277,7 @@ def _results(line: Mapping[str, Any]) -> dict[str, float]:
 def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float, tuple[int, int] | None]:
     """Rewrite metrics.jsonl from the ledger's lines.
 
-    Returns them parsed, the run's elapsed seconds, and the first and the last step that are not among them any more.
+    Returns the parsed lines, the elapsed seconds of the run, and the first and last step that were removed, or None.
     """
     found, _ = read_lines(path, is_step) if path.is_file() else ([], 0)
     kept = [json.loads(text) for text in known]

@@ -1,18 +1,18 @@
 """Sample store: samples.sqlite, written by a thread of its own, never within a transaction of the ledger.
 
-- The event loop buffers the records that workers send, within a rate and a size, and hands them over at each tick.
-  What does not fit is counted, not queued.
+- The event loop buffers the records that workers send, within a rate and a size, and passes them to the thread at each
+  tick. Records above the rate or the size are counted and left out.
 - A scored sample comes from a reward worker, the time of its generation from a rollout worker, its advantage and
-  log-probabilities from a trainer, and how its prompt ended from the ledger's records; they are joined by epoch,
-  prompt, member and attempt, in whatever order they come.
-- A sample is listed under the step that trained it. One that is not trained, or not yet, has the step that was in
-  training when it was scored, and one of an evaluation the version that it is of.
-- Nothing here ends a run: a failure is one notice, and what could not be written is counted.
+  log-probabilities from a trainer, and the end of its prompt from the ledger's records; they are joined by epoch,
+  prompt, member and attempt, in any order of arrival.
+- The ``step`` of a sample is the step that trained it or in which its prompt was dropped; before that, the step in
+  training when its record arrived; for a sample of an evaluation, the evaluated version.
+- A failure does not end the run: it is reported by one notice, and samples that could not be written are counted.
 
-Tables: ``samples`` has a row a sample. A text is TEXT as it is, or a BLOB: zlib over its UTF-8 bytes
-(``surrogatepass``). ``run_attempts`` has a row for each start or resume of the run: the step from which it went on.
-Samples of an earlier one with that step or a later step were rolled back. ``left_out`` counts the samples that were not
-stored, by reason.
+Tables: ``samples`` has a row for each sample. A text is stored as TEXT, or as a BLOB: zlib over its UTF-8 bytes
+(``surrogatepass``). ``run_attempts`` has a row for each start or resume of the run, with the step from which it
+continued: samples of earlier attempts with that step or a later step were rolled back. ``left_out`` counts the samples
+that were not stored, by reason.
 """
 
 import json
@@ -62,9 +62,9 @@ CREATE TABLE left_out (reason TEXT PRIMARY KEY, samples INTEGER NOT NULL) WITHOU
 
 
 def create_sample_file(path: Path) -> None:
-    """Create the file with all its tables, unless there is one. Raises sqlite3.Error and OSError.
+    """Create the file with all its tables, unless it exists and is not empty. Raises sqlite3.Error and OSError.
 
-    It gets its name when it is whole, so that a reader never finds one without tables.
+    The file is renamed to ``path`` when it is complete, so that a reader never finds a file without tables.
     """
     if path.is_file() and path.stat().st_size:
         return
@@ -78,25 +78,25 @@ def create_sample_file(path: Path) -> None:
 
 
 BYTES_PER_S = 1_000_000.0
-"""Records of a run per second, over longer times."""
+"""Mean rate, in bytes of records per second, that is accepted from all workers."""
 BURST_BYTES = 4_000_000
-"""Records that may come at once."""
+"""Bytes of records that are accepted at once."""
 MAX_WAITING_BYTES = 16_000_000
-"""Records that wait for the thread; more are not taken."""
+"""Maximum bytes of records that wait for the thread; further records are left out."""
 MAX_SINGLES = 8
-"""Truncated samples of a step that are stored although their group is not."""
+"""Maximum number of truncated samples of a step that are stored although their group is not."""
 RECENT_STEPS = 50
-"""The newest steps, whose samples are the last to be deleted."""
+"""Number of newest steps, whose samples are deleted last."""
 MAX_REMEMBERED = 8192
-"""Prompts whose end, and samples of which something, is remembered until the record of the reward worker comes."""
+"""Maximum number of ends of prompts, and of samples with early records, that are kept for records of reward workers."""
 PRUNE_TO = 0.9
-"""Share of the limit that is left after samples were deleted."""
+"""Fraction of the size limit down to which samples are deleted."""
 DELETED_STEPS = 32
-"""Steps whose samples are deleted in one transaction, so that the log stays short."""
+"""Number of steps whose samples are deleted in one transaction, so that the write-ahead log stays short."""
 RETRY_S = 30.0
 CLOSE_S = 10.0
 LOG_PAGES = 256
-"""Pages of the write-ahead log after which it is checkpointed."""
+"""Length of the write-ahead log, in pages, at which it is checkpointed."""
 OVER_RATE, SLOW_DISK, MALFORMED, NOT_WRITTEN = "over the rate", "slow disk", "malformed", "not written"
 FILTERED, DELETED, TRUNCATED = "of filtered groups", "deleted", "truncated"
 _FILTERED_REASON = "filtered"
@@ -128,7 +128,7 @@ CLOSED = BoundedElsewhere("SampleStore.close")
 
 
 class GroupEnd(NamedTuple):
-    """How a prompt ended: in which step it was trained or dropped, and why."""
+    """The end of a prompt: the step in which it was trained or dropped, and the reason."""
 
     epoch: int
     prompt: int
@@ -139,25 +139,25 @@ class GroupEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What is written together."""
+    """Records and ends of prompts that are written in one transaction."""
 
     records: Sequence[tuple[bytes, int]]
-    """Records, each with the step in training when it came."""
+    """Records, each with the step in training when it arrived."""
     outcomes: Sequence[GroupEnd]
     left_out: Counter[str]
     size: int
 
 
 class SampleStore:
-    """The sample store of a run, as its event loop sees it."""
+    """The sample store of a run: its methods are called on the event loop, and its thread writes the file."""
 
     def __init__(self, path: Path, *, per_step: int, max_bytes: int) -> None:
         """Nothing is opened before `begin`.
 
         Args:
-            path: of the file, which is continued if it is there.
-            per_step: the most samples of filtered groups of a step.
-            max_bytes: size at which samples of older steps are deleted.
+            path: the file, which is continued if it exists.
+            per_step: maximum number of samples of filtered groups in a step.
+            max_bytes: size of the file above which samples are deleted.
         """
         self._path = path
         self._per_step = per_step
@@ -175,7 +175,7 @@ class SampleStore:
         self._thread: threading.Thread | None = None
 
     def begin(self, run_attempt: int, step: int) -> None:
-        """Start writing: the start or resume number ``run_attempt`` of the run, which goes on from ``step``."""
+        """Start the thread. ``run_attempt``: number of starts and resumes of the run; it continues from ``step``."""
         writer = SampleWriter(
             self._path, per_step=self._per_step, max_bytes=self._max_bytes, run_attempt=run_attempt, step=step
         )
@@ -184,7 +184,13 @@ class SampleStore:
         self._thread.start()
 
     def add(self, records: Sequence[bytes], step: int, now: float) -> None:
-        """Take what a worker sent while ``step`` was in training, as far as the rate allows."""
+        """Buffer the records of a message; all are left out and counted if they exceed the rate or the size limit.
+
+        Args:
+            records: of one `SampleRecords` message.
+            step: the step in training.
+            now: seconds on the controller's clock.
+        """
         before_s = now if self._allowed_at_s is None else self._allowed_at_s
         self._allowed = min(self._allowed + (now - before_s) * BYTES_PER_S, BURST_BYTES)
         self._allowed_at_s = now
@@ -201,11 +207,11 @@ class SampleStore:
             self._records += [(record, step) for record in records]
 
     def ended(self, outcome: GroupEnd) -> None:
-        """A prompt was trained or dropped."""
+        """Buffer the end of a prompt that was trained or dropped."""
         self._outcomes.append(outcome)
 
     def tick(self) -> list[str]:
-        """Hand over what has come since the last call; returns new notices, a sentence each."""
+        """Pass the buffered records to the thread; returns the new notices of the thread, a sentence each."""
         if self._records or self._outcomes or self._left_out:
             with self._lock:
                 self._waiting += self._size
@@ -218,7 +224,7 @@ class SampleStore:
         return notices
 
     def close(self) -> list[str]:
-        """Write what has come, and end the thread; returns the last notices."""
+        """Write the buffered records, and end the thread, within `CLOSE_S` seconds; returns the last notices."""
         notices = self.tick()
         if self._thread is not None:
             self._batches.put(None)
@@ -240,7 +246,7 @@ class SampleWriter:
     """Writes samples.sqlite; used by one thread."""
 
     def __init__(self, path: Path, *, per_step: int, max_bytes: int, run_attempt: int, step: int) -> None:
-        """As `SampleStore`, and `SampleStore.begin`."""
+        """Nothing is opened before the first `write`. Arguments: see `SampleStore` and `SampleStore.begin`."""
         self._path = path
         self._per_step = per_step
         self._max_bytes = max_bytes
@@ -252,7 +258,7 @@ class SampleWriter:
         self._left_out: Counter[str] = Counter()
         self._ends: OrderedDict[tuple[int, int], GroupEnd] = OrderedDict()
         self._early: OrderedDict[tuple[int, int, int, int], list[GeneratedSample | TrainedSample]] = OrderedDict()
-        """What is known of samples whose record of the reward worker has not come."""
+        """Records of rollout workers and trainers on samples whose record of the reward worker has not arrived."""
         self._singles: OrderedDict[int, int] = OrderedDict()
         self._filtered: OrderedDict[int, int] = OrderedDict()
 
@@ -262,15 +268,16 @@ class SampleWriter:
         outcomes: Sequence[GroupEnd] = (),
         left_out: Counter[str] | None = None,
     ) -> str:
-        """Write records with the steps in which they came, and ends of prompts, in one transaction.
+        """Write records and ends of prompts in one transaction, then delete samples if the file is too large.
 
         Args:
-            records: of `SampleRecords`; malformed ones are counted.
-            outcomes: of prompts, trained or dropped.
+            records: records of `SampleRecords`, each with the step in training when it arrived; malformed ones are
+                counted.
+            outcomes: ends of prompts.
             left_out: number of samples that were left out before, by reason.
 
         Returns:
-            A notice of the first failure in a row, or that writing goes on; otherwise empty.
+            A notice if writing has failed for the first time, or works again after a failure; otherwise empty.
         """
         self._left_out.update(left_out or {})
         if monotonic() < self._retry_s:
@@ -303,14 +310,14 @@ class SampleWriter:
         return ""
 
     def close(self) -> None:
-        """Close the file; its log is checkpointed into it."""
+        """Close the file; SQLite then checkpoints its write-ahead log."""
         if self._db is not None:
             with suppress(sqlite3.Error):
                 self._db.close()
             self._db = None
 
     def _failed(self, error: Exception, left_out: Counter[str]) -> str:
-        """Keep the counts that are not written yet, and try again later."""
+        """Keep the counts that are not written, and pause for `RETRY_S` seconds; returns the notice for `write`."""
         self._left_out = left_out
         if self._db is not None:
             with suppress(sqlite3.Error):
@@ -326,7 +333,7 @@ class SampleWriter:
         )
 
     def _opened(self) -> sqlite3.Connection:
-        """The file; it is created if it is not there. Raises sqlite3.Error and OSError."""
+        """The open file, which is created if it does not exist. Raises sqlite3.Error and OSError."""
         if self._db is not None:
             return self._db
         create_sample_file(self._path)
@@ -401,7 +408,7 @@ class SampleWriter:
                 self._join(database, other)
 
     def _join(self, database: sqlite3.Connection, record: GeneratedSample | TrainedSample) -> None:
-        """Add what a rollout worker or a trainer knows of a sample to its row, or keep it until that is there."""
+        """Add the record of a rollout worker or a trainer to the row of its sample, or keep it until the row exists."""
         key = (record.epoch, record.prompt, record.member, record.attempt)
         if isinstance(record, GeneratedSample):
             done = database.execute(_GENERATED, (record.generate_s, *key, self._run_attempt))
@@ -414,7 +421,7 @@ class SampleWriter:
                 self._early.popitem(last=False)
 
     def _end(self, database: sqlite3.Connection, outcome: GroupEnd) -> None:
-        """Note the step, and why a prompt was dropped; leaves out filtered groups beyond the limit of a step."""
+        """Add the step and the reason to the samples of a prompt; delete a filtered group above the limit of a step."""
         key = (outcome.epoch, outcome.prompt)
         self._ends[key] = outcome
         self._ends.move_to_end(key)
@@ -432,7 +439,11 @@ class SampleWriter:
     # ---- size
 
     def _prune(self, database: sqlite3.Connection) -> None:
-        """Delete samples if the file is over its limit: of every second older step first, flagged ones last."""
+        """Delete samples if the file is over its limit, until it is at `PRUNE_TO` of the limit.
+
+        First from every second step before the newest `RECENT_STEPS`, then from the oldest quarter of all steps; each
+        time samples that are not flagged before flagged ones.
+        """
         if _used(database) <= self._max_bytes:
             return
         least = int(PRUNE_TO * self._max_bytes)
@@ -467,7 +478,7 @@ def _used(database: sqlite3.Connection) -> int:
 
 
 def _steps(database: sqlite3.Connection, flagged: int, before: int | None) -> list[int]:
-    """The steps with such samples, of those before a step or of all."""
+    """The steps before ``before`` (None: all steps) that have samples with this flag, ascending."""
     rows = database.execute(
         "SELECT DISTINCT step FROM samples WHERE flagged = ? AND step < ? ORDER BY step",
         (flagged, 2**62 if before is None else before),
@@ -476,7 +487,10 @@ def _steps(database: sqlite3.Connection, flagged: int, before: int | None) -> li
 
 
 def _take(counts: OrderedDict[int, int], step: int, rows: int, most: int) -> bool:
-    """Count the rows of a step; False if there would be too many. Older steps are forgotten."""
+    """Add rows to the count of a step; False, without a change, if there would be more than ``most``.
+
+    Only `RECENT_STEPS` steps are kept.
+    """
     if counts.get(step, 0) + rows > most:
         return False
     counts[step] = counts.get(step, 0) + rows

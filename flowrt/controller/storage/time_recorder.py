@@ -1,7 +1,7 @@
-"""Recorder of time: attribution.jsonl, a line a step, and the timeline, of spans and waits.
+"""Recorder of time: attribution.jsonl, a line for each step, and the timeline of spans and waits.
 
-A failed disk ends neither the run nor its account: one warning, and nothing more is written. A resumed or restarted run
-continues the files; the lines of steps that were rolled back are removed, as in metrics.jsonl.
+After a failed write, one warning is logged and nothing more is written; the run and the attribution continue. A resumed
+or restarted run continues the files; the lines of steps that were rolled back are removed, as in metrics.jsonl.
 """
 
 import json
@@ -56,11 +56,11 @@ class TimeRecorder:
 
         Args:
             run_dir: the run directory.
-            now: when this controller started, on its clock.
-            origin_s: start of the run on that clock, from which all times in the files count.
-            step: the first step that is closed; lines of it and of later ones are removed.
+            now: start of this controller, in seconds on its clock.
+            origin_s: start of the run on that clock: zero of all times in the files.
+            step: the first step that this controller closes; lines of it and of later steps are removed.
             heartbeat_s: seconds between heartbeats of a worker.
-            timeline_bytes: size of the timeline on disk.
+            timeline_bytes: maximum size of the timeline on disk.
         """
         self.account = TimeAccount(now, step, PATIENCE_HEARTBEATS * heartbeat_s)
         self.latest: dict[str, Any] | None = None
@@ -74,10 +74,10 @@ class TimeRecorder:
         except OSError as error:
             self._fail(error)
 
-    # ---- what happens
+    # ---- spans and waits
 
     def add_spans(self, worker: str, spans: Iterable[BusySpan]) -> None:
-        """Spans that a worker has reported; those that are no intervals are left out."""
+        """Add spans that a worker has reported, except spans with times that are not finite or not in order."""
         role = self.account.role(worker)
         found = []
         for span in spans:
@@ -107,7 +107,7 @@ class TimeRecorder:
             self._timeline.add(line)
 
     def add_waits(self, waits: Iterable[WaitInterval]) -> None:
-        """Waits that have ended."""
+        """Add waits that have ended."""
         found = list(waits)
         for wait in () if self._is_broken else found:
             role = self.account.role(wait.worker)
@@ -117,11 +117,11 @@ class TimeRecorder:
         self.account.add_waits(found)
 
     def write(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
-        """Write the steps that are complete; called at each tick."""
+        """Write the steps that are complete, and the buffered spans and waits; called at each tick."""
         self._write(self.account.advance(now, open_waits))
 
     def close(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
-        """Write everything and close the files; the step in progress ends now."""
+        """Write all steps, spans and waits, and close the files; the step in progress ends ``now``."""
         self.add_waits(open_waits)
         self._write(self.account.finish(now))
         for file in (self._timeline, self._file):
@@ -132,14 +132,14 @@ class TimeRecorder:
                 self._fail(error)
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """By role, the share of its time in training that each kind took, in complete steps of this controller."""
+        """By role and kind, the fraction of the role's time in complete steps of this controller that the kind took."""
         return {
             role: {kind: round(counts[kind] / max(counts.total(), 1e-9), 4) for kind in KINDS}
             for role, counts in sorted(self.account.totals.items())
         }
 
     def busy(self) -> dict[str, float]:
-        """By role, the share of its time in training in which it worked."""
+        """By role, the fraction of the role's time in complete steps of this controller in which it was busy."""
         return {role: of[Kind.BUSY.value] for role, of in self.shares().items()}
 
     def _times(self, start_s: float, end_s: float) -> dict[str, Any]:

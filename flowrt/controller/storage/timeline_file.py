@@ -1,7 +1,8 @@
 """Segments of the timeline: timeline/NNNN.jsonl.gz, spans of work and waits of all workers.
 
-- A segment is a gzip file that is flushed at each tick, so one of a running or killed run reads up to the last flush.
-- Over the bound the oldest segments are removed, but for the first: how a run began is looked at as often as how it is.
+- A segment is a gzip file that is flushed at each tick; in a running or killed run it is readable up to the last flush.
+- Above the bound the oldest segments are removed, except the first: users look at the beginning of a run as often as at
+  its present.
 - Every start of a controller begins a segment.
 """
 
@@ -30,7 +31,7 @@ def segments(run_dir: Path) -> list[Path]:
 
 
 def read_segment(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a segment, up to where it is damaged or was last flushed. Raises OSError if it is unreadable."""
+    """The objects of a segment, up to its first damage or its last flush. Raises OSError if the file is unreadable."""
     unzip = zlib.decompressobj(_GZIP_BITS)
     rest = b""
     with path.open("rb") as file:
@@ -56,14 +57,15 @@ def read_timeline(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 class TimelineFile:
-    """Writer of the segments. Raises OSError for what the disk refuses."""
+    """Writer of the segments. `flush` and `close` raise OSError if a write fails."""
 
     def __init__(self, run_dir: Path, max_bytes: int = DEFAULT_MAX_BYTES, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Write into ``run_dir``/timeline.
 
         Args:
             run_dir: the run directory.
-            max_bytes: size of all segments on disk, but for the first and the two newest.
+            max_bytes: size of all segments on disk above which the oldest are removed; the first segment, the last
+                complete one and the one in progress are always kept.
             segment_bytes: size of a segment before compression.
         """
         self._run_dir = run_dir
@@ -79,7 +81,7 @@ class TimelineFile:
         self._lines.append(json.dumps(line, allow_nan=False, separators=(",", ":")))
 
     def flush(self) -> None:
-        """Write what was added, so that a reader finds it."""
+        """Write the buffered lines, so that a reader finds them."""
         if not self._lines:
             return
         data = ("\n".join(self._lines) + "\n").encode()
@@ -93,7 +95,7 @@ class TimelineFile:
             self._remove_oldest()
 
     def close(self) -> None:
-        """Write what was added and end the segment."""
+        """Write the buffered lines and end the segment."""
         self.flush()
         self._end()
 

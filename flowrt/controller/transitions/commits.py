@@ -1,6 +1,6 @@
 """Commits: validated before anything is changed, then their columns become visible; late rows are refused.
 
-While the controller recovers, commits that its predecessor applied are acknowledged again.
+While a restarted controller recovers, it acknowledges again the commits that an earlier controller applied.
 """
 
 from collections import Counter
@@ -23,7 +23,11 @@ Value = TypeVar("Value")
 
 
 def commit(state: State, env: Environment, worker: WorkerId, message: Commit, now: float) -> list[Command]:
-    """Apply a commit. Raises RemoteProtocolError if it is malformed."""
+    """Apply a commit; the answer names the slots that are refused, and why.
+
+    Raises RemoteProtocolError if the commit is malformed, its stage is unknown or the train stage, it names a lease
+    that the worker was not granted for this stage, or it has only a part of a group for a stage of whole groups.
+    """
     table = state.table
     stage = table.stages.get(message.stage)
     if stage is None:
@@ -74,7 +78,7 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
 def _rows_of(
     table: SampleTable, worker: WorkerId, message: Commit, stage: Stage
 ) -> tuple[list[tuple[Lease | None, list[int]]], list[int]]:
-    """The rows of a commit by lease, and the slots that are refused because another version had to generate them."""
+    """The accepted rows of a commit by lease, and the slots refused because another version had to generate them."""
     of_leases = list(by_lease(table, worker, message, stage))
     if stage.generates and table.exact.live:
         return evaluations.split_rows(table, message, of_leases)
@@ -82,7 +86,7 @@ def _rows_of(
 
 
 def complete_leases(state: State, env: Environment, worker: WorkerId, pull: Pull) -> tuple[list[Command], list[int]]:
-    """Mark the leases of a pull as done; returns the commands, and the leases that had ended before."""
+    """Complete the leases that a pull reports as done; returns the commands, and the ids of leases that had ended."""
     commands: list[Command] = []
     late = []
     for lease_id in pull.done:
@@ -98,7 +102,7 @@ def complete_leases(state: State, env: Environment, worker: WorkerId, pull: Pull
 
 
 def completion_fault(state: State, pull: Pull) -> str:
-    """Why a pull cannot report leases of its stage as done; empty if it can."""
+    """Why a pull cannot report leases of its stage as done; empty if it can. The stage must exist."""
     stage = state.table.stages[pull.stage]
     if stage.makes or stage.whole_groups:
         return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
@@ -124,7 +128,14 @@ def _advance(state: State, env: Environment, groups: Collection[Group]) -> list[
 
 
 def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> str:
-    """What is wrong with a commit of this stage; empty when its columns fit the stage and each other."""
+    """What is wrong with a commit of this stage; empty when its columns fit the stage and each other.
+
+    Args:
+        message: the commit.
+        stage: the committed stage.
+        makes: the columns that the stage makes.
+        latest: the newest published version of the policy; spans may not name a newer one.
+    """
     count = len(message.slots)
     tensors, numbers = [part.column for part in message.parts], [one.column for one in message.inline]
     if sorted(tensors) != makes.tensors or sorted(numbers) != makes.numbers:
@@ -150,7 +161,7 @@ def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> st
 
 
 def _check_whole(table: SampleTable, worker: WorkerId, message: Commit, stage: Stage) -> None:
-    """Raises RemoteProtocolError for a commit of a part of a leased group, of a stage of whole groups."""
+    """Raises RemoteProtocolError if the commit has some but not all slots of a leased group."""
     for lease, rows in by_lease(table, worker, message, stage):
         if lease is None:
             continue
@@ -176,7 +187,7 @@ def _span_fault(span: Sequence[int], latest: int) -> str:
 def by_lease(
     table: SampleTable, worker: WorkerId, message: Commit, stage: Stage
 ) -> Iterator[tuple[Lease | None, list[int]]]:
-    """The rows of a commit by lease; None for rows without a valid lease of the worker."""
+    """The row indices of a commit by lease; the lease is None for rows without a valid lease of the worker."""
     leases = message.leases
     rows_of: dict[int, list[int]] = {}
     if leases and leases.count(leases[0]) == len(leases):  # nearly always
@@ -202,7 +213,9 @@ def by_lease(
 def _late(
     state: State, worker: WorkerId, message: Commit, stage: Stage, rows: Sequence[int]
 ) -> tuple[list[int], set[str]]:
-    """Rows without a lease that are refused, and why; rows that an earlier controller accepted are confirmed."""
+    """The refused slots among rows without a lease, and the reasons; a row that an earlier controller applied is not
+    refused.
+    """
     late: list[int] = []
     reasons: set[str] = set()
     replayed = state.recovery.replayed
@@ -224,7 +237,7 @@ def _late(
 
 
 def pick(values: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:
-    """The values of these rows; all rows: the same object."""
+    """The values of these rows; the same object if there are as many rows as values."""
     return values if len(rows) == len(values) else [values[row] for row in rows]
 
 

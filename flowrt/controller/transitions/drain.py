@@ -1,4 +1,4 @@
-"""Drain: a worker that is told to leave gets no new work, and leaves once nothing is lost with it."""
+"""Drain: a worker that is told to leave gets no new work, and leaves once no work is lost with it."""
 
 from flowrt.controller.events import Command, LogEvent, Send
 from flowrt.controller.state.state import Environment, State
@@ -13,10 +13,12 @@ RELEASED = "it has left in order: nothing here needs it any more"
 
 
 def drain(state: State, env: Environment, worker: WorkerId, message: Drain, now: float) -> list[Command]:
-    """Order a worker to drain, or reject the order. Raises RemoteProtocolError for an order of another worker.
+    """Order a worker to drain, or reject the order. A drain is ordered by an observer or by the worker itself.
 
-    A worker's own wish to leave is never rejected; that of a trainer, without which the run cannot continue, preempts
-    the run. A replaceable role whose last worker drains is vacant from then on.
+    A worker's own order is never rejected; the order of a trainer, without which the run cannot continue, preempts the
+    run. A replaceable role whose last worker drains is vacant from then on.
+
+    Raises RemoteProtocolError if a process that is no observer orders another worker to drain.
     """
     role = state.membership.role(worker)
     if worker != message.worker:
@@ -65,7 +67,7 @@ def _fault(state: State, env: Environment, worker: WorkerId) -> str:
 
 
 def release(state: State) -> list[Command]:
-    """Release draining workers that neither hold nor do anything that is still needed."""
+    """Stop each draining worker that has no lease and no tensor that only it holds, or that blocks the run."""
     commands: list[Command] = []
     for worker in state.membership.draining():
         if not rollback.is_needed(state, worker) or _is_blocking(state, worker):
@@ -75,9 +77,10 @@ def release(state: State) -> list[Command]:
 
 
 def _is_blocking(state: State, worker: WorkerId) -> bool:
-    """Whether its role is vacant while work for it is ready: its replacement has to make again what it holds.
+    """Whether a draining worker has no lease, and slots are ready for its vacant role.
 
-    Trainers would wait for samples that need that role, and this worker for the trainers.
+    Trainers would wait for samples that need the role, and the draining worker for the trainers. It is released
+    instead, and a replacement makes the tensors again that only the released worker held.
     """
     if not state.membership.is_vacant(state.membership.role(worker)) or rollback.has_lease(state, worker):
         return False

@@ -55,9 +55,9 @@ def _drop(state: State, env: Environment, version: int) -> list[Command]:
 def split_rows(
     table: SampleTable, message: Commit, rows: Sequence[tuple[Lease | None, list[int]]]
 ) -> tuple[list[tuple[Lease | None, list[int]]], list[int]]:
-    """Take out of the rows of a commit those with tokens of another version than that of their evaluation.
+    """Split the rows of a commit: a row is refused if another version than that of its evaluation generated a token.
 
-    Their slots are ready again, and are returned too.
+    Returns the accepted row indices by lease, and the refused slots, which are ready for the stage again.
     """
     accepted: list[tuple[Lease | None, list[int]]] = []
     refused: list[int] = []
@@ -76,7 +76,10 @@ def _is_of_other_version(lease: Lease, message: Commit, row: int) -> bool:
 
 
 def evaluated(state: State, env: Environment, worker: WorkerId, message: Evaluated, now: float) -> list[Command]:
-    """A source has the results of an evaluation: they are recorded, and the trainers are told."""
+    """Record the results of an evaluation that a source reports, and forward them to the trainers.
+
+    Raises RemoteProtocolError if the worker is no source, the version was not published, or a name is invalid.
+    """
     fault = state.membership.role_fault(worker, env.settings.source_roles, "evaluates")
     newest = max(state.models.policy.newest, state.window.step)  # a resumed run's trainer may not have published yet
     if not fault and not 0 <= message.version <= newest:

@@ -2,9 +2,9 @@
 
 - A decision may be made again: after a restart, and for groups that wait when a step is closed. So no step that has
   tries left trains a group that the filter refuses.
-- Groups that a trainer has are not decided on any more.
-- Where groups are trained in order of issue, they are decided on in that order too: which ones are dropped until the
-  tries of the step are used up must not depend on which were complete first.
+- There is no decision on a group that a trainer has taken.
+- Where groups are trained in order of issue, they are decided on in that order too: which groups are dropped before the
+  tries of the step are used up must not depend on the order in which groups become complete.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ from flowrt.controller.transitions import rollback
 from flowrt.ids import GroupId
 
 REASON = "filtered: "
-"""Beginning of the reasons of filtered groups in the ledger."""
+"""Prefix of the reasons of filtered groups in the ledger."""
 
 
 def decide(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Command]:
-    """Decide on groups that have become ready to train; drops those that the filter refuses."""
+    """Drop those of the ready groups that the filter refuses, while the step has tries left."""
     commands: list[Command] = []
     window, group_filter = state.window, env.policies.group_filter
     for group in _due(state, env, ready):
@@ -36,12 +36,12 @@ def decide(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Com
 
 
 def _due(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Group]:
-    """Those of the groups that are to be decided on now, in order of issue."""
+    """The groups among ``ready`` that are to be decided on now, in order of issue."""
     complete = state.table.ready_groups[env.flow.train_stage]
     due = state.window.due(ready, complete) if env.settings.strict_issue_order else ready
     return [complete[one] for one in sorted(due) if one in complete]
 
 
 def recheck(state: State, env: Environment) -> None:
-    """A step was closed: the groups that wait are decided on again, with the tries of the next step."""
+    """After the end of a step: decide again on the groups that are ready, with the tries of the next step."""
     state.work.add_ready(state.table.ready_groups[env.flow.train_stage])

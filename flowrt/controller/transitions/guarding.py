@@ -1,6 +1,6 @@
-"""Guards at the end of a step: which rules fire on its metrics, and what follows.
+"""Guards at the end of a step: which rules fire on its metrics, and the actions of these rules.
 
-All of it follows from the recorded events, so that a replayed history warns, holds and stops at the same steps.
+All decisions depend on the recorded events alone, so a replay warns, holds and stops at the same steps.
 """
 
 from dataclasses import replace
@@ -16,10 +16,10 @@ LOG_INTERVAL_STEPS = 50
 
 
 def guard(state: State, env: Environment, closed: StepClosed) -> tuple[StepClosed, list[Command]]:
-    """Apply the guards to a step that was closed just now.
+    """Apply the guards to a step that was closed just now; a rule with action stop requests preemption of the run.
 
     Returns:
-        The statistics of the step with the guards that fired, and what is to be logged and recorded.
+        The statistics of the step with the guards that fired, and the commands that log and record the firings.
     """
     rules, guards = env.policies.guards, state.guards
     if not rules:
@@ -45,7 +45,7 @@ def guard(state: State, env: Environment, closed: StepClosed) -> tuple[StepClose
 
 
 def _log(state: State, firing: Firing, step: int) -> list[Command]:
-    """The command that logs a firing, unless the rule was logged a few steps ago."""
+    """The command that logs a firing; none if the rule was logged less than `LOG_INTERVAL_STEPS` steps ago."""
     last = state.guards.logged[firing.index]
     if last is not None and step - last < LOG_INTERVAL_STEPS:
         return []

@@ -1,4 +1,4 @@
-"""Members: workers that join, report, complete their roles, leave or are lost, and what they send to each other."""
+"""Members: workers that join, report, complete their roles, leave or are lost; and their rendezvous keys."""
 
 from collections.abc import Mapping
 
@@ -37,7 +37,10 @@ def connected(state: State, event: WorkerConnected, now: float) -> list[Command]
 
 
 def disconnected(state: State, env: Environment, worker: WorkerId, reason: str, now: float) -> list[Command]:
-    """Remove a worker that left, or was lost for this reason; its work is given to others."""
+    """Remove a worker that left (empty ``reason``) or was lost; other workers get its work.
+
+    The loss of a worker of a critical role ends the run. After the end of the run there are no commands.
+    """
     member = state.membership.leave(worker)
     if member is None or state.ended is not None:  # after the end all workers leave
         return []
@@ -76,7 +79,7 @@ def _gone(member: Member, reason: str) -> str:
 
 
 def _forget(state: State, env: Environment, worker: WorkerId) -> list[Command]:
-    """Remove a worker from all tables, with its requests, its leases, and what it alone held."""
+    """Remove a worker from all tables, with its requests, its leases, and the tensors that only it held."""
     state.key_limits.forget(worker)
     state.requests.forget(worker)
     state.work.add_offers()  # its parked offers are gone: later ones may fit
@@ -87,12 +90,12 @@ def _forget(state: State, env: Environment, worker: WorkerId) -> list[Command]:
 
 
 def dismiss(state: State, env: Environment, worker: WorkerId, reason: str, now: float) -> list[Command]:
-    """Dismiss a worker: its work is lost as if it had crashed."""
+    """Dismiss a worker; the state changes as if the worker had crashed."""
     return [Dismiss(worker, reason), *disconnected(state, env, worker, reason, now)]
 
 
 def dismiss_silent(state: State, env: Environment, now: float) -> list[Command]:
-    """Dismiss the workers that have been silent for too long."""
+    """Dismiss the workers that were not heard from for the worker timeout."""
     commands: list[Command] = []
     for member in state.membership.silent(now):
         commands += dismiss(state, env, member.id, f"not heard of for {now - member.seen_s:.0f} s; see its log", now)
@@ -103,14 +106,14 @@ def dismiss_silent(state: State, env: Environment, now: float) -> list[Command]:
 
 
 def leave(state: State, env: Environment, worker: WorkerId, message: m.Leave, now: float) -> list[Command]:
-    """A worker leaves, because of an error or with its role completed."""
+    """Remove a worker that leaves because of an error, or with its role completed or drained."""
     return disconnected(state, env, worker, message.error[:MAX_REASON_CHARS], now)
 
 
 def role_completed(
     state: State, env: Environment, worker: WorkerId, message: m.RoleCompleted, now: float
 ) -> list[Command]:
-    """A worker has completed its role."""
+    """Mark the role of a worker as completed."""
     state.membership.finish(worker)
     return []
 
@@ -127,7 +130,10 @@ def report(state: State, env: Environment, worker: WorkerId, message: m.Report, 
 
 
 def stop(state: State, env: Environment, worker: WorkerId, message: m.Stop, now: float) -> list[Command]:
-    """An observer cancels the run."""
+    """End the run by order of an observer.
+
+    Raises RemoteProtocolError if the sender is no observer or the exit code is not from 1 to `MAX_EXIT_CODE`.
+    """
     fault = state.membership.role_fault(worker, (OBSERVER,), "ends the run")
     if not fault and not EXIT_OK < message.code <= MAX_EXIT_CODE:
         fault = f"{worker} cancels the run with exit code {message.code}; use 1 to {MAX_EXIT_CODE}"
@@ -137,7 +143,7 @@ def stop(state: State, env: Environment, worker: WorkerId, message: m.Stop, now:
 
 
 def notice(state: State, env: Environment, worker: WorkerId, message: m.Notice, now: float) -> list[Command]:
-    """An observer has an event to write down."""
+    """Write an observer's event to the event log. Raises RemoteProtocolError for another sender or an unknown kind."""
     fault = state.membership.role_fault(worker, (OBSERVER,), "writes an event")
     if not fault and message.kind not in NOTICES:
         fault = f"{worker} writes an event of kind {message.kind!r:.80}; there is {' and '.join(NOTICES)}"
@@ -149,7 +155,10 @@ def notice(state: State, env: Environment, worker: WorkerId, message: m.Notice, 
 def rendezvous_key(
     state: State, env: Environment, worker: WorkerId, message: m.RendezvousKey, now: float
 ) -> list[Command]:
-    """Forward a rendezvous key. Raises RemoteProtocolError when the worker exceeds its rate limit."""
+    """Forward a rendezvous key; drop it if the peer is not connected or all workers together exceed their rate limit.
+
+    Raises RemoteProtocolError when the worker exceeds its own rate limit.
+    """
     size = len(message.value) + len(message.key) + len(message.lane) + KEY_OVERHEAD_BYTES
     state.key_limits.check(worker, size, now)
     if message.peer not in state.membership or not state.key_limits.take(size, now):

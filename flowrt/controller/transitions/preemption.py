@@ -1,7 +1,7 @@
 """Preemption: a run that has to end (a time limit, a signal) saves what it has trained, to be resumed later.
 
-The controller decides after which step the trainers leave, so all ranks leave after the same one: each completes it,
-saves, and reports that its role is completed. Any failure in between ends the run as it would without preemption.
+The controller decides after which step the trainers leave, so all ranks leave after the same step: each completes the
+step, saves, and reports that its role is completed. Any failure in between ends the run as it would without preemption.
 """
 
 from flowrt.controller.events import Command, PreemptRun, Send
@@ -20,14 +20,17 @@ def preempt(state: State, env: Environment, order: PreemptRun, now: float) -> li
 
 
 def terminated(state: State, env: Environment, trainer: WorkerId, now: float) -> list[Command]:
-    """A trainer is terminated, without which the run cannot continue: preempt the run."""
+    """Preempt the run because a trainer was terminated; no effect if preemption was ordered before."""
     if state.preemption.is_ordered:
         return []
     return preempt(state, env, PreemptRun(f"{trainer} was terminated (SIGTERM)", EXIT_FAILED), now)
 
 
 def advance(state: State, env: Environment, now: float) -> list[Command]:
-    """Tell the trainers to leave; end the run when they have saved or their time is over."""
+    """Order the trainers to leave; end the run when all have saved, or after the preemption save timeout.
+
+    No effect unless preemption was ordered.
+    """
     preemption = state.preemption
     order = preemption.order
     if order is None:
@@ -53,7 +56,7 @@ def _stop_trainers(state: State, env: Environment, order: PreemptRun) -> list[Co
     state.preemption.stop_after(steps)
     trainers = _unsaved(state, env)
     if steps <= order.kept or not trainers:
-        # Ranks that have nothing to save, or have not joined yet, are not waited for.
+        # The run ends at once if the steps are saved already, or no trainer is connected that could save them.
         state.preemption.save()
         return state.end(order.reason, order.code)
     drains: list[Command] = [Send(trainer.id, Drain(0, trainer.id)) for trainer in trainers]

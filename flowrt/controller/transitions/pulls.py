@@ -1,6 +1,7 @@
 """Pulls: granted at once, or parked until slots are ready for the stage and admission lets the worker start.
 
-The puller is sent a grant with a lease on its slots, and each owner of a tensor that it lacks an order to send.
+The puller receives a grant with a lease on its slots; for each tensor that the puller lacks, an owner receives an
+order to send it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,11 @@ NEVER_APPLIED = (
 
 
 def pull(state: State, env: Environment, worker: WorkerId, message: Pull, now: float) -> list[Command]:
-    """Complete the leases that a pull reports as done, then grant slots or park it."""
+    """Complete the leases that a pull reports as done; then grant slots, reject the pull if it is invalid, or park it.
+
+    Raises RemoteProtocolError if the pull reports a lease as done that the worker was not granted for this stage, or
+    the worker has a parked request with the same number.
+    """
     is_training = message.stage == env.flow.train_stage
     if is_training:
         what = f"trains (stage {message.stage})"
@@ -44,7 +49,7 @@ def pull(state: State, env: Environment, worker: WorkerId, message: Pull, now: f
         parked = ParkedRequest(worker, message, now, tuple(late))
     if answer := _serve(state, env, parked, now):
         return commands + answer if commands else answer
-    # What is ready could not serve the requests that are parked already, so they need not be tried.
+    # The slots that are ready did not suffice for the pulls parked earlier, so these need not be tried again.
     state.requests.park_pull(parked)
     return commands
 
@@ -91,7 +96,7 @@ def serve_worklist(state: State, env: Environment, now: float) -> list[Command]:
     work = state.work
     is_strict = bool(env.flow.train_stage) and env.settings.strict_issue_order
     while work.is_due:
-        if (ready := work.take_ready()) or is_strict:  # a group that was dropped may make it the turn of others
+        if (ready := work.take_ready()) or is_strict:  # after a drop, later groups may be due
             commands += filtering.decide(state, env, ready)
         for worker in work.take_workers():
             commands += _serve_worker(state, env, worker, now)
@@ -117,7 +122,7 @@ def _serve_worker(state: State, env: Environment, worker: WorkerId, now: float) 
 
 
 def _serve_stage(state: State, env: Environment, stage: str, now: float) -> list[Command]:
-    """Try the parked pulls of a stage, each version of the weights only until it finds nothing that it may start."""
+    """Try the parked pulls of a stage; pulls at a version that may start nothing in the queue are skipped."""
     queue, weights, models = state.table.ready.get(stage), state.models.policy, state.models
     is_over, generates = offers.is_over(state, env, stage), state.table.stages[stage].generates
     refused = -1  # newest version for which nothing in the queue may start
@@ -127,7 +132,7 @@ def _serve_stage(state: State, env: Environment, stage: str, now: float) -> list
         version = weights.applied_version(parked.worker)
         if version <= refused:
             if generates and parked.worker not in models.outdated:
-                models.mark_outdated(parked.worker)  # it is to fetch newer weights, like the one before it
+                models.mark_outdated(parked.worker)  # it has to fetch newer weights
             return []
         answer = _serve(state, env, parked, now)
         if not answer and queue is not None and queue.is_impartial and not weights.is_late(parked.worker):
@@ -165,7 +170,7 @@ def reject_beyond_end(state: State, env: Environment) -> list[Command]:
 
 
 def _serve(state: State, env: Environment, parked: ParkedRequest[Pull], now: float) -> list[Command]:
-    """Answer a pull with a grant; nothing if it has to wait."""
+    """Answer a pull with a grant or a rejection; no commands if it has to wait."""
     if state.recovery.is_active:
         return []
     if parked.request.stage == env.flow.train_stage:
@@ -184,7 +189,7 @@ def _serve_trainer(state: State, env: Environment, parked: ParkedRequest[Pull]) 
         return []
     window.take(groups)
     slots = [slot for group in groups for slot in group.slots]
-    # No deadline: samples in a gradient cannot be taken back. A lost trainer gives them back.
+    # No deadline: samples cannot be taken out of a gradient. The lease ends with its step or the loss of the trainer.
     lease = state.table.lease(message.stage, slots, worker, float("inf"), 0, window.step)
     commands: list[Command] = []
     for group in groups:
@@ -218,7 +223,7 @@ def _serve_slots(state: State, env: Environment, parked: ParkedRequest[Pull], no
 
 
 def _serve_groups(state: State, env: Environment, parked: ParkedRequest[Pull], now: float) -> list[Command]:
-    """Groups in order of issue, up to the number of slots; at least one."""
+    """Grant ready groups in order of issue, up to the number of slots in the pull, and at least one group."""
     message = parked.request
     chosen: list[Slot] = []
     for _, group in sorted(state.table.ready_groups[message.stage].items()):
@@ -234,7 +239,10 @@ def _serve_groups(state: State, env: Environment, parked: ParkedRequest[Pull], n
 def _lease(
     state: State, env: Environment, parked: ParkedRequest[Pull], chosen: Sequence[Slot], version: int, now: float
 ) -> list[Command]:
-    """The grant of these slots. Each expiry doubles the lease: work that takes longer is completed eventually."""
+    """Lease these slots and grant them.
+
+    The lease duration doubles with each lease that has expired on a slot, so work that takes longer is completed.
+    """
     overdue = chosen[0].overdue if len(chosen) == 1 else max([slot.overdue for slot in chosen])
     deadline_s = now + env.settings.lease_s * 2**overdue
     lease = state.table.lease(parked.request.stage, chosen, parked.worker, deadline_s, version, longer=overdue > 0)
@@ -242,7 +250,7 @@ def _lease(
 
 
 def _start_check(state: State, env: Environment, worker: WorkerId, version: int) -> Callable[[Slot], Start]:
-    """Whether the worker may start a slot with this version of the policy."""
+    """A function that returns whether the worker may start a slot with this version of the policy."""
     is_late = state.models.policy.is_late(worker)
 
     def may_start(slot: Slot) -> Start:
@@ -269,7 +277,16 @@ def grant(
     more: tuple[Values, ...] = (),
     refused: Ints = (),
 ) -> list[Command]:
-    """The grant for the puller, and an order for each owner of tensors that the puller lacks."""
+    """The grant for the puller, and the orders to send the tensors that the puller lacks.
+
+    Args:
+        state: the controller's state.
+        message: the pull that is answered.
+        slots: the leased slots, at least one, in the order of the grant.
+        lease: the lease on them; its worker is the puller.
+        more: inline columns besides those that the stage needs.
+        refused: leases that the pull reported as done and that had ended before.
+    """
     table = state.table
     fetched, columns = table.flows.fetched[message.stage], table.flows.inline[message.stage]
     if len(slots) == 1:  # fast path: one slot
@@ -310,14 +327,14 @@ def grant(
 
 
 def _exact(slots: Sequence[Slot]) -> Ints:
-    """The version that has to generate all of each slot; empty if none has one."""
+    """The version that has to generate each slot, or `NO_VERSION`; empty if no slot is exact."""
     if not any(slot.group.is_exact for slot in slots):
         return ()
     return tuple([slot.group.at_most if slot.group.is_exact else NO_VERSION for slot in slots])
 
 
 def closing_grant(message: Pull, refused: Ints = ()) -> Grant:
-    """The grant that closes a stream or a step: no further one follows."""
+    """The grant without slots that closes a stream or a step: the stage has no more slots for this puller."""
     return Grant(
         request=message.request,
         lease=NO_LEASE,
@@ -341,7 +358,7 @@ def closing_grant(message: Pull, refused: Ints = ()) -> Grant:
 
 
 def waiting(state: State, env: Environment) -> list[tuple[WorkerId, str, float]]:
-    """(worker, what it waits for, since when) of each parked request."""
+    """(worker, what it waits for, since when in seconds on the controller's clock) of each parked request."""
     return [(one.worker, wait_reason(state, env, one), one.since_s) for one in state.requests.all()]
 
 

@@ -1,7 +1,7 @@
-"""Rejoin: a restarted controller waits for the workers of its predecessor and learns what they still hold.
+"""Rejoin: a restarted controller waits for the workers of the earlier controller and learns what they still hold.
 
-Until all of them have rejoined, or `rejoin_timeout_s` is over, nothing is served. A worker first renews its leases,
-then repeats unanswered requests, and last sends its inventory. Columns without a holder are made again.
+Until all of them have rejoined, or `rejoin_timeout_s` has passed, no request is served. A worker first renews its
+leases, then repeats unanswered requests, and last sends its inventory. Columns without an owner are made again.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ REJOINED = "the controller came back"
 
 
 def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
-    """Begin with the state of a controller that crashed."""
+    """Restore the state of a controller that crashed, and begin recovery."""
     replayed = ReplayedSamples(state.table.flows, recovered.entries)
     groups = list(replayed.groups.values())
     state.recovery.begin(replayed, recovered.members)
@@ -54,11 +54,15 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
 
 
 def renew_lease(state: State, env: Environment, worker: WorkerId, message: RenewLease, now: float) -> list[Command]:
-    """Renew a lease of an earlier controller for slots that no other worker works on."""
+    """Renew a lease of an earlier controller for slots that no other worker works on.
+
+    Only leases on generating stages and on the step in training are renewed; a lease on the step that cannot be renewed
+    ends the run. Raises RemoteProtocolError if the worker did not rejoin, or the message is malformed.
+    """
     _check_returned(state, worker, message)
     table = state.table
     stage = table.stages.get(message.stage)
-    # It must carry a number of an earlier controller: a number of this one will be granted to another worker.
+    # The number must be from an earlier controller: this controller grants its own numbers to other leases.
     used = message.lease in table.leases or message.lease >= table.first_lease
     if stage is None or len(message.slots) != len(message.attempts) or used:
         raise RemoteProtocolError(f"{worker} renews lease {message.lease} on stage {message.stage!r}: malformed")
@@ -94,7 +98,7 @@ def _renew_step(state: State, worker: WorkerId, message: RenewLease) -> list[Com
     whole = sum(len(group.slots) for group in groups) == len(found) == len(slots)
     fits = len(groups) <= window.places and message.step == window.step
     if not (whole and fits and all(group.id in ready for group in groups)):
-        # Its gradient contains samples that another rank may train too, and they cannot be taken out.
+        # The trainer's gradient contains samples that another rank may train too, and they cannot be taken out.
         reason = f"{worker}: it came back too late, its work on step {message.step} is not its own"
         return state.end(reason, EXIT_FAILED)
     window.take(groups)
@@ -103,7 +107,10 @@ def _renew_step(state: State, worker: WorkerId, message: RenewLease) -> list[Com
 
 
 def inventory(state: State, env: Environment, worker: WorkerId, message: Inventory, now: float) -> list[Command]:
-    """Take a worker's inventory; it frees what it should not hold."""
+    """Record the tensors and weights that a rejoined worker holds; order it to free tensors that it should not hold.
+
+    Raises RemoteProtocolError if the worker did not rejoin, or names an unknown column, model or version.
+    """
     _check_returned(state, worker, message)
     table = state.table
     for part in message.parts:
@@ -120,7 +127,7 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
             if holding is not None and fits and worker in state.recovery.claims.get((part.column, item), ()):
                 holding.owners.add(worker)
             elif holding is not None and fits and _works_with(table, worker, part.column, item):
-                # A copy that came with its grant: not served to others, but freed in the end.
+                # A copy that came with the worker's grant: not sent to other workers, but freed with its group.
                 holding.sent[worker] = LaneTurn(
                     sender=worker, receiver=worker, kind="samples", incarnation=0, sequence=0, transport=""
                 )
@@ -142,7 +149,10 @@ def _check_returned(state: State, worker: WorkerId, message: RenewLease | Invent
 
 
 def _check_versions(state: State, worker: WorkerId, held: Sequence[Weights], *, may_publish: bool) -> None:
-    """Raises RemoteProtocolError for weights of an unknown model, or newer than all published versions."""
+    """Raises RemoteProtocolError for an unknown model, or a version that is newer than all published ones.
+
+    A worker that may publish may hold a newer version.
+    """
     for one in held:
         newest = state.models.named(worker, one.model).newest
         if one.version > newest and not may_publish:
@@ -179,7 +189,10 @@ def _works_with(table: SampleTable, worker: WorkerId, column: str, item: int) ->
 
 
 def end_recovery(state: State, env: Environment, now: float) -> list[Command]:
-    """Serve again: what an absent worker held is made again, and all parked requests are tried."""
+    """End recovery: columns without an owner are made again, and all parked requests are tried.
+
+    The absence of a worker of a critical role ends the run.
+    """
     commands: list[Command] = []
     settings = env.settings
     for worker, role in state.recovery.end().items():

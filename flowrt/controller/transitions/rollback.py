@@ -1,9 +1,9 @@
-"""Rollback of lost work: leases are given back, lost columns are made again, samples over age are dropped.
+"""Rollback of lost work: leases are given back, lost columns are made again, samples over the staleness bound are lost.
 
-- What a loss leads to is a recommendation: the next action for a slot or a group. `roll_back` applies recommendations
-  until none is left.
-- Recommendations that follow from an action are applied before those that were there already; those for a slot or group
-  that is no longer live are dropped.
+- A loss leads to recommendations: the next action for a slot or a group. `roll_back` applies recommendations until none
+  is left.
+- Recommendations that follow from an action are applied before earlier ones; a recommendation for a slot or group that
+  is no longer live is ignored.
 - Afterwards every affected slot is ready for the stage that has to run again.
 """
 
@@ -27,7 +27,7 @@ from flowrt.ids import SlotId, WorkerId
 from flowrt.protocol.messages import GONE, ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
 
 MIN_GROUP_SAMPLES = 2
-"""Samples below which a group is not trained without its lost ones: an advantage needs a comparison."""
+"""Minimum remaining samples of a group that is trained without its lost ones: an advantage compares samples."""
 
 
 class Action(Enum):
@@ -38,7 +38,7 @@ class Action(Enum):
     GIVE_BACK = "give back"
     """Of a group in training: end the leases of its trainer."""
     CHECK_SOURCE = "check source"
-    """Of a group: give it up if its prompt has no owner, unless a trainer may be receiving it."""
+    """Of a group that no trainer has taken: if a tensor of its prompt has no owner, close it; the prompt is unread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Lose:
 
     reason: str
     failed: bool = False
-    """A worker could not make the sample; after `Settings.attempts` failures its group is dropped."""
+    """A worker could not make the sample; its group is dropped if the sample was lost `Settings.attempts` times."""
 
 
 Recommendations = dict[Slot | Group, Action | Lose]
@@ -72,7 +72,7 @@ def _is_live(table: SampleTable, subject: Slot | Group) -> bool:
 def _apply(
     state: State, env: Environment, subject: Slot | Group, action: Action | Lose, commands: list[Command]
 ) -> Recommendations:
-    """Carry out one action; returns what follows from it."""
+    """Carry out one action; returns the recommendations that follow from it."""
     if isinstance(subject, Slot):
         if isinstance(action, Lose):
             return _lose(state, env, subject, action, commands)
@@ -110,7 +110,7 @@ def _make_again(state: State, env: Environment, slot: Slot, commands: list[Comma
 
 
 def _lost_stage(state: State, env: Environment, slot: Slot) -> str:
-    """The first stage of the slot one of whose tensors has no owner; empty if there is none."""
+    """The first completed stage of the slot that has to run again, because a tensor of it has no owner; else empty."""
     if state.recovery.is_active:
         return ""  # a worker that rejoins may have it
     training = slot.leases.get(env.flow.train_stage)
@@ -159,7 +159,7 @@ def _lose(state: State, env: Environment, slot: Slot, loss: Lose, commands: list
 
 
 def _check_remaining(state: State, env: Environment, group: Group) -> list[Command]:
-    """After the removal of a slot: the rest of its group may be ready to train, or complete."""
+    """After the removal of a slot: record that its group is ready to train, or close its group if that is complete."""
     if group.flow == env.flow.train_flow:
         if group.id in state.table.ready_groups[env.flow.train_stage]:
             return record(state, env, group, "ready", "without a lost sample")
@@ -169,7 +169,7 @@ def _check_remaining(state: State, env: Environment, group: Group) -> list[Comma
 
 
 def _undo(state: State, env: Environment, slot: Slot, stage: str) -> list[Command]:
-    """Undo a stage of a slot and all that depends on it; the holders of its columns free them."""
+    """Undo a stage of a slot and all stages that depend on it; the holders of the undone columns free them."""
     commands: list[Command] = []
     train = env.flow.train_stage
     if train and slot.group.id in state.table.ready_groups[train]:
@@ -181,7 +181,7 @@ def _undo(state: State, env: Environment, slot: Slot, stage: str) -> list[Comman
 
 
 def _give_up(state: State, env: Environment, group: Group, reason: str, ledger_state: str) -> list[Command]:
-    """Remove a prompt from the run untrained; an ``unread`` one may be offered again."""
+    """Close a group untrained, with its prompt as ``ledger_state``; an ``unread`` prompt may be offered again."""
     commands: list[Command] = []
     if group.flow == env.flow.train_flow:
         commands += record(state, env, group, ledger_state, reason)
@@ -201,7 +201,7 @@ def drop(state: State, env: Environment, group: Group, reason: str, reward: floa
 
 
 def note_outcome(state: State, group: Group, step: int) -> float | None:
-    """Add the group's mean reward, if it has one, to the history of its prompt; returns it."""
+    """Add the group's mean reward to the history of its prompt; returns the mean, None if a sample has no reward."""
     reward = mean_reward(group)
     if reward is not None:
         state.history.add(Outcome(step=step, epoch=group.epoch, prompt=group.prompt, reward=reward))
@@ -227,7 +227,17 @@ def record(
     step: int | None = None,
     reward: float | None = None,
 ) -> list[Command]:
-    """Record the state of a prompt of the train flow in the ledger."""
+    """Record the state of a group's prompt in the ledger; no commands for a group outside the train flow.
+
+    Args:
+        state: the controller's state.
+        env: the controller's environment.
+        group: the group of the prompt.
+        ledger_state: the state in the ledger.
+        reason: why the state has changed.
+        step: the step of the record; None: the step in training.
+        reward: mean reward of a group that was trained or filtered.
+    """
     if group.flow != env.flow.train_flow:
         return []
     step = state.window.step if step is None else step
@@ -244,7 +254,7 @@ def _replayed(env: Environment, entry: StageUndone | GroupsClosed) -> list[Comma
 
 
 def releases(groups: Iterable[Group]) -> dict[WorkerId, ReleaseTensors]:
-    """The message to each holder of tensors of these groups that frees them."""
+    """For each holder of tensors of these groups, the message that orders it to free them."""
     of: dict[WorkerId, tuple[list[int], list[int]]] = {}
     for group in groups:
         if group.tensors:
@@ -268,7 +278,7 @@ def is_over_age(state: State, env: Environment, slot: Slot) -> bool:
 
 
 def drop_over_age(state: State, env: Environment) -> list[Command]:
-    """Lose every finished sample that no step may train."""
+    """Count as lost every generated sample of a group not taken that exceeds the staleness bound."""
     commands: list[Command] = []
     for group_id in list(state.window.waiting):
         for slot in list(state.table.groups[group_id].slots):
@@ -281,7 +291,10 @@ def drop_over_age(state: State, env: Environment) -> list[Command]:
 
 
 def release_lease(state: State, env: Environment, worker: WorkerId, message: ReleaseLease, now: float) -> list[Command]:
-    """A worker gives leases back, or reports that it cannot make these samples."""
+    """Release slots that a worker gives back; with ``lost``, also count their samples as lost.
+
+    Raises RemoteProtocolError if slots and leases differ in number, or a lease was not granted to the worker.
+    """
     if len(message.slots) != len(message.leases):
         raise RemoteProtocolError(
             f"{worker} gave back {len(message.slots)} slots of {len(message.leases)} leases; there is one for each"
@@ -301,9 +314,9 @@ def release_lease(state: State, env: Environment, worker: WorkerId, message: Rel
 
 
 def expire_leases(state: State, env: Environment, now: float) -> list[Command]:
-    """Give expired leases back; the next lease of these slots lasts twice as long."""
+    """Give expired leases back; the next lease on each of their slots lasts twice as long."""
     expired = []
-    # Leases are in order of their deadlines, except longer ones and those of trainers, which have none.
+    # Leases are in order of their deadlines, except longer leases, and leases of trainers, which have no deadline.
     for lease in state.table.leases.values():
         if lease.deadline_s <= now:
             expired.append(lease)
@@ -338,7 +351,10 @@ def _give_back(state: State, env: Environment, slot: Slot, stage: str) -> list[C
 def transfer_failed(
     state: State, env: Environment, worker: WorkerId, message: TransferFailed, now: float
 ) -> list[Command]:
-    """A transfer failed: its receiver does not hold the tensors."""
+    """Record that a transfer failed: its receiver does not hold the tensors; tensors without an owner are made again.
+
+    Raises RemoteProtocolError for an unknown column, or if the sender of the message is not the receiver.
+    """
     incoming, table = message.incoming, state.table
     unknown = [part.column for part in incoming.parts if part.column not in table.columns]
     if unknown:
@@ -359,7 +375,7 @@ def transfer_failed(
 
 
 def forget_worker(state: State, env: Environment, worker: WorkerId) -> list[Command]:
-    """A worker is gone: its leases are given back, and columns that no other worker holds are made again."""
+    """Give back the leases of a worker that is gone; columns that no other worker holds are made again."""
     commands: list[Command] = []
     for peer in state.lanes.forget(worker):
         commands.append(Send(peer, RendezvousKey(worker, "", GONE, b"")))

@@ -28,13 +28,16 @@ SKIPPED_PROMPTS = "skipped_prompts"
 REWARD_STD, REWARD_P10, REWARD_P90 = "reward_std", "reward_p10", "reward_p90"
 LENGTH_MEAN, LENGTH_MAX = "length_mean", "length_max"
 REWARD_OF, GROUPS_OF = "reward_of/", "groups_of/"
-"""What the names of a data set's metrics begin with."""
+"""Prefixes of the metrics of one data set, followed by its name."""
 
 # ---- micro-batches
 
 
 def next_batch(state: State, env: Environment, worker: WorkerId, step: int) -> list[Group] | None:
-    """The next micro-batch for a trainer at ``step``; empty while it has to wait, None if none is left for it."""
+    """The next micro-batch for a trainer at ``step``, whole groups.
+
+    Returns an empty list while the trainer has to wait, and None if ``step`` has no groups left for it.
+    """
     window = state.window
     if not window.over and step > window.step:
         return []
@@ -104,9 +107,9 @@ def _first_batch(env: Environment, groups: Sequence[Group]) -> list[Group]:
 
 
 def kept_tokens(state: State, env: Environment, slots: Sequence[Slot]) -> tuple[Values, ...]:
-    """How many tokens of each sample are trained, as a column; none if steps are not cut.
+    """The number of leading response tokens of each sample that are trained, as a column; empty if steps are not cut.
 
-    A sample that was generated again after the step was planned keeps the number of the first one.
+    A sample that was generated again after the step was planned keeps the planned number, at most its new length.
     """
     if env.policies.cut is None or not slots:
         return ()
@@ -124,14 +127,20 @@ def _generated_tokens(slot: Slot) -> int:
 def step_completed(
     state: State, env: Environment, worker: WorkerId, message: StepCompleted, now: float
 ) -> list[Command]:
-    """The optimiser has stepped; during recovery this is deferred."""
+    """Close the step after the optimiser has stepped; during recovery the message is deferred.
+
+    Raises RemoteProtocolError as `close_step`, and if the worker is no trainer.
+    """
     return _of_trainer(state, env, worker, message)
 
 
 def checkpoint_written(
     state: State, env: Environment, worker: WorkerId, message: CheckpointWritten, now: float
 ) -> list[Command]:
-    """A checkpoint was written; during recovery this is deferred."""
+    """Make the ledger durable after a checkpoint was written, and answer; during recovery the message is deferred.
+
+    Raises RemoteProtocolError if the worker is no trainer, or the checkpoint is not that of the last closed step.
+    """
     return _of_trainer(state, env, worker, message)
 
 
@@ -152,7 +161,7 @@ def _of_trainer(state: State, env: Environment, worker: WorkerId, message: Defer
 
 
 def apply_deferrable(state: State, env: Environment, worker: WorkerId, message: Deferrable) -> list[Command]:
-    """Handle a message of a trainer outside recovery."""
+    """Handle a message of a trainer outside recovery. Raises RemoteProtocolError if it does not fit the step."""
     if isinstance(message, CheckpointWritten):
         return _publish_checkpoint(state, worker, message)
     if state.recovery.has_returned(worker) and message.step < state.window.step:
@@ -161,7 +170,10 @@ def apply_deferrable(state: State, env: Environment, worker: WorkerId, message: 
 
 
 def close_step(state: State, env: Environment, worker: WorkerId, message: StepCompleted) -> list[Command]:
-    """Close the step in training: all taken groups are trained."""
+    """Close the step in training: all taken groups are trained.
+
+    Raises RemoteProtocolError if another step is in training, it lacks groups, or a metric has an invalid name.
+    """
     window = state.window
     if message.step != window.step or window.places != 0 or window.over:
         raise RemoteProtocolError(
@@ -257,7 +269,7 @@ def _mean(column: str, groups: Sequence[Group]) -> float:
 
 
 def _publish_checkpoint(state: State, worker: WorkerId, message: CheckpointWritten) -> list[Command]:
-    """A checkpoint is published once the ledger is on disk."""
+    """The commands that sync the ledger to disk and then answer the trainer."""
     if message.step != state.window.step:
         raise RemoteProtocolError(
             f"{worker} saved its state after {message.step} steps, but {state.window.step} are closed"

@@ -13,7 +13,11 @@ from flowrt.protocol import messages as m
 
 
 def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish, now: float) -> list[Command]:
-    """A trainer has a new version. Raises RemoteProtocolError for an unknown model or an invalid version."""
+    """Record that a trainer has published a version; workers may fetch it from the trainer.
+
+    Raises RemoteProtocolError if the worker is no trainer, the model is unknown, the version is not newer than all
+    published ones, or a divergence is negative or not finite.
+    """
     fault = state.membership.role_fault(worker, env.settings.checkpointing_roles, "publishes weights")
     if not fault and not all(math.isfinite(kl) and kl >= 0 for _, kl in message.divergence):
         fault = f"{worker} publishes weights with a divergence that is no number of at least 0"
@@ -21,7 +25,7 @@ def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish
         raise RemoteProtocolError(fault)
     versions = state.models.named(worker, message.forms[0].model if message.forms else "")
     versions.publish(worker, message.forms, dict(message.divergence))
-    # Workers whose pulls wait for newer weights were not sent to fetch any while there were none.
+    # Workers with pulls that wait for newer weights were not ordered to fetch while no newer version was published.
     state.work.add_stages(state.table.flows.generating)
     state.work.add_offers()  # some may wait for this version
     text = f"{worker} has published version {versions.newest} of {versions.model}"
@@ -32,7 +36,10 @@ def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish
 def weights_staged(
     state: State, env: Environment, worker: WorkerId, message: m.WeightsStaged, now: float
 ) -> list[Command]:
-    """A receiver has a whole version in its staging copy."""
+    """Record that a receiver has a whole version in its staging copy.
+
+    Raises RemoteProtocolError for an unknown model or version, or a worker that has activated no version yet.
+    """
     state.models.named(worker, message.model).staged(worker, message.version)
     return []
 
@@ -40,14 +47,20 @@ def weights_staged(
 def weights_activated(
     state: State, env: Environment, worker: WorkerId, message: m.WeightsActivated, now: float
 ) -> list[Command]:
-    """A receiver generates with a version: it may start more."""
+    """Record that a receiver generates with a version; its parked pulls are tried again.
+
+    Raises RemoteProtocolError for an unknown model or version.
+    """
     state.models.named(worker, message.model).applied(worker, message.version)
     state.work.add_worker(worker)
     return []
 
 
 def fetch_failed(state: State, env: Environment, worker: WorkerId, message: m.FetchFailed, now: float) -> list[Command]:
-    """A fetch failed: the receiver is ordered to fetch again, from another holder if there is one."""
+    """Record that a fetch failed: the receiver is ordered to fetch again, from another holder if there is one.
+
+    Raises RemoteProtocolError if the worker is not the receiver, or the model is unknown.
+    """
     turn, weights = message.turn, message.weights
     check_receiver(worker, turn)
     versions = state.models.named(worker, weights.model)

@@ -26,16 +26,17 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardBarrier:
-    """A barrier of ranks that have written or read their shards; keeps its error, which torch would replace."""
+    """A barrier of ranks that have written or read their shards. Keeps its error, which torch would replace."""
 
     def __init__(self) -> None:
         self._expired: WaitExpired | None = None
 
     def enter(self, what: str) -> None:
+        """Wait for all ranks; ``what`` names the event in errors. Raises WaitExpired if a rank is lost."""
         try:
             RankBarrier("shards").arrive(what)
         except WaitExpired as expired:
-            self._expired = expired  # torch then waits for the other ranks, and fails with a less specific error
+            self._expired = expired  # torch waits for the other ranks next, and fails with a less specific error
             raise
 
     @contextmanager
@@ -83,7 +84,14 @@ def save(
 ) -> None:
     """Write the state. Collective; the files of all ranks are written when this returns.
 
-    ``numbers`` are those of an adaptive algorithm, equal on all ranks.
+    Args:
+        directory: exists and is empty; the same on all ranks.
+        shards: trained parameters by name.
+        optimizer: AdamW over them.
+        steps: number of completed steps.
+        numbers: numbers of an adaptive algorithm, equal on all ranks.
+
+    Raises WaitExpired if a rank is lost, and OSError, SafetensorError or CheckpointException if writing fails.
     """
     state = _tensors(shards, optimizer)
     ranks = dist.get_world_size()
@@ -108,9 +116,10 @@ def load(
 ) -> tuple[int, dict[str, float]]:
     """Read the state into the shards and the optimiser. Collective.
 
-    Returns the number of completed steps, and those of ``numbers`` that the checkpoint has, with its values.
+    Returns the number of completed steps, and the numbers of the checkpoint, for the names in ``numbers`` that it has.
 
-    Raises EngineError if the directory has no such state, or that of another model.
+    Raises EngineError if the directory has no such state, or the state of another model, and WaitExpired if a rank is
+    lost.
     """
     try:
         known = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
@@ -155,5 +164,5 @@ def _tensors(shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimize
 
 
 def _rng(rank: int) -> str:
-    """Name of a rank's random state; a rank that was not saved keeps its current one."""
+    """Name of a rank's random state; a rank without a saved state keeps its current state."""
     return f"{CPU_RNG}.{rank}"

@@ -56,8 +56,8 @@ class FsdpTraining(TrainEngineDescriptor):
         return shape.adapter_parameters(trainer.lora) or shape.parameters
 
     def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
-        narrow = DTYPE_BYTES[trainer.fsdp.dtype]  # of a parameter in passes
-        wide = max(narrow, FLOAT_BYTES)  # of a gradient, and of the optimiser's own parameter
+        narrow = DTYPE_BYTES[trainer.fsdp.dtype]  # size of a parameter in passes
+        wide = max(narrow, FLOAT_BYTES)  # size of a gradient, and of a parameter that the optimiser updates
         held = shape.parameters + shape.adapter_parameters(trainer.lora)
         trained = self.trained_parameters(trainer, shape)
         shards = wide * held + 3 * wide * trained  # gradients and both moments
@@ -69,7 +69,7 @@ class FsdpTraining(TrainEngineDescriptor):
             model=shards // trainer.ranks + whole,
             passes=trainer.forward_tokens * tensors * shape.hidden_size * narrow
             + shape.head_bytes(trainer.forward_tokens),
-            first_rank=max(wide * held, published),  # rank 0 alone reads and writes the whole model
+            first_rank=max(wide * held, published),  # only rank 0 reads and writes the whole model
         )
 
     def build(self, setup: TrainerSetup) -> "FsdpTrainer":

@@ -1,4 +1,4 @@
-"""A causal LM in shards over the ranks of a job: made, filled from a checkpoint, gathered, written again."""
+"""A causal LM sharded over the ranks of a job: construction, loading, gathering, export."""
 
 import shutil
 from collections.abc import Iterator
@@ -25,7 +25,11 @@ GENERATION = "generation_config.json"
 def load_sharded(path: Path, device: Device, options: FsdpOptions, lora: LoraOptions, seed: int) -> Any:
     """Load the checkpoint's model sharded over all ranks. Collective; only rank 0 reads the files.
 
-    Meanwhile rank 0 holds the full model in host memory, each other rank at most one full parameter.
+    During the call rank 0 holds the full model in host memory, each other rank at most one full parameter. ``seed`` is
+    that of the initial adapters.
+
+    Raises EngineError if the model cannot be loaded, ConfigError if adapters cannot be added, and WaitExpired if a rank
+    is lost.
     """
     first = dist.get_rank() == 0
     barrier = RankBarrier("model")
@@ -50,7 +54,7 @@ def load_sharded(path: Path, device: Device, options: FsdpOptions, lora: LoraOpt
 
 
 def master_dtype(options: FsdpOptions) -> torch.dtype:
-    """Dtype of the optimiser's parameters."""
+    """Dtype of the parameters that the optimiser updates."""
     return torch.float64 if options.dtype == "float64" else torch.float32
 
 
@@ -109,7 +113,7 @@ def full_tensors(model: Any, *, trained_only: bool = False) -> Iterator[tuple[st
 
 
 def full_state_on_rank0(model: Any) -> dict[str, torch.Tensor]:
-    """Full parameters and buffers in the host memory of rank 0; buffers alone on the others. Collective."""
+    """Full parameters and buffers by name, in host memory, on rank 0; only buffers on the other ranks. Collective."""
     first = dist.get_rank() == 0
     tensors = {name: buffer.to("cpu") for name, buffer in model.named_buffers()}
     for name, tensor in full_tensors(model):
@@ -126,9 +130,18 @@ def export(
     lora: LoraOptions,
     dtype: torch.dtype,
 ) -> None:
-    """Write a model, with adapters merged, in the format of `from_pretrained`. Called on rank 0 alone.
+    """Write a model, with adapters merged, in the format of `from_pretrained`. Called on rank 0 only.
 
-    The generation configuration is copied from ``source``.
+    Args:
+        tensors: full parameters and buffers (`full_state_on_rank0`); the call converts them to ``dtype`` in place.
+        source: directory of the initial model, from which the generation configuration is copied.
+        directory: created by the call.
+        options: options with the maximum file size.
+        lora: options of the adapters in ``tensors``; ``lora.rank`` is 0 if there are none.
+        dtype: dtype of the exported parameters.
+
+    Raises:
+        EngineError: if an adapter cannot be merged.
     """
     full = merge_adapters(tensors, lora) if lora.rank else tensors
     plain = meta_model(source, dtype)

@@ -8,8 +8,8 @@ collective, in which ranks with different numbers of passes deadlock. Two modes 
   gradient, which makes FSDP2 reduce the accumulated gradients. In addition to its shards each rank holds the full
   parameters (4 bytes each, 2 in bfloat16) and their full gradients (4 bytes each).
 * ``gather="pass"``: parameters are gathered layer by layer and gradients reduced in each pass. Before each pass the
-  ranks agree whether any rank has work left; the others make a dummy pass. Only shards are kept. A rank that waits for
-  samples is exempt from the barrier (`RankBarrier`); the pull has its own deadline.
+  ranks agree whether any rank has work left; ranks without work make a dummy pass. Only shards are kept. A rank that
+  waits for samples is exempt from the barrier (`RankBarrier`); the pull has its own deadline.
 """
 
 import statistics
@@ -36,7 +36,22 @@ from flowrt.transport.devices import Device
 class FsdpTrainer:
     """AdamW on the terms of an algorithm, over all ranks of `torch.distributed`, which must be initialised.
 
-    All methods but `accumulate` are collective: every rank calls them, in the same order.
+    The constructor and all methods but `accumulate` are collective: every rank calls them, in the same order.
+
+    Args:
+        source: directory of the initial model.
+        device: device of this rank.
+        options: options of the optimiser and of forward passes.
+        algorithm: the objective.
+        fsdp: options of sharding; None: the defaults.
+        lora: options of adapters; None: all weights are trained.
+        temperature: sampling temperature.
+        seed: seed of the initial adapters.
+
+    Raises:
+        EngineError: if the model cannot be loaded.
+        ConfigError: if adapters cannot be added.
+        WaitExpired: if a rank is lost.
     """
 
     applies_supports = True
@@ -138,7 +153,7 @@ class FsdpTrainer:
         self._start_step()
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """On rank 0, full weights or adapters alone, as configured; empty on the other ranks."""
+        """On rank 0 the full weights or only the adapters, as configured; empty on the other ranks."""
         self._device.use()
         adapters_only = bool(self._lora.rank) and self._lora.publish == "adapters"
         merging = bool(self._lora.rank) and not adapters_only
@@ -166,7 +181,7 @@ class FsdpTrainer:
         self._device.use()
         sharding.scatter(self.model)
         tensors = sharding.full_state_on_rank0(self.model)
-        self._start_step()  # before rank 0 writes, so that the others do not wait for its disk inside a collective
+        self._start_step()  # before rank 0 writes, so that no rank waits for the disk of rank 0 inside a collective
         if dist.get_rank() == 0:
             sharding.export(tensors, self._source, directory, self._fsdp, self._lora, self._final_dtype)
 
@@ -175,13 +190,13 @@ class FsdpTrainer:
         return self._fsdp.gather == "pass"
 
     def _start_step(self) -> None:
-        """Forget the samples and metrics of the last step, and start passes with the present parameters."""
+        """Discard the samples and metrics of the last step, and gather the present parameters."""
         self._deferred.clear()
         self._passes.reset()
         self._gather()
 
     def _gather(self) -> None:
-        """Reset gradients; gather the parameters, in the mode that keeps them gathered."""
+        """Reset gradients; with gather="step", gather the parameters."""
         self._optimizer.zero_grad(set_to_none=True)
         if not self._lock_step:
             self.model.set_requires_gradient_sync(False)
@@ -204,7 +219,7 @@ class FsdpTrainer:
             self._any_rank_has_work(has_work=True)
 
     def _finish_forward_passes(self) -> None:
-        """In lock step, take part in the forward passes of a deferred step that other ranks have left. Collective."""
+        """In lock step, take part in the remaining forward passes of other ranks in a deferred step. Collective."""
         while self._lock_step and self._passes.needs_forward and self._any_rank_has_work(has_work=False):
             with torch.no_grad():
                 self.model(input_ids=self._dummy_tokens(), use_cache=False)

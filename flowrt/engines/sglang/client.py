@@ -1,4 +1,4 @@
-"""An HTTP client of one SGLang server: every request has a deadline, every error the server's message."""
+"""An HTTP client of one SGLang server: every request has a deadline, and errors contain the server's message."""
 
 import json
 import time
@@ -25,15 +25,15 @@ class SglangClient:
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # A connection for each request: the server closes idle ones, which would look like its death.
+        # A connection for each request: the server closes idle connections, which would look like a failure.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._http = aiohttp.ClientSession(connector=connector, trust_env=False, headers=headers)
 
     async def post(self, call: Call, deadline_s: float) -> Any:
-        """Send a request and decode the response.
+        """Send a request and decode the JSON of the response.
 
         Raises:
-            EngineGone: if the server does not respond in time, or fails.
+            EngineGone: if the server does not respond within ``deadline_s`` seconds, or fails (status 500 or above).
             EngineError: if the server refuses the request.
         """
         return await self._request("POST", call.route, call.body, deadline_s)
@@ -43,7 +43,10 @@ class SglangClient:
         return await self._request("GET", route, None, deadline_s)
 
     async def wait_healthy(self, deadline_s: float, alive: Callable[[], bool]) -> None:
-        """Wait until the server is healthy. Raises EngineGone if ``alive`` returns False before, or at the deadline."""
+        """Wait until the server is healthy, at most ``deadline_s`` seconds.
+
+        Raises EngineGone at the deadline, and as soon as ``alive`` returns False.
+        """
         with tracked("an SGLang server to be ready", self.url, deadline_s):
             await self._healthy(deadline_s, alive)
 

@@ -1,4 +1,4 @@
-"""The sglang rollout engine: generation on a server with a Python of its own."""
+"""The sglang rollout engine: generation on a server with its own Python environment."""
 
 import itertools
 import shlex
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flowrt.engines.sglang.engine import SglangRollout
 
 VERSION_COPIES = 3
-"""Copies of a version in the worker: the one in use, the one that arrives, and the one that is being sent."""
+"""Copies of a version in the worker: the version in use, the arriving version, and the copy that is being sent."""
 PARALLELISM_ARGUMENTS = ("--tp", "--tp-size", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size")
 """Server arguments whose product is the number of devices of a server."""
 
@@ -75,7 +75,7 @@ class SglangGeneration(RolloutEngineDescriptor):
             )
 
     def device(self, rollout: RolloutSettings) -> str:
-        """The CPU for a server that is already running: its memory is in use before the run starts."""
+        """The device of the server; cpu for a running server, whose memory is in use before the run starts."""
         return "cpu" if rollout.sglang.url else rollout.sglang.device or "auto"
 
     def devices(self, rollout: RolloutSettings) -> int:

@@ -1,7 +1,7 @@
-"""A rollout engine on an SGLang server, which it starts or which is already running.
+"""A rollout engine on an SGLang server, which the engine starts or which is already running.
 
 - Each sequence is a request, so the server batches as it does for any client, and generates between calls of `run`.
-- Sequences of a server that failed are sent again with the tokens received so far.
+- Sequences of a failed server are sent again with the tokens received so far.
 """
 
 import asyncio
@@ -59,7 +59,8 @@ class _Sequence:
     def response(self, stop: StopConditions, *, with_support: bool) -> Response:
         """The complete response, up to the first token that ends it.
 
-        The server searches stop strings in each part alone, and calls a stop token at the length limit a cut.
+        The end is searched again if the response has several parts or the maximum length: the server searches stop
+        strings within one part only, and reports a stop token at the length limit as an end by length.
         """
         end = stop.end_of(self.tokens) if self.parts > 1 or self.at_limit else None
         tokens = torch.tensor(self.tokens[:end], dtype=torch.int32)
@@ -98,19 +99,19 @@ def _own(sampling: protocol.Sampling, options: SamplingOptions) -> protocol.Samp
 
 
 class SglangRollout:
-    """Up to ``rows`` sequences at a time, in an event loop on a thread of its own.
+    """Up to ``rows`` sequences at a time, in an event loop on a separate thread.
 
     Seeds are sent with every request; a server uses them if it was started with --enable-deterministic-inference.
 
     Args:
-        options: of the server.
+        options: options of the server.
         model: directory of the checkpoint.
-        stop: what ends a sequence before the length limit.
+        stop: stop tokens and stop strings.
         rows: maximum number of running sequences.
-        max_new_tokens: maximum length of a response.
-        temperature: of sampling, above 0.
-        truncation: which tokens can be drawn; responses then have their support.
-        threads: CPU threads of a server that is started.
+        max_new_tokens: maximum length of a response, in tokens.
+        temperature: sampling temperature, above 0.
+        truncation: which tokens can be drawn; None: all. Responses have a support if it is active.
+        threads: number of CPU threads of a server that is started.
         log_path: log file of a server that is started.
 
     Raises:
@@ -152,7 +153,10 @@ class SglangRollout:
         self._thread.start()
 
     def start(self) -> None:
-        """Start the server, or reset the running one to the checkpoint's weights; returns when it can generate."""
+        """Start the server, or reset the running one to the checkpoint's weights; returns when it can generate.
+
+        Raises EngineError if no server becomes ready, or the server does not support truncated sampling.
+        """
         self._run_in_loop(self._supervisor.start())
         if self._sampling.truncation.is_active and not self._supervisor.can.supports:
             raise EngineError(
@@ -213,7 +217,10 @@ class SglangRollout:
         return finished
 
     def prepare(self, snapshot: Snapshot) -> Callable[[], None] | None:
-        """Staging of the snapshot while the server generates (see `SupportsInFlightUpdate`); None once it was tried."""
+        """Work that stages the snapshot while the server generates (see `SupportsInFlightUpdate`).
+
+        None if no sequence runs, or staging this snapshot was attempted before.
+        """
         if not self._running or self._supervisor.has_tried_staging(snapshot):
             return None
         return lambda: self._run_in_loop(self._supervisor.stage(snapshot))
@@ -222,7 +229,7 @@ class SglangRollout:
         self._run_in_loop(self._supervisor.swap(snapshot))
 
     def close(self) -> None:
-        """End requests, connections and a server that was started. Threads that wait in this engine return."""
+        """End requests, connections and a server that was started. Calls that wait on other threads end or raise."""
         if self._closed:
             return
         self._closed = True

@@ -1,8 +1,8 @@
-"""The layout of a snapshot: which bytes are which tensor of the checkpoint, and the checksums of a server for it.
+"""The layout of a snapshot: the bytes of each tensor of the checkpoint, and the checksums of a server for them.
 
-- A server on a CPU reports the first eight bytes of the SHA-256 of each tensor (float32 here).
-- It fuses some tensors of the checkpoint, and pads the vocabulary.
-- On accelerators it uses another checksum, by which only servers can be compared with each other.
+- A server on a CPU reports the first eight bytes of the SHA-256 of each of its tensors, which are float32.
+- The server fuses some tensors of the checkpoint, and pads the vocabulary.
+- On accelerators it uses another checksum, which is not computed here.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from flowrt.errors import EngineError, TransferError
 from flowrt.transport.weights.snapshot import Snapshot
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of published weights; all parameters have the same."""
+"""Dtypes of published weights; all parameters of a version have the same dtype."""
 
 
 class Layout:
@@ -27,7 +27,10 @@ class Layout:
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
 
     def buckets(self, snapshot: Snapshot) -> list[list[tuple[Parameter, torch.Tensor]]]:
-        """The parameters of each bucket, as views of it. Raises TransferError if the snapshot is of another model."""
+        """The parameters of each bucket with their views of it.
+
+        Raises TransferError if the snapshot is of another model.
+        """
         dtype = self._dtype(snapshot)
         remaining = list(self._shapes.items())[::-1]
         buckets = []
@@ -70,12 +73,12 @@ class ExpectedChecksums:
         self._known: dict[str, str] = {}
 
     def prepare(self) -> None:
-        """Compute the checksums of all expected tensors in advance; `check` computes those of any others."""
+        """Compute the checksums of all expected tensors in advance; `check` computes the checksums of other names."""
         for name in self._tensors:
             self._checksum(_fused_name(name))
 
     def check(self, reported: Any) -> int:
-        """Compare with what the server reported. Returns the number of tensors that were compared.
+        """Compare with the checksums that the server reported. Returns the number of tensors that were compared.
 
         Raises EngineError if any differ, if none could be compared, or if the report has another form.
         """
@@ -96,7 +99,7 @@ class ExpectedChecksums:
         return compared
 
     def _checksum(self, name: str) -> str | None:
-        """The checksum of a tensor of the server; None if it is not made of tensors of the snapshot."""
+        """The checksum of a tensor of the server; None if it does not consist of tensors of the snapshot."""
         parts = _parts(name)
         if name not in self._known and all(part in self._tensors for part in parts):
             self._known[name] = _sha256_prefix(name, [self._tensors[part] for part in parts])
@@ -104,7 +107,7 @@ class ExpectedChecksums:
 
 
 def _parts(name: str) -> list[str]:
-    """The tensors of the checkpoint of which a tensor of the server is made."""
+    """The names of the checkpoint's tensors that a tensor of the server consists of."""
     for fused, parts in FUSED.items():
         if f".{fused}." in name:
             return [name.replace(f".{fused}.", f".{part}.") for part in parts]
@@ -112,7 +115,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _fused_name(name: str) -> str:
-    """The tensor of the server that contains this one of the checkpoint."""
+    """The name of the server's tensor that contains this tensor of the checkpoint."""
     for fused, parts in FUSED.items():
         for part in parts:
             if f".{part}." in name:

@@ -2,7 +2,7 @@
 
 - Routes are the same in all supported versions, behaviour is not: from 0.5.19 on a response has the weight version of
   each token, from 0.5.21 on weights in parts need a session, and 0.5.23 refuses unknown sampling settings.
-- Only fields that every supported version knows are used, so each request has one form.
+- Requests contain only fields that every supported version accepts, except for return_sampling_mask (`Capabilities`).
 """
 
 import re
@@ -33,7 +33,7 @@ class Capabilities:
 
 
 def capabilities(version: str) -> Capabilities:
-    """The capabilities of a version. Raises EngineError if it is too old or not a release number."""
+    """The capabilities of a version of the server. Raises EngineError if it is too old or not a release number."""
     found = _NUMBERS.match(version)
     if found is None:
         raise EngineError(f"the SGLang server reports version {version!r}; {release(OLDEST)} or newer is needed")
@@ -48,7 +48,7 @@ def capabilities(version: str) -> Capabilities:
 
 
 def release(numbers: tuple[int, ...]) -> str:
-    """A release as text."""
+    """A release as text, such as 0.5.12."""
     return ".".join(map(str, numbers))
 
 
@@ -70,12 +70,12 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     truncation: Truncation = field(default_factory=Truncation)
     records_supports: bool = True
-    """With a truncation: whether responses have the tokens that could be drawn."""
+    """With an active truncation: whether responses contain the tokens that could be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One tensor of the checkpoint; the dtype is torch's name without prefix."""
+    """One tensor of the checkpoint; the dtype is torch's name without prefix, such as float32."""
 
     name: str
     dtype: str
@@ -87,16 +87,16 @@ def generate(
 ) -> Call:
     """Generate the rest of a response, with log-probabilities at the sampling temperature.
 
-    With a truncation the support of each token is requested, and log-probabilities over it.
+    With an active truncation the support of each token is requested, and log-probabilities over it.
 
     Args:
         tokens: the prompt and the response so far.
         sampling: parameters of all sequences.
-        generated: how many of the last tokens are the response so far.
-        seed: of the sequence.
+        generated: number of tokens of the response so far, at the end of ``tokens``.
+        seed: seed of the sequence.
         greedy: take the most likely token.
-        version: of the weights. Requests share cached prefixes only within a version: after an update the server's
-            cache still has keys and values of the old weights.
+        version: version of the weights. Requests share cached prefixes only within a version: after an update the
+            server's cache still has keys and values of the old weights.
     """
     settings: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens - generated,
@@ -123,17 +123,20 @@ def generate(
 
 
 def pause(mode: PauseMode) -> Call:
-    """Stop generating: keep running sequences (in_place), requeue them (retract) or return them incomplete (abort)."""
+    """Pause generation: keep running sequences (in_place), requeue them (retract) or return them incomplete (abort)."""
     return Call("/pause_generation", {"mode": mode})
 
 
 def resume() -> Call:
-    """Continue generating."""
+    """Resume generation after `pause`."""
     return Call("/continue_generation", {})
 
 
 def load_from_disk(directory: str, version: int, *, flush: bool) -> list[Call]:
-    """Load a checkpoint; no version of the server needs a session for it."""
+    """Load a checkpoint from a directory, for which no version of the server needs a session.
+
+    ``flush``, here and below: remove keys and values of the old weights from the server's cache.
+    """
     body = {"model_path": directory, "weight_version": str(version), "flush_cache": flush}
     return [Call("/update_weights_from_disk", body)]
 
@@ -141,7 +144,7 @@ def load_from_disk(directory: str, version: int, *, flush: bool) -> list[Call]:
 def load_from_tensors(
     can: Capabilities, buckets: Sequence[str], ranks: int, version: int, *, flush: bool
 ) -> list[Call]:
-    """Load tensors that are serialized in the requests, one request a bucket, with a copy for each rank."""
+    """Load tensors that are serialized in the requests, one request per bucket, with a copy for each rank."""
     bodies = [{"serialized_named_tensors": [bucket] * ranks} for bucket in buckets]
     return _parts(can, "/update_weights_from_tensor", bodies, version, flush)
 
@@ -164,7 +167,10 @@ def load_from_broadcast(
 
 
 def join_group(group: str, host: str, port: int, ranks: int) -> Call:
-    """Have the server's processes join a group as ranks 1 and up; gloo also supports tensors on a GPU."""
+    """Have the server's processes join a group of ``ranks`` ranks as ranks 1 and up.
+
+    The backend is gloo, which also supports tensors on a GPU.
+    """
     return Call(
         "/init_weights_update_group",
         {
@@ -194,7 +200,10 @@ def end_session() -> Call:
 
 
 def _parts(can: Capabilities, route: str, bodies: Sequence[dict[str, Any]], version: int, flush: bool) -> list[Call]:
-    """Only the last part sets the version and flushes the cache, so that no token is labelled with half a version."""
+    """Calls for the parts of an update, of which only the last sets the version and flushes the cache.
+
+    So no token is labelled with a version that is loaded in part.
+    """
     last = len(bodies) - 1
     calls = []
     for index, body in enumerate(bodies):
@@ -207,14 +216,14 @@ def _parts(can: Capabilities, route: str, bodies: Sequence[dict[str, Any]], vers
 
 @dataclass(frozen=True, slots=True)
 class PartialResponse:
-    """What the server generated for one request."""
+    """The tokens that the server generated for one request, with log-probabilities in nats."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[int, ...]
     """(version, tokens) pairs, flattened."""
     abort_reason: str
-    """Why the sequence is incomplete; empty if it is complete."""
+    """The server's reason for an incomplete sequence; empty if the sequence is complete."""
     at_limit: bool = False
     """Whether the server ended the sequence because of its length."""
     supports: tuple[tuple[int, ...], ...] | None = None
@@ -227,11 +236,11 @@ def parse_generated(answer: Any, can: Capabilities, version: int, *, with_suppor
     Args:
         answer: the decoded JSON.
         can: capabilities of the server.
-        version: of the weights when the request was sent. Where responses have no versions, weights never change
+        version: version of the weights when the request was sent. If responses have no versions, weights never change
             while a sequence runs, so all its tokens have this version.
         with_supports: whether supports were requested.
 
-    Raises EngineError if the response does not have the expected form.
+    Raises EngineError if the response does not have the expected form, or its parts contradict each other.
     """
     try:
         meta = answer["meta_info"]
@@ -240,7 +249,7 @@ def parse_generated(answer: Any, can: Capabilities, version: int, *, with_suppor
         logprobs = tuple(float(entry[0]) for entry in entries)
         supports = None
         if with_supports:
-            # Other log-probabilities of the response are those of the whole distribution.
+            # The field output_token_logprobs has log-probabilities over the whole distribution.
             logprobs = tuple(float(one) for one in meta.get("output_token_sampling_logprobs") or [])
             supports = tuple(tuple(map(int, one)) for one in meta.get("output_token_sampling_mask") or [])
         finish = meta["finish_reason"]

@@ -1,8 +1,9 @@
 """An SGLang server that a rollout worker starts, in a process with a Python of its own.
 
 - The process ends with the worker, even if the worker is killed.
-- Each start has a new API key, because a client of the server can change its weights, and requests may be unpickled.
-- Named shared memory of the server's processes is removed with them, even if they were killed.
+- Each start has a new API key, because a client of the server can change its weights, and the server may unpickle parts
+  of requests.
+- Named shared memory of the server's processes is removed when they end, even if they were killed.
 """
 
 import os
@@ -29,9 +30,9 @@ KEY_BYTES = 32
 KEY_VARIABLE = "SGLANG_API_KEY"
 """Environment variable of the worker: the API key of a server that it did not start."""
 KEY_ARGUMENTS = ("--config", "--api-key", "--admin-api-key", "--tokenizer-worker-num", "--grpc-port")
-"""With one of these arguments a server has a key already, or supports none."""
+"""Server arguments with which no key is passed: the server already has one, or supports none."""
 PORTS = range(20_000, 32_000)
-"""Below the ports of outgoing connections, so that a free port stays free until the server listens."""
+"""Ports below those of outgoing connections, so that a free port stays free until the server listens."""
 PORT_TRIES = 50
 KILL_TIMEOUT_S = 10.0
 LOG_LINES = 3
@@ -40,7 +41,7 @@ CPU_ARGUMENTS = (
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     "--disable-overlap-schedule",
 )
-"""Arguments for which a server needs neither compiled kernels nor a second core."""
+"""Arguments with which a server needs neither compiled kernels nor a second core."""
 WORKER_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*|FLOWRT_.*|PYTHONPATH)"
 )
@@ -104,13 +105,19 @@ class SglangServer:
         return self._process is not None and self._process.poll() is None
 
     def on_ready(self) -> None:
-        """Record the shared memory of its processes, all of which run now, and remove the key file, which was read."""
+        """Record the shared memory of the server's processes, and remove the key file, which the server has read.
+
+        Called when the server is ready, so that all its processes run.
+        """
         if self._process is not None:
             self._shared = mapped_names(self._process.pid)
         self._key_file.remove()
 
     def kill(self) -> None:
-        """Kill the server with all its processes, and remove their shared memory; does nothing without a server."""
+        """Kill the server with all its processes, and remove their shared memory; does nothing without a server.
+
+        Raises subprocess.TimeoutExpired if the process does not end within KILL_TIMEOUT_S seconds.
+        """
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -124,7 +131,7 @@ class SglangServer:
         self._shared = frozenset()
 
     def exit_summary(self) -> str:
-        """Whether the server runs, or its exit code, and the end of its log."""
+        """A sentence with the state or exit code of the server and the last lines of its log."""
         code = None if self._process is None else self._process.poll()
         state = "runs" if code is None else f"ended with exit code {code}"
         try:
@@ -163,9 +170,10 @@ class KeyFile:
         self._path = path.with_suffix(".yaml")  # the only suffix that SGLang reads
 
     def arguments(self, others: Sequence[str]) -> tuple[str, list[str]]:
-        """Write a new key. Returns it, and the arguments that pass it to the server.
+        """Write a new key. Returns the key, and the arguments that pass it to the server.
 
-        If the server's other arguments are about keys, returns the key from the environment and no arguments.
+        If ``others``, the server's other arguments, have one of KEY_ARGUMENTS: returns the key from the environment and
+        no arguments.
 
         Raises EngineError if the file cannot be written.
         """
@@ -205,7 +213,7 @@ def mapped_names(session: int) -> frozenset[tuple[Path, int]]:
 
 
 def remove_unused(names: frozenset[tuple[Path, int]]) -> None:
-    """Remove those that still exist and that no process of this user has mapped."""
+    """Remove the shared memory of these paths and inodes, unless a process of this user has it mapped."""
     left = names & frozenset(_shared_names())
     if not left:
         return

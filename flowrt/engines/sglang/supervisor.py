@@ -43,11 +43,11 @@ class _StagedUpdate:
 class SglangSupervisor:
     """The current server, and its replacements.
 
-    ``incarnation`` counts servers, ``aborts`` how often running sequences were aborted: by these a caller finds out why
-    a request that it had sent before was not completed.
+    ``incarnation`` is the number of servers so far, ``aborts`` how often running sequences were aborted. A caller whose
+    request was not completed compares them with their values at the time of the request.
 
     Args:
-        options: of the server.
+        options: options of the server.
         model: directory of the checkpoint.
         server: the server process; None for a running server that this worker did not start.
     """
@@ -65,7 +65,7 @@ class SglangSupervisor:
         self.can = protocol.Capabilities(update_session=True, token_versions=True, supports=True)
         self._requests = 0
         self._restarts_left = options.max_server_restarts
-        self._snapshot: Snapshot | None = None  # the weights it should have; None: the checkpoint
+        self._snapshot: Snapshot | None = None  # the weights that the server should have; None: the checkpoint's
         self._client: SglangClient | None = None
         self._transfer: WeightTransfer | None = None
         self._staged: _StagedUpdate | None = None
@@ -79,7 +79,10 @@ class SglangSupervisor:
         return "" if self._client is None else self._client.url
 
     async def start(self) -> None:
-        """Get a server that has the weights of the checkpoint. Raises EngineError if none becomes ready."""
+        """Start a server, or reset the running one, with the checkpoint's weights.
+
+        Raises EngineError if it does not become ready, and ConfigError for options that its device does not support.
+        """
         async with locked(self._lock, LOCK, EARLIER_WORK, "this worker"):
             if self._server is None:
                 model = await asyncio.to_thread(load_model, self._model)
@@ -88,7 +91,7 @@ class SglangSupervisor:
             self.serving.set()
 
     async def generate(self, call: protocol.Call) -> Any:
-        """Send a request for a sequence. Raises EngineGone if the server fails."""
+        """Send a request for a sequence. Returns the decoded response. Errors are those of `SglangClient.post`."""
         assert self._client is not None
         self._requests += 1
         try:
@@ -101,7 +104,7 @@ class SglangSupervisor:
         return self._tried is snapshot
 
     async def stage(self, snapshot: Snapshot) -> None:
-        """Prepare `swap` while the server generates. After an error `swap` tries again, and raises it."""
+        """Prepare `swap` while the server generates. An EngineError is only logged: `swap` stages again."""
         async with locked(self._lock, LOCK, EARLIER_WORK, "this worker"):
             self._tried = snapshot
             try:
@@ -110,7 +113,10 @@ class SglangSupervisor:
                 log.debug("%s", error)
 
     async def swap(self, snapshot: Snapshot) -> None:
-        """Load these weights, which running sequences continue with. Raises EngineError if no server can load them."""
+        """Load these weights, with which running sequences continue. A server that fails is replaced.
+
+        Raises EngineError if no restart is left.
+        """
         async with locked(self._lock, LOCK, EARLIER_WORK, "this worker"):
             self.serving.clear()
             self._snapshot = snapshot
@@ -125,8 +131,8 @@ class SglangSupervisor:
         """Replace a lost server, unless an earlier call has done so.
 
         Args:
-            incarnation: of the server that was lost.
-            reason: how it was lost.
+            incarnation: `incarnation` of the lost server.
+            reason: the error by which the loss was detected.
 
         Raises EngineError if no restart is left.
         """
@@ -165,9 +171,9 @@ class SglangSupervisor:
         )
 
     async def _reset(self) -> None:
-        """Start the server, or abort what a running one does, and load the current weights."""
+        """Start the server, or abort the requests of a running one, and load the current weights."""
         self.incarnation += 1
-        self._unstage()  # it was staged for the previous server
+        self._unstage()  # a staged update is for the previous server
         if self._client is not None:
             await self._client.close()
         options, server = self._options, self._server
@@ -221,7 +227,7 @@ class SglangSupervisor:
         log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._client.url)
 
     async def _update(self, snapshot: Snapshot) -> None:
-        """Update the weights, with one deadline for all of it."""
+        """Update the weights, with one deadline for the whole update."""
         what = f"version {snapshot.version} to be loaded"
         try:
             await wait_until(
@@ -262,7 +268,7 @@ class SglangSupervisor:
                 self._unstage()
 
     async def _ensure_staged(self, snapshot: Snapshot) -> _StagedUpdate:
-        """The staged snapshot; stages it if necessary."""
+        """The staged update of this snapshot, which is staged if necessary."""
         if self._staged is None or self._staged.snapshot is not snapshot:
             self._unstage()
             what = f"version {snapshot.version} to be staged"

@@ -1,7 +1,7 @@
 """Tensors in the only form in which SGLang accepts them within a request: a pickle of names and tensors, in base64.
 
-A file of its own, so that a test can check that no other one imports pickle, and that nothing is ever unpickled.
-The other values of ``rollout.sglang.weights`` send no pickles.
+A separate file, so that a test can check that no other file imports pickle, and that nothing is ever unpickled.
+Pickles are sent only if ``rollout.sglang.weights`` is tensor.
 """
 
 import base64
@@ -12,5 +12,5 @@ import torch
 
 
 def serialized(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Serialise named tensors. Each gets storage of its own, because a view would be pickled with its whole bucket."""
+    """Serialise named tensors. Each is copied, because a view would be pickled with its whole bucket."""
     return base64.b64encode(pickle.dumps([(name, tensor.clone()) for name, tensor in tensors])).decode()

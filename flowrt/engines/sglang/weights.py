@@ -1,7 +1,7 @@
 """Weight transfer to an SGLang server: as a checkpoint, within requests, or by broadcast over a group.
 
 - A snapshot is staged while the server generates; loading it, which interrupts generation, is short.
-- A transfer is not retried here. An error may leave the server with part of the weights; the caller decides what to do.
+- A transfer is not retried here. After an error the server may have part of the weights; the caller handles this.
 """
 
 import asyncio
@@ -38,11 +38,14 @@ class Staged(Protocol):
     """A snapshot that is ready to be loaded."""
 
     async def load(self, client: SglangClient, can: protocol.Capabilities, *, flush: bool) -> None:
-        """Load it into the server. Raises EngineError if that fails, possibly with part of the weights loaded."""
+        """Load the snapshot into the server, and flush the server's cache if ``flush``.
+
+        Raises EngineError if loading fails; the server may then have part of the weights.
+        """
         ...
 
     def close(self) -> None:
-        """Free its resources."""
+        """Free the resources of the staged snapshot."""
         ...
 
 
@@ -50,11 +53,11 @@ class WeightTransfer(Protocol):
     """A transfer of weights to one server."""
 
     async def stage(self, client: SglangClient, snapshot: Snapshot) -> Staged:
-        """Prepare the snapshot while the server generates. Raises EngineError if that fails."""
+        """Prepare the snapshot while the server generates. Raises EngineError if the preparation fails."""
         ...
 
     async def close(self, client: SglangClient) -> None:
-        """Remove what this worker left in a server that continues to run without it."""
+        """Remove this worker's state, such as a group, from a server that continues to run."""
         ...
 
 
@@ -62,8 +65,8 @@ def weight_transfer(options: SglangOptions, layout: Layout, ranks: int) -> Weigh
     """The configured transfer.
 
     Args:
-        options: of the server.
-        layout: of the snapshots.
+        options: options of the server.
+        layout: layout of the snapshots.
         ranks: number of server processes that hold weights.
     """
     match options.weights:
@@ -76,7 +79,10 @@ def weight_transfer(options: SglangOptions, layout: Layout, ranks: int) -> Weigh
 
 
 async def run_calls(client: SglangClient, calls: Sequence[protocol.Call], deadline_s: float) -> None:
-    """Make the calls of one update in order; a session that was begun is ended in any case. Raises EngineError."""
+    """Make the calls of one update in order, each within ``deadline_s`` seconds.
+
+    Raises EngineError if a call fails; a session that was begun is then ended.
+    """
     in_session = False
     try:
         for call in calls:
@@ -96,7 +102,7 @@ async def _end(client: SglangClient, deadline_s: float) -> None:
 class DiskWeights:
     """A checkpoint file that the server reads, in anonymous memory, which is freed when this process ends.
 
-    A server on another host or in another container needs ``stage``, a directory that both can access.
+    A server on another host or in another container needs ``stage``, a directory that worker and server can access.
     """
 
     def __init__(self, layout: Layout, stage: str, deadline_s: float) -> None:
@@ -122,7 +128,7 @@ class DiskWeights:
 
 @dataclass(frozen=True, slots=True)
 class _StagedCheckpoint:
-    """A checkpoint in a directory; ``resources`` own it."""
+    """A checkpoint in a directory that exists until ``resources`` are closed."""
 
     directory: str
     version: int
@@ -149,7 +155,7 @@ def _directory(stage: str) -> Iterator[Path]:
 
 @contextmanager
 def _anonymous(file: Path) -> Iterator[None]:
-    """Make ``file`` a client to anonymous memory, which exists until the end of this block."""
+    """Make ``file`` a symbolic link to anonymous memory, which exists until the end of this block."""
     descriptor = os.memfd_create("flowrt-weights", os.MFD_CLOEXEC)
     try:
         file.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -159,7 +165,7 @@ def _anonymous(file: Path) -> Iterator[None]:
 
 
 class TensorWeights:
-    """Tensors within requests: works with any host, slow for large models."""
+    """Tensors within requests: works with a server on any host, slow for large models."""
 
     def __init__(self, layout: Layout, ranks: int, deadline_s: float) -> None:
         self._layout = layout
@@ -211,13 +217,13 @@ class BroadcastWeights:
             self._group = None
 
     async def send(self, client: SglangClient, calls: Sequence[protocol.Call], staged: "_StagedBroadcast") -> None:
-        """Make the calls and broadcast the buckets that they announce."""
+        """Make the calls and broadcast the buckets that they announce. Raises EngineError if either fails."""
         sending = asyncio.create_task(asyncio.to_thread(staged.group.broadcast, staged.snapshot.buckets))
         try:
             await run_calls(client, calls, self._options.update_s)
             await sending
         except EngineError:
-            self._group = None  # its ranks may be at different buckets
+            self._group = None  # the ranks of the group may be at different buckets
             raise
         finally:
             sending.add_done_callback(_ignore_result)
@@ -262,13 +268,13 @@ class _StagedBroadcast:
 
 
 def _ignore_result(done: asyncio.Future[Any]) -> None:
-    """Mark an exception as retrieved: a thread inside gloo may end long after its result was needed."""
+    """Mark an exception as retrieved: a thread inside gloo may end long after the update has failed."""
     if not done.cancelled():
         done.exception()
 
 
 class _Group:
-    """This worker's end of a group. Keys have the prefixes that the server's torch gives them."""
+    """This worker's side of a group. Store keys have the prefixes that torch uses in the server."""
 
     def __init__(self, host: str, ranks: int, deadline_s: float) -> None:
         self.name = f"flowrt-{uuid.uuid4().hex[:12]}"

@@ -16,7 +16,7 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 
 class Failure(Protocol):
-    """The sequences at which an engine fails."""
+    """Decides at which sequences an engine fails."""
 
     def fails(self, number: int, seed: int) -> bool:
         """Whether the engine fails at the end of a sequence, the ``number``-th that was added (from 1)."""
@@ -43,7 +43,7 @@ class FailEvery:
 
 @dataclass(frozen=True, slots=True)
 class FailAtRandom:
-    """Fails at a share of the sequences, chosen by seed, so that they are the same on any worker."""
+    """Fails at a fraction of the sequences, chosen by the sequence's seed, so that they are the same on any worker."""
 
     probability: float
 
@@ -66,13 +66,13 @@ class SimulatedRollout:
     """Up to ``rows`` sequences at a time, which advance between calls of `run` too, as on a server.
 
     Args:
-        cost: of generation.
-        lengths: of responses.
-        clock: of simulated time.
+        cost: durations of generation.
+        lengths: lengths of responses.
+        clock: simulated time.
         rows: maximum number of running sequences.
         in_flight: allow `swap` while sequences run; they keep their tokens and continue.
-        failure: the sequences at which the engine fails; none by default.
-        version: of the initial weights.
+        failure: the sequences at which the engine fails (`run` raises EngineError); none by default.
+        version: version of the initial weights.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class SimulatedRollout:
 
     @property
     def row_s(self) -> float:
-        """Total simulated seconds that sequences have occupied a row."""
+        """Total simulated seconds that rows have been in use, summed over rows."""
         return self._decoder.row_s
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         if len(prompts) > self.room:
             raise EngineError(f"{len(prompts)} prompts for {self.room} free rows; add at most `room` prompts")
         self._catch_up()
-        # The members of a group share a prompt, which is prefilled once.
+        # Samples of a group share a prompt, which is prefilled once.
         distinct = {prompt.tokens.numpy().tobytes(): len(prompt.tokens) for prompt in prompts}
         for prompt in prompts:
             length = self._lengths.draw(prompt.tokens.numpy().tobytes(), prompt.seed)
@@ -161,7 +161,7 @@ class SimulatedRollout:
 
 
 class SimulatedTrainer:
-    """Takes the time of training; each element of its weights (``parameter_bytes`` in all) is its number of steps."""
+    """Takes the time of training. All its weights, float32 of ``parameter_bytes`` bytes, equal the number of steps."""
 
     def __init__(self, cost: TrainCost, clock: SimClock, parameter_bytes: int = 4096) -> None:
         self._cost = cost

@@ -23,7 +23,7 @@ class SimClock(Protocol):
 
 
 class RealTimeSimClock:
-    """A simulated second takes ``real_s`` real ones; the processes of a host with equal ``real_s`` share one time."""
+    """A simulated second takes ``real_s`` real seconds; processes of a host with the same ``real_s`` share one time."""
 
     def __init__(self, real_s: float, clock: Clock | None = None) -> None:
         self._real_s = real_s
@@ -39,7 +39,7 @@ class RealTimeSimClock:
 
 
 class ManualSimClock:
-    """A clock that each wait advances to its end, so that hours pass at once, reproducibly."""
+    """A clock that each wait advances to the end of the wait, without real time: reproducible."""
 
     def __init__(self, clock: DrivenClock | None = None) -> None:
         self.clock = clock or DrivenClock()
@@ -55,8 +55,8 @@ class ManualSimClock:
 class SimDevice:
     """A device that does one piece of work after another.
 
-    A wait in real time ends a little late. So that this does not accumulate, work that follows at once begins when the
-    previous wait should have ended. Time that the caller spends between two pieces of work counts.
+    A wait in real time ends a little late. So that this delay does not accumulate, the next piece of work is shortened
+    by it. Time that the caller spends between two pieces of work is not deducted.
     """
 
     def __init__(self, clock: SimClock) -> None:
@@ -66,7 +66,7 @@ class SimDevice:
         """Simulated seconds of all work so far."""
 
     def work(self, seconds: float) -> None:
-        """Be busy for this many simulated seconds."""
+        """Work for this number of simulated seconds; returns at the end."""
         end_s = self._clock.now() - self._late_s + seconds
         self._clock.wait_until(end_s)
         self.worked_s += seconds

@@ -2,7 +2,7 @@
 
 - A distribution maps a quantile in (0, 1) to a length in tokens. Draws for samples of one prompt are correlated: part
   of the quantile comes from the prompt, so a prompt with long responses in one epoch tends to have them in the next.
-- Continuous batching is a sequence of events: when each of the sequences that run together ends.
+- Continuous batching is simulated from event to event: an event is the end of one of the sequences that run together.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from flowrt.errors import ConfigError
 class GenerationCost:
     """Generation on one worker.
 
-    A decoding step of b sequences takes max(base_s, b per_row_s): the time to read the weights, or that of computing
-    all rows if it is longer.
+    A decoding step of b sequences takes max(base_s, b per_row_s) seconds: the time to read the weights, or the time to
+    compute all rows if it is longer.
 
     Attributes:
-        base_s: a step that is bound by reading the weights.
-        per_row_s: per sequence, for a step that is bound by computation.
-        prefill_token_s: per token of a new prompt; decoding pauses meanwhile.
-        load_s: to load new weights; decoding pauses meanwhile.
+        base_s: seconds of a step that is bound by reading the weights.
+        per_row_s: seconds per sequence of a step that is bound by computation.
+        prefill_token_s: seconds per token of a new prompt, during which decoding pauses.
+        load_s: seconds to load new weights, during which decoding pauses.
     """
 
     base_s: float
@@ -38,17 +38,20 @@ class GenerationCost:
     load_s: float = 0.0
 
     def step_s(self, rows: int) -> float:
-        """Duration of a step of ``rows`` sequences; 0 for none."""
+        """Duration (s) of a step of ``rows`` sequences; 0 for none."""
         return max(self.base_s, rows * self.per_row_s) if rows else 0.0
 
     def together_s(self, lengths: list[int]) -> float:
-        """Duration of a batch of sequences of these lengths that start together."""
+        """Duration (s) of a batch of sequences of these lengths (tokens) that start together."""
         return completion_s(lengths, self.step_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreCost:
-    """Forward passes over samples, or a reward function, in passes of at most ``pass_samples`` samples."""
+    """Duration of forward passes or of a reward function: seconds per token, per sample and per pass.
+
+    A pass has at most ``pass_samples`` samples.
+    """
 
     token_s: float = 0.0
     sample_s: float = 0.0
@@ -56,25 +59,25 @@ class ScoreCost:
     pass_samples: int = 16
 
     def score(self, tokens: int, samples: int) -> float:
-        """Duration of one call."""
+        """Duration (s) of one call."""
         passes = math.ceil(samples / self.pass_samples)
         return passes * self.pass_s + tokens * self.token_s + samples * self.sample_s
 
 
 @dataclass(frozen=True, slots=True)
 class TrainCost:
-    """Training: a cost per token, and a constant cost of each pass of at most ``pass_tokens`` tokens."""
+    """Duration of training: seconds per token, and per pass of at most ``pass_tokens`` tokens."""
 
     token_s: float
     pass_s: float = 0.0
     pass_tokens: int = 16384
     optimizer_s: float = 0.0
-    """Duration of the optimiser step."""
+    """Duration (s) of the optimiser step."""
     snapshot_s: float = 0.0
-    """Duration of copying the weights to host memory before they are published."""
+    """Duration (s) of copying the weights to host memory before they are published."""
 
     def accumulate(self, tokens: int) -> float:
-        """Duration of the forward and backward passes over a micro-batch."""
+        """Duration (s) of the forward and backward passes over a micro-batch of ``tokens`` tokens."""
         return tokens * self.token_s + math.ceil(tokens / self.pass_tokens) * self.pass_s
 
 
@@ -85,7 +88,7 @@ class Distribution(Protocol):
     """A distribution of lengths of at least one token."""
 
     def quantile(self, share: float) -> int:
-        """The length that this share of responses does not exceed."""
+        """The length in tokens that a fraction ``share``, in (0, 1), of the responses does not exceed."""
         ...
 
 
@@ -132,7 +135,7 @@ class Trace:
 
     @classmethod
     def from_file(cls, path: Path) -> "Trace":
-        """Read one length per line. Raises ConfigError if a line is not a positive integer, or there is none."""
+        """Read one length per line. Raises ConfigError if the file cannot be read, is empty, or has no such lengths."""
         try:
             lengths = tuple(sorted(int(line) for line in path.read_text().split()))
         except (OSError, ValueError) as error:
@@ -147,7 +150,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Draws from a distribution; ``correlation`` is that of the normal scores of two samples of one prompt."""
+    """Draws from a distribution; ``correlation``, from 0 to 1, is between the normal scores of samples of one prompt.
+
+    Raises ConfigError if the correlation is not from 0 to 1.
+    """
 
     distribution: Distribution
     correlation: float = 0.0
@@ -158,7 +164,7 @@ class Lengths:
             raise ConfigError(f"correlation of lengths is {self.correlation}; use a value from 0 to 1")
 
     def draw(self, prompt: bytes, sample: int) -> int:
-        """The length of a sample; ``prompt`` identifies the prompt, ``sample`` is the sample's seed."""
+        """The length of a sample in tokens; ``prompt`` identifies the prompt, ``sample`` is the sample's seed."""
         of_prompt, own = _normal(self.seed, b"prompt", prompt), _normal(self.seed, b"sample", struct.pack("<q", sample))
         score = math.sqrt(self.correlation) * of_prompt + math.sqrt(1.0 - self.correlation) * own
         return self.distribution.quantile(min(max(NORMAL.cdf(score), 1e-9), 1.0 - 1e-9))
@@ -182,7 +188,7 @@ class Finish(NamedTuple):
 
 
 class SimulatedDecoder:
-    """Sequences that all advance by one token in ``cost.step_s(running)`` seconds.
+    """Running sequences, each of which advances by one token in ``cost.step_s(running)`` seconds.
 
     The number of sequences is constant between two events, so time advances from event to event, not step by step.
     """
@@ -191,11 +197,11 @@ class SimulatedDecoder:
         self._cost = cost
         self._now_s = now_s
         self._stalled_until_s = now_s
-        self._progress = 0.0  # tokens of a sequence that has run from the start
+        self._progress = 0.0  # tokens of a sequence that has run since construction
         self._ends: list[tuple[float, int]] = []  # heap: the progress at which a running sequence ends, and its key
         self._started_at: dict[int, float] = {}
         self.row_s = 0.0
-        """Total simulated seconds that sequences have occupied a row."""
+        """Total simulated seconds that rows have been in use, summed over rows."""
 
     @property
     def running(self) -> int:
@@ -208,7 +214,7 @@ class SimulatedDecoder:
         heapq.heappush(self._ends, (self._progress + length, key))
 
     def stall(self, seconds: float) -> None:
-        """Pause decoding from now on, for a prefill or to load weights."""
+        """Pause decoding for ``seconds``, after the pauses that have not ended yet."""
         self._stalled_until_s = max(self._stalled_until_s, self._now_s) + seconds
 
     def next_finish(self) -> float:
@@ -219,7 +225,7 @@ class SimulatedDecoder:
         return max(self._now_s, self._stalled_until_s) + left * self._cost.step_s(self.running)
 
     def advance(self, now_s: float) -> list[Finish]:
-        """Advance the time to ``now_s``. Returns the sequences that end until then, in order."""
+        """Advance the time to ``now_s``. Returns the sequences that end until then, in order of their end."""
         finished = []
         while (at_s := self.next_finish()) <= now_s:
             end = self._ends[0][0]

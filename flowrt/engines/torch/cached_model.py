@@ -1,14 +1,14 @@
 """Models with a key-value cache, for continuous batching, and the update of their weights while sequences run.
 
 - Running sequences occupy the first rows of the cache without gaps, so a decode step works on views, never on copies.
-  Each row has its own length; a mask limits attention to the row's own positions. Any transformers decoder will do.
+  Each row has its own length; a mask limits attention to the row's own positions. Any transformers decoder works.
 - The cache uses huge pages (2 MiB) where available. Each token reads all keys and values of its row, a few kilobytes at
-  addresses too far apart for the TLB with small pages. Linux provides huge pages to aligned memory that asks for them
-  (madvise); neither malloc nor torch does.
+  addresses too far apart for the TLB with small pages. Linux provides huge pages to aligned memory for which they are
+  requested (madvise); neither malloc nor torch requests them.
 - After an in-flight update the cache of all running sequences has to be recomputed, which takes as long as many decode
   steps. So a second copy of the model gets the new weights and processes the tokens generated so far, on another
-  thread. Once it is only a few tokens behind, the engine switches to it between two tokens; its first decode step also
-  computes the missing ones.
+  thread. When the copy is only a few tokens behind, the engine switches to it between two tokens; the first decode step
+  of the copy also computes the missing tokens.
 
 Shapes: R rows, L padded length of a prefill, T tokens per row of an extension, U positions whose logits are used,
 V vocabulary.
@@ -40,7 +40,7 @@ def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     try:
         memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(ADVICE)
-    except OSError:  # no huge pages, or out of memory, for which torch has the better error
+    except OSError:  # no huge pages, or out of memory, for which torch raises a clearer error
         return like.new_zeros(tuple(shape))
     buffer = torch.frombuffer(memory, dtype=torch.uint8)  # zero-filled; keeps the mapping alive
     start = -buffer.data_ptr() % PAGE_BYTES
@@ -48,7 +48,7 @@ def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 GROWTH = 64
-"""Positions by which the capacity grows."""
+"""The capacity (positions per row) is a multiple of this number."""
 
 
 class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -137,12 +137,12 @@ class RowCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
 
     def begin_prefill(self, longest: int) -> None:
-        """The next update is a prefill of at most ``longest`` tokens a row; `store_prefill` completes it."""
+        """Announce a prefill of at most ``longest`` tokens per row as the next update; `store_prefill` completes it."""
         self.reserve(longest)
         self.positions_R = None
 
     def begin_decode(self, positions_R: torch.Tensor, longest: int) -> None:
-        """The next update writes one token a row at positions [R], or T tokens at positions [R, T].
+        """Announce that the next update writes one token per row at positions [R], or T tokens at positions [R, T].
 
         ``longest`` is the largest position plus 1.
         """
@@ -161,7 +161,7 @@ class RowCache(Cache):  # type: ignore[misc]
         return self._places[heads]
 
     def slabs(self, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Keys and values of the first rows: lists over layers, [rows, heads, capacity, head_dim] each."""
+        """Keys and values of the first ``rows`` rows: lists over layers, [rows, heads, capacity, head_dim] each."""
         return [layer.keys[:rows] for layer in self.layers], [layer.values[:rows] for layer in self.layers]
 
     def store_prefill(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
@@ -170,11 +170,12 @@ class RowCache(Cache):  # type: ignore[misc]
             layer.store_prefill(rows, sources)
 
     def move(self, source: int, target: int) -> None:
+        """Copy row ``source`` to row ``target``."""
         for layer in self.layers:
             layer.move(source, target)
 
     def pick(self, sources: list[int]) -> None:
-        """Copy row ``sources[i]`` to row i, for all i at once."""
+        """Copy row ``sources[i]`` to row i, simultaneously for all i."""
         if sources != list(range(len(sources))):
             for layer in self.layers:
                 layer.pick(torch.tensor(sources, device=self.device))
@@ -188,9 +189,9 @@ class RowCache(Cache):  # type: ignore[misc]
 
 
 FEW_TOKENS = 2
-"""Lag at which the engine switches: one decode step can compute this many more tokens at little extra cost."""
+"""Lag at which the engine switches: one decode step can compute this number of tokens more at little extra cost."""
 MAX_ROUNDS = 4
-"""Maximum catch-up rounds: generation may be as fast as catching up."""
+"""Maximum number of catch-up rounds, since generation may be as fast as catching up."""
 Step = Callable[["CachedModel", torch.Tensor], torch.Tensor]
 """Decode step: logits [R, V] of a model after tokens [R] of its cache's first rows, at the cache's positions."""
 
@@ -244,14 +245,14 @@ class CachedModel:
         return masks if "full_attention" in self._kinds else masks["sliding_attention"]
 
     def fill(self, sequences: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
-        """Prefill these sequences, which are on the CPU, into these rows."""
+        """Prefill these sequences of token ids, which are on the CPU, into these rows."""
         count = len(sequences)
         tokens_RL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
         self.prefill(tokens_RL, self._first_U)
         self.cache.store_prefill(torch.tensor(rows, device=self.device), torch.arange(count, device=self.device))
 
     def prefill(self, tokens_PL: torch.Tensor, kept_U: torch.Tensor) -> torch.Tensor:
-        """Logits [P, U, V] at positions ``kept_U`` of right-padded prompts; `RowCache.store_prefill` completes it."""
+        """Logits [P, U, V] at positions ``kept_U`` of P right-padded prompts; then call `RowCache.store_prefill`."""
         count, longest = tokens_PL.shape
         self.cache.begin_prefill(longest)
         square = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril()
@@ -291,10 +292,13 @@ class CachedModel:
 
 
 class ShadowModel:
-    """The copy of the model that catches up with new weights. Used by one thread at a time."""
+    """A copy of the model, whose KV cache is computed with new weights during generation.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, first: CachedModel, published: torch.dtype | None = None) -> None:
-        """``published``: dtype of versions, if it is not that of the model."""
+        """``published``: dtype of the versions, if it differs from the model's."""
         self._original = first
         self._published = published
         self.cached: CachedModel | None = None
@@ -303,7 +307,7 @@ class ShadowModel:
         self._computed: dict[int, int] = {}  # by key, in the order of rows: tokens of the sequence in the cache
 
     def begin(self, version: int) -> None:
-        """Start catching up with these weights, unless already started."""
+        """Start catching up with the weights of this version, unless already started."""
         if version != self.version:
             self.version = version
             self._rounds = 0
@@ -314,7 +318,7 @@ class ShadowModel:
         return max((len(tokens) - self._computed.get(key, 0) for key, tokens in sequences.items()), default=0)
 
     def is_ready(self, version: int) -> bool:
-        """Whether it has these weights and a KV cache computed with them."""
+        """Whether the copy has the weights of this version and a KV cache computed with them."""
         return version == self.version and self._rounds > 0
 
     def has_caught_up(self, sequences: Mapping[int, torch.Tensor]) -> bool:
@@ -337,7 +341,7 @@ class ShadowModel:
         self._computed = {key: len(tokens) for key, tokens in sequences.items()}
 
     def _arrange(self, cached: CachedModel, sequences: Mapping[int, torch.Tensor]) -> int:
-        """Reorder rows, prefill new sequences. Returns the largest number of missing tokens of the other ones."""
+        """Reorder rows, prefill new sequences. Returns the largest number of missing tokens of the other sequences."""
         old_rows = {key: row for row, key in enumerate(self._computed)}
         new = [row for row, key in enumerate(sequences) if key not in old_rows]
         tokens_of = list(sequences.values())
@@ -351,7 +355,10 @@ class ShadowModel:
 
     @torch.inference_mode()
     def swap_in(self, replaced: CachedModel, sequences: Mapping[int, torch.Tensor]) -> tuple[CachedModel, int]:
-        """Exchange models: returns this copy and its missing tokens per row; ``replaced`` serves the next update."""
+        """Exchange models: returns the copy and the largest number of missing tokens of its rows.
+
+        ``replaced``, the model used so far, becomes the copy for the next update.
+        """
         assert self.cached is not None
         missing = self._arrange(self.cached, sequences)
         current = self.cached

@@ -1,8 +1,8 @@
 """A decode step as one compiled function, for transformers decoders with pluggable attention functions.
 
 In eager PyTorch a small model's decode step spends most of its time outside of matrix products: in a thousand small
-operations, and in an attention kernel built for many queries. Compiled, the operations between two products are fused
-into one loop, and attention reads each key and value once for all query heads that share it.
+operations, and in an attention kernel built for many queries. The compiled step fuses the operations between two
+products into one loop, and its attention reads each key and value once for all query heads that share it.
 
 `compile_decode_step` compiles the step for a model and compares it with the eager one.
 
@@ -40,7 +40,7 @@ class DecodeRows:
 
 
 def replace_attention(model: Any) -> None:
-    """Make a model accept `DecodeRows`. Raises EngineError if its attention cannot be replaced."""
+    """Make the model's attention accept `DecodeRows`. Raises EngineError if it cannot be replaced."""
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:
         return
@@ -71,7 +71,7 @@ def decode_step(model: Any, tokens_R: torch.Tensor, rows: DecodeRows) -> torch.T
 
 
 _OPTIONS: dict[str, Any] = {
-    # Keep the written order: a write moved before reads of what it overwrites would go to a copy.
+    # Keep the order of the source: a write that is moved before reads of its target would go to a copy.
     "reorder_for_locality": False,
     # Call kernels from C++: Python takes a tenth of a small model's step.
     "cpp_wrapper": True,
@@ -84,7 +84,7 @@ def step_compiled(cached: CachedModel, tokens_R: torch.Tensor) -> torch.Tensor:
     """Logits [R, V] after these tokens of the cache's first rows, at the positions given to `begin_decode`."""
     model, cache = cached.model, cached.cache
     assert cache.positions_R is not None
-    positions_R = cache.positions_R.clone()  # an inference tensor like the others; otherwise the step is recompiled
+    positions_R = cache.positions_R.clone()  # an inference tensor like the other inputs, to avoid a recompilation
     count = len(tokens_R)
     if count == 1 and cache.rows > 1:  # a single row would be recompiled: add a free one
         tokens_R, positions_R = tokens_R.repeat(2), positions_R * torch.tensor([1, 0])
@@ -147,7 +147,7 @@ UNSUPPORTED_ERRORS = (
     AssertionError,
     FailOnRecompileLimitHit,
 )
-"""Errors of a model, or of torch.compile, when the step is unsupported. The last is not a RuntimeError."""
+"""Errors of a model, or of torch.compile, if the step is unsupported. The last is not a RuntimeError."""
 
 
 @torch.inference_mode()
@@ -187,12 +187,15 @@ def compile_decode_step(model: Any, *, single_row: bool) -> Step:
 
 
 def _step(device: torch.device) -> Step:
-    """The step for a device: compiled, or of graphs that are captured when they are first used."""
+    """The step for a device: compiled, or CUDA graphs that are captured at their first use."""
     return step_compiled if device.type == "cpu" else GraphedStep(cuda_capture(device))
 
 
 def _trial(model: Any, *, single_row: bool) -> tuple[list[torch.Tensor], int]:
-    """Random sequences and a cache capacity, in numbers and lengths that equal no other dimension of the model."""
+    """Random sequences and a cache capacity; the numbers of sequences and of positions equal no dimension of the model.
+
+    With ``single_row`` there is one sequence.
+    """
     sizes = _sizes(model)
     rows = 1 if single_row else next(number for number in count(3) if number not in sizes)
     places = next(number for number in count(GROWTH // 2) if sizes.isdisjoint(range(number - STEPS, number + 1)))
@@ -212,7 +215,7 @@ def _sizes(model: Any) -> set[int]:
 
 
 def _decode_all(model: Any, sequences: list[torch.Tensor], capacity: int, step: Step | None) -> torch.Tensor:
-    """Logits [S, R, V] after each of the last S tokens, decoded one by one after the others were prefilled."""
+    """Logits [S, R, V] after each of the last S tokens, which are decoded one by one after a prefill of the others."""
     cached = CachedModel(model, len(sequences), step)
     cached.cache.reserve(capacity)
     cached.fill([sequence[:-STEPS] for sequence in sequences], range(len(sequences)))

@@ -28,7 +28,10 @@ TOKEN_BYTES = 4
 
 
 class TorchTraining(TrainEngineDescriptor):
-    """Each rank holds parameters, gradients and optimiser state in float32, or float64; bfloat16 needs a copy more."""
+    """Each rank holds the whole model with its gradients and optimiser state, in float32, or float64 for dtype float64.
+
+    With dtype bfloat16 it holds a bfloat16 copy of the parameters in addition.
+    """
 
     applies_supports = True
 
@@ -78,7 +81,7 @@ class TorchTraining(TrainEngineDescriptor):
 
 
 def _wide(dtype: Dtype) -> Dtype:
-    """The dtype of the optimiser's parameters."""
+    """Dtype of the parameters that the optimiser updates."""
     return "float64" if dtype == "float64" else "float32"
 
 

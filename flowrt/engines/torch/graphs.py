@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: a step of a small model is a thousand kernels, which a graph launches at once.
 
 A graph repeats its kernels on the same addresses. So the step works on static inputs, on numbers of rows and of cache
-positions from a few sizes, and on a cache that keeps its place: the capacity at least doubles when it grows, and graphs
-of the old one are dropped. Rows that are not in use decode a token at position 0, which a prefill overwrites.
+positions from a few sizes, and on a cache at a fixed address: the capacity at least doubles when it grows, and graphs
+of the old cache are dropped. Rows that are not in use decode a token at position 0, which a prefill overwrites.
 
 NOT RUN ON A GPU YET: the sizes and inputs are tested with a `Capture` that repeats the step itself.
 
@@ -18,9 +18,10 @@ import torch
 from flowrt.engines.torch.cached_model import GROWTH, CachedModel
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
-"""Captures the kernels of a call. Returns what repeats them, and the tensor that the call returned, rewritten then."""
+"""Captures the kernels of a call. Returns a function that repeats them, and the tensor that the call returned, which
+each repetition overwrites."""
 WARM_UP_CALLS = 2
-"""Before a capture, on a stream of their own: libraries allocate their workspaces, which a capture forbids."""
+"""Calls before a capture, on a separate stream: libraries allocate their workspaces, which a capture forbids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class _Graph:
 
 
 class GraphedStep:
-    """A decode step (`flowrt.engines.torch.cached_model.Step`) of captured graphs, one for each size and cache."""
+    """A decode step (`flowrt.engines.torch.cached_model.Step`) that uses a captured graph for each size and cache."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
@@ -43,7 +44,7 @@ class GraphedStep:
     def __call__(self, cached: CachedModel, tokens_R: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] after these tokens of the cache's first rows, at the positions given to `begin_decode`.
 
-        They are overwritten by the next step of this size.
+        The next step of the same size overwrites the logits.
         """
         cache, count = cached.cache, len(tokens_R)
         positions_R = cache.positions_R
@@ -67,7 +68,10 @@ class GraphedStep:
         return graph.logits_RV[:count]
 
     def _make(self, cached: CachedModel, tokens_R: torch.Tensor, positions_R: torch.Tensor, places: int) -> _Graph:
-        """Capture the step with these inputs, which stay its own. The calls before the capture run on them."""
+        """Capture the step with these inputs, which become the graph's static inputs.
+
+        The warm-up calls use their initial values.
+        """
 
         def step() -> torch.Tensor:
             cached.cache.begin_decode(positions_R, places)
@@ -77,7 +81,7 @@ class GraphedStep:
         return _Graph(tokens_R, positions_R, logits_RV, repeat)
 
     def _drop(self, cache: int) -> None:
-        """Forget the graphs of a cache whose tensors are about to be replaced."""
+        """Drop the graphs of a cache (by its id), whose tensors are about to be replaced."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != cache}
 
 
@@ -90,7 +94,7 @@ def size_at_least(number: int, least: int) -> int:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures CUDA graphs, which share their memory: only one of them runs at a time."""
+    """A function that captures CUDA graphs. The graphs share memory, so only one of them may run at a time."""
     pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:

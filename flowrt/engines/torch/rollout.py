@@ -1,6 +1,6 @@
 """A rollout engine on plain PyTorch: continuous batching over a row cache, seeded per sample.
 
-Tokens are drawn from a distribution, or from a truncated one (top-k, top-p, min-p), with its support.
+Tokens are drawn from the whole distribution, or from a truncated one (top-k, top-p, min-p), whose support is recorded.
 
 Shapes: R running sequences, V vocabulary, P distinct prompts of a prefill, L their padded length, U positions whose
 logits are used, T generated tokens, K candidates a row, most likely first.
@@ -23,9 +23,9 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 
 def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token a row by inverse transform sampling, with a number in [0, 1) for each row.
+    """Draw one token per row by inverse transform sampling, with a number in [0, 1) for each row.
 
-    Returns tokens_R1, int64, and their log-probabilities [R, 1].
+    Returns tokens_R1, int64, and their log-probabilities [R, 1] in nats.
     """
     cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
     draws_R1 = uniform_R1 * cumulative_RV[:, -1:]
@@ -36,10 +36,10 @@ def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Ten
 def draw_truncated(
     logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor, truncation: Truncation
 ) -> tuple[torch.Tensor, torch.Tensor, list[Support]]:
-    """Draw a token a row by inverse transform sampling.
+    """Draw one token per row from a truncated distribution, by inverse transform sampling.
 
     Args:
-        logprobs_RV: of the whole distribution, in nats, at the sampling temperature.
+        logprobs_RV: log-probabilities of the whole distribution, in nats, at the sampling temperature.
         uniform_R1: a number in [0, 1) for each row.
         truncation: limits of the support. The most likely token is always in it.
 
@@ -70,16 +70,16 @@ def draw_truncated(
 class TorchRollout:
     """Decodes up to ``rows`` sequences in a batch; a finished sequence frees its row at once.
 
-    With ``rows=1`` shapes are the same in every run, so a response depends bitwise on prompt, seed and weights alone.
+    With ``rows=1`` shapes are the same in every run, so a response is a bitwise function of prompt, seed and weights.
     Weights may be swapped while sequences run.
 
     Args:
         model: a transformers causal LM, on the device of the engine.
-        stop: what ends a sequence before the length limit.
+        stop: stop tokens and stop strings.
         rows: maximum number of running sequences.
-        max_new_tokens: maximum length of a response.
-        temperature: of sampling, above 0.
-        truncation: which tokens can be drawn; responses then have their support.
+        max_new_tokens: maximum length of a response, in tokens.
+        temperature: sampling temperature, above 0.
+        truncation: which tokens can be drawn; None: all. Responses have a support if it is active.
         recompute: on an in-flight update, recompute the KV cache with the new weights; otherwise keep it.
         compiled: compile the decode step.
         published: dtype of the versions given to `swap`; None: that of the model.
@@ -122,15 +122,15 @@ class TorchRollout:
         self._truncation = truncation if truncation is not None and truncation.is_active else None
         self._supports: list[
             list[Support]
-        ] = []  # of each running sequence, a token at a time; unused without truncation
+        ] = []  # for each running sequence, one support per generated token; unused without truncation
         self.version = 0
         self._recompute = recompute
         self._waiting: list[Prompt] = []
         self._running: list[Prompt] = []
         self._spans: list[
             tuple[int, ...]
-        ] = []  # of each running sequence: (version, tokens) of earlier versions, flattened
-        self._generated: list[int] = []  # tokens of each running sequence: the host never asks the device for them
+        ] = []  # for each running sequence: (version, tokens) of earlier versions, flattened
+        self._generated: list[int] = []  # number of tokens of each running sequence, without a copy from the device
         self._positions_R = torch.zeros(rows, dtype=torch.long, device=device)
         self._counts_R = torch.zeros(rows, dtype=torch.long, device=device)
         self._greedy_R = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -152,7 +152,7 @@ class TorchRollout:
         self._waiting.extend(prompts)
 
     def prepare(self, snapshot: Snapshot) -> Callable[[], None] | None:
-        """Work of the shadow model that shortens an in-flight update, or None (see `SupportsInFlightUpdate`).
+        """Work on the shadow model that shortens an in-flight update, or None (see `SupportsInFlightUpdate`).
 
         Needs memory for a second model and a second KV cache.
         """
@@ -182,10 +182,7 @@ class TorchRollout:
         return (*spans, self.version, rest) if rest else spans
 
     def _sequences(self) -> dict[int, torch.Tensor]:
-        """Running sequences by key, in the order of rows, without the last token: its decode step is next.
-
-        They are on the CPU.
-        """
+        """Running sequences on the CPU by key, in the order of rows, without the last token (the next input)."""
         tokens_RT = self._tokens_RT[: len(self._running)].cpu()
         return {
             prompt.key: torch.cat([prompt.tokens.long(), tokens_RT[row, : self._generated[row] - 1].long()])
@@ -233,7 +230,7 @@ class TorchRollout:
         self._positions_R[rows] = lengths_N
         self._counts_R[rows] = 0
         self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new], device=device)
-        # By the host's generator: the same numbers on every device.
+        # Drawn by the host's generator, so the numbers are the same on every device.
         draws_NT = torch.empty(len(new), self._max_new)
         for draws_T, prompt in zip(draws_NT, new, strict=True):
             generator = torch.Generator().manual_seed(prompt.seed)
@@ -261,7 +258,7 @@ class TorchRollout:
         self._sample(slice(count), logits_RV)
 
     def _sample(self, rows: slice, logits_RV: torch.Tensor) -> None:
-        """Append one token a row: inverse transform sampling with the row's next uniform number; argmax if greedy."""
+        """Append one token per row: drawn with the row's next uniform number, or the most likely token if greedy."""
         logprobs_RV = torch.log_softmax(logits_RV.float() / self._temperature, dim=-1)
         places_R1 = self._counts_R[rows].unsqueeze(1)
         uniform_R1 = self._draws_RT[rows].gather(1, places_R1)
@@ -311,7 +308,7 @@ class TorchRollout:
         count = len(self._running)
         rows = self._cached.cache.row_index_R[:count]
         last_R = self._tokens_RT[rows, self._counts_R[:count] - 1]
-        # The only time in a decode step that the host waits for the device.
+        # The only point in a decode step at which the host waits for the device.
         stopped: list[bool] = torch.isin(last_R, self._stop_ids).tolist()
         if self._stop.strings:
             stopped = [one or other for one, other in zip(stopped, self._has_stop_string(), strict=True)]
@@ -373,7 +370,7 @@ def optimize_layout(model: Any) -> Any:
 
     Shapes [outputs, inputs] and values do not change. It is faster in float32 on a CPU: products of 4 to 128 rows with
     weights from outside the cache took 0.65 to 1 of the time (one of eleven shapes, 896 x 4864 with 16 rows, took 1.2),
-    those of one row the same. Other dtypes are repacked for each product in any layout. Weights shared with an
+    products of one row the same time. Other dtypes are repacked for each product in any layout. Weights shared with an
     embedding keep their layout. Training gains nothing.
     """
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]

@@ -36,10 +36,11 @@ from flowrt.errors import EngineError
 
 
 class MasterParameters:
-    """The parameters of a model, in whose place it gets narrow ones. Tied ones stay tied.
+    """The wide parameters of a model, which the constructor replaces by narrow copies. Tied parameters stay tied.
 
     Args:
-        model: with parameters in the wide dtype. Buffers, such as the frequencies of rotary embeddings, keep theirs.
+        model: a model with parameters in the wide dtype. The dtype of buffers, such as the frequencies of rotary
+            embeddings, does not change.
         narrow: dtype of forward and backward passes.
     """
 
@@ -59,18 +60,18 @@ class MasterParameters:
                 parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """The master of a trainable parameter."""
+        """The wide parameter of a trainable parameter of the model. Raises KeyError for other parameters."""
         return self._of[parameter]
 
     @torch.no_grad()
     def write(self) -> None:
-        """Round the masters into the model."""
+        """Copy the wide parameters, rounded, to the model."""
         for parameter, master in self._of.items():
             parameter.copy_(master)
 
     @torch.no_grad()
     def _accumulate(self, parameter: torch.Tensor) -> None:
-        """Add a parameter's new gradient to that of its master."""
+        """Add a parameter's new gradient to the gradient of its master parameter."""
         assert isinstance(parameter, torch.nn.Parameter)
         assert parameter.grad is not None
         master = self._of[parameter]
@@ -86,9 +87,9 @@ class TorchTrainer:
 
     Args:
         model: a transformers causal LM, on the device of the engine, in the dtype of the optimiser's parameters.
-        options: of the optimiser and of forward passes.
+        options: options of the optimiser and of forward passes.
         algorithm: the objective.
-        temperature: of sampling.
+        temperature: sampling temperature.
         narrow: dtype of forward and backward passes, and of the published weights; None: that of the model.
     """
 
@@ -174,7 +175,7 @@ class TorchTrainer:
         return norm
 
     def _master(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """What the optimiser updates for this parameter of the model."""
+        """The tensor that the optimiser updates for this parameter of the model."""
         return parameter if self._masters is None or not parameter.requires_grad else self._masters.of(parameter)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -235,7 +236,7 @@ class TorchTrainer:
         self._passes.reset()
 
     def _named_state(self) -> dict[str, torch.Tensor]:
-        """Parameters, as the optimiser has them, and buffers by name, each once."""
+        """Parameters (of trained ones, what the optimiser updates) and buffers by name; tied parameters once."""
         parameters = {name: self._master(one) for name, one in self.model.named_parameters()}
         return {**parameters, **dict(self.model.named_buffers())}
 

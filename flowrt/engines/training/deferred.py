@@ -1,8 +1,8 @@
-"""Steps whose backward passes wait for the last sample: several updates a step, statistics of a step, mixed counts.
+"""Steps whose backward passes wait for the last sample: several updates per step, step statistics, mixed counts.
 
 - Samples are kept on the CPU as they arrive. If the algorithm needs log-probabilities under the policy before the first
   update, they are computed then, so that this forward pass overlaps with generation.
-- At the end of the step the ranks exchange what the algorithm's statistics need, and count the tokens, samples and
+- At the end of the step the ranks exchange the inputs of the algorithm's statistics, and count the tokens, samples and
   groups of each mini-batch. Every term is divided by its global count before the backward pass.
 - A mini-batch is a range of the step's groups, in the order of their ids, over all ranks. So neither the order in which
   samples arrive nor the number of ranks changes it.
@@ -27,12 +27,12 @@ COUNTED = ("tokens", "samples", "groups")
 
 @dataclass(frozen=True, slots=True)
 class DeferredPass:
-    """What a deferred backward pass needs besides its samples.
+    """The inputs of a deferred backward pass besides its samples.
 
     Attributes:
-        before: N tensors [T], log-probabilities under the policy before the first update; empty if not needed.
-        statistics: of the whole step, from `Algorithm.measure`.
-        counts: tokens, samples and groups of the mini-batch, over all ranks.
+        before: N tensors [T], log-probabilities in nats under the policy before the first update; empty if not needed.
+        statistics: statistics of the whole step by name, from `Algorithm.measure`.
+        counts: numbers of tokens, samples and groups of the mini-batch, over all ranks.
     """
 
     before: Sequence[Tensor]
@@ -59,7 +59,7 @@ class DeferredStep:
         self._entropies: list[Tensor] = []
 
     def add(self, model: Any, batch: TrainingBatch, before_pass: Callable[[], object] = lambda: None) -> None:
-        """Keep the samples of a micro-batch, and compute what has to be known before the first update.
+        """Keep the samples of a micro-batch, and compute the log-probabilities that are needed before the first update.
 
         Args:
             model: with the weights before the first update.
@@ -79,7 +79,7 @@ class DeferredStep:
         self._entropies.extend(entropies[row] for row in sorted(entropies))
 
     def clear(self) -> None:
-        """Forget all samples."""
+        """Discard all samples."""
         self._batches.clear()
         self._before.clear()
         self._entropies.clear()
@@ -88,8 +88,11 @@ class DeferredStep:
         """Compute advantages and statistics of the step and cut it into mini-batches. Collective.
 
         Returns:
-            All trained samples of this rank, and the updates of each epoch in order, without those that would train on
-            nothing on any rank. The same number on all ranks.
+            All trained samples of this rank, and the updates of all epochs in order, without updates for which no
+            rank has a token. The number of updates is the same on all ranks.
+
+        Raises:
+            ValueError: if the algorithm cannot compare the groups of the step.
         """
         batch = _joined(self._batches)
         plan = self._algorithm.plan
@@ -161,7 +164,7 @@ class DeferredStep:
 
 
 def gather_rows(values_N: Tensor) -> list[Tensor]:
-    """The rows [N] of every rank, in the order of the ranks; N may differ. Collective, over the CPU's backend."""
+    """The values [N] of every rank, in the order of the ranks; N may differ. Collective, over the CPU's backend."""
     if ranks() == 1:
         return [values_N]
     exact = values_N.to(torch.float64)  # exact for float32, booleans, and integers below 2^53
@@ -263,7 +266,7 @@ def _no_groups() -> Groups:
 
 
 def _any_rank(here: bool) -> bool:
-    """Whether it is true on any rank. Collective."""
+    """Whether ``here`` is true on any rank. Collective."""
     flag = torch.tensor([int(here)])
     if ranks() > 1:
         dist.all_reduce(flag)

@@ -36,7 +36,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 NOISE_FACTOR = 4.0
 MAX_NOISE_NATS = 0.5
 """Allowed differences of log-probabilities, in nats: TOLERANCES by dtype, or NOISE_FACTOR times the difference between
-padded samples in one batch and each alone, at most MAX_NOISE_NATS. A model that mixes samples differs by far more."""
+samples padded together and one by one, at most MAX_NOISE_NATS. A model that mixes samples differs by far more."""
 NARROW = frozenset({torch.bfloat16, torch.float16})
 """On a CPU, attention in these dtypes is computed in float32: PyTorch's native backward pass is several times slower.
 Passes without gradients do the same, so that a reference with the trainer's weights finds the trainer's values."""
@@ -64,7 +64,7 @@ def packed_predictions(
 ) -> tuple[torch.Tensor, torch.Tensor | None, PackedBatch]:
     """Log-probability and, on request, entropy [T] (nats) of the prediction of each response token; and the batch.
 
-    With ``supports``, one a response, log-probabilities are renormalised over them; entropies are not. With
+    With ``supports``, one per response, log-probabilities are renormalised over them; entropies are not. With
     ``native_attention``, attention in half precision is not computed in float32.
     """
     packed = pack_samples(prompts, responses).to(next(model.parameters()).device)
@@ -101,7 +101,7 @@ def padded_predictions(
     """As `packed_predictions`, with padded samples. Causal attention needs no mask for right padding."""
     padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
     padded = padded.to(next(model.parameters()).device)
-    # Models call their head at all positions of a rectangle; only those that predict responses are used.
+    # Models call their head at all B x L positions; only positions that predict response tokens are used.
     if supports is None and uses_fused_head(model, padded.tokens_BL.numel()):
         target_T = padded.tokens_BL[padded.response_mask_BL]
         prediction_T = torch.arange(len(target_T), device=target_T.device)
@@ -114,7 +114,7 @@ def padded_predictions(
         logprobs_T = padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature))
     else:
         support = join_supports(supports).to(logits_BLV.device)
-        place_T = padded.response_mask_BL.flatten().nonzero().squeeze(1)  # the prediction is at the place before
+        place_T = padded.response_mask_BL.flatten().nonzero().squeeze(1)  # predicted at the preceding position
         target_T = padded.tokens_BL.flatten()[place_T]
         logprobs_T = support_logprobs(logits_BLV.flatten(0, 1), place_T - 1, target_T, support, temperature)
     if not entropy:
@@ -125,10 +125,10 @@ def padded_predictions(
 
 @torch.no_grad()
 def enable_packing(model: Any) -> bool:
-    """Enable packed samples for this model, if it supports them. Returns whether it does.
+    """Enable packed samples for this model, if the model supports them. Returns whether it does.
 
-    It must use SDPA in every layer and have more positions than a prompt of `PROBE_PROMPTS`, and
-    log-probabilities of a few random samples must equal those of padded ones. Collective for a sharded model.
+    The model must use SDPA in every layer and have more positions than the longest prompt of `PROBE_PROMPTS`, and
+    log-probabilities of a few random samples must equal those of padded samples. Collective for a sharded model.
     """
     if is_packing_enabled(model):
         return True
@@ -159,10 +159,10 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
     noise = float((torch.cat(each) - together).abs().max())
     config._attn_implementation = NAME
     try:
-        # In the model's own precision, as the padded samples that it is compared with.
+        # In the model's own precision, like the padded samples of the comparison.
         packed, _, _ = packed_predictions(model, prompts, responses, 1.0, native_attention=True)
     except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError):
-        return False  # its layers need inputs that packed samples do not provide
+        return False  # the layers need inputs that packed samples do not provide
     finally:
         config._attn_implementation = "sdpa"
     computed_in = model(input_ids=prompt.unsqueeze(0).to(packed.device), use_cache=False).logits.dtype
@@ -170,7 +170,10 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
 
 
 def allowed_nats(dtype: torch.dtype, noise: float) -> float:
-    """Allowed difference (nats) of log-probabilities computed in two ways, given the ``noise`` of plain ways."""
+    """Allowed difference (nats) of an optimised computation of log-probabilities from a plain one.
+
+    ``noise`` is the difference (nats) between two plain computations of them, ``dtype`` the dtype of the logits.
+    """
     return max(TOLERANCES.get(dtype, 0.0), min(NOISE_FACTOR * noise, MAX_NOISE_NATS))
 
 
@@ -274,12 +277,12 @@ def response_predictions(
 
     Args:
         model: a causal LM; after `enable_packing`, each distinct prompt is computed once; after `enable_fused_head`,
-            large logits are never whole.
-        prompts: [L] int each.
-        responses: [T] int each.
+            large logits are never computed all at once.
+        prompts: token ids [L] of each sample, int, on the CPU.
+        responses: token ids [T] of each sample, int, on the CPU.
         temperature: divides the logits.
         entropy: whether entropies are returned.
-        supports: of each response, over which log-probabilities are renormalised; None: over the whole vocabulary.
+        supports: one per response, over which log-probabilities are renormalised; None: over the whole vocabulary.
 
     Returns:
         [T] log-probabilities in nats, sample after sample; [T] entropy in nats of the distribution that each token was
@@ -312,7 +315,10 @@ def score(
     temperature: float,
     budget_tokens: int,
 ) -> list[torch.Tensor]:
-    """Log-probabilities [T] float32 of each response, in passes of ``budget_tokens`` tokens (1: one sample each)."""
+    """Log-probabilities [T] of each response in nats, float32, on the device of the model.
+
+    Computed in passes of at most ``budget_tokens`` tokens (1: one sample per pass).
+    """
     scored: dict[int, torch.Tensor] = {}
     for rows in cut_into_passes(model, prompts, responses, budget_tokens):
         flat_T, _ = response_logprobs(

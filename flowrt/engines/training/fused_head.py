@@ -1,10 +1,10 @@
-"""The fused LM head inside a model: log-probabilities from the last hidden states, where whole logits would be large.
+"""The fused LM head inside a model: log-probabilities from the last hidden states, where all logits would be large.
 
 The model's own forward pass runs, up to and including the call of its LM head, so that hooks, sharding and adapters of
 the model work as in any other pass. The head itself returns log-probabilities and entropies in place of logits.
 
-A model that changes the logits after its head (soft-capping, scaling) is found out by a trial at the start, and keeps
-whole logits.
+A model that changes the logits after its head (soft-capping, scaling) is detected by a trial at the start, and computes
+all logits.
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from flowrt.engines.descriptor import WHOLE_LOGITS
 
 TRIAL_TOKENS = 4
 TRIAL_ERRORS = (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError)
-"""Exceptions of a model that does something with its logits which only logits allow."""
+"""Exceptions of a model whose operations on its logits fail on the output of the fused head."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseTokens:
-    """What a pass asks of the head. T response tokens; indices are int64.
+    """The T response tokens whose predictions the head computes in a pass. Indices are int64.
 
     Attributes:
         rows_U: positions whose next-token prediction is used, among those for which the head is called; None: all.
-        prediction_T: index into them of the prediction of each token.
-        target_T: the tokens.
+        prediction_T: index into the U predictions of each token's prediction.
+        target_T: the token ids.
         temperature: divides the logits.
     """
 
@@ -39,12 +39,12 @@ class ResponseTokens:
 
 
 class FusedHead(torch.nn.Linear):
-    """An LM head that returns [1, T, 2], log-probability and entropy of each token's prediction, while asked to."""
+    """An LM head that returns logits, or, while ``asked`` is set, log-probabilities and entropies [1, T, 2] in nats."""
 
     asked: ResponseTokens | None = None
     given: Tensor | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:  # the name that torch uses is that of any input
+    def forward(self, hidden: Tensor) -> Tensor:  # torch.nn.Linear calls this argument ``input``
         if self.asked is None:
             return super().forward(hidden)
         if self.given is not None:
@@ -71,13 +71,16 @@ def is_head_fused(model: Any) -> bool:
 
 
 def uses_fused_head(model: Any, predictions: int) -> bool:
-    """Whether a pass with this many ``predictions`` goes through the fused head: its logits would be large."""
+    """Whether a pass with this number of ``predictions`` uses the fused head, because its logits would be large."""
     head = _head(model)
     return isinstance(head, FusedHead) and predictions * head.out_features > WHOLE_LOGITS
 
 
 def fused_pass(model: Any, asked: ResponseTokens, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """Run the model on ``inputs``; returns logprobs_T and entropy_T (nats) of the tokens' predictions."""
+    """Run the model on ``inputs``. Returns logprobs_T and entropy_T (nats) of the tokens' predictions.
+
+    Raises RuntimeError if the model does not call its head exactly once.
+    """
     given, _ = _call(model, asked, inputs)
     logprobs_T, entropy_T = given[0].unbind(-1)
     return logprobs_T, entropy_T
@@ -85,10 +88,10 @@ def fused_pass(model: Any, asked: ResponseTokens, **inputs: Any) -> tuple[Tensor
 
 @torch.no_grad()
 def enable_fused_head(model: Any) -> bool:
-    """Enable the fused head for this model, if it supports it. Returns whether it does.
+    """Enable the fused head for this model, if the model supports it. Returns whether it does.
 
-    Its head must be a plain linear layer without hooks, whose output the model returns as it is. Collective for a
-    sharded model.
+    The model's head must be a plain linear layer without hooks, whose output the model returns unchanged. Collective
+    for a sharded model.
     """
     head = _head(model)
     if isinstance(head, FusedHead):
@@ -103,7 +106,7 @@ def enable_fused_head(model: Any) -> bool:
 
 
 def _is_returned(model: Any) -> bool:
-    """Whether the model returns what its head does, from a trial with a few tokens."""
+    """Whether the model returns the output of its head unchanged, from a trial with a few tokens."""
     device = next(model.parameters()).device
     tokens_1L = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=device)
     asked = ResponseTokens(None, torch.arange(TRIAL_TOKENS, device=device), tokens_1L[0], 1.0)
@@ -115,7 +118,7 @@ def _is_returned(model: Any) -> bool:
 
 
 def _call(model: Any, asked: ResponseTokens, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-    """What the head gave, and what the model returned as logits."""
+    """The output of the head, and the logits that the model returned."""
     head = _head(model)
     head.asked = asked
     try:

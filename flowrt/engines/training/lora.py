@@ -35,9 +35,10 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:
 
 
 def merge_adapters(tensors: Mapping[str, torch.Tensor], options: LoraOptions) -> dict[str, torch.Tensor]:
-    """Full weights under their names without adapters, each with its adapter's product added.
+    """Full weights under their names in the model without adapters: W + alpha / rank B A.
 
-    Raises EngineError for adapter parameters that cannot be merged.
+    ``tensors`` are all parameters of a model of `add_adapters`, by name; ``options.rank`` is above 0. Products are
+    computed in float32. Raises EngineError for adapter parameters that cannot be merged.
     """
     scale = options.alpha / options.rank
     merged: dict[str, torch.Tensor] = {}

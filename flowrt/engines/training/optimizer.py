@@ -1,4 +1,4 @@
-"""AdamW with a learning rate schedule and gradient clipping, as both training engines use it."""
+"""AdamW, its learning rate schedule, and the check of gradients, for both training engines."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from flowrt.errors import EngineError
 
 
 def adamw(parameters: Sequence[torch.Tensor], options: TrainOptions, device: str) -> torch.optim.AdamW:
-    """AdamW over these parameters, which are on a device of this kind (cpu, cuda, npu)."""
+    """AdamW over these parameters, which are on a device of kind ``device`` (cpu, cuda, npu)."""
     return torch.optim.AdamW(
         list(parameters),
         lr=options.lr,
@@ -54,7 +54,10 @@ def learning_rate(options: TrainOptions, step: int) -> float:
 
 
 def check_finite(grad_norm: float, steps: int, update: int = 0) -> float:
-    """Return the norm. Raises EngineError if it is not finite, before the step's optimiser update (from 0)."""
+    """Return ``grad_norm``, the norm of the gradient of an update (from 0) of step ``steps`` (from 0).
+
+    Called before the update. Raises EngineError if the norm is not finite.
+    """
     if math.isfinite(grad_norm):
         return grad_norm
     which = f"update {update} of step {steps}" if update else f"step {steps}"

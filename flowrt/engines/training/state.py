@@ -26,7 +26,10 @@ FILE_BYTES = 25 * 10**7
 
 
 def files_of(sizes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
-    """File number (from 1) of each name: in order, at most ``file_bytes`` per file; a larger tensor has its own."""
+    """File number (from 1) of each tensor name, given sizes in bytes.
+
+    Files are filled in order with at most ``file_bytes`` bytes each; a larger tensor has a file of its own.
+    """
     files: dict[str, int] = {}
     file = 1
     filled = 0
@@ -40,7 +43,7 @@ def files_of(sizes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write full tensors into an existing directory, from this process alone."""
+    """Write full tensors into an existing directory; not collective, called in one process."""
     files = files_of({name: tensor.nbytes for name, tensor in tensors.items()}, FILE_BYTES)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: only this process writes
@@ -48,7 +51,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Read what `write_tensors` wrote. Raises EngineError if it is missing or damaged."""
+    """The tensors that `write_tensors` wrote, on the CPU, by name. Raises EngineError if missing or damaged."""
     try:
         found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
         if not found:
@@ -68,12 +71,12 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def number_tensors(numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """Numbers of an adaptive algorithm as tensors of a checkpoint, exactly."""
+    """Numbers of an adaptive algorithm as float64 tensors of a checkpoint, without rounding."""
     return {f"{NUMBER}{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
 
 
 def numbers_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The inverse of `number_tensors`, among other tensors."""
+    """Inverse of `number_tensors`; other tensors are ignored."""
     return {name.removeprefix(NUMBER): float(one) for name, one in tensors.items() if name.startswith(NUMBER)}
 
 
@@ -88,7 +91,7 @@ def gather_rng() -> dict[str, torch.Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Restore this rank's CPU random state; a rank that was not saved keeps its current one."""
+    """Restore this rank's CPU random state; if the checkpoint has none for this rank, nothing changes."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     state = tensors.get(f"{CPU_RNG}.{rank}")
     if state is not None:

@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 class Verdict(Enum):
-    """The verdict of a check, and its colour; only BAD ones make the command fail."""
+    """The verdict of a check, and the colour of its row; the command fails if any verdict is BAD."""
 
     GOOD = "green"
     WARN = "yellow"
@@ -65,7 +65,14 @@ class Wanted:
 
 
 def wanted(config: RunConfig, needs: ResourceEstimate, all_facts: Sequence[Facts], controller: bool) -> Wanted:
-    """What the run needs of nodes like these; device ``auto`` uses the accelerators that they have."""
+    """What the run needs of these nodes; device ``auto`` uses the accelerators that they have.
+
+    Args:
+        config: of the run.
+        needs: memory of each process, and disk space, in bytes.
+        all_facts: the facts of each node.
+        controller: whether each node has to reach a controller.
+    """
     there = any(facts.devices for facts in all_facts)
     named = named_accelerators(config)
     devices = max((len(facts.devices) for facts in all_facts), default=0)
@@ -83,7 +90,7 @@ def wanted(config: RunConfig, needs: ResourceEstimate, all_facts: Sequence[Facts
 
 
 def judge(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
-    """All checks: node by node, then between nodes."""
+    """The findings of all checks: node by node, then between nodes."""
     single_node = len(all_facts) == 1
     findings = [finding for facts in all_facts for finding in _node_checks(facts, want, single_node)]
     if want.reference_device:
@@ -94,6 +101,7 @@ def judge(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
 
 
 def is_well(findings: Iterable[Finding]) -> bool:
+    """Whether no finding is BAD."""
     return all(finding.verdict is not Verdict.BAD for finding in findings)
 
 
@@ -190,7 +198,7 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
 
 
 def _reference(all_facts: Sequence[Facts], want: Wanted) -> Finding:
-    """Some node has accelerators for the reference workers, and room for them there."""
+    """Check that a node has accelerators with enough free memory for the reference workers."""
     free = {facts.node: min(one["free_bytes"] for one in facts.devices) for facts in all_facts if facts.devices}
     if not free:
         where = all_facts[0].node if len(all_facts) == 1 else "all"
@@ -225,7 +233,7 @@ def _memory(facts: Facts, want: Wanted) -> Finding:
 
 
 def _versions(all_facts: Sequence[Facts]) -> list[Finding]:
-    """Packages, Python's minor version and the protocol have to be equal on all nodes."""
+    """Check that packages, Python's minor version and the protocol are equal on all nodes."""
     findings = []
     for name in (*PACKAGES, "Python", "protocol"):
         found = {facts.node: _version(facts, name) for facts in all_facts}
@@ -245,7 +253,7 @@ def _version(facts: Facts, name: str) -> str:
 
 
 def _clocks(all_facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Clock differences: half the difference between the delays of both directions."""
+    """Check the clock difference of each pair of nodes: half the difference between the delays of both directions."""
     for one, other in itertools.combinations(all_facts, 2):
         there, back = other.delay_s.get(one.probe), one.delay_s.get(other.probe)
         if there is None or back is None:
@@ -261,7 +269,7 @@ def _clocks(all_facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _lanes(all_facts: Sequence[Facts], want: Wanted) -> Iterator[Finding]:
-    """Every pair of nodes has a lane in both directions, fast enough for the run, none much slower than the others."""
+    """Check that each pair of nodes has a lane in both directions, fast enough, and not much slower than the median."""
     probed = [facts for facts in all_facts if facts.probe]
     speeds: dict[str, float] = {}
     for one, other in itertools.combinations(probed, 2):

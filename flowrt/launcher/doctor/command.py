@@ -1,9 +1,9 @@
-"""Command line of the doctor: one node, many nodes by files, or many nodes at once.
+"""``flowrt doctor``: checks one node, many nodes by files, or many nodes at once.
 
-- Without flags it checks this node. ``--json`` prints this node's facts as a line; ``--merge`` checks such lines of
-  many nodes.
-- ``--on PREFIX`` starts ``flowrt doctor --json`` on all nodes at once and is the controller of their probes, which
-  also measure the lanes between each pair.
+- Without flags the command checks this node. ``--json`` prints this node's facts as a line; ``--merge`` checks such
+  lines of many nodes.
+- ``--on PREFIX`` starts ``flowrt doctor --json`` on all nodes at once; this process is the controller of their
+  probes, which also measure the lanes between each pair of nodes.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ from flowrt.runtime.host import reachable
 from flowrt.runtime.waits import wait_until
 
 SPARE_S = 30.0
-"""For the prefix to start a command on all nodes."""
+"""Time for the prefix to start a command on all nodes."""
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The arguments of ``flowrt doctor``; text that is empty was not given."""
+    """The arguments of ``flowrt doctor``; an empty string was not given."""
 
     config: str
     device: str
@@ -59,7 +59,7 @@ class DoctorOptions:
 
 
 def doctor(options: DoctorOptions, console: Console) -> int:
-    """Check and print; returns the exit code: 1 if any finding is bad. Raises ConfigError on bad input."""
+    """Check and print; returns the exit code: 1 if any finding is BAD. Raises ConfigError on bad input."""
     config = from_file(Path(options.config)) if options.config else parse([])
     config = dataclasses.replace(config, run_dir=options.run_dir or config.run_dir, model=options.model or config.model)
     config = dataclasses.replace(config, device=options.device or config.device)
@@ -83,7 +83,7 @@ def doctor(options: DoctorOptions, console: Console) -> int:
 
 
 def with_unique_names(all_facts: Sequence[Facts]) -> list[Facts]:
-    """Add the address to a node's name if several nodes have it, as machines made from one image often have."""
+    """Add the address to names that several nodes share, as machines installed from one image often do."""
     count = Counter(facts.node for facts in all_facts)
     return [
         dataclasses.replace(facts, node=f"{facts.node} ({facts.own_address})") if count[facts.node] > 1 else facts
@@ -92,7 +92,7 @@ def with_unique_names(all_facts: Sequence[Facts]) -> list[Facts]:
 
 
 def report(findings: Sequence[Finding], console: Console) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table, then each BAD finding as a line; returns the exit code."""
     table = Table(title="flowrt doctor")
     for heading in ("check", "where", "found", "what to do"):
         table.add_column(heading, overflow="fold")
@@ -107,7 +107,7 @@ def report(findings: Sequence[Finding], console: Console) -> int:
 
 
 def merge_good(findings: Sequence[Finding]) -> list[Finding]:
-    """One line for a check that is good in several places; all other findings as they are."""
+    """The findings with the GOOD ones of each check merged into one, followed by all other findings unchanged."""
     good: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.verdict is Verdict.GOOD:
@@ -132,7 +132,7 @@ def _collect(options: DoctorOptions, config: RunConfig) -> Facts:
 
 
 def _read(path: Path) -> list[Facts]:
-    """The facts in a file, a line for each node; other lines, which a launcher may have written, are skipped."""
+    """The facts in a file, a line for each node; other lines, as of a job launcher, are skipped. Raises ConfigError."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is not a regular file; name one written by flowrt doctor --json")
     try:
@@ -150,7 +150,7 @@ def _parse(text: str, source: str) -> list[Facts]:
 
 
 async def _collect_everywhere(options: DoctorOptions, config: RunConfig, prefix: list[str]) -> list[Facts]:
-    """The facts of all nodes, with this process as the controller of their probes. Raises ConfigError without them."""
+    """The facts of all nodes, from probes of this controller. Raises ConfigError if a node does not answer."""
     keys = controller_keys(Path(options.keys)) if options.keys else None
     core = Core(Settings(), Dataflow((), ()), grpo.policies(config))
     with tempfile.TemporaryDirectory(prefix="flowrt-doctor-") as directory:

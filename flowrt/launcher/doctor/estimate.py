@@ -19,16 +19,16 @@ from flowrt.recipes.devices import reference_device, rollout_device, training_de
 from flowrt.recipes.model_files import read_header, weight_files
 
 PROCESS_BYTES = 700 * 10**6
-"""A process that has imported torch and transformers."""
+"""Memory of a process that has imported torch and transformers."""
 SMALL_PROCESS_BYTES = 200 * 10**6
 TOKEN_BYTES = 12
-"""Of one token of a sample in a tensor store."""
+"""Memory of one token of a sample in a tensor store."""
 HEAD_DIM = 32
-"""Of the embedded model."""
+"""Size of an attention head of the embedded model."""
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of a model's config.json for what it does after its LM head: its logits are always whole."""
+"""Keys of a model's config.json for operations after its LM head; such a model computes all logits at once."""
 SAVING_BYTES = 500 * 10**6
-"""While a rank writes a checkpoint: one file of it, twice (`flowrt.engines.training.state.FILE_BYTES`)."""
+"""Memory to write a checkpoint: two copies of one of its files (`flowrt.engines.training.state.FILE_BYTES`)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ResourceEstimate:
 
 
 def built_shape(config: RunConfig) -> ModelShape:
-    """The shape of the embedded model, as `engines/tiny_model.py` builds it."""
+    """The shape of the embedded model, as built by `flowrt.engines.tiny_model.build_model`."""
     build = config.build
     hidden = build.hidden_size
     heads = build.heads
@@ -103,7 +103,7 @@ def accelerated(config: RunConfig, there: bool) -> tuple[bool, bool]:
 
 
 def has_accelerated_reference(config: RunConfig, there: bool) -> bool:
-    """Whether the run has reference workers that use an accelerator, if the nodes have any (``there``)."""
+    """Whether the run has reference workers that use an accelerator. ``there``: whether the nodes have accelerators."""
     return needs_reference(config.algorithm) and _is_accelerated(reference_device(config), there)
 
 
@@ -112,12 +112,12 @@ def _is_accelerated(device: str, there: bool) -> bool:
 
 
 def model_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Parameters, gradients and optimiser state of each rank: the tables in docs/guides/engines.md."""
+    """Bytes of parameters, gradients and optimiser state of each rank (tables in docs/guides/engines.md)."""
     return TRAIN_ENGINES[config.trainer.engine].memory(config.trainer, shape).model
 
 
 def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
-    """The peak memory of each process of this run, and the disk space that it fills."""
+    """The peak memory of each process of this run, and the disk space of the run."""
     trainer, rollout = config.trainer, with_devices(config).rollout
     training = TRAIN_ENGINES[trainer.engine]
     memory = training.memory(trainer, shape)
@@ -146,7 +146,7 @@ def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
 
 
 def evaluated_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Memory of the versions that the trainer keeps while they are evaluated, see ``eval.overlap``."""
+    """Bytes of the versions that the trainer keeps while they are evaluated, see ``eval.overlap``."""
     if not config.eval.interval:
         return 0
     versions = 2 if config.eval.overlap == "wait" else 1
@@ -154,7 +154,7 @@ def evaluated_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def refresh_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Disk space of the reference's refreshed weights that are kept at a time."""
+    """Bytes of disk space of the refreshed reference weights that are kept at a time."""
     if not config.reference.refresh:
         return 0
     steps = config.max_staleness + config.checkpoint.every * (config.checkpoint.keep + 1)
@@ -162,7 +162,7 @@ def refresh_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def reference_bytes(config: RunConfig, needs: ResourceEstimate, devices: int) -> int:
-    """Accelerator memory that reference workers need on the fullest device, with the trainer rank they share it with.
+    """Bytes that reference workers, and a trainer rank that shares the device, need on the fullest accelerator.
 
     Args:
         config: of the run.
@@ -180,13 +180,13 @@ def reference_bytes(config: RunConfig, needs: ResourceEstimate, devices: int) ->
 
 
 def host_bytes(config: RunConfig, needs: ResourceEstimate, nodes: int, devices: bool = False) -> int:
-    """Host memory that the run needs on the node with most of its processes.
+    """Bytes of host memory that the run needs on the node with most of its processes.
 
     Args:
         config: of the run.
         needs: memory of each process.
-        nodes: how many nodes there are.
-        devices: whether they have accelerators, whose memory then holds models instead.
+        nodes: number of nodes.
+        devices: whether the nodes have accelerators; models then use the memory of those instead.
     """
     trainer = config.trainer
     scoring = needs.reference + (0 if has_accelerated_reference(config, devices) else needs.reference_device)
@@ -203,7 +203,7 @@ def host_bytes(config: RunConfig, needs: ResourceEstimate, nodes: int, devices: 
 
 
 def device_bytes(config: RunConfig, needs: ResourceEstimate, devices: bool) -> int:
-    """Accelerator memory of the largest process that uses one; 0 if none does."""
+    """Bytes of accelerator memory of the largest process that uses one; 0 without. ``devices``: as for `host_bytes`."""
     training, serving = accelerated(config, devices)
     scoring = has_accelerated_reference(config, devices)
     return max(

@@ -28,7 +28,7 @@ ROUND_S = 15.0
 
 
 class Accelerator(TypedDict):
-    """An accelerator."""
+    """An accelerator and its memory."""
 
     name: str
     free_bytes: int
@@ -37,7 +37,20 @@ class Accelerator(TypedDict):
 
 @dataclass(frozen=True)
 class Facts:
-    """One node. An error is empty where there is none; ``delay_s`` to ``lane_errors`` are by the name of the sender."""
+    """One node. A string ``..._error`` is empty if there is no error.
+
+    Attributes:
+        free_memory_bytes: host memory that is available without swapping.
+        free_disk_bytes: free space on the file system of the run directory.
+        open_files: hard limit of the open files of a process.
+        addresses: IPv4 addresses by network interface.
+        lanes: transports that lanes can use.
+        probe: name of this node's probe; empty if it measured nothing between nodes.
+        round_trip_s: median round trip to the controller; None if it was not measured.
+        delay_s: seconds from send to receipt by the two hosts' clocks, by the name of the sending probe.
+        bytes_per_s: bandwidth of the lane to this node, by the name of the sending probe.
+        lane_errors: failures of lane tests, by the name of the other probe.
+    """
 
     node: str
     python: str
@@ -67,7 +80,7 @@ class Facts:
 
 
 def from_json(text: str, source: str) -> Facts:
-    """Parse what `Facts.to_json` made. Raises ConfigError, naming the ``source``, for anything else."""
+    """Parse the output of `Facts.to_json`. Raises ConfigError, naming the ``source``, for any other text."""
     try:
         facts = Facts(**json.loads(text))
         for name, kind in get_type_hints(Facts).items():
@@ -99,7 +112,7 @@ def _is_instance(value: object, kind: Any) -> bool:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Schedule of lane measurements: every pair of nodes once, no node twice in a round (circle method)."""
+    """Rounds of lane measurements, as index pairs: each pair once, no node twice in a round (circle method)."""
     places = list(range(count + count % 2))
     schedule = []
     for _ in range(len(places) - 1):
@@ -111,7 +124,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def lanes_s(count: int) -> float:
-    """Time limit of all lane measurements of ``count`` nodes."""
+    """Time limit of all lane measurements of ``count`` nodes, in seconds."""
     return len(rounds(count)) * ROUND_S
 
 
@@ -122,7 +135,7 @@ def collect(directory: Path, model: str, probe: list[str], limit_s: float) -> Fa
         directory: where the run would be written.
         model: the model's directory; empty for a built one.
         probe: arguments of `flowrt.launcher.doctor.probe`.
-        limit_s: time limit of the probe.
+        limit_s: time limit of the probe, in seconds.
     """
     existing = next((path for path in (directory, *directory.absolute().parents) if path.exists()), Path("/"))
     node = node_name()
@@ -157,7 +170,7 @@ def _version(name: str) -> str:
 
 
 def _free_memory_bytes() -> int:
-    """Memory available without swapping."""
+    """Memory available without swapping; 0 if it is not known."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -174,7 +187,7 @@ def _port_error() -> str:
 
 
 def _probe(arguments: list[str], limit_s: float) -> dict[str, Any]:
-    """The facts of the probe, which is a process of its own: torch may be broken."""
+    """The facts that the probe prints. The probe is a process of its own: the import of torch may crash."""
     words = [sys.executable, "-m", "flowrt.launcher.doctor.probe", *arguments]
     call = partial(subprocess.run, words, capture_output=True, text=True, timeout=limit_s, check=False)
     try:

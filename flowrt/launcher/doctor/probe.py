@@ -1,7 +1,7 @@
-"""Probe of one node: what needs torch, and what is measured between nodes.
+"""Probe of one node: the facts that need torch, and the measurements between nodes.
 
 ``python -m flowrt.launcher.doctor.probe`` prints one line of JSON: devices and transports; with ``--controller`` the
-round trip to it; with ``--peers N`` delay and bandwidth of a lane from each of the other probes.
+round trip to that controller; with ``--peers N`` delay and bandwidth of the lane from each of the other probes.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MAX_BYTES = 2**25
 GROWTH = 8
 LARGEST_TRANSFERS = 3
 SLOW_TRANSFER_S = 1.0
-"""After a transfer that took longer nothing larger is sent: over a slow link it would use up the time of all others."""
+"""A transfer that took longer is the last one: over a slow link, a larger one would not end within the round."""
 ROUND_TRIPS = 20
 MEASUREMENTS = BoundedElsewhere("the deadline of all measurements")
 PROBE = "probe"
@@ -73,7 +73,7 @@ def next_size(transfers: Sequence[tuple[int, float]]) -> int:
 
 
 def bandwidth(transfers: Sequence[tuple[int, float]]) -> float:
-    """Bytes per second of the fastest of the largest transfers; small ones measure latency and buffers."""
+    """Bytes per second of the fastest of the largest transfers (bytes, seconds); small ones measure latency."""
     largest = transfers[-1][0]
     return largest / min(took_s for size, took_s in transfers if size == largest)
 
@@ -87,7 +87,7 @@ class LaneTest:
         self._lanes = lanes
 
     async def send(self) -> None:
-        """Open the lane, send the time when the receiver is ready, then what it orders."""
+        """Send this host's time when the receiver is ready, then data of each size that it orders; 0 ends the test."""
         await self._put("probe", 0, torch.zeros(8, dtype=torch.uint8))
         await self._get("ready", 0, 8)
         await self._put("probe", 1, torch.tensor([time.time()], dtype=torch.float64))
@@ -100,7 +100,12 @@ class LaneTest:
             await self._put("probe", 1 + number, data[:size])
 
     async def receive(self) -> tuple[float, float]:
-        """Order transfers; returns the delay of a message by the two clocks, in seconds, and bytes per second."""
+        """Order transfers of growing size.
+
+        Returns:
+            The delay of a message in seconds, including the difference of the two clocks, and the bandwidth in bytes
+            per second.
+        """
         await self._get("probe", 0, 8)
         arriving = self._get("probe", 1, 8)
         await self._put("ready", 0, torch.zeros(8, dtype=torch.uint8))
@@ -127,7 +132,7 @@ class LaneTest:
         await self._lanes.send(turn, [ColumnRun.of(tensor)])
 
     def _get(self, kind: str, sequence: int, size: int) -> "asyncio.Future[list[torch.Tensor]]":
-        """Start a receive, which has to begin before the other side sends."""
+        """Start to receive; has to be called before the other side sends."""
         turn = LaneTurn(
             sender=self._peer, receiver=self._own, kind=kind, incarnation=0, sequence=sequence, transport="gloo"
         )
@@ -173,7 +178,7 @@ class Prober:
         return await self._all_probes()
 
     async def _test_lanes(self, names: list[str], facts: Facts) -> None:
-        """Test the lanes to one probe after the other; a pair that takes longer than its round is given up."""
+        """Test the lanes to the other probes, one by one; the facts get an error for a pair that exceeds its round."""
         start_s = time.monotonic()
         for number, pairs in enumerate(rounds(len(names)), start=1):
             for pair in pairs:
@@ -191,6 +196,7 @@ class Prober:
                     facts["lane_errors"][peer] = str(error)
 
     async def close(self) -> None:
+        """Leave the controller and close all lanes."""
         for link in (self._observer, self._link):
             if link is not None:
                 link.send(m.Leave(""))
@@ -198,7 +204,7 @@ class Prober:
         await self._lanes.close()
 
     async def _round_trip_s(self) -> float:
-        """Median time between a heartbeat and its answer."""
+        """Median time between a heartbeat and its answer, in seconds."""
         times_s = []
         for _ in range(ROUND_TRIPS):
             start_s = time.monotonic()
@@ -208,7 +214,7 @@ class Prober:
         return statistics.median(times_s)
 
     async def _all_probes(self) -> list[str]:
-        """Join, and wait until all probes have."""
+        """Join as a probe and wait until all probes have joined; returns their names, sorted."""
         self._link = self._connect(self._name, PROBE, self._deliver)
         while True:
             status = await self._receive(m.Status)
@@ -217,7 +223,7 @@ class Prober:
                 return names
 
     async def _test_lane(self, first: str, second: str, facts: Facts) -> None:
-        """Test both directions, from the first to the second to begin with."""
+        """Measure the lane from the first probe to the second, then the reverse one."""
         peer = second if first == self._name else first
         test = LaneTest(self._name, peer, self._lanes)
         if self._name == first:
@@ -227,7 +233,7 @@ class Prober:
             await test.send()
 
     async def _receive(self, kind: type[Received]) -> Received:
-        """The next message of this type. Raises the error of the connection."""
+        """The next message of this type. Raises the connection's error, LocalProtocolError if the node is refused."""
         while True:
             message = await wait_until(self._inbox.get(), MEASUREMENTS, self._awaited, CONTROLLER)
             if isinstance(message, kind):
@@ -262,6 +268,7 @@ class Prober:
 
 
 async def measure(arguments: argparse.Namespace) -> Facts:
+    """The facts that need a controller."""
     prober = Prober(arguments)
     try:
         return await prober.run()

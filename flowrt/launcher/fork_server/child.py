@@ -25,7 +25,7 @@ from flowrt.runtime.waits import BoundedElsewhere, blocking
 
 LAUNCHER = BoundedElsewhere("the end of the launcher, which ends this process")
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a scheduler sends to all processes of a job; workers handle them, and would die with this process."""
+"""Signals that a scheduler sends to all processes of a job. Workers handle them; the fork server ignores them."""
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_FDS = 16
 SHARED = (
@@ -38,11 +38,11 @@ SHARED = (
     "flowrt.roles.main",
     "flowrt.roles.checkpoints",
 )
-"""Imported before the first fork. A worker's own module is not: it is run as ``__main__``."""
+"""Modules imported before the first fork; not a worker's own module, which is run as ``__main__``."""
 
 
 def unsafe_reason() -> str:
-    """Why this process must not fork; empty if it may."""
+    """Why this process must not fork; empty if it may fork."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         return f"it has {threads} threads: a fork would copy the locks that the others hold"
@@ -54,7 +54,7 @@ def unsafe_reason() -> str:
 
 
 def serve(orders: socket.socket) -> NoReturn:
-    """Report whether forking is safe; then fork on order and report exit codes, until the launcher is gone."""
+    """Report whether forking is safe; then fork for each order and report exit codes, until ``orders`` is closed."""
     reason = unsafe_reason()
     orders.send(json.dumps({"unsafe": reason}).encode())
     if reason:
@@ -96,7 +96,7 @@ def serve(orders: socket.socket) -> NoReturn:
 
 
 def _fork() -> tuple[int, int, str]:
-    """The process id (0 in the child), a descriptor of the process, and the error, which must not end the others."""
+    """Fork; returns the process id (0 in the child), a pidfd, and the error, which must not end forked processes."""
     try:
         pid = os.fork()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Launcher's side of the fork server: starts it, orders forks, and learns how forked processes end."""
+"""Launcher's side of the fork server: starts it, orders forks, and receives exit codes of forked processes."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 FORK_SERVER = "the fork server"
 PROGRAM = (sys.executable, "-m", "flowrt.launcher.fork_server.child")
 MODULES = ("flowrt.roles.", "flowrt.ranks.", "flowrt.launcher.build_model", "flowrt.launcher.model_check")
-"""Prefixes of the names of modules that it can run."""
+"""Prefixes of the names of modules that the fork server can run."""
 
 
 class ForkedProcess:
@@ -66,10 +66,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Forks processes for the launcher; started again after it died.
+    """Forks processes for the launcher; a fork server that died is started again at the next fork.
 
-    A fork server that reports that forking is unsafe, or that dies before its first fork is possible, is not started
-    again: `can_fork` is False from then on.
+    If the fork server reports that forking is unsafe, or dies before it is ready, it is not started again: `can_fork`
+    is False from then on.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ForkServer:
         self.process: Process | None = None
 
     async def start(self) -> None:
-        """Start the process. Its imports take seconds, in which the launcher may start others."""
+        """Start the fork server; its imports take seconds, for which `fork` waits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
@@ -114,14 +114,24 @@ class ForkServer:
         self._state = "starting"
 
     def can_fork(self, words: Sequence[str]) -> bool:
-        """Whether it can run this command."""
+        """Whether the fork server can run this command."""
         is_module = list(words[:2]) == [sys.executable, "-m"] and words[2].startswith(self._modules)
         return is_module and self._state != "unusable" and len(" ".join(words)) <= len(PADDING)
 
     async def fork(
         self, words: Sequence[str], environment: Mapping[str, str], output: int, pass_fds: Sequence[int] = ()
     ) -> ForkedProcess | None:
-        """Fork a process; ``pass_fds`` keep their numbers. Returns None if it cannot be forked."""
+        """Fork a process for the command ``words``, which `can_fork`.
+
+        Args:
+            words: the command.
+            environment: the complete environment of the process.
+            output: file descriptor for stdout and stderr.
+            pass_fds: file descriptors that stay open in the process, with the same numbers.
+
+        Returns:
+            The process; None if it cannot be forked.
+        """
         changed = {name: value for name, value in environment.items() if self._environment.get(name) != value}
         order = json.dumps({"words": list(words), "environment": changed, "fds": list(pass_fds)}).encode()
         try:
@@ -158,7 +168,7 @@ class ForkServer:
     def _receive(self, orders: socket.socket) -> None:
         try:
             data = orders.recv(MAX_MESSAGE_BYTES)
-        except OSError:  # it died with an order unread
+        except OSError:  # the fork server died before it read an order
             data = b""
         reply = json.loads(data or b"{}")
         if not reply:
@@ -174,11 +184,11 @@ class ForkServer:
             self._replies.put_nowait(reply)
 
     def _watch(self, process: ForkedProcess) -> None:
-        """Have the kernel report the end of the process, too, without its exit code: the fork server may be stopped."""
+        """Watch the end of the process with a pidfd, because a stopped fork server reports no exit codes."""
         loop = asyncio.get_running_loop()
         try:
             pid_fd = os.pidfd_open(process.pid)
-        except ProcessLookupError:  # it has ended, and the fork server is about to report its exit code
+        except ProcessLookupError:  # the process has ended; the fork server has to report its exit code
             loop.call_later(REPORT_S, self._check_reported, process)
             return
         except OSError as error:
@@ -198,7 +208,7 @@ class ForkServer:
             self._end()
 
     def _end(self) -> None:
-        """Kill the fork server, if it is alive; the processes that it forked die with it."""
+        """Kill the fork server, if it is alive; the processes that it forked are killed with it."""
         self._state = "dead" if self._state == "ready" else "unusable"
         if self._orders is not None:
             asyncio.get_running_loop().remove_reader(self._orders)

@@ -28,12 +28,12 @@ def show(run_dir: Path, prompt: str, epoch: int | None, console: Console) -> Non
     """Print the states of all prompts, or the history of one.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         prompt: the number of a prompt, or NAME:ROW with several data sets; empty: all.
-        epoch: of the history; None: all.
+        epoch: epoch of the history; None: all.
         console: receives the table.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if the ledger cannot be read or lacks steps of a checkpoint, and for a prompt without history.
     """
     with LedgerReader(run_dir / LEDGER) as ledger:
         if missing := missing_steps(ledger.last_step(), max(checkpoint_steps(run_dir), default=0)):
@@ -48,7 +48,7 @@ def show(run_dir: Path, prompt: str, epoch: int | None, console: Console) -> Non
 
 
 def set_names_of(run_dir: Path) -> tuple[str, ...]:
-    """The names of the run's data sets; none if its configuration cannot be read."""
+    """The names of the run's data sets; empty if its configuration cannot be read."""
     try:
         return set_names(from_file(run_dir / CONFIG).data)
     except ConfigError:
@@ -56,7 +56,7 @@ def set_names_of(run_dir: Path) -> tuple[str, ...]:
 
 
 def number_of(prompt: str, names: tuple[str, ...]) -> int:
-    """The number of a prompt that is given as such, or as NAME:ROW. Raises ConfigError if it is neither."""
+    """The number of a prompt given as a number or as NAME:ROW, with NAME in ``names``. Raises ConfigError."""
     name, colon, row = prompt.rpartition(":")
     if not (row.isascii() and row.isdecimal() and int(row) <= LARGEST_PROMPT):
         raise ConfigError(f"--prompt {prompt!r:.80} is not a whole number" + (", or NAME:ROW" if names else ""))
@@ -69,7 +69,7 @@ def number_of(prompt: str, names: tuple[str, ...]) -> int:
 
 
 def states_table(ledger: LedgerReader, run_dir: Path, names: tuple[str, ...]) -> Table:
-    """The number of prompts in each state, with several data sets of each."""
+    """The number of prompts in each state; of several data sets (``names``) also of each."""
     states, last = ledger.states(), ledger.last_step()
     of_sets = ledger.states_of_sets() if len(names) > 1 else {}
     sets = range(len(names)) if len(names) > 1 else range(0)

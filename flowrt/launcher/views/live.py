@@ -1,4 +1,4 @@
-"""Terminal view of a local run: a live display while it runs, and the table of its summary."""
+"""Terminal view of a local run: a live display during the run, and the table of its summary."""
 
 from collections.abc import Mapping
 from operator import itemgetter
@@ -21,15 +21,15 @@ MIN_SHARE = 0.005
 PRINT_EVERY = 10
 """Steps between lines without a terminal."""
 PREPARE_EVERY_S = 30.0
-"""Between lines of the preparation without a terminal."""
+"""Seconds between lines of the preparation without a terminal."""
 MAX_WAITS = 8
-"""Lines of waits: a terminal of 24 lines has room for all of the display."""
+"""Lines of waits; the whole display fits a terminal of 24 lines."""
 MAX_BUSY = 12
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 class LiveView:
-    """Live display, redrawn at every status; without a terminal a plain line every few steps."""
+    """Live display, redrawn at every status; without a terminal a plain line every `PRINT_EVERY` steps."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -54,7 +54,7 @@ class LiveView:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, status: Mapping[str, Any]) -> None:
-        """Show a status of the run."""
+        """Show a status of the run, as made by `Server.status`."""
         status = printable_tree(status)
         latest = status["latest"]
         for role, (_, why) in status["vacancies"].items():
@@ -77,7 +77,7 @@ class LiveView:
             self._printed_step = latest["step"]
 
     def prepare(self, text: str) -> None:
-        """Show how far the preparation of the run is; without a terminal a line now and then."""
+        """Show the progress of the preparation; without a terminal at most a line every `PREPARE_EVERY_S` seconds."""
         text = printable_tree(text)
         if self._live is not None:
             self._live.update(Text(text, style="dim"))
@@ -87,7 +87,7 @@ class LiveView:
 
     def _draw(self, status: Mapping[str, Any]) -> Group:
         step, steps = status["step"], status["steps"]
-        bar = Table.grid()  # alone it would not end its line
+        bar = Table.grid()  # a ProgressBar outside a table does not end its line
         bar.add_row(ProgressBar(total=steps, completed=step, width=HISTORY))
         waits = Table.grid(padding=(0, 2))
         for who, what, seconds in grouped((what, who, seconds) for who, what, seconds in status["waits"])[:MAX_WAITS]:
@@ -104,7 +104,7 @@ class LiveView:
 
 
 def evaluation_text(name: str, results: Mapping[str, Any]) -> str:
-    """The newest results of a data set as a line: averages and pass@k, with their standard errors."""
+    """The newest evaluation of data set ``name`` as a line: averages and pass@k, with their standard errors."""
     shown = [
         f"{metric} {value:.3f} ± {results.get(f'{metric}_error', 0.0):.3f}"
         for metric, value in results.items()

@@ -30,7 +30,18 @@ RED = "bold red"
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay, and what to show of it."""
+    """What to replay, and what to show.
+
+    Attributes:
+        at_s: replay to this time, in seconds since the start of the run.
+        until: replay until this condition holds, see `condition`.
+        to: replay to TERM:EVENT.
+        as_json: print JSON.
+        why: a prompt whose decisions are shown, see `parse_prompt`.
+        check: assert all invariants after each event.
+        as_test: print a test that replays to this state.
+        force: replay also with sources that differ from those of the run.
+    """
 
     at_s: float | None = None
     until: str = ""
@@ -43,14 +54,14 @@ class ReplayOptions:
 
 
 def show(run_dir: Path, options: ReplayOptions, console: Console) -> int:
-    """Replay a run and print what is asked for; returns the exit code.
+    """Replay a run and print what the options select; returns the exit code, 1 if the condition never holds.
 
     Args:
         run_dir: the directory of the run.
         options: of the command.
         console: receives the tables; JSON and tests go to its file as they are.
 
-    Raises: ConfigError for bad input, FlowError if the replay differs from the run.
+    Raises ConfigError for bad input, FlowError if the replay differs from the run and is not forced.
     """
     if options.as_test and (options.why or options.as_json):
         raise ConfigError("flowrt replay --as-test writes a test: leave out --why and --json")
@@ -96,7 +107,7 @@ def show(run_dir: Path, options: ReplayOptions, console: Console) -> int:
 
 
 def _terms(recordings: Recordings, options: ReplayOptions) -> list[TermRecording]:
-    """The terms to replay, in order; the last one, or the one that is asked for, unless all are to be searched."""
+    """The terms to replay, in order: all if all are searched, else the requested term, by default the last one."""
     if options.to:
         term, colon, event = options.to.rpartition(":")
         if not (colon and all(word.isascii() and word.isdecimal() and len(word) < 20 for word in (term, event))):
@@ -114,7 +125,7 @@ def _end(replay: Replay) -> str:
 
 
 def _described(recording: TermRecording) -> dict[str, Any]:
-    """A term in the JSON of a status."""
+    """The description of a term in the JSON of a status."""
     extent = recording.extent()
     return {
         "term": recording.term,

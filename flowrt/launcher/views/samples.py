@@ -25,15 +25,15 @@ DEFAULT_LIMIT = 8
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """What ``flowrt samples`` is asked for. Empty, or None: anything."""
+    """The arguments of ``flowrt samples``; empty or None: no restriction."""
 
     steps: tuple[int, int] | None = None
-    """First and last step; of an evaluation, versions."""
+    """First and last step; for an evaluation, first and last version."""
     order: Order = "newest"
     limit: int | None = None
-    """The most samples; None: 8, or all of them in a file."""
+    """Maximum number of samples; None: 8 in the terminal, all in a file."""
     prompt: str = ""
-    """Number, or NAME:ROW; of an evaluation its row."""
+    """Number, or NAME:ROW; for an evaluation the row of its data set."""
     length: tuple[int, int] | None = None
     """Least and largest number of response tokens."""
     reason: str = ""
@@ -43,7 +43,7 @@ class SampleOptions:
     jsonl: Path | None = None
     parquet: Path | None = None
     seed: int = 0
-    """Of a random choice."""
+    """Seed of order "random"."""
 
 
 def show(run_dir: Path, options: SampleOptions, console: Console) -> int:
@@ -73,7 +73,7 @@ def show(run_dir: Path, options: SampleOptions, console: Console) -> int:
 
 
 def _write(reader: SampleReader, wanted: SampleFilter, options: SampleOptions, console: Console) -> int:
-    """Write a file; without an order all samples, oldest first."""
+    """Write a file; without order and limit all samples, oldest first. Rolled-back samples are left out."""
     wanted = dataclasses.replace(wanted, with_rolled_back=False)
     order: Order = "oldest" if options.order == "newest" and options.limit is None else options.order
     rows, rewards = reader.each(wanted, order, options.limit, options.seed), reader.reward_names()
@@ -87,7 +87,7 @@ def _write(reader: SampleReader, wanted: SampleFilter, options: SampleOptions, c
 
 
 def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]) -> SampleFilter:
-    """The filter. Raises ConfigError for a step, prompt, reason or evaluation of which there is no sample."""
+    """The filter of the options. Raises ConfigError for a step, prompt, reason or evaluation without samples."""
     evaluated = reader.evaluations()
     if options.eval_name and options.eval_name not in evaluated:
         there = f"there are answers on {', '.join(evaluated)}" if evaluated else "there is none of any evaluation"
@@ -121,7 +121,7 @@ def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]
 
 
 def _prompt_number(options: SampleOptions, names: tuple[str, ...]) -> int:
-    """The number of the prompt that is asked for; of an evaluation, it is given as ROW or NAME:ROW."""
+    """The number of the prompt in the options, where a prompt of an evaluation is given as ROW or NAME:ROW."""
     name, _, row = options.prompt.rpartition(":")
     if not options.eval_name:
         return number_of(options.prompt, names)
@@ -135,7 +135,7 @@ def _any(reader: SampleReader, wanted: SampleFilter) -> bool:
 
 
 def _no_step(reader: SampleReader, flow: SampleFilter, steps: tuple[int, int], bounds: tuple[int, int]) -> str:
-    """That there is no sample of these steps, which there are, and the stored steps next to them."""
+    """The error message for steps without samples: the range of stored steps, and those nearest to the request."""
     what = "version" if flow.eval_name else "step"
     asked = f"{what} {steps[0]}" if steps[0] == steps[1] else f"{what}s {steps[0]} to {steps[1]}"
     text = f"no sample of {asked} is stored; stored are some of {what}s {bounds[0]} to {bounds[1]}"
@@ -153,7 +153,7 @@ def _nothing(reader: SampleReader, options: SampleOptions) -> str:
 
 
 def model_dirs(run_dir: Path) -> list[Path]:
-    """Where the model of a run, with its tokenizer, may be."""
+    """Directories that may have the tokenizer of the run's model, in order of preference."""
     named: list[Path] = []
     with suppress(OSError, ValueError):
         model = tomllib.loads((run_dir / CONFIG).read_text()).get("model")

@@ -20,14 +20,14 @@ RED = "bold red"
 
 
 def show(run: str, keys: str, deadline_s: float, console: Console, *, as_json: bool) -> int:
-    """Print the status of a run; returns the exit code. Raises FlowError if the run has ended, or does not answer.
+    """Print the status of a run; returns the exit code. Raises FlowError if the run has ended or does not answer.
 
     Args:
         run: the directory of a run, or the address of its controller.
         keys: directory of keys; empty: those of the run, or of the environment.
-        deadline_s: time limit for the answer.
+        deadline_s: time limit for the answer, in seconds.
         console: what the tables are printed to.
-        as_json: print the controller's answer as it is.
+        as_json: print the controller's answer as JSON, without tables.
     """
     address, run_dir = locate(run)
     where = address if run_dir is None else f"{address} (of {run_dir})"
@@ -80,7 +80,7 @@ def draw(status: Mapping[str, Any]) -> Group:
 
 
 def _times(line: Mapping[str, Any] | None) -> list[str]:
-    """Where the time of the last step went."""
+    """Sentences on where the time of the last step went, one for each role."""
     if not line:
         return []
     times = add_up([line])

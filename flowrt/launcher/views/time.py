@@ -22,7 +22,7 @@ STEPS = re.compile(r"(\d{0,10}):(\d{0,10})|(\d{1,10})")
 
 
 def steps_range(text: str) -> tuple[int, int | None]:
-    """The first and the last step of A:B, of which either may be left out, or of one step. Raises ConfigError."""
+    """The first and the last step (None: no limit) of A:B, A:, :B or one step. Raises ConfigError."""
     found = STEPS.fullmatch(text)
     if found is None:
         raise ConfigError(f"--steps {text!r} is no range of steps; write A:B, A:, :B or one step")
@@ -40,11 +40,11 @@ def show(run_dir: Path, steps: str, worker: str, console: Console, *, as_json: b
     Args:
         run_dir: the run directory.
         steps: a range of steps, see `steps_range`; empty: all.
-        worker: of this worker only; empty: of all roles.
+        worker: print only the time of this worker; empty: of all roles.
         console: receives the table.
         as_json: print the numbers as JSON.
 
-    Raises ConfigError for a directory that is no run, steps that are not there, and an unknown worker.
+    Raises ConfigError for a directory that is no run directory, steps without a record, and an unknown worker.
     """
     if not (run_dir / CONFIG).is_file() and not (run_dir / ATTRIBUTION).is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has neither {CONFIG} nor {ATTRIBUTION}")
@@ -96,7 +96,7 @@ def _title(times: Times) -> str:
 
 
 def table(shares: Mapping[str, Mapping[str, float]], workers: Mapping[str, int], title: str) -> Table:
-    """Shares of each kind of time in percent, a role a row."""
+    """A row for each role with its shares of each kind of time; ``shares`` are fractions, printed in percent."""
     shown = Table(title=title, box=box.SIMPLE_HEAD)
     shown.add_column("workers", no_wrap=True)
     for kind in KINDS:

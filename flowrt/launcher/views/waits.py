@@ -1,4 +1,4 @@
-"""Equal waits as one: ``source x16`` in place of 16 lines, ``rollout-0, rollout-1 and 62 more`` of many workers."""
+"""Groups of equal waits: ``source x16`` in place of 16 lines, ``rollout-0, rollout-1 and 62 more`` for many workers."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
@@ -9,13 +9,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grouped(waits: Iterable[tuple[Key, str, float]]) -> list[tuple[str, Key, float]]:
-    """The waits of each key as one, in the order in which the keys come.
+    """Group waits by key, in the order of the first wait of each key.
 
     Args:
-        waits: what they have in common, who waits, and for how many seconds.
+        waits: (key, worker that waits, age in seconds) of each wait.
 
     Returns:
-        Who waits, in a few words, the key, and the longest time.
+        For each key: the workers as text, the key, and the largest age in seconds.
     """
     workers: dict[Key, Counter[str]] = {}
     oldest_s: dict[Key, float] = {}
@@ -26,14 +26,14 @@ def grouped(waits: Iterable[tuple[Key, str, float]]) -> list[tuple[str, Key, flo
 
 
 def names(workers: Counter[str]) -> str:
-    """The first workers, with how often each is there if that is more than once, and the number of the others."""
+    """The first workers as text, each with its count if that is above 1, and the number of further workers."""
     shown = [who if count == 1 else f"{who} x{count}" for who, count in list(workers.items())[:MAX_NAMES]]
     rest = len(workers) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
 def duration(seconds: float) -> str:
-    """A time for people: ``42 s``, ``12 min``, ``3 h 05 min``."""
+    """A time in seconds as text: ``42 s``, ``12 min``, ``3 h 05 min``."""
     whole = round(seconds)
     if whole < 100:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""Feed of an exporter: reads the files of a run, live or finished, and passes on what is new."""
+"""Feed of an exporter: reads the files of a live or finished run, and passes new lines on."""
 
 from array import array
 from collections.abc import Iterable, Mapping
@@ -14,24 +14,24 @@ from flowrt.observability.tails import JsonTail
 from flowrt.runtime.timeline import is_step
 
 SAMPLES_LAG_S = 2.0
-"""Samples of a step may be stored this long after its line was written."""
+"""Seconds to wait for the samples of a step after its line was read, because they are stored later."""
 MAX_SAMPLES = 64
-"""Samples of one step, or of one evaluation, that an exporter is given."""
+"""Maximum number of samples of one step or evaluation that an exporter is given, lowest reward first."""
 GONE_S = 60.0
-"""A run whose controller is gone for longer, without an end, is not followed any further."""
+"""Seconds without a controller after which a run without a summary is taken as over."""
 
 
 class Feed:
-    """Passes on the lines of a run to one exporter, each once."""
+    """Passes the lines of a run to one exporter, each line once."""
 
     def __init__(self, run_dir: Path, sink: Sink, first: int = 0, last: int | None = None) -> None:
-        """Read nothing yet.
+        """Set up; nothing is read yet.
 
         Args:
             run_dir: the run directory.
             sink: the exporter.
-            first: the first step that is wanted.
-            last: the last one; None: no limit.
+            first: the first step to pass on.
+            last: the last step to pass on; None: no limit.
         """
         self._run_dir = run_dir
         self._sink = sink
@@ -45,7 +45,7 @@ class Feed:
         self._gone_since_s: float | None = None
 
     def read_new(self, is_last: bool = False) -> int:
-        """Pass on what is new; returns the number of lines. ``is_last``: do not wait for samples."""
+        """Pass on new lines; returns their number. ``is_last``: do not wait for samples that are stored later."""
         events = self._new_events()
         steps = self._new_steps()
         for line in events:
@@ -63,7 +63,10 @@ class Feed:
         return len(events) + len(steps) + len(found)
 
     def is_over(self, now: float) -> bool:
-        """Whether the run has ended, or its controller is gone for a minute; ``now`` in seconds."""
+        """Whether the run has no controller, and either has a summary or has had no controller for `GONE_S`.
+
+        ``now`` is monotonic time in seconds.
+        """
         if is_locked(self._run_dir):
             self._gone_since_s = None
             return False
@@ -109,7 +112,7 @@ class Feed:
     def _new_events(self) -> list[dict[str, Any]]:
         found, is_replaced = self._events.read_new()
         lines = [line for line in found if isinstance(line.get("kind"), str) and isinstance(line.get("text"), str)]
-        if is_replaced:  # thinned: what was known is a part of it, up to the newest line that was
+        if is_replaced:  # thinned: lines up to the newest known time were passed on before
             lines = [line for line in lines if _time(line) > self._last_event_s]
         if lines:
             self._last_event_s = max(self._last_event_s, *map(_time, lines))
@@ -131,7 +134,7 @@ class Feed:
                 if rows := [_sample(row) for row in page.samples]:
                     self._sink.samples(rows)
         except ConfigError:
-            return  # the run stores none, or the file is damaged: what reads it says so
+            return  # the run stores no samples, or the file is damaged, which readers of samples report
 
 
 def _time(line: Mapping[str, Any]) -> float:
@@ -140,14 +143,14 @@ def _time(line: Mapping[str, Any]) -> float:
 
 
 def _sample(row: Any) -> dict[str, Any]:
-    """A sample by column."""
+    """The columns of a sample that exporters are given."""
     names = ("id", "step", "eval_name", "epoch", "prompt", "member", "reward", "finish", "reason", "tokens")
     found = {name: getattr(row, name) for name in (*names, "advantage", "prompt_text", "completion", "staleness")}
     return {**found, "parts": dict(row.parts)}
 
 
 def numbers(line: Line) -> Iterable[tuple[str, float]]:
-    """The metrics of a step by name, without its number."""
+    """(name, value) of each metric of a step, without the step number."""
     for name, value in line.items():
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
             yield name, float(value)

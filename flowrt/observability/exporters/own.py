@@ -14,10 +14,10 @@ METHODS = ("step", "samples", "close")
 
 
 class OwnExporter(Sink):
-    """Calls the methods of an object of the user's class."""
+    """Calls the methods of an instance of the user's class."""
 
     def __init__(self, spec: str) -> None:
-        """Load the class and make its object. Raises ConfigError if that fails or methods are missing."""
+        """Load the class and create an instance. Raises ConfigError if that fails or a method is missing."""
         self._exporter = _load(spec)
 
     def step(self, line: Line) -> None:

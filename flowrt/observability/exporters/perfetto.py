@@ -1,10 +1,10 @@
 """Trace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing: the JSON format of trace events.
 
-- Slices of a track never overlap, which the format forbids: what a worker does at the same time as something else is on
-  a further track of it, and so are its waits.
-- Times are microseconds since the start of the run, to the nanosecond.
+- The format forbids that slices of a track overlap. So concurrent work of a worker is on further tracks of it, and its
+  waits are on tracks of their own.
+- Times are microseconds since the start of the run, with a resolution of 1 ns.
 
-Format: PerfettoTrace Event Format, "PerfettoTrace Event Format" document of the Chromium project.
+Format: "Trace Event Format", a document of the Chromium project.
 """
 
 import gzip
@@ -25,7 +25,7 @@ from flowrt.runtime.timeline import is_step
 
 MAX_SLICES = 1_000_000
 RUN_PID = 1
-"""Process of the tracks that belong to no worker."""
+"""Process id of the tracks that belong to no worker."""
 EVENTS_TID, VERSIONS_TID = 1, 2
 COUNTERS = (
     *("reward", "reward_std", "length_mean", "truncated", "staleness_mean", "staleness_max", "samples_per_s"),
@@ -33,7 +33,7 @@ COUNTERS = (
 )
 SWAP = "swap"
 LAST_NS = 10**9
-"""Length of the slice of the last version."""
+"""Length of the slice of the newest version, in nanoseconds."""
 
 
 @dataclass(slots=True)
@@ -56,12 +56,12 @@ class _WorkerTracks:
 
 @dataclass(frozen=True, slots=True)
 class PerfettoTrace:
-    """What was written."""
+    """The numbers of slices written and left out, and problems."""
 
     slices: int
     left_out: int
     problems: tuple[str, ...]
-    """What of the files of the run could not be read."""
+    """Parts of the run's files that could not be read."""
 
 
 def write_trace(
@@ -70,13 +70,16 @@ def write_trace(
     """Write the trace of a run, compressed if the name ends with .gz.
 
     Args:
-        run_dir: the run directory; the run may be going on.
+        run_dir: the run directory, of a live or finished run.
         path: the file to write; an existing one is replaced.
         first: the first step.
         last: the last step; None: no limit.
-        max_slices: the most slices; those that begin later are left out.
+        max_slices: maximum number of spans and waits; those that begin last are left out.
 
-    Raises ConfigError if there is nothing to write, or no such steps.
+    Returns:
+        What was written and left out. The slices of versions are written in addition.
+
+    Raises ConfigError if there is nothing to write or the run has none of these steps, OSError if writing fails.
     """
     metrics, events = JsonTail(run_dir / METRICS), JsonTail(run_dir / EVENTS)
     steps = [line for line in metrics.read_new()[0] if is_step(line)]
@@ -114,7 +117,7 @@ def _all_events(
     yield from _version_slices(versions, window)
     pids: dict[tuple[str, str], int] = {}
     tid = 0
-    arrows = itertools.count(1)  # the trace processor takes no other ids
+    arrows = itertools.count(1)  # positive integers: the trace processor accepts no other ids
     for worker in workers:
         place = host.get(worker.name, ""), worker.role
         if place not in pids:
@@ -165,12 +168,12 @@ def _counters(steps: Iterable[Mapping[str, Any]], window: tuple[int, int]) -> It
                         "name": name,
                         "pid": RUN_PID,
                         "ts": _us(at_ns),
-                        "args": {"": line[name]},  # a name would become a part of the track's
+                        "args": {"": line[name]},  # a name here would be appended to the name of the track
                     }
 
 
 def _version_slices(versions: Sequence[Mapping[str, Any]], window: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    """A slice for the time in which a version is the newest one."""
+    """A slice for each version, over the time in which it is the newest one."""
     starts = [_ns(line["wall_s"]) for line in versions]
     for line, start_ns, end_ns in zip(
         versions, starts, [*starts[1:], *(one + LAST_NS for one in starts[-1:])], strict=True
@@ -205,7 +208,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-# ---- what is read
+# ---- reading
 
 _FOREVER = 1 << 62
 
@@ -223,7 +226,7 @@ def _window(steps: list[dict[str, Any]], first: int, last: int | None) -> tuple[
 
 
 def _read(directory: Path) -> tuple[list[_WorkerTracks], list[str]]:
-    """The workers with their spans, by role and name, and what could not be read."""
+    """The workers with their spans, by role and name, and descriptions of what could not be read."""
     workers: dict[str, _WorkerTracks] = {}
     problems: list[str] = []
     damaged = 0
@@ -247,7 +250,7 @@ def _read(directory: Path) -> tuple[list[_WorkerTracks], list[str]]:
 
 
 def _limit(workers: Iterable[_WorkerTracks], from_ns: int, to_ns: int, most: int) -> int:
-    """Sort the spans of the window; those beyond ``most``, the latest, are left out: returns how many."""
+    """Sort the spans of the window and drop the latest ones beyond ``most``; returns the number dropped."""
     starts: list[int] = []
     lists = [spans for worker in workers for spans in (worker.work, worker.waits)]
     for spans in lists:
@@ -265,7 +268,7 @@ def _limit(workers: Iterable[_WorkerTracks], from_ns: int, to_ns: int, most: int
 
 
 def _tracks(spans: Iterable[_Span]) -> list[list[_Span]]:
-    """The spans, sorted by start, on as few tracks as there are at a time; those of one track do not overlap."""
+    """The spans, sorted by start, on tracks without overlap: each span is on the first track that is free."""
     tracks: list[list[_Span]] = []
     for span in spans:
         track = next((one for one in tracks if one[-1].end_ns <= span.start_ns), None)
@@ -302,7 +305,7 @@ def _us(nanoseconds: int) -> float:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """The file under a temporary name, which becomes its own when it is complete."""
+    """A temporary file that is renamed to ``path`` when the block succeeds, and deleted when it fails."""
     partial = partial_path(path)
     partial.unlink(missing_ok=True)
     try:

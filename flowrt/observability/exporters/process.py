@@ -1,4 +1,4 @@
-"""Process of one exporter: feeds it from the run directory until the run is over or SIGTERM comes.
+"""Process of one exporter: feeds it from the run directory until the run is over or SIGTERM arrives.
 
 ``python -m flowrt.observability.exporters.process --run RUN --to NAME [--target PATH] [--follow] [--steps A:B]``
 """
@@ -24,7 +24,10 @@ POLL_S = 0.5
 
 
 def make_sink(name: str, run_dir: Path, target: Path, first: int) -> Sink:
-    """The exporter of this name. Raises ConfigError if it cannot be made."""
+    """The exporter of this name. Raises ConfigError if it cannot be created.
+
+    ``target`` is the directory for its files, ``first`` the first step that will be passed on.
+    """
     if name == TENSORBOARD:
         from flowrt.observability.exporters.tensorboard_files import TensorBoardFiles
 
@@ -39,7 +42,7 @@ def make_sink(name: str, run_dir: Path, target: Path, first: int) -> Sink:
 
 
 def follow(feed: Feed, stop: Event, *, is_live: bool) -> None:
-    """Pass on what there is and, if the run is followed, what comes, until its end or ``stop``."""
+    """Pass on the lines of the run; with ``is_live``, also new ones until the run is over or ``stop`` is set."""
     while is_live:
         is_over = feed.is_over(monotonic())
         feed.read_new()
@@ -49,7 +52,7 @@ def follow(feed: Feed, stop: Event, *, is_live: bool) -> None:
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:
-    """The first and last step of A:B, A: or :B, and of a single number. Raises ConfigError."""
+    """The first and the last step of A:B, A: or :B, or of one number. Raises ConfigError for other texts."""
     first, colon, last = text.partition(":")
     last = last if colon else first
     if not all(one == "" or (one.isascii() and one.isdecimal() and len(one) < 16) for one in (first, last)):
@@ -91,7 +94,7 @@ def main() -> int:
 
 
 def _closed(sink: Sink, timeout_s: float) -> tuple[str, int]:
-    """End the exporter; returns its last message and its exit code; one that hangs is left."""
+    """Close the exporter; returns its last message and an exit code. A close that hangs is abandoned."""
     messages: list[str] = []
     failed: list[BaseException] = []
 
@@ -112,7 +115,7 @@ def _closed(sink: Sink, timeout_s: float) -> tuple[str, int]:
 
 
 def _leave(code: int) -> None:
-    """End at once, without waiting for threads that hang."""
+    """Exit without joining threads that hang."""
     sys.stderr.flush()
     os._exit(code)
 

@@ -17,8 +17,8 @@ def prometheus_text(reader: RunReader, status: Mapping[str, Any] | None = None) 
     """The metrics of a run.
 
     Args:
-        reader: of the run directory; it is not polled here.
-        status: the last status of the controller; None without one.
+        reader: of the run directory; `RunReader.read_new` is not called here.
+        status: the last status of the controller; None if there is none.
 
     Returns:
         The text, in which each metric has its help and type.
@@ -70,7 +70,7 @@ def _of_status(status: Mapping[str, Any]) -> list[str]:
 
 
 def _family(name: str, kind: str, about: str, samples: Iterable[Sample]) -> list[str]:
-    """The lines of one metric; none without samples."""
+    """The lines of one metric; empty without samples."""
     lines = [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
     return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *lines] if lines else []
 

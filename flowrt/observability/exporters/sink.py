@@ -1,6 +1,6 @@
-"""What an exporter is: it takes the steps, events and samples of a run, in the order in which they were written.
+"""Interface of exporters: they are given the steps, events and samples of a run, each in the order of its file.
 
-Its name is one of `exporters` of a configuration.
+An exporter is named by an entry of ``exporters`` in a configuration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ from flowrt.errors import ConfigError, suggested
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 NAMED = (TENSORBOARD, WANDB)
 CLOSE_S, WANDB_CLOSE_S = 10.0, 40.0
-"""Time for the end of an exporter; afterwards its process is killed."""
+"""Seconds that an exporter, or that of W&B, may take to close; afterwards its process exits."""
 
 
 def close_timeout_s(name: str) -> float:
-    """The time that an exporter has to end, in seconds."""
+    """Seconds that an exporter may take to close."""
     return WANDB_CLOSE_S if name == WANDB else CLOSE_S
 
 
 def check_exporter(name: str) -> None:
-    """Raises ConfigError for an exporter that is not known, whose library is missing, or whose file is."""
+    """Raise ConfigError for an exporter that is unknown, or whose library or file is missing."""
     if name == TENSORBOARD:
         from flowrt.observability.exporters import tensorboard_files
 
@@ -39,55 +39,58 @@ def check_exporter(name: str) -> None:
 
 
 def own_path(name: str) -> str:
-    """The file of an exporter of the user; empty for one of flowrt."""
+    """The file of a user's exporter; empty for one of flowrt."""
     return name.rpartition(":")[0] if name not in NAMED else ""
 
 
 def log_name(name: str) -> str:
-    """The name of its process and log."""
+    """Name of the exporter's process and of its log."""
     return f"exporter-{name if name in NAMED else Path(own_path(name)).stem}"
 
 
 def target_of(name: str, run_dir: Path) -> Path:
-    """Where the files of an exporter of a run go."""
+    """Directory for the files of an exporter; for a user's exporter the run directory."""
     return run_dir / name if name in NAMED else run_dir
 
 
 Line = Mapping[str, Any]
-"""A line of a file of the run, or a sample."""
+"""A line of a file of the run, or a sample, by column."""
 
 
 class Exporter(Protocol):
-    """What a user's class has to have. `event(line)` and `rewound(step)` of a `Sink` are called too if it has them."""
+    """Methods that a user's class must have.
+
+    If it has `event(line)` and `rewound(step)` of a `Sink`, these are called too.
+    """
 
     def step(self, line: dict[str, Any]) -> None:
-        """A step was closed: its line of metrics.jsonl."""
+        """Take the line of metrics.jsonl of a closed step."""
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
-        """Stored samples of a step or an evaluation, by column; see docs/reference/metrics.md."""
+        """Take stored samples of one step or evaluation, by column; see docs/reference/metrics.md."""
 
     def close(self) -> None:
-        """The run has ended, or the exporter is to end."""
+        """Finish: the run has ended, or the exporter is told to end."""
 
 
 class Sink:
-    """An exporter of flowrt; what it does not override, it leaves out."""
+    """Base class of exporters; its methods ignore what they are given."""
 
     def step(self, line: Line) -> None:
-        """A step was closed: its line of metrics.jsonl."""
+        """Take the line of metrics.jsonl of a closed step."""
 
     def event(self, line: Line) -> None:
-        """A line of events.jsonl."""
+        """Take a line of events.jsonl."""
 
     def shares(self, line: Line) -> None:
-        """A line of attribution.jsonl."""
+        """Take a line of attribution.jsonl."""
 
     def samples(self, rows: Sequence[Line]) -> None:
-        """Stored samples of one step, or of one evaluation."""
+        """Take stored samples of one step or of one evaluation."""
 
     def rewound(self, step: int) -> None:
-        """The run has gone back: this step and all later ones come again."""
+        """Note a rollback of the run: this step and all later ones are passed on again."""
 
     def close(self) -> str:
-        """The end; returns a sentence for the user, or nothing."""
+        """Finish; returns a sentence for the user, or an empty text."""
         return ""

@@ -1,4 +1,4 @@
-"""TensorBoard: metrics as scalars, samples and warnings as text, in event files that tensorboardX writes."""
+"""TensorBoard: metrics as scalars, samples and warnings as text, in event files written by tensorboardX."""
 
 import importlib.util
 import os
@@ -28,7 +28,7 @@ _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 
 def tag(name: str) -> str:
-    """The tag of a metric: its name, in a group; characters that a tag may not have are underscores."""
+    """The tag of a metric, GROUP/NAME; a character that a tag must not contain becomes an underscore."""
     name = _ILLEGAL.sub("_", name)
     if "/" in name:
         return name
@@ -36,16 +36,16 @@ def tag(name: str) -> str:
 
 
 def check() -> None:
-    """Raises ConfigError without the library."""
+    """Raise ConfigError if tensorboardX is not installed."""
     if importlib.util.find_spec(MODULE) is None:
         raise ConfigError(MISSING)
 
 
 class TensorBoardFiles(Sink):
-    """Event files in one directory. A new start, and a run that goes back, purge the steps that come again."""
+    """Event files in one directory. A start or a rollback purges the steps that are written again."""
 
     def __init__(self, directory: Path, first: int = 0) -> None:
-        """``first``: the first step that will come. Raises ConfigError without the library."""
+        """``first``: the first step that will be written. Raises ConfigError without tensorboardX."""
         check()
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -56,7 +56,7 @@ class TensorBoardFiles(Sink):
     def _opened(self, purge_step: int) -> Any:
         from tensorboardX import SummaryWriter
 
-        # Files are read in the order of their names, which begin with the second.
+        # TensorBoard reads files by name. Names begin with the time in seconds; the suffix orders those of one second.
         suffix = f".{time.time_ns()}.{os.getpid()}"
         return SummaryWriter(str(self._directory), purge_step=purge_step, filename_suffix=suffix, flush_secs=2)
 
@@ -98,6 +98,6 @@ class TensorBoardFiles(Sink):
 
 
 def _quoted(text: str) -> str:
-    """The text as a block of code, so that nothing in it is formatted."""
+    """The text, cut at `MAX_CHARS`, as an indented code block, so that no Markdown in it is interpreted."""
     clean = "".join(one if one.isprintable() or one == "\n" else f"\\u{ord(one):04x}" for one in text[:MAX_CHARS])
     return "\n".join(f"    {line}" for line in clean.splitlines())

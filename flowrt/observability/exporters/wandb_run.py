@@ -18,15 +18,15 @@ from flowrt.runtime.waits import join_thread
 MODULE = "wandb"
 MISSING = f"exporting to W&B needs {MODULE}; install it: pip install 'flowrt[wandb]'"
 FINISH_S = 30.0
-"""Time for W&B to end; afterwards it is left: the offline file has all that was logged."""
+"""Seconds that W&B may take to finish; then it is abandoned, and the offline file has all that was logged."""
 MAX_SAMPLES = 200
-"""Rows of the table of the last steps."""
+"""Maximum number of rows of the table of samples of the last steps."""
 COLUMNS = ("step", "prompt", "member", "reward", "tokens", "finish", "reason", "prompt_text", "completion")
 KEY_VARIABLE, MODE_VARIABLE = "WANDB_API_KEY", "WANDB_MODE"
 
 
 def check() -> None:
-    """Raises ConfigError without the library."""
+    """Raise ConfigError if wandb is not installed."""
     if importlib.util.find_spec(MODULE) is None:
         raise ConfigError(MISSING)
 
@@ -35,7 +35,10 @@ Mode = Literal["online", "offline", "disabled", "shared"]
 
 
 def mode() -> Mode:
-    """The mode of the environment; without one, offline if there is no key. Raises ConfigError for another one."""
+    """The mode in WANDB_MODE; if that is not set, online with an API key and offline without one.
+
+    Raises ConfigError for an unknown mode.
+    """
     named = os.environ.get(MODE_VARIABLE, "")
     if not named:
         return "online" if os.environ.get(KEY_VARIABLE) else "offline"
@@ -50,7 +53,7 @@ class WandbRun(Sink):
     """One W&B run."""
 
     def __init__(self, run_dir: Path, directory: Path) -> None:
-        """Start it, with its files in ``directory``. Raises ConfigError without the library."""
+        """Start the W&B run, with its files in ``directory``. Raises ConfigError without wandb or for a wrong mode."""
         check()
         import wandb
 
@@ -96,7 +99,7 @@ class WandbRun(Sink):
         self._run.log({"step": line["step"], **seconds})
 
     def samples(self, rows: Sequence[Line]) -> None:
-        if rows[0]["eval_name"]:  # of one evaluation: a table of its own
+        if rows[0]["eval_name"]:  # samples of one evaluation: a separate table
             self._run.log(
                 {"step": self._last_step, f"samples/{rows[0]['eval_name']}-{rows[0]['step']:06d}": self._table(rows)}
             )
@@ -134,7 +137,7 @@ def _end(run: Any, failures: list[str]) -> None:
 
 
 def _cell(value: object) -> object:
-    """A cell of the same type in every row."""
+    """The value of a cell; numbers as float, so that a column has one type."""
     return float(value) if isinstance(value, int | float) else value
 
 

@@ -1,5 +1,5 @@
-"""The page of a run: its files, and the server and the single file that they are shown from.
+"""The page of a run: its files, its server, and its form as a single file.
 
-- The page requests nothing from anywhere but its own origin.
-- Text from outside is shown as text: nothing is parsed as HTML.
+- The page requests nothing but from its own origin.
+- Text from outside is shown as text and never parsed as HTML.
 """

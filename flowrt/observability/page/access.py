@@ -1,10 +1,10 @@
-"""Who may read the page: a browser with the token, on this page and not on another site's.
+"""Access control of the page: which requests are answered.
 
-- GET and HEAD, everything else is 405.
-- ``/?token=…`` is answered with a cookie and the address without the token; every other request needs the cookie. The
-  token is compared in constant time.
-- The Host header must name this machine: a page of another site may let its own name resolve to this address (DNS
-  rebinding). An Origin header must be the page's own.
+- Only GET and HEAD; every other method is answered with status 405.
+- ``/?token=TOKEN`` is answered with a cookie and a redirect to the address without the token. Every other request needs
+  the cookie. Tokens are compared in constant time.
+- The Host header must name this machine: a page of another site could let its own name resolve to this address (DNS
+  rebinding). An Origin header must be that of the page itself.
 """
 
 import hmac
@@ -26,26 +26,26 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Of every answer."""
+"""Headers of every response."""
 
 
 class Access:
-    """The check of every request."""
+    """Decides which requests are answered."""
 
     def __init__(self, token: str, names: frozenset[str] = frozenset()) -> None:
-        """Let those in who have the token.
+        """Grant access to browsers that have the token.
 
         Args:
-            token: what a browser must have.
+            token: the secret that a browser must send.
             names: further names of this machine that a Host header may have.
         """
         self._token = token.encode()
         self._names = frozenset(name.lower() for name in names) | {"localhost", socket.gethostname().lower()}
         self.cookie = "flowrt"
-        """Name of the cookie; with the port in it, as browsers send a cookie to all ports of a host."""
+        """Name of the cookie. The server adds its port, because browsers send a cookie to all ports of a host."""
 
     def refusal(self, request: web.Request) -> web.Response | None:
-        """The answer to a request that is not let in, or signs in; None for one that may be answered."""
+        """The response that ends a request: a refusal, or the redirect of a sign-in; None if access is granted."""
         if request.method not in ("GET", "HEAD"):
             return refuse(405, "this page can only be read", {"Allow": "GET, HEAD"})
         if not self._is_ours(request):
@@ -63,7 +63,7 @@ class Access:
         return hmac.compare_digest(given.encode(errors="replace"), self._token)
 
     def _is_ours(self, request: web.Request) -> bool:
-        """Whether the Host header names this machine, and an Origin header this page."""
+        """Whether the Host header names this machine, and the Origin header, if there is one, this page."""
         own = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
         try:
@@ -76,7 +76,7 @@ class Access:
 
     @staticmethod
     def _is_local_address(request: web.Request, name: str) -> bool:
-        """Whether it is the address at which the request has arrived."""
+        """Whether ``name`` is the IP address at which the request arrived."""
         here = None if request.transport is None else request.transport.get_extra_info("sockname")
         if not here:
             return False
@@ -87,18 +87,18 @@ class Access:
 
 
 def refuse(status: int, why: str, headers: dict[str, str] | None = None) -> web.Response:
-    """An answer in one sentence."""
+    """A plain-text response of one sentence."""
     return web.Response(status=status, text=f"{why}\n", headers=headers)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:  # noqa: ARG001 (aiohttp passes it)
-    """Put `HEADERS` on an answer."""
+    """Add `HEADERS` to a response, and remove its Server header."""
     response.headers.update(HEADERS)
     response.headers.pop("Server", None)
 
 
 def _unmapped(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address in a text; an IPv4 address that IPv6 carries as what it is. Raises ValueError."""
+    """The IP address in a text; an IPv4-mapped IPv6 address as IPv4. Raises ValueError if there is none."""
     found = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
         return found.ipv4_mapped

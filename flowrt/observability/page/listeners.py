@@ -1,4 +1,4 @@
-"""Owner of a listening port of this host, for errors about a port that is taken."""
+"""The user and the process that listen on a port of this host, for errors about a port in use."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ _LISTENING = "0A"
 
 
 def who_listens(port: int) -> str:
-    """The owner of a port, as " by USER (process PID: COMMAND)"; empty where the system does not tell."""
+    """The owner of a TCP port, as " by USER (process PID: COMMAND)"; empty, or without the process, if unknown."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             lines = Path(table).read_text().splitlines()[1:]
@@ -30,7 +30,7 @@ def _user(uid: int) -> str:
 
 
 def _process(inode: str) -> str:
-    """The process that has this socket open, of those that may be looked into."""
+    """The process that has this socket open; empty if there is none whose files may be read."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if any(os.readlink(one) == f"socket:[{inode}]" for one in (directory / "fd").iterdir()):

@@ -1,10 +1,10 @@
-"""States of the controller at instants of a run, for the page: replayed by a child of the watcher, never by the run.
+"""States of the controller at times of a run, for the page: replayed by a child process of ``flowrt watch``.
 
     python -m flowrt.observability.page.replayer RUN
 
-answers each line of its input, a time of the run's clock, with a line of JSON: the state, or after two seconds how far
-the replay is, which goes on when it is asked again. The child has a deadline for each answer and a bound on its memory;
-one that exceeds them is killed, and the page says so.
+The child reads lines with a time in seconds of the run clock. It answers each with a line of JSON: the state, or after
+two seconds the time that the replay has reached; the same request then continues the replay. Each answer has a
+deadline, and the child a memory limit. A child that exceeds either of them is killed, and the page reports it.
 """
 
 import asyncio
@@ -22,36 +22,41 @@ from flowrt.observability.json_text import to_json
 from flowrt.runtime.waits import BoundedElsewhere, blocking, locked, wait_until
 
 SLICE_S = 2.0
-"""A replay that takes longer is answered with how far it is."""
+"""Seconds of replay for each request; a longer replay is answered with the time that it has reached."""
 DEADLINE_S = 20.0
-"""For an answer; the first needs the start of the child, too."""
+"""Deadline of an answer, in seconds; that of the first one includes the start of the child."""
 IDLE_S = 60
-"""A child that is not asked for this time ends: its replay may be large."""
+"""Seconds without a request after which the child ends, because its replay may be large."""
 KILL_S = 5.0
 MAX_MEMORY_BYTES = 4 << 30
 MAX_ANSWER_BYTES = 4 << 20
 MAX_WORKERS = 256
-"""Workers, waits and leases of an answer."""
+"""Maximum number of workers, of versions, of waits, of causes and of leases in an answer."""
 NICENESS = 10
 
 
 class Replayer:
-    """The child of one run, started when it is asked. Of several instants that are asked for, the last is answered."""
+    """The child process of one run, started by the first request.
+
+    Of the requests that arrive while another one is being answered, only the last is answered.
+    """
 
     def __init__(self, run_dir: Path, deadline_s: float = DEADLINE_S) -> None:
         self._run_dir = run_dir
         self.deadline_s = deadline_s
-        """Of each answer."""
+        """Deadline of each answer, in seconds."""
         self._child: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._asked = 0
 
     async def status_at(self, at_s: float) -> dict[str, Any]:
-        """The state at a time of the run's clock, as `observability.replay.status_at` has it, with bounded lists.
+        """The state at a time of the run clock (seconds), as `observability.replay.status_at`, with bounded lists.
 
-        A long replay answers ``{"reached_s": …}``, and goes on when it is asked for the same instant again.
+        If the replay takes longer than `SLICE_S`, returns ``{"reached_s": SECONDS}``; a call with the same time
+        continues it.
 
-        Raises FlowError if there is none, if it needs too long, or if a later request has taken the place of this one.
+        Raises FlowError if there is no state of that time, if the answer exceeds its deadline or its size, if the child
+        dies, or if a later call supersedes this one.
         """
         self._asked += 1
         number = self._asked
@@ -64,13 +69,13 @@ class Replayer:
                 is_answered = True
             finally:
                 if not is_answered:
-                    await self.close()  # what it says later is the answer to nothing
+                    await self.close()  # a late answer would be read as that of the next request
         if "error" in found:
             raise FlowError(found["error"])
         return found
 
     async def close(self) -> None:
-        """End the child."""
+        """Kill the child, if there is one."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -93,7 +98,7 @@ class Replayer:
         return line
 
     async def _answer(self, at_s: float) -> bytes:
-        """A line; not a whole one if the child dies."""
+        """A line of the child's output; incomplete if the child dies."""
         was_there = self._child is not None
         child = self._child or await self._start()
         assert child.stdin is not None
@@ -104,7 +109,7 @@ class Replayer:
         line = await wait_until(child.stdout.readline(), self.deadline_s, "the state of an instant", "a replay")
         if line or not was_there:
             return line
-        await self.close()  # it had ended, as it was not asked for long
+        await self.close()  # the child had ended after `IDLE_S` without a request
         return await self._answer(at_s)
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -122,7 +127,10 @@ class Replayer:
 
 
 def bounded(status: dict[str, Any]) -> dict[str, Any]:
-    """The status with at most 256 workers, waits, causes and leases, and how many of each are left out."""
+    """The status with lists of at most `MAX_WORKERS` entries.
+
+    ``more_waits``, ``more_causes``, ``more_leases`` and ``more_workers`` are the numbers of entries left out.
+    """
     graph = status["graph"]
     cut = {name: status[name][:MAX_WORKERS] for name in ("causes", "leases")}
     listed = {name: dict(list(status[name].items())[:MAX_WORKERS]) for name in ("workers", "versions")}
@@ -145,7 +153,7 @@ _KEPT = (
 
 
 def _question() -> str:
-    """The next line; this process is ended by the alarm if there is none for long."""
+    """The next line of the input; without one for `IDLE_S`, SIGALRM ends this process."""
     signal.alarm(IDLE_S)
     line: str = blocking(sys.stdin.readline, float(IDLE_S), "a question", "flowrt watch")
     signal.alarm(0)

@@ -1,6 +1,6 @@
-"""The server of the page: the answers of a `RunReader` over HTTP, and a stream of what is new.
+"""HTTP server of the page: the answers of a `RunReader`, and a stream of updates.
 
-It only reads. A request is answered from a fixed table of paths: nothing in it ever names a file.
+The server is read-only. Requests are answered from a fixed table of paths; no part of a request is used as a file name.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ STATIC = {
     "/uplot.min.js": ("uplot.min.js", "text/javascript"),
     "/uplot.min.css": ("uplot.min.css", "text/css"),
 }
-"""The files of the page by path: name and type."""
+"""Files of the page by path: name and content type."""
 POLL_S = 0.25
 FRESH_S = 10.0
-"""An older status says nothing about the controller any more."""
+"""Age in seconds from which a status is no longer used as that of the controller."""
 READ_TIMEOUT_S = 60.0
 COMPRESSED_CHARS = 1 << 10
-"""A shorter answer is not compressed."""
+"""Responses of at most this length (characters or bytes) are not compressed."""
 MAX_LINE_BYTES = 8190
 MAX_SAMPLES = 200
 SAMPLE_PATH = r"/api/sample/{id:\d{1,18}}"
 PROMPT_PATH = r"/api/prompt/{epoch:\d{1,15}}/{number:\d{1,18}}"
 Values = Mapping[str, str]
 MetricsText = Callable[[RunReader, Status | None], str]
-"""Makes Prometheus text of a run from its files, and from its status if there is one."""
+"""Makes the Prometheus text of a run from its files and its status, if there is one."""
 
 
 class PageServer:
@@ -62,9 +62,9 @@ class PageServer:
         """Serve what ``reader`` reads.
 
         Args:
-            reader: of the run; used by this server alone from now on.
-            access: who may ask.
-            metrics_text: makes the answer of ``/metrics``; None: there is no such path.
+            reader: of the run; from now on used by this server alone.
+            access: decides which requests are answered.
+            metrics_text: makes the answer of ``/metrics``; None: this path is not served.
             compared: other runs, whose curves are shown too.
         """
         self._reader = reader
@@ -74,16 +74,19 @@ class PageServer:
         self._stream = Stream()
         self._status: Status | None = None
         self._status_s = float("-inf")
-        # A thread each: a long look into a database does not hold up the stream.
+        # One thread each: a long database query does not delay the stream.
         self._files = ThreadPoolExecutor(1, "files")
         self._databases = ThreadPoolExecutor(1, "databases")
         self._replayer = Replayer(reader.run_dir)
         self._runner: web.AppRunner | None = None
 
-    # ---- life
+    # ---- start and stop
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises FlowError, naming who has the port, if that cannot be."""
+        """Listen on an address; returns the port.
+
+        Raises FlowError if that is not possible; for a port in use, the error names its owner.
+        """
         application = web.Application(middlewares=[self._answer])
         application.on_response_prepare.append(add_headers)
         for path, handler in self._handlers().items():
@@ -107,7 +110,7 @@ class PageServer:
         return found
 
     async def close(self) -> None:
-        """Stop serving."""
+        """Close all streams, stop listening, and end the replay process."""
         self._stream.close()
         await self._replayer.close()
         if self._runner is not None:
@@ -116,7 +119,7 @@ class PageServer:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def follow(self) -> None:
-        """Send what is new to all pages, until cancelled."""
+        """Send what is appended to the run's files to all pages, every `POLL_S` seconds, until cancelled."""
         while True:
             self._stream.add(await self._in_thread(self._files, self._reader.read_new))
             await pause(POLL_S)
@@ -142,7 +145,7 @@ class PageServer:
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request that is let in; errors are one sentence, and show nothing of the server."""
+        """Answer a request that has access. Errors are one sentence and reveal nothing about the server."""
         refusal = self._access.refusal(request)
         if refusal is not None:
             return refusal
@@ -179,7 +182,7 @@ class PageServer:
         return handlers
 
     def _call(self, threads: ThreadPoolExecutor, call: Callable[[Values], object]) -> Handler:
-        """A handler that answers with what ``call`` returns for the values of a request, as JSON."""
+        """A handler that answers with the JSON of what ``call`` returns for the parameters of a request."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             values = {**request.query, **request.match_info}
@@ -191,7 +194,7 @@ class PageServer:
     def _run(self) -> dict[str, Any]:
         found = self._reader.run()
         if found["state"] == "killed" and self._fresh_status is not None:
-            found["state"] = "live"  # its controller is on another host
+            found["state"] = "live"  # the lock of a controller on another host is not visible here
         return {**found, "compared": list(self._compared.names)}
 
     def _timeline(self, of: Values) -> dict[str, Any]:
@@ -227,12 +230,12 @@ class PageServer:
 
 
 def _series(reader: RunReader, of: Values) -> dict[str, Any]:
-    """Curves: all steps from one on, or with ``points`` a window that is decimated to their number."""
+    """Curves: all steps from ``from`` on, or with ``points`` a window, decimated to that number of points."""
     return reader.series_window(*_window(of)) if of.get("points") else reader.series(_whole(of, "from"))
 
 
 def _window(of: Values) -> tuple[Axis, float, float, int]:
-    """The axis, the ends and the number of points of a request for curves. Raises ValueError."""
+    """The axis, the bounds and the number of points of a request for curves. Raises ValueError."""
     axis: Axis = "wall_s" if of.get("x") == "wall_s" else "step"
     high = _seconds(of, "to")
     return axis, _seconds(of, "from") or 0.0, math.inf if high is None else high, _whole(of, "points", MAX_POINTS)
@@ -249,7 +252,7 @@ def _compressed(response: web.Response, size: int) -> web.Response:
 
 
 def _whole(of: Values, name: str, default: int = 0) -> int:
-    """A whole number of a request. Raises ValueError."""
+    """The whole number in a parameter of a request; ``default`` if it is missing. Raises ValueError."""
     text = of.get(name, "")
     if not text:
         return default
@@ -259,7 +262,7 @@ def _whole(of: Values, name: str, default: int = 0) -> int:
 
 
 def _seconds(of: Values, name: str) -> float | None:
-    """A time of a request; None if it is not there. Raises ValueError."""
+    """The number of seconds in a parameter of a request; None if it is missing. Raises ValueError."""
     text = of.get(name, "")
     if not text:
         return None

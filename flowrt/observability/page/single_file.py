@@ -2,8 +2,8 @@
 
     python -m flowrt.observability.page.single_file RUN [FILE]
 
-The data is the answers of the page's API by path, gzipped, in base64: no text of a run ends a script. A content
-security policy allows the page's own script and style by their hashes, and no request at all.
+The data are the answers of the page's API by path, as JSON, gzipped and in base64, so no text of a run can end the
+script element. A content security policy allows the page's own scripts and styles by their hashes, and no requests.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from flowrt.runtime.files import atomic_write
 NAME = "run.html"
 MAX_BYTES = 4 << 20
 EDGE_S = 60.0
-"""Lanes are given for the first and the last minute; for the time between, as far as there is room."""
+"""Length in seconds of the first and of the last window of lanes, in addition to the lanes of the whole run."""
 SAMPLES = (("worst", 50), ("best", 50), ("newest", 70), ("random", 30))
-"""Samples by order: 200 at most."""
+"""Number of samples in each order; 200 in total."""
 OPENED = 24
-"""Samples whose tokens are given: this number of the worst and of the newest."""
+"""Number of the worst and of the newest samples that are included with their tokens."""
 SHARES = "api/attribution?from=0"
 COMPARED = "api/compared"
 PAGE = "page.html"
@@ -41,20 +41,21 @@ Answers = dict[str, Any]
 Answer = TypeVar("Answer")
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
 _AHEAD = re.compile(r'<link rel="preload"[^>]*>\n')
-"""What the page asks its server for while it is loaded: a file has it."""
+"""Links of the page that preload answers of its server; a single file contains the answers."""
 _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 _HERE = Path(__file__).parent
 
 
 def write(run_dir: Path, path: Path | None = None, others: Sequence[Path] = ()) -> Path:
-    """Write the page of a run; returns its path.
+    """Write the page of a run to a file; returns its path.
 
     Args:
-        run_dir: of the run, in any state.
-        path: of the file; None: run.html in the run directory.
+        run_dir: directory of the run, in any state.
+        path: the file; None: run.html in the run directory.
         others: directories of runs whose curves are drawn too.
 
-    Raises ConfigError if one of them is no run directory, OSError if the file cannot be written.
+    Raises ConfigError if a directory is not that of a run or cannot be compared, FlowError as `page`, and OSError if
+    the file cannot be written.
     """
     path = path or run_dir / NAME
     atomic_write(path, page(answers(RunReader(run_dir), ComparedRuns(run_dir, others))))
@@ -62,7 +63,7 @@ def write(run_dir: Path, path: Path | None = None, others: Sequence[Path] = ()) 
 
 
 def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
-    """What the page of a run asks for, by path; what is left out of it is listed in ``left_out``."""
+    """The answers that the page requests, by path; that of a file that cannot be read is empty."""
     found: Answers = {
         "api/run": reader.run(),
         "api/series?from=0": reader.series(),
@@ -85,7 +86,7 @@ def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
             opened |= dict.fromkeys(one["id"] for one in page_of["samples"][:OPENED])
     for number in opened:
         found[f"api/sample/{number}"] = _try(lambda: reader.sample(number), None)  # noqa: B023
-    # The files are read now: what is damaged is known.
+    # Again, because all files have been read: the answer names those that are damaged.
     found["api/run"] = reader.run()
     if compared is not None and compared.names:
         found["api/run"]["compared"] = list(compared.names)
@@ -94,7 +95,7 @@ def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
 
 
 def _try(call: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """What a call returns; ``otherwise`` if a file cannot be read, which the list of files says."""
+    """The result of a call; ``otherwise`` if a file cannot be read, which `RunReader.run` reports."""
     try:
         return call()
     except (FlowError, OSError, ValueError):
@@ -127,17 +128,17 @@ LEFT_OUT: tuple[tuple[str, Callable[[Answers], None]], ...] = (
     ("all but the last 500 events", lambda found: _shorten(found, "api/events?from=0", "events", 500)),
     ("where the time went, but for the last 50 steps", lambda found: _shorten(found, SHARES, "lines", 50)),
 )
-"""What is left out of a file that would be too large, in this order."""
+"""What is left out of a file that would be too large, in this order: its description, and its removal."""
 
 
 def page(found: Answers, most_bytes: int = MAX_BYTES) -> str:
     """The page with these answers in it.
 
     Args:
-        found: answers by path.
-        most_bytes: of the page; what does not fit is left out, and the page says so.
+        found: answers by path, see `answers`.
+        most_bytes: maximum length of the page; what does not fit is left out and listed in ``left_out`` of its data.
 
-    Raises FlowError if it does not fit without all that can be left out, or if the page's own files are not there.
+    Raises FlowError if the page is too long even without all of `LEFT_OUT`, or if its own files are not installed.
     """
     found = dict(found)
     left_out: list[str] = []
@@ -152,7 +153,7 @@ def page(found: Answers, most_bytes: int = MAX_BYTES) -> str:
 
 
 def _assembled(data: str) -> str:
-    """The page with its own files and the data inline, and a policy that allows these alone."""
+    """The page with its own files and the data inline, and a policy that allows only these."""
     styles: list[str] = []
     scripts: list[str] = []
 

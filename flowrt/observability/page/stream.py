@@ -1,7 +1,7 @@
-"""The stream of what is new: server-sent events to each open page, with a bound on what waits for a slow one.
+"""The stream of updates: server-sent events to each open page, with a bound on what is buffered for a slow page.
 
-A page has a place in the list of the last updates, and at most one status waits for it: a newer one replaces it. The
-stream is never compressed: aiohttp holds back compressed output, and the page would stay empty.
+All pages share a list of the last updates. A page has a position in the list and at most one pending status, which a
+newer status replaces. The stream is never compressed: aiohttp buffers compressed output, and the page would stay empty.
 """
 
 import asyncio
@@ -20,32 +20,32 @@ from flowrt.observability.run_reader import FileUpdate
 from flowrt.runtime.waits import wait_until
 
 MAX_WATCHERS = 100
-"""Streams at a time; each is a connection."""
+"""Maximum number of open streams; each is a connection."""
 KEPT_UPDATES = 4096
-"""Updates that a stream may be behind; after that the page is told to fetch the steps."""
+"""Number of updates that a stream may lag behind; beyond that it is closed, and the page fetches the steps."""
 MAX_BATCH = 256
 WRITE_TIMEOUT_S = 10.0
-"""A reader that takes nothing for this time is disconnected."""
+"""Seconds after which a page that reads nothing is disconnected."""
 QUIET_S = 15.0
-"""Without an event for this time a comment is sent, so that both ends notice a lost connection."""
+"""Seconds without an event after which a comment is sent, so that both ends detect a lost connection."""
 SEND_BYTES = 128 << 10
-"""Of a connection's output that the kernel keeps."""
+"""Size of a connection's send buffer in the kernel, in bytes."""
 Status = Mapping[str, Any]
 
 
 class Watcher:
-    """A page: the place that it has reached."""
+    """An open page and its position in the updates."""
 
     def __init__(self, at: int) -> None:
         self.at = at
-        """Number of the next update."""
+        """Number of the next update to send."""
         self.status = ""
-        """The status that waits to be sent; a newer one replaces it."""
+        """The pending status as an event; empty if there is none."""
         self.news = asyncio.Event()
 
 
 class Stream:
-    """All open pages of a run, and what is sent to them."""
+    """All open pages of a run, and the updates that are sent to them."""
 
     def __init__(self) -> None:
         self._updates: deque[FileUpdate] = deque(maxlen=KEPT_UPDATES)
@@ -80,11 +80,14 @@ class Stream:
             watcher.news.set()
 
     async def answer(self, request: web.Request, next_step: int) -> web.StreamResponse:
-        """Stream to a page until it goes.
+        """Stream to a page until it disconnects.
 
         Args:
-            request: of the page; its header Last-Event-ID, or ``?from=STEP``, says what it has.
+            request: of the page; its header Last-Event-ID, or ``?from=STEP``, says which steps the page has.
             next_step: the step after the last one that was read.
+
+        Returns:
+            The response when it is complete; one with status 503 if `MAX_WATCHERS` pages are open.
         """
         headers = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
         if request.method == "HEAD":
@@ -110,9 +113,10 @@ class Stream:
         return response
 
     def _begin(self, known: int | None, next_step: int) -> tuple[Watcher, str]:
-        """A page that has all steps up to ``known`` (None: it fetches what it needs), and the steps that it lacks.
+        """A watcher for a page that has all steps up to ``known``, and the events of the steps that the page lacks.
 
-        Events are not repeated: a page asks for those by their number.
+        If ``known`` is None, the page fetches the steps itself. If the missing steps are not kept any more, the event
+        ``rewound`` tells it to do so. Events of the run are not repeated: the page requests them by number.
         """
         watcher = Watcher(self._next)
         if known is None or known == next_step - 1:
@@ -126,12 +130,12 @@ class Stream:
         return watcher, event("rewound", {"step": min(known + 1, next_step)})
 
     async def _news(self, watcher: Watcher) -> str:
-        """What a page has not got yet; waits for it."""
+        """The next events for a page; waits for them, and returns a comment if there are none in `QUIET_S`."""
         with contextlib.suppress(WaitExpired):
             await wait_until(watcher.news.wait(), QUIET_S, "something new in the run", "the run")
         watcher.news.clear()
         first = self._next - len(self._updates)
-        if watcher.at < first:  # it reconnects, and asks for what it lacks
+        if watcher.at < first:  # the page reconnects, and requests the steps that it lacks
             raise ConnectionAbortedError
         text = ""
         last = min(watcher.at + MAX_BATCH, self._next)
@@ -157,13 +161,13 @@ class Stream:
 
 
 def event(kind: str, content: object, step: int | None = None) -> str:
-    """A server-sent event; JSON has no line ends in it."""
+    """A server-sent event as text; a step has its number as the id. JSON has no line breaks in it."""
     number = "" if step is None or kind != "step" else f"id: {step}\n"
     return f"{number}event: {kind}\ndata: {to_json(content)}\n\n"
 
 
 def _known(request: web.Request) -> int | None:
-    """The last step that the page has; None if it does not say."""
+    """The last step that the page has; None if the request does not tell."""
     text = request.headers.get("Last-Event-ID", "")
     if text.isdecimal() and len(text) < 16:
         return int(text)

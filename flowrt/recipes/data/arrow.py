@@ -48,7 +48,7 @@ class ArrowRows(Rows):
 
 
 def parquet_rows(path: Path) -> ArrowRows:
-    """The rows of a Parquet file. Raises ConfigError if it is none, or pyarrow is not installed."""
+    """The rows of a Parquet file. Raises ConfigError if it is not a Parquet file, or pyarrow is not installed."""
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -65,7 +65,10 @@ def parquet_rows(path: Path) -> ArrowRows:
 
 
 def arrow_rows(path: Path) -> ArrowRows:
-    """The rows of an Arrow file (stream format, as `datasets` writes it). Raises ConfigError if it cannot be read."""
+    """The rows of an Arrow file (stream format, as `datasets` writes it).
+
+    Raises ConfigError if it cannot be read, or pyarrow is not installed.
+    """
     try:
         import pyarrow as pa
     except ImportError as error:

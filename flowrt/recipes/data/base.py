@@ -1,4 +1,4 @@
-"""The interface of a data set: rows that are read on demand, and mistakes in them, which are reported together."""
+"""The interface of a data set: rows that are read on demand, and the report of several errors in them at once."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -11,19 +11,19 @@ MOST = 10
 
 
 class Mistakes:
-    """The first mistakes of a data set."""
+    """The first errors in the rows of a data set, reported together."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
 
     def add(self, error: ConfigError) -> None:
-        """Keep a mistake. Raises ConfigError with all of them when there are ten."""
+        """Add an error. Raises ConfigError with all errors when there are `MOST`."""
         self._found.append(str(error))
         if len(self._found) == MOST:
             self.report()
 
     def report(self) -> None:
-        """Raise ConfigError with all mistakes, if there are any."""
+        """Raise ConfigError with all errors, if there are any."""
         if len(self._found) == 1:
             raise ConfigError(self._found[0])
         if self._found:
@@ -32,7 +32,7 @@ class Mistakes:
 
 
 class Rows(ABC):
-    """The rows of a data set. A row is what its JSON says: a dict with the columns, if the row is right."""
+    """The rows of a data set, with indices from 0. A row is a JSON value: a dict of columns, unless it is malformed."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -40,18 +40,18 @@ class Rows(ABC):
 
     @abstractmethod
     def row(self, index: int) -> object:
-        """Read a row. Raises ConfigError if it cannot be read."""
+        """Read a row. Raises ConfigError if it cannot be parsed."""
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """File and line of a row, with which an error message begins."""
+        """Text with the file and line of a row, the beginning of an error message."""
 
     def parts(self) -> Sequence["Rows"]:
-        """The files of the rows, in order."""
+        """The rows of each file, in order."""
         return (self,)
 
     def scan(self) -> Iterator[object]:
-        """All rows in order; in place of a row that cannot be read, its ConfigError."""
+        """All rows in order; in place of a row that cannot be parsed, its ConfigError."""
         for index in range(len(self)):
             try:
                 yield self.row(index)
@@ -60,7 +60,7 @@ class Rows(ABC):
 
 
 class Shards(Rows):
-    """Several files, one after the other."""
+    """The rows of several files, one file after the other."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts

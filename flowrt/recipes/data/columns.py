@@ -8,7 +8,7 @@ from flowrt.errors import ConfigError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 USUAL = ("role", "content")
 MAX_NAMES = 200
-"""Maximum length of the list of columns in an error message."""
+"""Maximum length of the list of columns in an error message, in characters."""
 Messages = tuple[tuple[str, str], ...]
 """A conversation: the role and the content of each message."""
 Missing = NewType("Missing", object)
@@ -17,14 +17,19 @@ MISSING = Missing(object())
 
 
 def as_columns(row: object, where: str) -> Mapping[str, object]:
-    """The columns of a row. Raises ConfigError if it has none."""
+    """The columns of a row. Raises ConfigError if the row is not a mapping.
+
+    Args:
+        row: as `Rows.row` returns it.
+        where: place of the row, the beginning of an error message; so in all functions here.
+    """
     if not isinstance(row, Mapping):
         raise ConfigError(f"{where} is {type(row).__name__}, not an object with fields")
     return row
 
 
 def find(row: Mapping[str, object], key: str) -> object:
-    """The value of a column, of a nested one with a dotted key (``reward_model.ground_truth``), or MISSING."""
+    """The value of column ``key``, else of the nested column by dotted key (``reward_model.answer``), else MISSING."""
     if key in row:
         return row[key]
     value: object = row
@@ -36,7 +41,7 @@ def find(row: Mapping[str, object], key: str) -> object:
 
 
 def text(row: Mapping[str, object], key: str, where: str) -> str:
-    """A column of text. Raises ConfigError if the row has no such column, or it is not text."""
+    """A column of text. Raises ConfigError if the row has no such column, or its value is not valid text."""
     value = find(row, key)
     if value is MISSING:
         raise ConfigError(f"{where} has no field {key!r}; it has {_names(row)}")
@@ -47,7 +52,7 @@ def text(row: Mapping[str, object], key: str, where: str) -> str:
 
 
 def text_prompt(row: Mapping[str, object], key: str, where: str) -> str:
-    """A prompt of text. Raises ConfigError if it is none, or empty."""
+    """A prompt of text. Raises ConfigError as `text`, and if it is empty or only white space."""
     prompt = text(row, key, where)
     if not prompt.strip():
         raise ConfigError(f"{where}: field {key!r}, the prompt, is empty; leave the row out")
@@ -60,10 +65,10 @@ def prompt_or_messages(row: Mapping[str, object], key: str, where: str, *, prefi
     Args:
         row: the columns.
         key: the prompt's column.
-        where: beginning of an error message.
+        where: place of the row, the beginning of an error message.
         prefill: whether a conversation may end with the beginning of the response, in a message of role assistant.
 
-    Raises ConfigError if it is neither of them.
+    Raises ConfigError if the prompt is missing, empty, or neither text nor valid messages.
     """
     value = find(row, key)
     if isinstance(value, str):
@@ -79,7 +84,7 @@ def prompt_or_messages(row: Mapping[str, object], key: str, where: str, *, prefi
 def _messages(values: list[object], key: str, where: str, *, prefill: bool) -> Messages:
     messages = []
     for place, value in enumerate(values):
-        if isinstance(value, dict) and len(value) == len(USUAL):  # the usual message, without names for errors
+        if isinstance(value, dict) and len(value) == len(USUAL):  # common case, without names for errors
             usual, content = value.get("role"), value.get("content")
             if usual in ROLES and isinstance(content, str) and content.isascii():
                 messages.append((usual, content))

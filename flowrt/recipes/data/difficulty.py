@@ -49,7 +49,7 @@ class Selection(Rows):
 
 
 def within(numbers: Sequence[float], data: DataConfig) -> list[int]:
-    """The indices of the rows whose difficulty is within both limits of a configuration."""
+    """The indices of the rows whose difficulty is within both limits, inclusive; a default limit excludes no row."""
     least = -math.inf if data.min_difficulty == DataConfig.min_difficulty else data.min_difficulty
     most = math.inf if data.max_difficulty == DataConfig.max_difficulty else data.max_difficulty
     return [at for at, number in enumerate(numbers) if least <= number <= most]
@@ -59,10 +59,10 @@ def difficulties(rows: Rows, key: str) -> "array[float]":
     """The difficulty of every row.
 
     Args:
-        rows: of the data set.
+        rows: all rows of the data set.
         key: the column; A.B is key B in column A.
 
-    Raises ConfigError for the first ten rows that have none, or one that is no finite number.
+    Raises ConfigError for the first ten rows whose difficulty is missing or not a finite number.
     """
     decode = _decoder(key)
     numbers, mistakes = array("d"), Mistakes()
@@ -99,7 +99,7 @@ def _number(part: Rows, index: int, key: str) -> float:
 
 
 def _decoder(key: str) -> Callable[[bytes, int], list[float] | None]:
-    """What reads the difficulties from consecutive lines of JSON, or gives None if it cannot read one."""
+    """A function that reads the difficulties of consecutive lines of JSON; it returns None if it cannot read one."""
     if not is_decodable(key):
         return lambda _block, _count: None
     fields, read = column_fields("difficulty", key, float)

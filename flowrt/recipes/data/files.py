@@ -33,9 +33,9 @@ def open_rows(path: Path, split: str = "train") -> Rows:
 
     Args:
         path: file or directory.
-        split: which files of a directory.
+        split: the split that is read from a directory.
 
-    Raises ConfigError if there is nothing to read.
+    Raises ConfigError if the path or the split does not exist, cannot be read, or has no rows.
     """
     try:
         if not path.exists():
@@ -111,7 +111,7 @@ def _saved_files(directory: Path) -> list[Path]:
 
 
 def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """Those of the split; all of them if none is named after a split."""
+    """The files of the split; all files if none is named after a split."""
     own = [file for file in files if _is_named(file, split)]
     others = [name for name in SPLITS if any(_is_named(file, name) for file in files)]
     if not own and others:

@@ -1,4 +1,4 @@
-"""JSON Lines, also gzipped: an index of offsets (16 bytes a row), and rows that are parsed when they are read.
+"""JSON Lines, also gzipped: an index of offsets (16 bytes a row), and rows that are parsed when they are accessed.
 
 A gzipped file is unpacked once into a temporary file without a name ($TMPDIR), for random access.
 """
@@ -20,7 +20,7 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.data.base import Rows
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of lines that are indexed together."""
+"""Approximate number of bytes that are read at once for the index."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -59,7 +59,7 @@ class JsonLines(Rows):
         return self.block(index, 1)
 
     def block(self, index: int, count: int) -> bytes:
-        """The lines of ``count`` rows from this one on, with blank lines between them."""
+        """The lines of ``count`` rows from this one, and blank lines between and after them."""
         start, end = self._starts[index], self._starts[index + count]
         return os.pread(self._file.fileno(), end - start, start)
 
@@ -88,7 +88,7 @@ class JsonLines(Rows):
             raise ConfigError(f"{self.where(index)} is not JSON: {error.msg} at column {error.colno}") from error
         except RecursionError:
             raise ConfigError(f"{self.where(index)} is nested too deeply to be read") from None
-        except ValueError as error:  # a number of thousands of digits
+        except ValueError as error:  # a number with thousands of digits
             raise ConfigError(f"{self.where(index)} cannot be read: {error}") from error
         return row
 

@@ -1,7 +1,7 @@
-"""A mixture of data sets: whose prompt is next, and the order of the prompts of each set.
+"""A mixture of data sets: the set from which each prompt is taken, and the order of the prompts of each set.
 
 The sets alternate by the chairman assignment of R. Tijdeman (Discrete Mathematics 32, 1980): after any number of
-prompts, each set has had its share of them to within one prompt. In any window of prompts, and so of steps, the count
+prompts, the count of each set is within one prompt of its share. In any window of prompts, and so of steps, the count
 is within one of the share for two sets, and within two for more; for some weights of three sets no order is closer.
 """
 
@@ -21,7 +21,7 @@ Taken = TypeVar("Taken")
 class SetSize:
     """A data set to draw from: its name (empty if it is the only one), weight and number of training rows.
 
-    With ``difficulties``, of the rows, each pass begins with the lowest.
+    With ``difficulties``, one for each row, a pass without a seed is in ascending order of difficulty.
     """
 
     name: str
@@ -42,15 +42,15 @@ class Place:
 def mixture(
     sets: Sequence[SetSize], seed: int | None, epochs: int, take: Callable[[Place], Taken | None]
 ) -> Iterator[Taken]:
-    """What ``take`` makes of each prompt, in the order of a run; sets that end are repeated.
+    """The results of ``take`` for the prompts in the order of a run; a set whose rows are used up is repeated.
 
     Args:
         sets: the data sets.
-        seed: of the order of the rows in each pass over a set; None: the rows as they are, or by difficulty.
-        epochs: passes over a set, at the end of which the order ends for all; 0: it does not end.
-        take: called with each prompt; None leaves it out, and the next prompt of its set takes its place.
+        seed: of the order of the rows in each pass over a set; None: file order, or by difficulty.
+        epochs: passes over a set; the iteration ends when the first set has had them; 0: it does not end.
+        take: called with each prompt; if it returns None, the next prompt of the same set is used instead.
 
-    Raises ConfigError if all prompts of a set are left out.
+    Raises ConfigError, during iteration, if ``take`` returns None for all prompts of a set.
     """
     streams = [_of_set(at, one, seed, epochs, take) for at, one in enumerate(sets)]
     for chosen in alternate([one.weight for one in sets]):
@@ -77,19 +77,19 @@ def _of_set(
 
 
 def _in_order(one: SetSize) -> Sequence[int]:
-    """The rows as they are, or by difficulty; of the same difficulty as they are."""
+    """The rows in file order, or by ascending difficulty, and those of equal difficulty in file order."""
     return sorted(range(one.rows), key=one.difficulties.__getitem__) if one.difficulties else range(one.rows)
 
 
 def row_order(seed: int, name: str, epoch: int, rows: int) -> list[int]:
-    """The rows of a data set in the order of a pass over it; the order of sets of other names is another one."""
+    """The indices of the rows of a data set in the random order of one pass, which seed, name and epoch determine."""
     order = list(range(rows))
     random.Random(f"order {seed} {epoch}{' ' if name else ''}{name}").shuffle(order)
     return order
 
 
 def alternate(weights: Sequence[float]) -> Iterator[int]:
-    """The index of the set of each prompt, without end: the chairman assignment.
+    """The index of the set of each prompt, without end, by the chairman assignment (see the module).
 
     Args:
         weights: of the sets, above 0; a decimal fraction is taken as it is written.
@@ -104,7 +104,7 @@ def alternate(weights: Sequence[float]) -> Iterator[int]:
     """By how much each set is behind its share, in prompts times ``total``."""
     while True:
         owed = [behind + part for behind, part in zip(owed, parts, strict=True)]
-        # Of those that may have the prompt, the one that can wait the shortest for it.
+        # Of the sets that may get this prompt, the one with the earliest deadline.
         chosen = min(
             (at for at, behind in enumerate(owed) if bound * behind >= total),
             key=lambda at: ((bound - 1) * total - bound * owed[at]) * scale[at],
@@ -132,7 +132,7 @@ def largest_remainder(count: int, weights: Sequence[float]) -> list[int]:
 
 
 def _integers(weights: Sequence[float]) -> list[int]:
-    """Integers in the same proportions."""
+    """Integers in the same proportions as the decimal representations of the weights."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     denominator = lcm(*(one.denominator for one in exact))
     return [int(one * denominator) for one in exact]

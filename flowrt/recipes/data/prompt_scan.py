@@ -1,7 +1,7 @@
-"""All prompts of a data set in order, batch by batch, each checked: what every pass over a large data set begins with.
+"""A scan of all prompts of a data set: batch by batch, in order, each prompt checked.
 
-Lines of JSON are decoded by msgspec straight into the fields that are needed. A batch in which that fails is read again
-row by row, and a row in which it fails by the general path, which alone decides what is wrong and says why.
+Fast path: msgspec decodes lines of JSON into only the fields that are needed. If that fails for a batch, its lines are
+decoded one by one; if it fails for a line, the general path (`checked`) reads the row and reports its errors.
 """
 
 import re
@@ -33,9 +33,9 @@ class PromptBatch:
 
     Attributes:
         first: index of the first row.
-        prompts: of each row; None if the row is wrong.
-        without_answer: indices of the right rows that have no answer.
-        mistakes: what is wrong with the others, in order.
+        prompts: the prompt of each row; None if the row cannot be used.
+        without_answer: indices, in the data set, of usable rows without an answer.
+        mistakes: the errors of the rows that cannot be used, in order.
     """
 
     first: int
@@ -44,18 +44,18 @@ class PromptBatch:
     mistakes: list[ConfigError] = field(default_factory=list)
 
     def add(self, prompt: Prompt, *, has_answer: bool) -> None:
-        """Add the next row."""
+        """Add the prompt of the next row."""
         if not has_answer:
             self.without_answer.append(self.first + len(self.prompts))
         self.prompts.append(prompt)
 
 
 def scan_prompts(rows: Rows, data: DataConfig) -> Iterator[PromptBatch]:
-    """The prompts of all rows.
+    """The prompts of all rows, in order. Errors are in the batches, and not raised.
 
     Args:
-        rows: of the data set.
-        data: how they are read.
+        rows: all rows of the data set.
+        data: options by which they are read.
     """
     decode = _decoder(data)
     first = 0
@@ -78,7 +78,7 @@ def _of_rows(part: Rows, first: int, rows: Rows, data: DataConfig) -> Iterator[P
 
 
 def _add_general(batch: PromptBatch, row: object, rows: Rows, data: DataConfig) -> None:
-    """Add a row by the general path."""
+    """Add a row, or its error, by the general path."""
     try:
         if isinstance(row, ConfigError):
             raise row
@@ -91,11 +91,11 @@ def _add_general(batch: PromptBatch, row: object, rows: Rows, data: DataConfig) 
 
 
 def checked(row: object, data: DataConfig, rows: Rows, index: int) -> tuple[Any, Prompt]:
-    """The columns and the prompt of a row. Raises ConfigError with its place."""
+    """The columns and the prompt of a row. Raises ConfigError, with the place of the row, if it cannot be used."""
     try:
         columns = as_columns(row, "")
         return columns, prompt_or_messages(columns, data.prompt_key, "", prefill=data.prefill)
-    except ConfigError:  # again, with the place, which is not made for rows that are right
+    except ConfigError:  # again, with the place, which is only formatted for errors
         where = rows.where(index)
         columns = as_columns(row, where)
         return columns, prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
@@ -160,7 +160,7 @@ class _Decoder:
         return found if _is_readable(line) else None
 
     def prompts(self, rows: list[Any], *, prefill: bool) -> list[Prompt | None]:
-        """The prompt of each row; None if it may be wrong."""
+        """The prompt of each row; None if the general path has to check it."""
         found: list[Prompt | None] = []
         for value in [None if row is None else self._prompt(row) for row in rows]:
             if type(value) is list and value and (prefill or value[-1].role != "assistant"):
@@ -179,12 +179,12 @@ class _Decoder:
         return self._answer(row) is not msgspec.UNSET
 
     def without_answer(self, rows: list[Any]) -> list[int]:
-        """The places of the rows without an answer."""
+        """The positions, in this list, of the rows without an answer."""
         return [at for at, answer in enumerate(map(self._answer, rows)) if answer is msgspec.UNSET]
 
 
 def _is_readable(text: bytes) -> bool:
-    """Whether fields that msgspec skips can be read too: they are UTF-8, and no integer has too many digits."""
+    """Whether Python could parse the fields that msgspec skips: they are UTF-8, and no integer has too many digits."""
     most = sys.get_int_max_str_digits()
     if most and len(text) > most and b"0" * most in text.translate(_DIGITS_AS_ZERO):
         return False
@@ -195,8 +195,8 @@ def _is_readable(text: bytes) -> bool:
 
 
 def _decoder(data: DataConfig) -> _Decoder | None:
-    """The decoder for a configuration's columns; None if their names exclude each other (``a`` and ``a.b``), or one
-    cannot be that of a field."""
+    """The decoder for a configuration's columns; None if their names conflict (``a`` and ``a.b``), or one cannot be the
+    name of a field."""
     keys = (data.prompt_key, data.answer_key)
     heads = [name for key in keys for name in {key, key.partition(".")[0]}]
     if len(set(heads)) != len(heads) or not all(map(is_decodable, keys)):
@@ -225,7 +225,8 @@ def row_type(fields: Sequence[tuple[str, str, Any]]) -> type[Any]:
 
 
 def column_fields(name: str, key: str, kind: Any) -> tuple[list[tuple[str, str, Any]], Callable[[Any], Any]]:
-    """The fields of a column (name, key, type), and what reads it: the column of this name, else a nested one."""
+    """The fields of a column (name, key, type), and a function that reads it from a row: the column ``key``, else the
+    nested column."""
     head, *parts = key.split(".")
     if not parts:
         return [(name, key, kind)], attrgetter(name)

@@ -1,9 +1,9 @@
 """Generated arithmetic: sums and differences of small numbers, with the running totals as working.
 
-The prompt ``5+3-2=`` has the solution ``8,6``: one total after each operation, the last one is the answer. The reward
-is 1 if the last number of the response is right. SFT first shows worked solutions, then mostly answers alone (``6``),
-after which the model mostly guesses in one token and is mostly wrong on the longer problems. RL has to discover that
-writing the totals is rewarded, so rewards and response lengths rise together.
+The prompt ``5+3-2=`` has the solution ``8,6``: one total after each operation; the last total is the answer. The reward
+is 1 if the text after the last comma of the response is the answer, else 0. SFT first shows worked solutions, then
+mostly answers alone (``6``), after which the model mostly guesses in one token and is mostly wrong on the longer
+problems. RL has to discover that writing the totals is rewarded, so rewards and response lengths rise together.
 """
 
 import random
@@ -20,9 +20,9 @@ from flowrt.recipes.tasks.base import Example, Recipe, Task
 from flowrt.recipes.tasks.embedded_tokenizers import character_tokenizer
 
 NUMBERS = (2, 3, 4, 5, 6)
-"""How many numbers a problem has; each is equally likely."""
+"""Counts of numbers in a problem; all are equally likely, except in the first stage of SFT."""
 SFT_WEIGHTS = (8, 4, 2, 1, 1)
-"""The first stage of SFT shows mostly short problems."""
+"""Relative frequency of each entry of `NUMBERS` in the first stage of SFT: mostly short problems."""
 LARGEST_STEP = 3
 PROMPT_CHARACTERS = 2 * max(NUMBERS) - 1
 HELD_OUT_ONE_IN = 8
@@ -32,7 +32,12 @@ CHARACTERS = "0123456789+-=, "
 
 
 class Arithmetic(Task):
-    """Arithmetic problems; each is a function of the seed and its index."""
+    """Arithmetic problems, generated from their index and, for training problems, the seed.
+
+    Args:
+        seed: of the training problems.
+        eval_problems: number of held-out problems.
+    """
 
     def __init__(self, seed: int, eval_problems: int) -> None:
         self._seed = seed
@@ -104,11 +109,11 @@ RECIPE = Recipe(
         group_size=8,
         data=DataConfig(eval_prompts=256),
         build=BuildConfig(hidden_size=192, layers=2, heads=4, intermediate_size=512, max_length=128),
-        # A rate so low that no single step removes most of the working: RL needs some of it to start from.
+        # So low that no single step removes most of the working: RL needs responses with working to start from.
         sft=SftConfig(eval_prompts=128, answer_only_lr=5e-4),
         rollout=RolloutConfig(max_running_requests=64, max_new_tokens=16),
         trainer=TrainerConfig(lr=2e-4, beta2=0.98, warmup_steps=15, micro_batch_tokens=1024),
     ),
     _task,
 )
-"""About 0.7 million parameters, which learn in a minute on two cores."""
+"""About 0.7 million parameters, trained in a minute on two cores."""

@@ -13,7 +13,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.data.columns import Messages
 
 BLOCK = 512
-"""Prompts that are checked together."""
+"""Maximum number of prompts in a `PromptBlock` of `blocks`."""
 NO_MODEL = "the task has no embedded model, and starts from a model of yours; name its directory with --model"
 
 
@@ -27,7 +27,7 @@ class Example:
     where: str = field(default="", compare=False)
     """Data file and line of the example; empty if it is generated."""
     messages: Messages = ()
-    """The prompt as a conversation, in place of text, if there are any."""
+    """The prompt as a conversation, and ``prompt`` is then empty; empty if the prompt is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class PromptBlock:
     """Some of the prompts of a data set.
 
     Attributes:
-        data_set: name of the set.
+        data_set: name of the set; empty if it is the only one.
         prompts: text and messages of each.
-        where: the place of the prompt of this index, with which an error message begins.
+        where: maps the index of a prompt in the block to its place, as the beginning of an error message.
     """
 
     data_set: str
@@ -54,53 +54,64 @@ class TrainingSet:
     weight: float
     problems: Sequence[Example]
     difficulties: Sequence[float] = ()
-    """Of the problems; empty if there is no order by difficulty."""
+    """Difficulty of each problem; empty unless they are ordered by difficulty."""
 
 
 class Task(ABC):
-    """Prompts and their reward; every worker that makes a task from the same configuration has the same one."""
+    """Prompts and their reward. Tasks of one configuration must have the same prompts and rewards in all workers."""
 
     scores_truncated = False
-    """Whether a response without an end token is scored as it is; otherwise it is scored as an empty one."""
+    """Whether the text of a truncated response is scored; if not, the response is scored as the empty text."""
 
     @abstractmethod
     def training_problems(self) -> Sequence[Example]:
-        """The prompts to train on, of all data sets."""
+        """The problems to train on, of all data sets."""
 
     def training_sets(self) -> Sequence[TrainingSet]:
-        """The data sets whose prompts are mixed; one by default. Their indices are part of the numbers of prompts."""
+        """The data sets whose prompts are mixed; one by default. The index of a set is part of its prompts' numbers."""
         return (TrainingSet("", 1.0, self.training_problems()),)
 
     @abstractmethod
     def held_out_problems(self) -> Sequence[Example]:
-        """The prompts of the evaluation; none of them is a training prompt."""
+        """The problems of the evaluation; no prompt of them is a training prompt."""
 
     def prompt_blocks(self) -> Iterator[PromptBlock]:
-        """All prompts, those to train on first, for checks that need no more. Raises ConfigError for a wrong row."""
+        """All prompts, for checks that do not need answers. Raises ConfigError for a row that cannot be used."""
         return blocks(chain(self.training_problems(), self.held_out_problems()))
 
     def reward(self, response: str, answer: str) -> float:
-        """Score a decoded response, which is not truncated unless `scores_truncated`; the higher the better.
+        """Score a response. Not called in a recipe with `Recipe.takes_reward`: `flowrt.rewards` scores its responses.
 
-        Not of a recipe with `Recipe.takes_reward`, whose responses are scored by `flowrt.rewards`.
+        Args:
+            response: decoded text, without the end token; empty for a truncated response unless `scores_truncated`.
+            answer: `Example.answer`.
+
+        Returns:
+            The reward, a finite number; higher is better.
         """
         raise NotImplementedError
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of an embedded model, with the tokens <pad> and <eos>. Raises ConfigError if there is none."""
+        """The tokenizer of the embedded model; it must have the tokens <pad> and <eos>.
+
+        Raises ConfigError if the task has no embedded model.
+        """
         raise ConfigError(NO_MODEL)
 
     def sft_example(self, rng: Random, answer_only: bool) -> Example:  # noqa: ARG002
-        """Draw an example for SFT of an embedded model. Raises ConfigError if the task has none.
+        """Draw an example for SFT of the embedded model. Raises ConfigError if the task has no embedded model.
 
         Args:
             rng: source of randomness.
-            answer_only: draw from the second stage's examples, mostly answers without working.
+            answer_only: whether the example is for the second stage, mostly answers without working.
         """
         raise ConfigError(NO_MODEL)
 
     def check(self, progress: Callable[[str], None]) -> tuple[str, ...]:  # noqa: ARG002
-        """Check what otherwise fails during the run. Raises ConfigError; ``progress`` receives notes on long waits.
+        """Check, before a run, what would otherwise fail during it. Raises ConfigError for an error.
+
+        Args:
+            progress: receives notes on long waits.
 
         Returns:
             The names of the parts of reward functions, see `RewardOptions.parts`.
@@ -109,7 +120,7 @@ class Task(ABC):
 
 
 def blocks(problems: Iterable[Example]) -> Iterator[PromptBlock]:
-    """The prompts of these problems."""
+    """The prompts of these problems, up to `BLOCK` in each block."""
     source = iter(problems)
     while found := list(islice(source, BLOCK)):
         places = [one.where or f"prompt {one.prompt[:40]!r}" for one in found]
@@ -124,6 +135,6 @@ class Recipe:
     """Its line in ``flowrt --help``."""
     defaults: RunConfig
     task: Callable[[RunConfig], Task]
-    """Make the task of a configuration. Raises ConfigError if its data is missing or malformed."""
+    """Makes the task of a configuration. Raises ConfigError if its data is missing or malformed."""
     takes_reward: bool = False
-    """Whether the run names its reward functions (``reward.functions``)."""
+    """Whether responses are scored by ``reward.functions`` in place of `Task.reward`."""

@@ -1,6 +1,7 @@
 """The user's own task: prompts from a data set, reward functions by name (`flowrt.rewards`), any model.
 
-`Example.answer` is the JSON of what a function may take: the columns, with "prompt" and "answer" by these names.
+`Example.answer` is a JSON object with the arguments that a function may take: all columns of the row, of which those of
+the prompt and the answer have the names "prompt" and "answer".
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,11 @@ class CustomTask(Task):
         return chain.from_iterable(one.prompt_blocks() for one in self._sets)
 
     def check(self, progress: Callable[[str], None]) -> tuple[str, ...]:
-        """Check every row, and call the reward functions on the first one that they apply to."""
+        """Check every row, and call each reward function on the first of `FIRST_ROWS` rows that it applies to.
+
+        Raises ConfigError as `check_rows`, and for a reward function that cannot be loaded or fails. Arguments and
+        result: `Task.check`.
+        """
         check_rows(self._sets, self._data)
         problems = self.training_problems()
         rows = [problem.answer.encode() for problem in problems[:FIRST_ROWS]]

@@ -8,7 +8,7 @@ SPECIAL = ("<pad>", "<eos>")
 
 
 def character_tokenizer(characters: str) -> Tokenizer:
-    """One token for each of these characters; prompts and solutions must have no others."""
+    """A tokenizer with one token for each of these characters; any other character becomes <pad>."""
     words = [*SPECIAL, *characters]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -18,7 +18,12 @@ def character_tokenizer(characters: str) -> Tokenizer:
 
 
 def byte_pair_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE trained on these texts; every text has a tokenization."""
+    """A byte-level BPE tokenizer trained on these texts; it can encode any text.
+
+    Args:
+        texts: the training texts.
+        vocab_size: maximum number of tokens, `SPECIAL` ones included; those of the 256 bytes are always there.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

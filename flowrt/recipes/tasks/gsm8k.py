@@ -19,12 +19,16 @@ from flowrt.recipes.tasks.embedded_tokenizers import byte_pair_tokenizer
 from flowrt.recipes.tasks.rows import Row, data_path, split_rows
 
 FINAL = re.compile(r"#### (-?(?>[\d,]*)(?:\.\d++|(?<=\d)))\s*+$")
-"""A number at the end of a text. Possessive, because backtracking takes minutes on a response of many digits."""
+"""``#### NUMBER`` at the end of a text. Its quantifiers are possessive, because backtracking takes minutes on a
+response of many digits."""
 WELL_FORMED_REWARD = 0.1
 
 
 class Gsm8k(Task):
-    """Word problems; the last ``eval_problems`` rows of the file are held out."""
+    """Word problems; the last ``eval_problems`` rows of the file are held out.
+
+    Raises ConfigError, when made, for data that cannot be read, too few rows, and rows that cannot be used.
+    """
 
     def __init__(
         self, path: Path, prompt_key: str, answer_key: str, eval_problems: int, vocab_size: int, split: str = "train"
@@ -104,4 +108,4 @@ RECIPE = Recipe(
     ),
     _task,
 )
-"""A small model that SFT teaches to finish its answers."""
+"""A small embedded model; SFT stops once some responses end in a well-formed number."""

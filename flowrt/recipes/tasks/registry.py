@@ -1,4 +1,4 @@
-"""Recipes by name, as ``flowrt run RECIPE`` takes them: a table of the built-in ones, and files of the user's."""
+"""Recipes by name, as in ``flowrt run RECIPE``: a table of the built-in ones, and task files of the user's."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,22 +26,22 @@ def recipe(name: str) -> Recipe:
 
 
 def takes_reward(name: str) -> bool:
-    """Whether runs of a recipe name their reward functions. Raises ConfigError for a recipe that cannot be loaded."""
+    """Whether ``reward.functions`` score the responses of a recipe. Raises ConfigError if it cannot be loaded."""
     return described(name).takes_reward if is_task_file(name) else recipe(name).takes_reward
 
 
 def held_out_by_default(name: str) -> int:
-    """``data.eval_prompts`` of a recipe. Raises ConfigError for one that cannot be loaded."""
+    """The default of ``data.eval_prompts`` in a recipe. Raises ConfigError if it cannot be loaded."""
     if is_task_file(name):
         return int(described(name).defaults["data"]["eval_prompts"])
     return recipe(name).defaults.data.eval_prompts
 
 
 def task_of(config: RunConfig) -> Task:
-    """The prompts and the reward of a run; with ``eval.data`` no rows are held out of the training data.
+    """The task of a run; with ``eval.data`` no rows are held out of the training data.
 
-    The file of a task of the user's is run in this process. Raises ConfigError if that fails, or if it is not the file
-    that the run began with; and if data is missing or malformed.
+    A task file of the user's is executed in this process. Raises ConfigError if that fails, if the digest of the file
+    is not ``recipe_sha256``, or if data is missing or malformed.
     """
     if config.eval.data:
         config = replace(config, data=replace(config.data, eval_prompts=0))
@@ -61,7 +61,12 @@ def _own_task(config: RunConfig) -> Task:
 
 
 def check_digest(config: RunConfig, now: str) -> None:
-    """Raises ConfigError if the file of a run's task has another digest than the file that the run began with."""
+    """Raise ConfigError if a task file has changed since the run began.
+
+    Args:
+        config: the configuration, with the digest at the beginning of the run (``recipe_sha256``) unless that is empty.
+        now: SHA-256 of the file, in hexadecimal.
+    """
     if config.recipe_sha256 not in ("", now):
         raise ConfigError(
             f"task file {split(config.recipe)[0]} has changed since the run began (its SHA-256 was "
@@ -71,10 +76,16 @@ def check_digest(config: RunConfig, now: str) -> None:
 
 
 def check_task(config: RunConfig, progress: Callable[[str], None]) -> RunConfig:
-    """Read all data, and call the run's reward functions once.
+    """Make the task of a run and check it (`Task.check`): recipe custom reads all rows and calls the reward functions.
 
-    Returns the configuration with the names of the parts of rewards. Raises ConfigError for any mistake; ``progress``
-    receives notes on long waits.
+    Args:
+        config: the configuration of the run.
+        progress: receives notes on long waits.
+
+    Returns:
+        The configuration with the names of the parts of reward functions.
+
+    Raises ConfigError for any error.
     """
     parts = task_of(config).check(progress)
     return replace(config, reward=replace(config.reward, parts=parts)) if parts else config

@@ -1,4 +1,4 @@
-"""Rows of two text columns, all read at once; for recipes whose answers are checked when the data is read."""
+"""Rows of text columns, all read at once, for recipes that check answers when the data is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from flowrt.recipes.data.files import open_rows
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The text of the named columns of a row, and its file and line, with which an error message begins."""
+    """The text of the named columns of a row, and its place (file and line), the beginning of an error message."""
 
     where: str
     values: tuple[str, ...]
 
 
 def data_path(config: RunConfig) -> Path:
-    """The data file of a recipe that reads one. Raises ConfigError if none is given."""
+    """The path ``data.path``. Raises ConfigError if it is empty."""
     if not config.data.path:
         raise ConfigError(
             f"recipe {config.recipe} reads its problems from a file; give one with --data.path FILE.jsonl"
@@ -29,24 +29,38 @@ def data_path(config: RunConfig) -> Path:
 
 
 def split_rows(path: Path, split: str, keys: Sequence[str], held_out: int) -> tuple[list[Row], list[Row]]:
-    """The rows to train on, and the last ``held_out`` rows, for evaluation. Raises ConfigError, see `read_rows`."""
+    """The rows to train on, and the last ``held_out`` rows.
+
+    Raises ConfigError as `read_rows`, and if no row is left to train on.
+    """
     rows = read_rows(path, keys, split)
     first = first_held_out(len(rows), held_out, path)
     return rows[:first], rows[first:]
 
 
 def first_held_out(rows: int, held_out: int, path: Path) -> int:
-    """Index of the first held-out row. Raises ConfigError if none would be left to train on."""
+    """Index of the first held-out row. Raises ConfigError if no row is left to train on.
+
+    Args:
+        rows: number of rows.
+        held_out: number of rows that are held out, the last ones.
+        path: the data file in the message.
+    """
     if rows <= held_out:
         raise ConfigError(f"data file {path} has {rows} rows, no more than data.eval_prompts={held_out}")
     return rows - held_out
 
 
 def read_rows(path: Path, keys: Sequence[str], split: str = "train") -> list[Row]:
-    """The named text columns of every row of a data set; the first of them is the prompt.
+    """The named text columns of every row of a data set.
 
-    Raises ConfigError if the data cannot be read or is empty, and for the first ten rows that lack a column, whose
-    prompt is empty, or that are no rows.
+    Args:
+        path: file or directory.
+        keys: the columns, that of the prompt first.
+        split: the split that is read from a directory.
+
+    Raises ConfigError if the data cannot be read or is empty, and for the first ten rows that are no objects, lack a
+    column, or have an empty prompt.
     """
     rows, found, mistakes = open_rows(path, split), [], Mistakes()
     for index, row in enumerate(rows.scan()):

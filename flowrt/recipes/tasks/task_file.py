@@ -1,8 +1,8 @@
-"""A task in a file of the user's, FILE.py[:NAME]: a `base.Recipe` in it, as the files of the built-in tasks have one.
+"""Task files: a task of the user's, FILE.py[:NAME], as a `base.Recipe` like those of the built-in tasks.
 
-- Workers, which make the task, `load` the file. All others know it by its `described` form, which a process of its own
-  (`flowrt.recipes.tasks.task_file_process`) makes: the file may hang, exit or crash.
-- A configuration names it by its absolute path and the name in it; FILE.py alone is its RECIPE, or its only recipe.
+- Workers, which make the task, execute the file (`load`). Other processes use its description (`described`), which a
+  child process (`flowrt.recipes.tasks.task_file_process`) computes, because the file may hang, exit or crash.
+- A configuration has the absolute path and the recipe's name; FILE.py alone stands for RECIPE, or the only recipe.
 """
 
 import functools
@@ -25,21 +25,21 @@ Result = TypeVar("Result")
 PROCESS = "flowrt.recipes.tasks.task_file_process"
 MODULE = "flowrt_own_task"
 NAME = "RECIPE"
-"""The recipe that FILE.py alone stands for."""
+"""Name of the recipe that FILE.py alone stands for."""
 LOAD_S = 60.0
-"""Deadline for loading a file, in seconds."""
+"""Deadline for the description of a file, in seconds."""
 FIX = "correct it"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFile:
-    """What a file says of one of its recipes."""
+    """The description of a recipe in a task file."""
 
     recipe: str
     """FILE.py:NAME with an absolute path, as `RunConfig.recipe`."""
     summary: str
     defaults: Mapping[str, Any]
-    """Table of the configuration."""
+    """The default configuration, as a TOML table."""
     takes_reward: bool
 
 
@@ -49,7 +49,7 @@ def is_task_file(name: str) -> bool:
 
 
 def split(name: str) -> tuple[str, str]:
-    """The path of a file, and the name in it; that is empty if it is not given."""
+    """The path and the recipe's name of FILE.py[:NAME]; the name is empty if it is not given."""
     if name.endswith(".py"):
         return name, ""
     path, _, attribute = name.rpartition(":")
@@ -57,12 +57,15 @@ def split(name: str) -> tuple[str, str]:
 
 
 def digest(name: str) -> str:
-    """SHA-256 of a file, in hexadecimal. Raises ConfigError if it cannot be read."""
+    """SHA-256 of the task file FILE.py[:NAME], in hexadecimal.
+
+    Raises ConfigError if the file does not exist, cannot be read, or has the name of a module of Python.
+    """
     path = Path(split(name)[0])
     try:
         if not path.is_file():
             raise ConfigError(f"there is no task file {path}; name a recipe, FILE.py, or FILE.py:NAME")
-        if path.stem in sys.stdlib_module_names:  # processes in its directory would import it in place of that
+        if path.stem in sys.stdlib_module_names:  # a process in its directory would import it instead
             raise ConfigError(f"task file {path} has the name of a module of Python, which it would hide; rename it")
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -72,7 +75,7 @@ def digest(name: str) -> str:
 
 
 def described(name: str) -> TaskFile:
-    """What the file says, from a process of its own.
+    """The description of a task file, computed by a child process, once for each content of the file.
 
     Raises ConfigError, in one sentence with the line of the file, for a file that is missing, cannot be loaded, does
     not return in time, or has no such recipe.
@@ -83,7 +86,7 @@ def described(name: str) -> TaskFile:
 
 @functools.cache
 def _described(path: str, attribute: str, _digest: str) -> TaskFile:
-    """What the file of this digest says."""
+    """As `described`; the digest is only part of the key of the cache."""
     found = ask(PROCESS, ["describe", f"{path}:{attribute}"], f"task file {path}", LOAD_S)
     return TaskFile(
         recipe=f"{path}:{found['name']}",
@@ -94,9 +97,9 @@ def _described(path: str, attribute: str, _digest: str) -> TaskFile:
 
 
 def load(name: str) -> tuple[str, Recipe]:
-    """The name of a recipe in a file, and the recipe; the file is run in this process, once.
+    """The name of a recipe in a file, and the recipe. This process executes the file, once for each content of it.
 
-    Raises ConfigError with the line of the file for whatever goes wrong.
+    Raises ConfigError, with the line of the file if it is known, if the file fails or has no usable recipe.
     """
     path, attribute = split(name)
     return _load(str(Path(path).absolute()), attribute, digest(name))
@@ -130,7 +133,15 @@ def _load(path: str, attribute: str, digest_of_file: str) -> tuple[str, Recipe]:
 
 
 def called(path: str, doing: str, call: Callable[[], Result]) -> Result:
-    """The result of a call of code in a file. Raises ConfigError, with the line of the file, for what it raises."""
+    """The result of a call of the user's code.
+
+    Args:
+        path: the task file.
+        doing: the purpose of the call, for the message.
+        call: the call.
+
+    Raises ConfigError for every exception of the call, with the line of the file.
+    """
     try:
         return call()
     except ConfigError:

@@ -1,7 +1,7 @@
-"""The process that loads a task file before a run: ``describe FILE.py:NAME``, ``check`` or ``answers N`` of a
-configuration.
+"""The child process that executes a task file before a run: ``describe FILE.py:NAME``, and ``check`` and ``answers N``,
+which read a configuration (TOML) from stdin.
 
-`flowrt.runtime.file_process.ask` starts it. All code of the user's that a run will call is called once.
+`flowrt.runtime.file_process.ask` starts it. ``check`` calls all methods of the task that a run will call.
 """
 
 import functools
@@ -25,14 +25,17 @@ from flowrt.recipes.tasks.task_file import FIX, called, load, split
 from flowrt.runtime.file_process import answer
 
 COMPARED = 512
-"""Prompts that are compared with those of the same task, made again."""
+"""Prompts that are compared with those of a second task of the same configuration."""
 SCORED = 4
-"""Prompts on which the reward is called."""
+"""Training prompts on which the reward is called."""
 GIBBERISH = "?? 0,0 no answer"
 
 
 def describe(name: str) -> dict[str, object]:
-    """What `flowrt.recipes.tasks.task_file.described` needs."""
+    """The fields of `flowrt.recipes.tasks.task_file.TaskFile`, with the recipe's name alone and the defaults as TOML.
+
+    Raises ConfigError if the file cannot be loaded.
+    """
     found, recipe = load(name)
     path = split(name)[0]
     defaults = called(path, f"while {found}.defaults were written", lambda: to_toml(recipe.defaults))
@@ -47,7 +50,10 @@ def describe(name: str) -> dict[str, object]:
 def check(config: RunConfig) -> dict[str, object]:
     """Make the task, read all its prompts, and call its reward, tokenizer and examples.
 
-    Returns the names of the parts of reward functions. Raises ConfigError for whatever goes wrong.
+    Returns:
+        The names of the parts of reward functions, as ``parts``.
+
+    Raises ConfigError for the first error.
     """
     path = split(config.recipe)[0]
     what = f"task file {path}"
@@ -76,7 +82,10 @@ def check(config: RunConfig) -> dict[str, object]:
 
 
 def answers(config: RunConfig, limit: int) -> dict[str, object]:
-    """The answers of the first training prompts. Raises ConfigError if the task cannot be made, or gives none."""
+    """The answers of the first ``limit`` training prompts, as ``answers``.
+
+    Raises ConfigError if the task cannot be made or has no training prompts.
+    """
     path = split(config.recipe)[0]
     training = _problems(path, "training_problems", task_of(config).training_problems)
     if not training:
@@ -85,7 +94,7 @@ def answers(config: RunConfig, limit: int) -> dict[str, object]:
 
 
 def _problems(path: str, name: str, problems: Callable[[], Sequence[Example]]) -> Sequence[Example]:
-    """All prompts of a task. Raises ConfigError for one that is none."""
+    """The problems that a method of the task returns. Raises ConfigError for one that is not a valid example."""
 
     def checked() -> Sequence[Example]:
         found: object = problems()
@@ -110,7 +119,7 @@ def _check_example(path: str, name: str, index: int, one: object) -> None:
 
 
 def _check_same(path: str, config: RunConfig, training: Sequence[Example]) -> None:
-    """Raises ConfigError if the same task, made again, has other prompts."""
+    """Raise ConfigError if a second task of the same configuration has other prompts."""
     again = called(path, "in training_problems", lambda: task_of(config).training_problems())
     if len(again) != len(training) or list(islice(again, COMPARED)) != list(islice(training, COMPARED)):
         raise ConfigError(
@@ -120,7 +129,7 @@ def _check_same(path: str, config: RunConfig, training: Sequence[Example]) -> No
 
 
 def _check_held_out(config: RunConfig, what: str, training: Sequence[Example], held_out: Sequence[Example]) -> None:
-    """Raises ConfigError if a held-out prompt is a training prompt too."""
+    """Raise ConfigError if a held-out prompt is also a training prompt, unless ``data.allow_overlap``."""
     trained = {folded(one.prompt, one.messages) for one in training}
     shared = [one for one in held_out if folded(one.prompt, one.messages) in trained]
     if shared and not config.data.allow_overlap:
@@ -138,7 +147,7 @@ def _check_reward(path: str, task: Task, response: str, answer_text: str) -> Non
 
 
 def _check_embedded_model(path: str, task: Task, config: RunConfig) -> None:
-    """Raises ConfigError if there is no model to start from, or none can be built."""
+    """Raise ConfigError if the task has no usable tokenizer or SFT examples, from which to build a model."""
     tokenizer: object = called(path, "in tokenizer", task.tokenizer)
     if not isinstance(tokenizer, Tokenizer):
         kind = type(tokenizer).__name__
@@ -155,7 +164,7 @@ def _check_embedded_model(path: str, task: Task, config: RunConfig) -> None:
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Answer to the words of a command line."""
+    """Execute the command of these words, write its result or its error as the answer, and exit."""
     try:
         if words[0] == "describe":
             found = describe(words[1])

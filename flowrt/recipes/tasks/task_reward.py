@@ -1,6 +1,6 @@
-"""The reward of a task in a file of the user's, in the child processes of reward functions (`flowrt.rewards`).
+"""The reward of a task file, called in the child processes of reward functions (`flowrt.rewards`).
 
-What it raises, how long it takes and what memory it takes is handled as for a reward function; see `RewardOptions`.
+Its exceptions, run time and memory are handled as those of a reward function; see `RewardOptions`.
 """
 
 import json
@@ -17,33 +17,36 @@ from flowrt.rewards.outcomes import RewardOutcome
 from flowrt.rewards.user_file import outcome_of
 
 KIND = "task:"
-"""The function of this kind is the task's reward."""
+"""Prefix of a reward function that is the reward of the task file after it."""
 
 
 def with_task_reward(config: RunConfig) -> RunConfig:
-    """The configuration with its task's reward as the only reward function, if the task is in a file and has one."""
+    """The configuration with the task's reward as the only reward function, if a task file defines the reward."""
     if not is_task_file(config.recipe) or takes_reward(config.recipe):
         return config
     return replace(config, reward=replace(config.reward, functions=(f"{KIND}{config.recipe}",)))
 
 
 def is_scored_by_task(config: RunConfig) -> bool:
-    """Whether the reward function of a run is the reward of its task in a file."""
+    """Whether the only reward function of a run is the reward of its task file."""
     return config.reward.functions == (f"{KIND}{config.recipe}",)
 
 
 def task_reward(config: RunConfig) -> TaskReward | None:
-    """What a child process makes the scorer from; None if the task has no part in the reward."""
+    """The data from which a child process makes the `scorer`; None unless `is_scored_by_task`."""
     return TaskReward(__name__, to_toml(config)) if is_scored_by_task(config) else None
 
 
 def row_of(answer: bytes) -> bytes:
-    """The answer of an example as the row of a call."""
+    """The row of a call, as JSON, with the answer of an example (UTF-8)."""
     return json.dumps({"answer": answer.decode()}).encode()
 
 
 def scorer(configuration: str) -> Scorer:
-    """The reward of the task of this configuration. Raises ConfigError if the task cannot be made."""
+    """A function that scores responses by the task of this configuration (TOML).
+
+    Raises ConfigError if the task cannot be made.
+    """
     task = task_of(from_toml(configuration))
 
     def score(response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG001

@@ -5,9 +5,9 @@
   and split a run into chunks by these alone, so there are no headers.
 - All calls block and come from the lane's thread. A call fails when nothing has moved for the lane's deadline, or less
   than the minimum rate (`TransferRateLimit`): a transfer that is far too slow fails like one that hangs.
-- Libraries that have to meet exchange their keys in `SignalStore`, which sends them to the other end as `RendezvousKey`
-  messages, through the controller. So a lane needs no store server, no fixed port and no world group, and only workers
-  that the controller has admitted can connect.
+- The two ends of a lane exchange the keys by which they connect in `SignalStore`, which sends them to the other end as
+  `RendezvousKey` messages, through the controller. So a lane needs no store server, no fixed port and no world group,
+  and only workers that the controller has admitted can connect.
 """
 
 import threading
@@ -34,9 +34,10 @@ RECEIVER_RANK = 1
 
 
 class SignalStore(Store):
-    """The store of one lane incarnation; ``post`` sends a key to the other end.
+    """The store of one lane incarnation, at one end; ``post`` sends a key to the other end.
 
-    torch calls it on the lane's thread; the event loop calls ``deliver`` and ``close``.
+    Waits for keys end after ``deadline_s`` seconds. torch calls the store on the lane's thread; the event loop calls
+    ``deliver`` and ``close``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SignalStore(Store):
             self._changed.notify_all()
 
     def set(self, key: str, value: bytes | str) -> None:
+        """Set a key, and send it to the other end. Raises TransferError if it has more than MAX_SIGNAL_BYTES."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         if len(data) > MAX_SIGNAL_BYTES:
             raise TransferError(
@@ -72,6 +74,7 @@ class SignalStore(Store):
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. Raises TransferError at the deadline, or if the store is closed before."""
         deadline_s = self._deadline_s if timeout is None else min(self._deadline_s, timeout.total_seconds())
         with self._changed:
             try:
@@ -93,12 +96,12 @@ class SignalStore(Store):
             return self._has(keys)
 
     def take(self, key: str) -> bytes:
-        """Wait for a key, and remove it."""
+        """Wait for a key as `wait` does, remove it, and return its value."""
         self.wait([key])
         return self._values.pop(key)
 
     def close(self, reason: str) -> None:
-        """Fail open and later waits: the other end will not connect."""
+        """Fail open and later waits for keys that are not set: the other end will not connect."""
         with self._changed:
             self._closed = reason
             self._changed.notify_all()
@@ -112,10 +115,10 @@ class SignalStore(Store):
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
 """The largest chunk."""
 STAGE_BYTES = 1024 * 1024
-"""Smaller rows are gathered into chunks of at least this size; larger rows are sent without a copy."""
+"""Smaller rows are gathered into chunks of about this size; larger rows are sent without a copy."""
 
 MIN_BYTES_PER_S = 1e6
-"""Default minimum rate of a transfer."""
+"""Default minimum rate of a transfer, in bytes per second."""
 
 
 class Chunk(NamedTuple):
@@ -160,7 +163,7 @@ def split_run(sizes: Sequence[int], stage_bytes: int = STAGE_BYTES) -> Iterator[
 
 
 def _split_small(sizes: Sequence[int], stage_bytes: int) -> Iterator[Chunk]:
-    """The same for rows that are all small: one step per chunk, not per row."""
+    """`split_run` for rows smaller than ``stage_bytes``: one iteration per chunk, not per row."""
     ends = list(accumulate(sizes))
     first = start = 0
     while start < ends[-1]:
@@ -183,7 +186,7 @@ class ColumnRun:
         return cls((tensor.nbytes,), flat=tensor.reshape(-1))
 
     def view(self, chunk: Chunk) -> torch.Tensor | None:
-        """The bytes of a chunk without a copy; None for a chunk of several separate rows."""
+        """The bytes of a chunk, 1-D uint8, without a copy; None for a chunk of several separate rows."""
         if self.flat is not None:
             return self.flat.view(torch.uint8)[chunk.start : chunk.start + chunk.size]
         if chunk.last - chunk.first == 1:
@@ -191,7 +194,7 @@ class ColumnRun:
         return None
 
     def copy(self, chunk: Chunk, out: torch.Tensor) -> None:
-        """Copy the bytes of a chunk, from any device."""
+        """Copy the bytes of a chunk, from any device, to ``out``: 1-D uint8, of the chunk's size."""
         found = self.view(chunk)
         if found is not None:
             copy_bytes(out, found)
@@ -213,7 +216,8 @@ class ColumnRun:
 class TransferRateLimit:
     """The deadline and minimum rate of one lane, and the progress of its current transfer.
 
-    A transfer of n bytes ends within ``deadline_s + n / bytes_per_s`` seconds, or fails.
+    A transfer fails when m bytes have moved and this took longer than ``deadline_s + m / bytes_per_s`` seconds. The
+    rate is checked when bytes move; a transfer on which nothing moves fails by the channel's own deadline.
     """
 
     def __init__(self, lane: str, deadline_s: float, bytes_per_s: float = MIN_BYTES_PER_S) -> None:
@@ -229,7 +233,7 @@ class TransferRateLimit:
         self._moved = 0
 
     def moved(self, size: int) -> None:
-        """Count ``size`` more bytes. Raises TransferError when the transfer is below the minimum rate."""
+        """Count ``size`` more bytes. Raises TransferError if the transfer is too slow."""
         self._moved += size
         took_s = monotonic() - self._begun_s
         if took_s > self.deadline_s + self._moved / self._bytes_per_s:
@@ -247,13 +251,14 @@ class Channel(Protocol):
     """One end of one incarnation of a lane. Calls raise TransferError or RuntimeError if the other end is closed."""
 
     def send(self, runs: Sequence[ColumnRun]) -> None:
-        """Send one message when the other end is ready for it. The caller may change the rows afterwards."""
+        """Send one message when the other end is ready for it. The caller may change the rows after the call."""
         ...
 
     def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Receive one message whose runs have rows of these sizes in bytes.
 
-        Returns the bytes of each run. The caller may keep and change them: memory is reused once no tensor views it.
+        Returns the bytes of each run, a 1-D uint8 tensor in host memory. The caller may keep and change them: memory is
+        reused once no tensor views it.
         """
         ...
 
@@ -274,5 +279,8 @@ class Transport(Protocol):
     """Opens channels of one kind."""
 
     def open(self, store: SignalStore, sending: bool, rate_limit: TransferRateLimit) -> Channel:
-        """Connect to the other end through the lane's rendezvous store. Blocks; raises when that takes too long."""
+        """Connect to the other end through the lane's rendezvous store. Blocks.
+
+        Raises TransferError or RuntimeError if the other end does not connect within ``rate_limit.deadline_s``.
+        """
         ...

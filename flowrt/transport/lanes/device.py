@@ -1,10 +1,10 @@
 """Lanes between accelerators: one two-rank nccl or hccl group per lane, made on demand.
 
-Both libraries ignore tags and order messages by issue: the controller's turns, at both ends. A send that
-is issued early would occupy the device, so the sender waits until the receiver is ready. Rows in host memory are staged
-through device memory chunk by chunk; rows on the device are sent without a copy.
+Both libraries ignore tags and match messages in the order of their issue, which is that of the controller's turns at
+both ends. A send that is issued early would occupy the device, so the sender waits until the receiver is ready. Rows in
+host memory are staged through device memory chunk by chunk; rows on the device are sent without a copy.
 
-Neither library has waits with a deadline, so completion is polled, and the group of a hanging peer is aborted.
+Neither library has waits with a deadline, so completion is polled, and the group is aborted if the peer hangs.
 
 nccl is written against torch's interface and HAS NOT RUN BETWEEN TWO CUDA DEVICES YET; its tests run where there are
 two. hccl is written against torch_npu's interface, a test compares names and signatures with torch_npu's sources, and
@@ -37,7 +37,7 @@ from flowrt.transport.lanes.channel import (
 
 POLL_S = 0.0002
 LIBRARY_TIMEOUT_FACTOR = 4
-"""The library's own timeout ends the process; ours, which only fails the lane, must come long before."""
+"""The library's own timeout, which ends the process, as a multiple of the lane's, which only fails the lane."""
 _environment = threading.Lock()
 
 
@@ -104,7 +104,8 @@ def _own_index(kind: Kind, store: SignalStore) -> int:
 def _abort_on_error(variable: str, older: str = "") -> Iterator[None]:
     """Groups made in this block abort their communicator on an error instead of ending the process.
 
-    With an ``older`` name of the variable, a user's setting of either is kept. nccl's is overridden: torchrun sets it.
+    If the variable has an ``older`` name, a user's setting of either name is kept. nccl's variable has none and is
+    overridden, because torchrun sets it.
     """
     with _environment:
         before = os.environ.get(variable)
@@ -119,7 +120,7 @@ def _abort_on_error(variable: str, older: str = "") -> Iterator[None]:
 
 
 class DeviceChannel:
-    """One end of a group; received bytes are copied to host memory."""
+    """One end of a two-rank group; received bytes are copied to host memory."""
 
     def __init__(
         self,

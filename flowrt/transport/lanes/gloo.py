@@ -34,13 +34,13 @@ class _Work(Protocol):
 
 
 class GlooTransport:
-    """Opens gloo channels. One device, and so one listening thread, serves all groups of this process."""
+    """Opens gloo channels on the address ``host``. One listening thread serves all groups of this transport."""
 
     def __init__(self, host: str) -> None:
         self._device = ProcessGroupGloo.create_device(hostname=host)
 
     def make_group(self, store: Store, rank: int, deadline_s: float) -> ProcessGroup:
-        """Make a group with the other rank. Blocks; raises RuntimeError when it does not connect in time."""
+        """Make a group with the other rank. Blocks; raises RuntimeError if that does not connect in ``deadline_s``."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
         options._threads = 1
@@ -53,7 +53,7 @@ class GlooTransport:
 
 
 class GlooChannel:
-    """One end of a group. The deadline of a chunk counts from the completion of the one before."""
+    """One end of a two-rank group. The deadline of a chunk counts from the completion of the previous chunk."""
 
     def __init__(self, group: ProcessGroup, store: SignalStore, rate_limit: TransferRateLimit) -> None:
         self._group: ProcessGroup | None = group
@@ -96,7 +96,7 @@ class GlooChannel:
         self._buffers.release_idle()
 
     def interrupt(self) -> None:
-        """A wait of gloo cannot be interrupted: it ends with the other end's socket, or at its deadline."""
+        """No effect: a wait of gloo only ends when the other end closes its socket, or at the deadline."""
 
     def close(self) -> None:
         self._group = None
@@ -116,7 +116,7 @@ class GlooChannel:
         if chunk.size > 2 * STAGE_BYTES:
             staged = torch.empty(chunk.size, dtype=torch.uint8)
         else:
-            # One buffer per chunk in flight: the chunk that was here before has completed.
+            # One buffer per chunk in flight: the earlier chunk in this buffer has completed.
             slot = self._chunks % IN_FLIGHT
             while len(self._staging) <= slot:
                 self._staging.append(torch.empty(2 * STAGE_BYTES, dtype=torch.uint8))

@@ -1,7 +1,7 @@
 """Lanes: ordered streams of tensors between two workers, each with its own thread.
 
 Transports block, and some cannot be interrupted, so every lane has its own thread and channel: a peer that hangs stops
-one lane, and fails it at the deadline. A failed lane stays failed and closes its channel, which fails the other end
+one lane only, which fails at its deadline. A failed lane stays failed and closes its channel, which fails the other end
 too; the controller then opens a new incarnation.
 """
 
@@ -97,7 +97,7 @@ class Lane:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread still runs."""
+        """Whether the lane's thread still runs."""
         return self._thread.is_alive()
 
     def enqueue(self, sequence: int, act: Callable[[Channel], Any]) -> asyncio.Future[Any]:
@@ -122,7 +122,7 @@ class Lane:
             self._turns.put(None)
 
     def fail(self, reason: str) -> None:
-        """Fail all turns immediately; the thread ends when it leaves its channel.
+        """Fail all turns immediately; the thread ends when its present call of the channel returns.
 
         For a lane whose peer has left, or whose incarnation is stale.
         """
@@ -135,11 +135,14 @@ class Lane:
             self._channel.interrupt()
 
     def close(self) -> None:
-        """Accept no further turn; the thread ends after those that are queued."""
+        """End the thread after the turns that are queued; later turns fail."""
         self._turns.put(None)
 
     def join(self, deadline_s: float) -> None:
-        """Wait for the thread: a process group that is open when the interpreter exits aborts the process."""
+        """Wait until the thread ends, for at most ``deadline_s`` seconds.
+
+        A process group that is open when the interpreter exits aborts the process.
+        """
         join_thread(self._thread, deadline_s)
 
     def _run(self) -> None:
@@ -158,7 +161,7 @@ class Lane:
     def _next(self) -> _Turn | None:
         for idle_polls in itertools.count():
             try:
-                # Both ends become idle at about the same time; the short polls receive what the other then sends.
+                # Both ends become idle at about the same time; the short waits receive what the other end then sends.
                 idle_s = self._idle_s / (10 if idle_polls % 3 else 1)
                 return queue_get(self._turns, idle_s, f"the next turn of lane {self.name}", CONTROLLER)
             except WaitExpired:
@@ -206,7 +209,7 @@ class Lane:
 
 
 class LaneSet:
-    """All lanes of a worker; each is opened by its first turn."""
+    """All lanes of a worker; a lane is opened by its first turn."""
 
     def __init__(
         self,
@@ -256,7 +259,7 @@ class LaneSet:
         return self._enqueue(turn, send)
 
     def receive_each(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> asyncio.Future[None]:
-        """Receive from `send_each`: fill these byte tensors, one by one."""
+        """Receive from `send_each`: fill these uint8 tensors, one by one. The iterator runs on the lane's thread."""
 
         def receive(channel: Channel) -> None:
             for tensor in tensors:
@@ -293,7 +296,7 @@ class LaneSet:
             store.close(reason)
 
     async def close(self) -> None:
-        """Close every lane; one that waits for its peer ends at its own deadline."""
+        """Close every lane, in at most CLOSE_S. A lane that waits for its peer ends later, at its own deadline."""
         lanes = [*self._lanes.values(), *self._retired]
         for lane in lanes:
             lane.close()
@@ -356,8 +359,8 @@ def available_transports() -> tuple[str, ...]:
     """Names of the transports that this worker supports, best first.
 
     Shared memory is ``shm:SCOPE``: it works between workers of one `network_namespace`. Transports of devices that this
-    process does not use (yet: engines start after the handshake) come after gloo. They are used only if the run forces
-    them, so that a lane alone does not create a context on a device.
+    process does not use (yet: engines start after the handshake) come after gloo. They are used only if the run
+    requires them, so that a lane alone does not create a context on a device.
     """
     found = []
     if sys.platform == "linux" and hasattr(os, "memfd_create"):

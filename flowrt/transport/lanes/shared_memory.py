@@ -1,8 +1,8 @@
 """Lanes through shared memory, for workers on one host: one copy by the sender, views for the receiver.
 
 - The sender copies rows into a segment. The receiver's tensors are views of it, which it may keep and change.
-- A segment is reused when the receiver has no views of it any more, which it reports with each READY and RELEASE. So
-  pages are rarely faulted in, and a slow reader costs memory but never a wait.
+- A segment is reused when the receiver has no views of it any more, which the receiver reports with each READY and
+  RELEASE. So pages are rarely faulted in, and a receiver that keeps views costs memory but never makes the sender wait.
 - A segment is a memfd, sealed against truncation. Its descriptor is closed when both ends have mapped it: a crash
   leaves nothing behind, and segments do not count as open files.
 - The ends exchange small packets, a kind and some numbers, over an abstract Unix socket.
@@ -50,7 +50,7 @@ class Segment:
         weakref.finalize(self._memory, _libc.munmap, address, size).atexit = False
 
     def view(self, size: int) -> memoryview:
-        """The first ``size`` bytes. The mapping is kept as long as this view and the tensors made of it."""
+        """The first ``size`` bytes. The mapping is kept as long as this view or a tensor made of it."""
         return memoryview(self._memory).cast("B")[:size]
 
 
@@ -67,7 +67,10 @@ def make_segment(number: int, size: int) -> tuple[Segment, int]:
 
 
 def map_segment(number: int, fd: int, size: int) -> Segment:
-    """Map a segment of the other end. Raises TransferError unless it is sealed: a truncated mapping would crash us."""
+    """Map a segment of the other end.
+
+    Raises TransferError unless it has this size and is sealed: access to a truncated mapping would kill the process.
+    """
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     found = os.fstat(fd).st_size
     if found != size or seals & fcntl.F_SEAL_SHRINK == 0:
@@ -87,7 +90,7 @@ _KEY = "shm"
 
 
 class ShmTransport:
-    """Opens channels between processes that share a kernel and its abstract sockets."""
+    """Opens channels between processes of one network namespace, which share abstract sockets."""
 
     def open(self, store: SignalStore, sending: bool, rate_limit: TransferRateLimit) -> "ShmSender | ShmReceiver":
         if sending:
@@ -118,7 +121,7 @@ def _accept(store: SignalStore, deadline_s: float) -> socket.socket:
                 raise TransferError(
                     f"lane {store.lane}: the sender did not connect within {deadline_s:.0f} s"
                 ) from None
-            caller.close()  # another process on this host
+            caller.close()  # the caller was another process on this host
 
 
 def _connect(store: SignalStore, deadline_s: float) -> socket.socket:
@@ -154,7 +157,10 @@ class ControlSocket:
             raise TransferError(f"lane {self._lane}: the other end has closed the connection ({error})") from error
 
     def receive(self, wait: bool = True) -> tuple[int, tuple[int, ...], list[int]] | None:
-        """The kind, numbers and descriptors of the next packet; None without ``wait`` when there is none."""
+        """The kind, numbers and descriptors of the next packet. Without ``wait``: None if there is no packet.
+
+        Raises TransferError at the deadline, and if the other end has closed the connection.
+        """
         try:
             # MSG_DONTWAIT has no effect on a Python socket with a timeout.
             timeout_s = self._deadline_s if wait else 0.0
@@ -234,7 +240,7 @@ class ShmSender:
         self._lent.clear()
 
     def _receive_packet(self, wait: bool = True) -> bool:
-        """Handle one packet of the receiver; False without ``wait`` when there is none."""
+        """Handle one packet of the receiver. Without ``wait``: returns False if there is no packet."""
         packet = self._control.receive(wait)
         if packet is None:
             return False
@@ -288,7 +294,7 @@ class ShmReceiver:
         self._send_released(READY)
         left = sum(map(sum, sizes))
         while (numbers := self._receive_packet()) is None:
-            # MOVED does not say how many bytes: at most a chunk, and at most the rest of the message.
+            # MOVED does not have a number of bytes: at most a chunk, and at most the rest of the message.
             self._rate_limit.moved(min(left, MAX_CHUNK_BYTES))
             left -= min(left, MAX_CHUNK_BYTES)
         if len(numbers) != len(sizes):

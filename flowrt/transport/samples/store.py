@@ -1,6 +1,6 @@
-"""Tensor store of a worker, by (column, id): tensors that it made or received, and those that are arriving.
+"""Tensor store of a worker, by (column, id): tensors that the worker made or received, and tensors that are arriving.
 
-Rows of one column that were stored together are one block; single rows are views that are made when they are read.
+Rows of one column that were stored together form one block; single rows are views, made when they are read.
 """
 
 import asyncio
@@ -40,7 +40,8 @@ def lengths_of(rows: Sequence[torch.Tensor] | Packed) -> tuple[int, ...]:
 def make_contiguous(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | Packed:
     """Rows that can be stored and sent: contiguous, detached, and not a small part of larger memory.
 
-    Consecutive rows, as of a batch that was split, are packed without a copy. Other rows are copied where necessary.
+    Rows that are consecutive in memory (a split batch, for example) are packed without a copy. Other rows are copied
+    where necessary.
     """
     first = rows[0]
     if len(rows) > 1 and first.untyped_storage().nbytes() != first.nbytes:
@@ -97,6 +98,7 @@ class RowBlock:
         self.live_bytes = self.size
 
     def row(self, item: int) -> torch.Tensor:
+        """The row with this id, which must not be dropped."""
         index = self._index(item)
         if self._packed is None:
             row = self._rows[index]
@@ -130,7 +132,7 @@ class RowBlock:
         return not self._dropped and (self.ids is ids or self.ids == ids)
 
     def consecutive(self, ids: tuple[int, ...]) -> Packed | None:
-        """These rows without a copy, if they are consecutive rows of a packed block; else None."""
+        """The rows with these ids without a copy, if they are consecutive rows of a packed block; else None."""
         if self._packed is None:
             return None
         if self.has_all(ids):
@@ -160,10 +162,10 @@ Rows = Sequence[torch.Tensor] | Packed
 
 
 class TensorStore:
-    """Used on the event loop's thread only. Readers get the stored tensors themselves and may keep them.
+    """Tensors of one worker. Used on the event loop's thread only. Readers get the stored tensors and may keep them.
 
     With a budget in bytes (0: none), rows that do not fit in addition to those held and arriving raise OverBudget, with
-    nothing changed. The store does not wait for room: the rows that have to be freed first may depend on these rows.
+    nothing changed. The store does not wait for room: the work that frees the held rows may depend on the new ones.
     """
 
     def __init__(self, columns: Sequence[Column], budget_bytes: int = 0) -> None:
@@ -173,13 +175,13 @@ class TensorStore:
         self._budget_bytes = budget_bytes
         self._held_bytes = 0
         self._arriving_bytes: dict[asyncio.Future[None], int] = {}
-        # Arrivals of which rows were freed, or are expected from a newer arrival, before they arrived.
+        # Arrivals with rows that were freed, or expected from a newer arrival, before they arrived.
         self._partly_stale: set[asyncio.Future[None] | None] = set()
 
     # ---- columns
 
     def check(self, column: str, rows: Rows) -> None:
-        """Raises LocalProtocolError when a row does not have the column's dtype, or one dimension."""
+        """Raises LocalProtocolError if the column is unknown, or a row does not have its dtype or is not 1-D."""
         dtype = self.dtype(column)
         for tensor in _tensors(rows):
             if tensor.dtype != dtype or tensor.dim() != 1:
@@ -214,15 +216,15 @@ class TensorStore:
         self.put_rows(column, (item,), (tensor,))
 
     def check_room(self, columns: Mapping[str, Rows]) -> None:
-        """Raises OverBudget when these rows would not fit."""
+        """Raises OverBudget if these rows would not fit."""
         size = sum(row.nbytes for rows in columns.values() for row in _tensors(rows))
         self._require_room(size, f"{sum(map(len, columns.values()))} rows of {', '.join(columns)}")
 
     def put_rows(self, column: str, ids: Sequence[int], rows: Rows, room_checked: bool = False) -> None:
         """Store rows: the tensors themselves, or copies of those that are small parts of larger memory.
 
-        Raises LocalProtocolError when a dtype or shape is not the column's, OverBudget when there is no room (not with
-        ``room_checked``: `check_room` was called before).
+        Raises LocalProtocolError as `check`, and unless there is one id per row. Raises OverBudget if there is no room,
+        but not with ``room_checked``: the caller has called `check_room`.
         """
         self.check(column, rows)
         if len(ids) != len(rows):
@@ -273,7 +275,7 @@ class TensorStore:
     # ---- reading
 
     def get(self, column: str, item: int) -> torch.Tensor:
-        """A stored tensor. Raises LocalProtocolError when it is not here."""
+        """A stored tensor. Raises LocalProtocolError if it is not in this store."""
         return self._block(column, item).row(item)
 
     def _block(self, column: str, item: int) -> RowBlock:
@@ -283,7 +285,7 @@ class TensorStore:
             raise LocalProtocolError(f"{column} of {item} is not in this worker's store") from None
 
     def rows(self, column: str, ids: Sequence[int]) -> Rows:
-        """Stored rows: packed if they are consecutive in memory. Raises LocalProtocolError when one is not here."""
+        """Stored rows, packed if they are consecutive in memory. Raises LocalProtocolError if a row is not stored."""
         if not ids:
             return ()
         ids = tuple(ids)
@@ -293,7 +295,10 @@ class TensorStore:
         return [self._block(column, item).row(item) for item in ids]
 
     def runs(self, parts: Iterable[Part]) -> list[ColumnRun]:
-        """The rows to send for each part. Raises TransferError when a length is not the announced one."""
+        """The rows to send for each part.
+
+        Raises LocalProtocolError if a row is not in this store, TransferError if a length is not the announced length.
+        """
         runs = []
         for part in parts:
             rows = self.rows(part.column, part.ids)
@@ -316,7 +321,7 @@ class TensorStore:
     # ---- arrivals
 
     def expect(self, parts: Sequence[Part], arrival: asyncio.Future[None]) -> None:
-        """Register rows that are arriving, and drop held copies of them. ``arrival`` is done when they have arrived.
+        """Register rows that are arriving until ``arrival`` is done, and drop held copies of them.
 
         Raises OverBudget, with nothing changed, when there is no room for them.
         """
@@ -326,7 +331,7 @@ class TensorStore:
         self.expect_failure(parts, arrival)
 
     def expect_failure(self, parts: Sequence[Part], arrival: asyncio.Future[None]) -> None:
-        """`expect` for rows that will not arrive: ``arrival`` raises in `wait_for`. Needs no room."""
+        """As `expect`, for rows that will not arrive: `wait_for` raises the error of ``arrival``. Needs no room."""
         for part in parts:
             held, arriving = self._blocks[part.column], self._arriving[part.column]
             if held:
@@ -357,12 +362,12 @@ class TensorStore:
         held.update(others)
 
     def arrival_done(self, arrival: asyncio.Future[None]) -> None:
-        """All parts of this arrival have been stored."""
+        """Forget an arrival of which all parts have been stored."""
         self._arriving_bytes.pop(arrival, None)
         self._partly_stale.discard(arrival)
 
     def arrival_failed(self, parts: Iterable[Part], arrival: asyncio.Future[None]) -> None:
-        """These parts will not arrive."""
+        """Forget an arrival, and these parts of it, which will not arrive."""
         self.arrival_done(arrival)
         for part in parts:
             self._unexpect(part, arrival)

@@ -1,4 +1,4 @@
-"""Lossless delta between two versions of the weights, small if few elements changed. Plain numpy.
+"""Lossless delta between two versions of the weights, small if few elements changed; implemented in numpy.
 
 A step of RL moves a bf16 weight by far less than the spacing of bf16 numbers: at a learning rate of 1e-6 about one
 element in a hundred changes, and only these are sent.
@@ -15,12 +15,12 @@ The encoding of a block, in this order (sizes are in its record):
 
 ===========  ==============================================================================================
 positions    GAPS: one byte per change, the number of unchanged elements before it; 255 means 255 of them,
-             continued in the next byte. BITMAP: one bit per element. WHOLE: none; the differences of all
-             elements follow, and nothing else
-down         one bit per change: 1 for a difference of -1, 0 for +1, unless
-far          one bit per change: 1 for any other difference, which follows
-far bytes    one signed byte per far change; zero, which no change has, means that it is among the words
-words        the remaining differences, at the elements' width
+             continued in the next byte. BITMAP: one bit per element. WHOLE: no positions; the block has the
+             differences of all elements, and nothing else. SAME: the block is empty
+down         one bit per change: 1 for a difference of -1, 0 for +1; no meaning for a far change
+far          one bit per change: 1 for any other difference
+far bytes    one signed byte per far change: its difference; zero means that the difference is among the words
+words        the differences that fit no byte, at the elements' width
 ===========  ==============================================================================================
 
 Compression with deflate would save another 7 to 20 %, but takes longer than the transfer above about 100 Mbit/s.
@@ -87,8 +87,8 @@ class Record(NamedTuple):
 
 
 def encode_block(base: Elements, new: Elements, scratch: Elements) -> tuple[Record, list[Bytes]]:
-    """The record and the parts that turn ``base`` into ``new``. Overwrites ``scratch``, which has the same size."""
-    # Computing all differences in the cache is faster than reading the changed elements of both again.
+    """The record and the parts that turn ``base`` into ``new``. Overwrites ``scratch``, which is at least as large."""
+    # Computing all differences in the cache is faster than reading the changed elements of both versions again.
     whole = np.subtract(new, base, out=scratch[: base.size])
     mask = whole != 0
     changed = int(np.count_nonzero(mask))
@@ -118,11 +118,11 @@ def apply_block(record: Record, body: Bytes, elements: Elements) -> None:
 
     Args:
         record: header of the block.
-        body: its parts, `Record.body_bytes` bytes.
+        body: the parts of the block, `Record.body_bytes` bytes.
         elements: the copy.
 
     Raises:
-        TransferError: if the body does not fit the record. Any bytes are safe: no position outside the block is used.
+        TransferError: if the body does not fit the record. No bytes of a body lead to a position outside the block.
     """
     if record.form == BlockEncoding.SAME:
         return
@@ -233,7 +233,17 @@ _CRC_BYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """The changes that turn version ``base_version`` into ``version``."""
+    """The changes that turn version ``base_version`` into ``version``.
+
+    Attributes:
+        base_version: version that the delta starts from.
+        version: version that it makes.
+        base_checksum: CRC-32 of the full base version.
+        checksum: CRC-32 of the full new version.
+        width: bytes of an element.
+        sizes: bytes of each bucket.
+        pieces: for each bucket, a 1-D uint8 tensor with a CRC-32, the records and the blocks.
+    """
 
     base_version: int
     version: int
@@ -262,10 +272,10 @@ class Delta:
             width: bytes of an element: 2 for bf16 and fp16, 4 for fp32. Any width is lossless on any bytes.
             max_fraction: largest size of the delta relative to the full version.
             base_checksum: `Snapshot.checksum` of ``base``, if the caller has computed it already.
-            checksum: that of ``new``.
+            checksum: `Snapshot.checksum` of ``new``, likewise.
 
         Raises:
-            TransferError: if the versions have different buckets.
+            TransferError: if the versions have different buckets, or ``width`` is neither 2 nor 4.
         """
         sizes = new.bucket_bytes()
         if base.bucket_bytes() != sizes or width not in WIDTHS:
@@ -333,6 +343,7 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
+        """Size of the encoded delta in bytes, with its head and checksums."""
         return sum(piece.numel() - _CRC_BYTES for piece in self.pieces) + _overhead_bytes(len(self.sizes))
 
     @property
@@ -345,11 +356,12 @@ class Delta:
 
         Args:
             base: the version that the delta was made from.
-            spare: a snapshot that is not needed any more, whose memory is reused: faster than new memory. It is
-                overwritten even if this fails.
+            spare: a snapshot that is not needed any more, whose memory is reused: faster than new memory. It may be
+                overwritten even if this call fails.
 
         Raises:
-            TransferError: if the base is another one, or the result does not have the announced checksum.
+            TransferError: if ``base`` is not the version that the delta was made from, ``spare`` has buckets of other
+                sizes or shares memory with the base, or the result does not have the announced checksum.
         """
         self._check_base(base)
         result = self._target(base, spare)
@@ -434,7 +446,7 @@ def _opened(buffer: torch.Tensor, name: str) -> Bytes:
 
 
 def _split_blocks(piece: Bytes, size: int, width: int) -> Iterator[tuple[Record, Bytes]]:
-    """Record and bytes of each block. Raises TransferError unless they fill the piece exactly."""
+    """Record and bytes of each block. Raises TransferError unless the blocks fill the piece exactly."""
     count = -(-size // BLOCK_BYTES)
     start = count * RECORD.itemsize
     if start > piece.size:

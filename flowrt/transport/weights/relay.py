@@ -25,7 +25,7 @@ def split_buckets(buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class PipelinedReceive:
-    """A version that is being received, with the number of chunks that have arrived. Shared by the threads of lanes."""
+    """A version that is being received, and the number of chunks that have arrived. Shared by the threads of lanes."""
 
     def __init__(self, what: str, deadline_s: float) -> None:
         self._what = what
@@ -37,7 +37,7 @@ class PipelinedReceive:
     def receive(
         self, buckets: Sequence[torch.Tensor], on_chunk: Callable[[torch.Tensor], object]
     ) -> Generator[torch.Tensor, None, None]:
-        """The chunks to receive into: each has been filled when the next is asked for.
+        """Yield the chunks to receive into; the caller has filled a chunk when it asks for the next one.
 
         ``on_chunk`` is called with each filled chunk, in order, on the lane's thread; it must return quickly.
         """
@@ -55,14 +55,17 @@ class PipelinedReceive:
             self._changed.notify_all()
 
     def relay(self, buckets: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
-        """The chunks to send, each as soon as it has arrived. Raises TransferError when the next does not arrive."""
+        """Yield the chunks to send, each when it has arrived.
+
+        Raises TransferError if the next chunk does not arrive within the deadline, and after `fail`.
+        """
         for number, chunk in enumerate(split_buckets(buckets)):
             with self._changed:
                 self._wait_chunk(number)
             yield chunk
 
     def _wait_chunk(self, number: int) -> None:
-        """Wait for a chunk, holding the condition."""
+        """Wait for a chunk; the caller holds the condition. Raises TransferError."""
         timeout = ""
         try:
             poll_until_true(

@@ -3,8 +3,8 @@
 - Values are converted only by `Snapshot.restore`, for an engine that computes in another dtype than was published.
 - The checksum is the CRC-32 of all bytes, equal to ``zlib.crc32``.
 - Weights of a device are copied through pinned memory, which the device reads and writes by DMA, on a separate stream.
-  This uses torch's interface for CUDA, whose names torch_npu has for NPUs; IT HAS NOT RUN ON A GPU OR AN NPU YET: its
-  tests run where there is one.
+  This uses torch's interface for CUDA, whose names torch_npu has for NPUs too; IT HAS NOT RUN ON A GPU OR AN NPU YET:
+  its tests run on hosts that have one.
 """
 
 import asyncio
@@ -42,16 +42,17 @@ class Crc32:
 
 
 class Snapshot:
-    """One version in host memory: buckets of at most BUCKET_BYTES; a larger tensor has its own bucket."""
+    """One version in host memory: 1-D uint8 buckets of at most BUCKET_BYTES; a larger tensor has its own bucket."""
 
     def __init__(self, version: int, buckets: Sequence[torch.Tensor], item_bytes: int = 2) -> None:
         self.version = version
         self.buckets = list(buckets)
-        self.item_bytes = item_bytes  # element size of most bytes: the unit of deltas
-        self.device = CPU  # target of `restore`
+        self.item_bytes = item_bytes  # element size of most of the bytes: 2 or 4; the width of deltas
+        self.device = CPU  # device of the latest `restore`
 
     @classmethod
     def empty(cls, version: int, sizes: Iterable[int]) -> "Snapshot":
+        """Uninitialised buckets of these sizes in bytes."""
         return cls(version, [host_buffer(size) for size in sizes])
 
     @classmethod
@@ -74,7 +75,7 @@ class Snapshot:
     def restore(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
         """Copy the buckets into the tensors. Raises TransferError, with nothing changed, if sizes differ.
 
-        ``dtype`` is that of the version's values, if the tensors have another one.
+        ``dtype`` is the dtype of the version's values, if the tensors have another dtype; values are converted then.
         """
         groups = _grouped(tensors, dtype)
         sizes = [sum(_nbytes(t, dtype) for t in group) for group in groups]
@@ -97,6 +98,7 @@ class Snapshot:
         return Snapshot(self.version, [for_device(bucket, device) for bucket in self.buckets], self.item_bytes)
 
     def bucket_bytes(self) -> list[int]:
+        """Size of each bucket in bytes."""
         return [bucket.numel() for bucket in self.buckets]
 
     def checksum(self) -> int:
@@ -136,7 +138,7 @@ def _fill(tensor: torch.Tensor, row_major: torch.Tensor, dtype: torch.dtype | No
 
 
 def _nbytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
-    """Size of a tensor's elements in ``dtype``, or in its own."""
+    """Bytes of a tensor's elements in ``dtype`` (None: its own dtype)."""
     return tensor.nbytes if dtype is None else tensor.numel() * dtype.itemsize
 
 
@@ -154,12 +156,12 @@ def _grouped(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = No
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """The accelerator that holds some of these tensors; the CPU if none does."""
+    """The device of the first of these tensors on a CUDA device or NPU; the CPU if there is none."""
     return next((tensor.device for tensor in tensors if tensor.device.type in ("cuda", "npu")), CPU)
 
 
 def host_buffer(size: int, device: torch.device = CPU) -> torch.Tensor:
-    """``size`` bytes of host memory for copies from ``device``: pinned, from torch's cache, unless that is the CPU."""
+    """Host memory of ``size`` bytes, 1-D uint8, for copies from ``device``: pinned unless the device is the CPU."""
     if device.type == "cpu":
         # numpy requests huge pages, torch does not: first writes take half the time.
         return torch.from_numpy(np.empty(size, dtype=np.uint8))
@@ -173,9 +175,9 @@ def for_device(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def copying(device: torch.device) -> Iterator[None]:
-    """Context manager for copies with ``non_blocking=True``, on a stream of their own.
+    """Context manager for copies with ``non_blocking=True``, on a separate stream of the device.
 
-    They start after all work queued on the device before, and are complete at the end of the block.
+    The copies start after the work that was queued on the current stream, and are complete at the end of the block.
     """
     if device.type == "cpu":
         yield

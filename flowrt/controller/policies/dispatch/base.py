@@ -33,13 +33,13 @@ class Puller:
     worker: WorkerId
     room: int  # slots, at least 1
     may_start: Callable[[Slot], Start] | None  # None: the stage does not generate, so any ready slot may start
-    held_bytes: Callable[[Slot], int]  # of the columns that the stage needs, those that the worker holds
-    version: int = -1  # that a worker of a generating stage generates with
-    is_pinned: bool = False  # to that version, for its evaluation
+    held_bytes: Callable[[Slot], int]  # bytes of the slot's columns that the stage needs and the worker holds
+    version: int = -1  # version that the worker generates with; -1: the stage does not generate
+    is_pinned: bool = False  # whether the worker is pinned to a version for its evaluation
 
 
 class Queue(Protocol):
-    """The slots that are ready for one stage. A slot is in it at most once; every method but `take` is O(log n)."""
+    """The slots that are ready for one stage, each at most once. Every method but `take` is O(log n) for each slot."""
 
     @property
     def is_impartial(self) -> bool:
@@ -63,7 +63,7 @@ class Queue(Protocol):
         ...
 
     def on_generated(self, slot: Slot, tokens: int) -> None:
-        """Called when ``tokens`` tokens were generated for a slot (generating stages only)."""
+        """Note that a response of ``tokens`` tokens was generated for a slot (generating stages only)."""
         ...
 
 
@@ -84,13 +84,13 @@ class Fifo:
 
 
 class FifoQueue:
-    """In order of ids. Slots added in order cost O(1); returned slots go through a heap."""
+    """Serves slots in order of ids. Slots added in order cost O(1); slots that come back are kept in a heap."""
 
     is_impartial = True
 
     def __init__(self) -> None:
         self._ready: dict[int, Slot] = {}
-        # Ids that may be ready: an entry whose slot is not in `_ready` is stale. A slot may have several.
+        # Ids that may be ready: an entry whose slot is not in `_ready` is stale. A slot may have several entries.
         self._in_order: deque[int] = deque()
         self._late: list[int] = []
 

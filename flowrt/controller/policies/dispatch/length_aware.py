@@ -6,8 +6,8 @@ grows.
 
 - Lengths are predicted from the responses to the same prompt in earlier epochs; a prompt without history goes to the
   regular lane.
-- With a fraction of 0 it is the default, first issued, first served.
-- What `take` returns must be leased before the next `take`: running slots are counted by their leases.
+- With a fraction of 0 this is the default, first issued, first served.
+- The slots that `take` returns must be leased before the next `take`: running slots are counted by their leases.
 """
 
 import heapq
@@ -25,7 +25,10 @@ from flowrt.protocol.messages import Stage
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Seconds per decoding step of ``rows`` sequences: a constant for reading the weights, plus a cost per row."""
+    """Seconds per decoding step of ``rows`` sequences: a constant for reading the weights, plus a cost per row.
+
+    Raises ConfigError for negative times, or if both are 0.
+    """
 
     base_s: float
     per_row_s: float
@@ -43,8 +46,8 @@ class DecodeCost:
 def completion_s(tokens: Sequence[float], cost: Callable[[int], float]) -> float:
     """Seconds until the last of these sequences ends if all start together in one batch; exact.
 
-    While j rows run, every step costs cost(j): T = Σ L_(j) · (cost(j) − cost(j − 1)), with the longest
-    first and cost(0) = 0.
+    While j rows run, every step costs cost(j) seconds: T = sum over j of L_j * (cost(j) - cost(j - 1)), where L_j is
+    the j-th longest length in tokens, and cost(0) = 0.
     """
     total, slower = 0.0, 0.0
     for row, length in enumerate(sorted(tokens, reverse=True), 1):
@@ -56,8 +59,15 @@ def completion_s(tokens: Sequence[float], cost: Callable[[int], float]) -> float
 def pool_s(tokens: Sequence[float], workers: int, rows: int, cost: Callable[[int], float]) -> float:
     """Predicted seconds of a pool of equal workers; sequences, longest first, are assigned round robin.
 
-    It is the time of the worker with the longest sequence. A sequence without a free row waits for the first row that
-    ends. Rows of one worker advance together, so a row with several sequences counts as one of their total length.
+    The result is the time of the worker with the longest sequence. A sequence without a free row waits for the first
+    row that ends. Rows of one worker advance together, so a row with several sequences counts as one of their total
+    length.
+
+    Args:
+        tokens: lengths of the sequences, longest first.
+        workers: number of workers.
+        rows: maximum number of sequences that a worker runs at a time.
+        cost: seconds per decoding step by number of rows.
     """
     longest_share = tokens[::workers]
     chains = list(longest_share[:rows])
@@ -69,7 +79,7 @@ def pool_s(tokens: Sequence[float], workers: int, rows: int, cost: Callable[[int
 
 
 EXHAUSTIVE = 12  # all numbers of prompts up to this are tried, and about one in five beyond
-TIE_FACTOR = 1.03  # the accuracy of predictions: of splits within it, the one with the fewest workers wins
+TIE_FACTOR = 1.03  # accuracy of predictions: within this factor of the best, the split with the fewest workers wins
 
 Scenario = Sequence[tuple[float, int]]
 """One possible outcome of a round: (tokens, rank of the prompt) of each sample, longest first."""
@@ -77,7 +87,10 @@ Scenario = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The prompts of the lowest ranks go to ``workers`` workers, each of which runs ``rows`` of their samples."""
+    """The ``prompts`` prompts of the longest predicted answers go to ``workers`` workers.
+
+    Each of these runs ``rows`` of their samples; ``latency_s`` is the predicted time until both pools have ended.
+    """
 
     prompts: int
     workers: int
@@ -94,7 +107,15 @@ def best_split(
     """The split with the least predicted time of the slower pool, on average over the scenarios.
 
     A split without prompts is one pool of all workers. All samples of the tail lane start at once: a split without
-    enough rows for them is not considered. Of splits within `TIE_FACTOR`, the one with the fewest workers wins.
+    enough rows for them is not considered. Of splits within `TIE_FACTOR` of the best, the one with the fewest workers
+    wins.
+
+    Args:
+        scenarios: possible outcomes of the round, each with the same prompts.
+        max_prompts: maximum number of prompts in the tail lane.
+        workers: number of workers of both pools.
+        rows: maximum number of sequences that a worker runs at a time.
+        cost: seconds per decoding step by number of rows.
     """
     unsplit_s = [pool_s([tokens for tokens, _ in one], workers, rows, cost) for one in scenarios]
     found = [Split(0, 0, 0, _mean(unsplit_s))]
@@ -125,11 +146,11 @@ def _tried(most: int) -> Iterator[int]:
 @dataclass(slots=True)
 class _Member:
     rows: int = 0  # maximum seen so far
-    seen: int = 0  # slots taken from the queue by the time of its last pull
-    slots: dict[int, tuple[Slot, bool]] = field(default_factory=dict)  # taken by it, and whether from the tail lane
+    seen: int = 0  # slots that all workers had taken from the queue at the time of this worker's last pull
+    slots: dict[int, tuple[Slot, bool]] = field(default_factory=dict)  # slots it took, and whether from the tail lane
 
     def pull(self, room: int, running: int, seen: int) -> bool:
-        """Record a pull; returns True if the worker has more rows than at any earlier one."""
+        """Record a pull; returns True if the worker has more rows than at any earlier pull."""
         self.seen = seen
         # A parked pull may predate the end of some rows: then the worker has more room than it asks for.
         rows = max(self.rows, running + room)
@@ -148,10 +169,11 @@ class _Member:
 
 
 class PullerStats:
-    """The workers that pull. A queue does not learn that a worker left, so one without pulls for long is removed.
+    """The workers that pull, their rows and running slots.
 
-    A slot counts as running while the worker that took it has a lease on it, so slots must be leased before the next
-    take.
+    A queue is not told that a worker left: a worker is removed when more than ``remove_after`` slots were taken since
+    its last pull. A slot counts as running while the worker that took it has a lease on it, so slots must be leased
+    before the next take.
     """
 
     def __init__(self, stage: str, remove_after: int) -> None:
@@ -181,17 +203,20 @@ class PullerStats:
         return changed
 
     def record_taken(self, worker: WorkerId, slots: list[Slot], tail: bool) -> None:
+        """Record the slots that a worker has taken; ``tail``: from the tail lane."""
         self._taken += len(slots)
         self._members[worker].slots.update((slot.id, (slot, tail)) for slot in slots)
 
     def reserve(self, workers: int) -> None:
-        """Reserve this number of workers: the same ones each time, as long as all are connected."""
+        """Reserve this number of workers: the same workers each time, as long as none joins or is removed."""
         self.reserved = frozenset(sorted(self._members)[:workers])
 
     def running(self, worker: WorkerId) -> int:
+        """Number of slots that the worker runs."""
         return len(self._leased(worker))
 
     def tail_running(self, worker: WorkerId) -> int:
+        """Number of slots of the tail lane that the worker runs."""
         return sum(tail for _, tail in self._leased(worker).values())
 
     def _leased(self, worker: WorkerId) -> dict[int, tuple[Slot, bool]]:
@@ -213,7 +238,7 @@ class History:
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # actual over predicted length
 
     def learn(self, group: Group, tokens: int) -> None:
-        """Add a sample of this group's prompt."""
+        """Add the response length of a sample of this group's prompt."""
         prompt = (group.flow, group.prompt)
         mean, samples = self._mean.pop(prompt, (0.0, 0))
         if mean > 0:
@@ -229,10 +254,10 @@ class History:
         return None if known is None else known[0]
 
     def shrunk_means(self, groups: Sequence[Group]) -> list[float]:
-        """The predictions of known groups, shrunk towards their mean by the part of their variance due to chance.
+        """Predictions of known groups in tokens, shrunk towards their mean by the part of their variance due to chance.
 
         Means of few samples differ even if all prompts are alike. The variance within a prompt gives the expected
-        difference; only what exceeds it is kept (shrinkage of log lengths).
+        variance of the means; only the excess is kept (shrinkage of log lengths).
         """
         known = [self._mean[group.flow, group.prompt] for group in groups]
         logs = [math.log(max(1.0, mean)) for mean, _ in known]
@@ -258,7 +283,7 @@ def _variance(values: Sequence[float]) -> float:
 
 
 PLANS_PER_ROUND = 8
-# Number of slots over all scenarios of a search: the fewer slots a round has, the more scenarios.
+# Approximate number of slots over all scenarios of a search: the fewer slots a round has, the more scenarios.
 SCENARIO_SLOTS = 6144
 MIN_SCENARIOS = 2
 MAX_SCENARIOS = 12
@@ -269,13 +294,13 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 class LengthAware:
     """Give the longest prompts of a round a lane of their own; with a fraction of 0 it is FIFO.
 
-    Each lane is served in order of issue. While there are two, slots are leased one at a time, so that those of one
-    prompt spread over the workers of their lane. A slot is overtaken by at most `most_overtaking` later ones; then the
-    next puller that may start it gets it, reserved or not.
+    Each lane is served in order of issue. While there are two lanes, slots are leased one at a time, so that the slots
+    of a prompt spread over the workers of their lane. A slot is overtaken by at most `most_overtaking` later slots;
+    then the next puller that may start it gets it, reserved or not. Raises ConfigError for a value out of range.
     """
 
     cost: Callable[[int], float]  # seconds per decoding step of a worker, by number of rows
-    round_slots: int  # slots that are generated at the same time: those of one step
+    round_slots: int  # slots that are generated at the same time: the slots of one step
     fraction: float = 0.2  # maximum fraction of the prompts of a round in the tail lane
 
     def __post_init__(self) -> None:
@@ -294,7 +319,7 @@ class LengthAware:
 
 
 class LengthAwareQueue:
-    """Two FIFO queues, and which worker takes from which. Slots must be leased before the next `take`."""
+    """A FIFO queue for each lane; each worker is served from one. Slots must be leased before the next `take`."""
 
     is_impartial = False
 
@@ -346,9 +371,10 @@ class LengthAwareQueue:
     def _choose(self, puller: Puller) -> tuple[list[Slot], bool]:
         """The slots for the puller, and whether they are from the tail lane.
 
-        The tail lane is for the reserved workers. The others take from it when the regular lane has nothing for them,
-        if it has more than the reserved workers have room for, or if they themselves run few slots.
-        While a reserved worker runs slots of the tail lane its batch stays small; otherwise it works like the others.
+        The tail lane is for the reserved workers. Another worker takes from it only if the regular lane has no slot for
+        that worker, and either the worker runs few slots or the tail lane has more than the reserved workers have room
+        for. While a reserved worker runs slots of the tail lane its batch stays small; otherwise it is served like the
+        others.
         """
         if self._split.workers == 0:
             return self._regular.take(puller), False
@@ -370,7 +396,7 @@ class LengthAwareQueue:
         return sum(max(0, self._split.rows - self._pullers.tail_running(worker)) for worker in self._pullers.reserved)
 
     def _overdue(self, one: Puller) -> FifoQueue | None:
-        """The lane of the oldest slot that may start, if a slot issued a whole round later was taken before it."""
+        """The lane of the oldest slot that may start, if a slot issued more than a round later was taken before it."""
         heads: list[tuple[int, FifoQueue]] = []
         for lane in (self._regular, self._tail):
             head = lane.take(one)
@@ -429,7 +455,7 @@ def _take_any(lane: FifoQueue, room: int) -> list[Slot]:
 def _scenario(loads: list[tuple[float, int]], spread: list[float], place: float) -> Scenario:
     """One possible outcome of a round: each sample has a different multiple of its prompt's predicted length.
 
-    The multiples cover the spread evenly in a scattered order (steps of the golden ratio).
+    The multiples cover ``spread`` evenly in a scattered order: ``place``, from 0 to 1, advances by the golden ratio.
     """
     scenario: list[tuple[float, int]] = []
     for rank, (tokens, samples) in enumerate(loads):

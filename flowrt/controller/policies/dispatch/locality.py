@@ -1,4 +1,4 @@
-"""Locality-aware dispatch: of the oldest slots, a puller gets those whose columns it already holds."""
+"""Locality-aware dispatch: of the oldest slots, a puller gets those of whose columns it holds the most bytes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ OVERTAKES_PER_CANDIDATE = 4
 class Sticky:
     """Of the ``candidates`` oldest slots that may start, serve the one of which the puller holds the most bytes.
 
-    Ties are served in order of issue, so one candidate is FIFO. A slot is overtaken by at most `most_overtaking`
-    later ones; then the next puller that may start it gets it.
+    Ties are served in order of issue, so one candidate is FIFO. A slot is overtaken by at most `most_overtaking` later
+    slots; then the next puller that may start it gets it. Raises ConfigError for less than 1 candidate.
     """
 
     candidates: int
@@ -35,7 +35,7 @@ class Sticky:
 
 
 class StickyQueue:
-    """In order of issue, with a count of how often each of the oldest has been overtaken."""
+    """Slots in order of issue, with the number of times that each of the oldest slots was overtaken."""
 
     is_impartial = True
 

@@ -1,8 +1,8 @@
 """Priority dispatch with ageing: the most urgent slot first, without starvation.
 
-A slot's rank is ``ageing`` × the number of its group − ``key(slot)``, and the lowest rank is served first. Groups are
-numbered in order of issue, so every group that is issued later starts ``ageing`` further back. Since all slots age at
-the same rate their order never changes while they wait, and a heap with fixed ranks is enough.
+A slot's rank is ``ageing * group_id - key(slot)``, and the lowest rank is served first. Groups are numbered in order of
+issue, so each later group starts with a rank that is higher by ``ageing``. Since all slots age at the same rate their
+order never changes while they wait, and a heap with fixed ranks is enough.
 """
 
 import heapq
@@ -15,15 +15,15 @@ from flowrt.controller.state.samples import Slot
 from flowrt.errors import ConfigError
 from flowrt.protocol.messages import Stage
 
-SLACK = 64  # stale entries that are tolerated in addition to as many as there are live ones
+SLACK = 64  # stale entries that a heap may have in excess of its number of live entries
 
 
 class SlotHeap:
-    """Slots by fixed rank, ties by issue. O(log n) amortised: a discarded slot leaves a stale entry."""
+    """Slots by fixed rank, ties in order of issue. O(log n) amortised: a discarded slot leaves a stale entry."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
-        # An entry of the heap is live if it is this very object: an equal one may be left from an earlier stay.
+        # An entry of the heap is live if it is the same object: a stale entry of a slot that came back may be equal.
         self._live: dict[int, tuple[tuple[float, int], Slot]] = {}
 
     def __len__(self) -> int:
@@ -66,8 +66,9 @@ class SlotHeap:
 class Priority:
     """Most urgent first; a constant ``key`` is FIFO.
 
-    A slot can be overtaken by a later group only while that group is less than ``spread / ageing`` groups later, where
-    ``spread`` is how much more urgent it can be. `most_overtaking` is that number.
+    A later group can overtake a slot only if it was issued less than ``spread / ageing`` groups after the slot's own,
+    where ``spread`` is the largest difference of their keys. `most_overtaking` is the maximum number of such groups.
+    Raises ConfigError for a value out of range. A queue raises ConfigError for a key that is not finite.
     """
 
     key: Callable[[Slot], float]  # of a slot as it becomes ready; higher is more urgent
@@ -119,9 +120,9 @@ class PriorityQueue:
     def take(self, puller: Puller) -> list[Slot]:
         """Take the most urgent slots that may start.
 
-        If a slot may not start yet, no later one may either: up to ``max_skips`` of them are skipped without a check,
-        and the pull ends when no older slot is left. After ``max_skips`` skips the rest of the room is filled in order
-        of issue, so urgent slots that wait for weights cannot block old ones that may start.
+        If a slot may not start yet, no later slot may either: up to ``max_skips`` later slots are skipped without a
+        check, and the pull ends when no older slot is left. After ``max_skips`` skips the rest of the room is filled in
+        order of issue, so urgent slots that wait for weights cannot block old slots that may start.
         """
         taken: list[Slot] = []
         passed: list[tuple[Slot, float]] = []
