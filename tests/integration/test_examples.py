@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flowrt import asyncflow
 from flowrt.cli import WATCH_FLAG
+from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,28 @@ def test_asyncflow_example_imports_only_the_service_calls() -> None:
     for call in ("put_prompts_data", "get_experience_data", "put_experience_data", "weight_sync_notify"):
         assert f"calls.{call}(" in text
     assert "asyncflow.init_engines(" in text
+
+
+async def test_a_generating_engine_without_tensors_ends_the_run_with_an_error() -> None:
+    columns = (asyncflow.Column("prompt", "int64", "group"), asyncflow.Column("response", "int64", "slot"))
+    generation = asyncflow.Stage("rollout", needs=("prompt",), makes=("response",), generates=True)
+    training = asyncflow.Stage("update", needs=("response",), makes=(), flow=asyncflow.PROMPTS, whole_groups=True)
+
+    async def data(calls: asyncflow.Service) -> None:
+        await calls.put_prompts_data({"prompt": [torch.zeros(1, dtype=torch.int64)]}, samples=2)
+
+    async def rollout(calls: asyncflow.Service) -> None:
+        batch = await calls.get_experience_data("rollout", 2, {"weight": torch.zeros(1)})
+        await calls.put_experience_data("rollout", batch, {"response": [0.0] * len(batch)})
+
+    async def update(calls: asyncflow.Service) -> None:
+        await calls.get_experience_data("update")
+
+    engines = {"data": data, "rollout": rollout, "update": update}
+    with pytest.raises(ConfigError, match="task rollout generates, and none of its columns is a tensor"):
+        await asyncflow.init_engines(
+            columns, (generation, training), engines, update="update", steps=1, prompts_per_step=1
+        )
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,7 @@ def test_site_values_fill_the_sbatch_options() -> None:
         assert "--nodes=2 --ntasks=2 --cpus-per-task=32 --gpus-per-node=a100:8" in texts[name]
         assert "--nodes=1 --ntasks=1 --cpus-per-task=4 --gpus-per-task=1" in texts[name]
     assert {"--partition=spare", "--gpus-per-node=a100:1"} < set(headers(texts["extra_rollout.sbatch"]))
+    assert {"--nodes=1", "--cpus-per-task=32"} < set(headers(texts["one_node.sbatch"]))
 
 
 def test_requested_gpus_set_the_device_option() -> None:

@@ -165,6 +165,13 @@ def test_the_last_rows_of_each_set_are_held_out_in_proportion_to_the_weights(tmp
     assert [one.prompt for one in opened[1].training] == ["b 0", "b 1", "b 2"]
 
 
+def test_a_set_with_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrt.recipes.tasks.problems.MAX_ROWS", 8)
+    configs = sets(tmp_path, ("a", numbered("a", 8), 0.5), ("b", numbered("b", 9), 0.5))
+    with pytest.raises(ConfigError, match="data set 'b' has 9 rows; use at most 8, or split it"):
+        open_sets(DataConfig(eval_prompts=0, sets=configs))
+
+
 def test_a_set_with_too_few_rows_for_its_held_out_share_is_refused(tmp_path: Path) -> None:
     configs = sets(tmp_path, ("a", numbered("a", 9), 0.5), ("b", numbered("b", 4), 0.5))
     with pytest.raises(
