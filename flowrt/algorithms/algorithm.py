@@ -83,7 +83,7 @@ class Groups:
     """Complete groups whose samples are given advantages together. All tensors are detached and on the CPU.
 
     Attributes:
-        rewards_N: [N] float64, finite.
+        rewards_N: [N] floating point, finite; float32 in the trainer role.
         group_N: [N] int64, any ids; groups may be interleaved and of different sizes.
         lengths_N: [N] int64, response lengths in tokens.
         truncated_N: [N] bool, true where the response was cut at the length limit.
@@ -107,7 +107,7 @@ class Credit:
     """The advantages of samples, and which samples are trained.
 
     Attributes:
-        advantages_N: [N] float64.
+        advantages_N: [N] floating point.
         trained_N: [N] bool; a sample that is not trained is excluded from every sum and every count.
     """
 

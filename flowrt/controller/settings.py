@@ -206,7 +206,7 @@ class Settings:
     """Train groups strictly in order of issue."""
     on_lost_sample: OnLostSample = OnLostSample.REGENERATE
     attempts: int = 8
-    """Failed attempts at a sample after which its group is dropped."""
+    """Losses of a sample, over-age samples among them, after which its group is dropped."""
     filter_tries: int = 128
     """Maximum number of groups that the group filter drops in a step; it keeps all others until the step is closed."""
     data_sets: tuple[str, ...] = ()
