@@ -63,7 +63,8 @@ def measure(quick: bool) -> dict[str, float]:
                 print(f"plant {name!r} was not played: {error}")
     for one in found:
         for figure, value in one.items():
-            figures[figure] = figures[figure] + value if figure == "causes_missed" else max(figures[figure], value)
+            so_far = figures.get(figure, 0.0)
+            figures[figure] = so_far + value if figure == "causes_missed" else max(so_far, value)
     if not quick:
         figures["causes_planted"] = float(len(found))
         figures["attribution_other_job"] = _of_job()
