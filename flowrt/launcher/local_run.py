@@ -41,6 +41,7 @@ from flowrt.launcher.supervision import (
     Supervisor,
     Vacancies,
     cpu_time_watchdog,
+    has_joined,
     present,
     read_summary,
 )
@@ -400,7 +401,7 @@ class LocalRun:
             worker = await self._children.start(command.name, command.words)
             trainer = worker if command.name == TRAINER else trainer
             restarts = None if command.name == TRAINER else supervisor
-            watchers.append(asyncio.create_task(self._watch(worker, command.words, restarts, observer)))
+            watchers.append(asyncio.create_task(self._watch(worker, command.words, restarts, observer, vacancies)))
         code, hang = await self._await_controller(controller, observer)
         # A controller that ended the run has removed its address; one that died is restarted for its workers.
         while address_file(self._run_dir).exists() and await supervisor.may_restart(self._controller):
@@ -477,8 +478,18 @@ class LocalRun:
             hang = f"the controller does not respond: {expired}; its log: {controller.log}"
             return await controller.wait_exit(READY_S), hang
 
-    async def _watch(self, worker: Child, words: list[str], supervisor: Supervisor | None, observer: Observer) -> None:
-        """Supervise a worker until it is not restarted any more; end the run, with the worker's error, if it failed."""
+    async def _watch(
+        self,
+        worker: Child,
+        words: list[str],
+        supervisor: Supervisor | None,
+        observer: Observer,
+        vacancies: Vacancies,
+    ) -> None:
+        """Supervise a worker until it is not restarted any more; end the run, with the worker's error, if it failed.
+
+        A trainer that exits with 0 without having joined the run has failed, too: its launch command starts nothing.
+        """
         if supervisor is not None:
             try:
                 worker = await supervisor.supervise(worker, words)
@@ -495,6 +506,12 @@ class LocalRun:
             observer.end_run(worker.last_error(), EXIT_BAD_INPUT)
         elif code != 0:
             observer.end_run(worker.log_tail(), EXIT_FAILED)
+        elif supervisor is None and await vacancies.is_missed(worker.name) and not has_joined(self._run_dir, TRAINER):
+            observer.end_run(
+                f"{worker.name} ended with exit code 0 and has not joined the run; its command was "
+                f"`{shlex.join(words)}`; see its log {worker.log}",
+                EXIT_FAILED,
+            )
 
     async def _start_rendezvous(self, address: str) -> str:
         """Start the rendezvous store for torchruns of several hosts; returns HOST:PORT, empty for one host."""

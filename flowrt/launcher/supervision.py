@@ -16,8 +16,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from flowrt.controller.storage.event_log import EVENTS
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_DISMISSED, EXIT_OK, VIOLATION, WaitExpired
 from flowrt.launcher.processes import Child, Children
+from flowrt.observability.tails import parse_line
 from flowrt.recipes.config import SupervisorConfig
 from flowrt.recipes.run_dir import checkpoint_steps
 from flowrt.runtime.waits import BoundedElsewhere, LivenessTimeout, cancel_and_wait, pause, wait_until
@@ -235,6 +237,23 @@ class Vacancies:
         had_results = name in self._with_results
         self._with_results.discard(name)
         return had_results
+
+
+def has_joined(run_dir: Path, role: str) -> bool:
+    """Whether a worker of this role has joined since the run was started or resumed, by events.jsonl.
+
+    Also True if a step was closed since then, or if the file cannot be read.
+    """
+    first, found = None, False
+    try:
+        lines = (run_dir / EVENTS).read_bytes().splitlines()
+    except OSError:
+        return True
+    for line in filter(None, map(parse_line, lines)):
+        if line.get("kind") in ("started", "resumed"):
+            first, found = line.get("step"), False
+        found = found or line.get("role") == role or line.get("step") != first
+    return found
 
 
 class Supervisor:

@@ -102,6 +102,15 @@ def test_a_replacement_rollout_worker_does_not_use_the_initial_weights(restarted
     assert "over-age" not in summary["dropped"], "a sample was generated with weights that were too old"
 
 
+def test_a_trainer_that_exits_without_joining_ends_the_run(launch: Callable[..., Any], untrained_model: Path) -> None:
+    """A launch prefix that starts nothing, and reports success."""
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "2", "--launch.trainer", "true")
+    assert run.wait(60.0) == 1, run.output
+    run.assert_gone(10.0)
+    assert "trainer ended with exit code 0 and has not joined the run; its command was `true " in run.words
+    assert "Traceback" not in run.output
+
+
 def test_worker_that_keeps_failing_ends_the_run_with_its_error(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
