@@ -120,7 +120,7 @@ class Server:
         """
         self._core = core
         self._recording = observability.recording
-        self._observability = observability
+        self._samples = observability.samples
         self._clock = SteadyClock(clock or MonotonicClock())
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
         self._welcome = m.Welcome(
@@ -162,7 +162,7 @@ class Server:
             metrics=self.metrics,
             events=self.events,
             times=self.times,
-            samples=observability.samples,
+            samples=self._samples,
         )
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
@@ -187,14 +187,14 @@ class Server:
         self._run_dir = run_dir
         self._health = Health()
         self._health_watch: asyncio.Task[None] | None = None
-        if observability.samples is not None:
-            observability.samples.begin(self.ledger.run_attempt, self.ledger.resumed_from or 0)
+        if self._samples is not None:
+            self._samples.begin(self.ledger.run_attempt, self.ledger.resumed_from or 0)
         self._log_start()
 
     def close(self) -> None:
         """Close the files and sockets of a run that cannot start."""
-        if self._observability.samples is not None:
-            self._observability.samples.close()
+        if self._samples is not None:
+            self._samples.close()
         self.metrics.close()
         self.events.close()
         self.times.close(self._clock.now(), ())
