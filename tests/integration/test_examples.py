@@ -16,11 +16,11 @@ from flowrt import asyncflow
 from flowrt.cli import WATCH_FLAG
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
+from tests.integration.helpers.argument_check import argument_error
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-UNKNOWN = "--no-such-flag"
 
 QUICK = ["--data.eval-prompts", "0", "--sft.steps", "60", "--sft.answer-only-steps", "5"]
 
@@ -113,18 +113,6 @@ def scripts() -> list[str]:
         re.findall(r"python ((?:-m|bench|scripts|launch|workers)\b[^`#\n]*)", one.read_text()) for one in DOCUMENTS
     )
     return sorted({words.strip() for some in found for words in some})
-
-
-def argument_error(arguments: list[str]) -> str:
-    """The error of a script with these arguments; empty if it accepts them. An unknown flag keeps it from running.
-
-    With ``--help`` instead, argparse would exit before it checks the other flags.
-    """
-    command = [sys.executable, *arguments, UNKNOWN]
-    completed = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True, cwd=ROOT)
-    assert completed.returncode == 2, (completed.returncode, completed.stderr)
-    error = completed.stderr.strip().splitlines()[-1].split("error: ", 1)[1]
-    return "" if error == f"unrecognized arguments: {UNKNOWN}" else error
 
 
 def test_the_documents_contain_commands() -> None:
