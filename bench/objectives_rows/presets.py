@@ -3,6 +3,10 @@
 Rows and tests over all objectives use this list; the objectives are built as a run builds them.
 """
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from flowrt.algorithms.algorithm import Algorithm
 from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config_io import parse
@@ -31,10 +35,14 @@ COMPOSED: dict[str, tuple[str, ...]] = {
 """By name: a preset, and the fields of the table `algorithm` that differ from it."""
 
 
-def presets(limit: int) -> dict[str, Algorithm]:
-    """All presets and combinations, for responses of at most ``limit`` tokens."""
+NAMES = (*PRESETS, *COMPOSED)
+
+
+@functools.cache
+def presets(limit: int) -> Mapping[str, Algorithm]:
+    """All presets and combinations, by their `NAMES`, for responses of at most ``limit`` tokens."""
     flags = {name: (name,) for name in PRESETS} | COMPOSED
-    return {name: _built(limit, *fields) for name, fields in flags.items()}
+    return MappingProxyType({name: _built(limit, *flags[name]) for name in NAMES})
 
 
 def _built(limit: int, name: str, *fields: str) -> Algorithm:

@@ -3,18 +3,17 @@
 import pytest
 import torch
 from objectives_rows.invariance import QUICK, WAYS, distances, measure_all, torch_engine
-from objectives_rows.presets import presets
+from objectives_rows.presets import NAMES, presets
 from objectives_rows.steps import LIMIT, make_model, plain_gradient
 
 from flowrt.engines.training.forward import enable_packing
 
 BOUND = 1e-11
-TRAINED = list(presets(LIMIT))
 
 
 @pytest.mark.slow
 @pytest.mark.parallel
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_rank_computes_the_gradient_of_a_plain_loop(name: str) -> None:
     torch.set_num_threads(1)
     algorithm = presets(LIMIT)[name]
