@@ -17,6 +17,7 @@ Rows; without names, all of them:
   rate of a clean function, plus the deadlines of the hanging ones on 4 processes, relative to the time they took;
   hostile_raw_ratio is without these deadlines;
 - reward_scaling: rate of 4 processes relative to that of one, with calls of 20 ms;
+- reward_cost: processor time of scoring the samples of the default job, by its own reward, over that of the job;
 - judge: a server that answers 1 in 4 requests with 429 or 500 and 1 in 50 with prose, and is away for a second:
   rewards that do not match its answers, and requests of a second run with the same file of answers;
 - eval: samples/s with an evaluation every 10 steps over those without, by turns; pass@k against enumeration; two equal
@@ -44,7 +45,7 @@ from pathlib import Path
 from common.chat_models import FAMILIES, chat_tokenizer
 from common.first_run import first_step
 from common.report import beyond, write
-from common.rewards import hostile, judge, reward_scaling
+from common.rewards import hostile, judge, reward_cost, reward_scaling
 from evaluation.runs import best, evaluation
 
 from flowrt.engines.prompts import PromptEncoder, PromptFormat, end_of_turn_ids
@@ -60,6 +61,7 @@ BOUNDS = {
     "overrun_s": 0.5,
     "processes_left": 0.0,
     "hostile_miscounted": 0.0,
+    "reward_cost": 0.01,
     "judge_lost": 0.0,
     "judge_calls_again": 0.0,
     "eval_mixed": 0.0,
@@ -213,6 +215,7 @@ MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
     "templates": templates,
     "hostile": hostile,
     "reward_scaling": reward_scaling,
+    "reward_cost": reward_cost,
     "judge": judge,
     "eval": evaluation,
     "best": best,

@@ -356,6 +356,7 @@ TASKS: tuple[tuple[str, str, str], ...] = (
     ("overrun_s", "longest overrun of a deadline, s", "<= 0.5"),
     ("processes_left", "processes that are left", "<= 0"),
     ("reward_scaling", "4 reward processes over one, calls of 20 ms", ">= 3.6"),
+    ("reward_cost", "processor time of the default job's own reward over that of the job", "<= 0.01"),
     ("judge_lost", "rewards lost with a judge that fails, answers prose and goes away", "<= 0"),
     ("judge_calls_again", "requests of a second run with the same answers", "<= 0"),
     ("eval_ratio", "samples/s with an evaluation every 10 steps over none", ">= 0.95"),

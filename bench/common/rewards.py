@@ -1,16 +1,24 @@
 """Rows of bench/tasks.py on reward functions: misbehaving ones, their scaling, and a judge that sometimes fails."""
 
 import asyncio
+import json
 import os
+import resource
 import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
-from time import monotonic
+from time import monotonic, process_time
 
 import psutil
 from aiohttp import web
+from main_job import run_job
 
+from flowrt.engines.stopping import StopConditions
+from flowrt.observability.samples import SampleFilter, SampleReader
+from flowrt.recipes.config_io import from_toml
+from flowrt.recipes.run_dir import model_dir
+from flowrt.recipes.tasks.registry import task_of
 from flowrt.rewards.options import JudgeOptions, RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.scoring import RewardScorer
@@ -81,6 +89,32 @@ def reward_scaling(quick: bool) -> dict[str, float]:
         one_s, _ = asyncio.run(_score(folder, ["fine"] * count, 1))
         four_s, _ = asyncio.run(_score(folder, ["fine"] * count, 4))
     return {"reward_scaling": one_s / four_s, "reward_overhead_ms": 1e3 * (one_s / count - CALL_S)}
+
+
+def reward_cost(quick: bool) -> dict[str, float]:
+    """Processor time of scoring all samples of the default job, over that of the job's processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        before_s = _children_s()
+        run_job(run_dir, 0, 1, 20 if quick else 120)
+        job_s = _children_s() - before_s
+        config = from_toml((run_dir / "config.toml").read_text())
+        task, stop = task_of(config), StopConditions.of(model_dir(config))
+        stored = SampleReader(run_dir)
+        rows = stored.query(SampleFilter(), limit=10**6).samples
+        responses = [sample.ids for row in rows if (sample := stored.get(row.id))]
+        steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    begin_s = process_time()
+    for ids in responses:
+        task.reward(stop.text(list(ids)), "0")
+    sample_s = (process_time() - begin_s) / len(responses)
+    return {"reward_cost": sample_s * sum(step["samples"] for step in steps) / job_s, "reward_us": 1e6 * sample_s}
+
+
+def _children_s() -> float:
+    """Processor seconds of the processes that have ended, of this one's children and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 async def _score(folder: str, responses: list[str], workers: int) -> tuple[float, list[RewardOutcome]]:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from flowrt.recipes.config_io import defaults, to_toml
+from tests.integration.helpers.forked import run_flowrt
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 LONGEST_SENTENCE = 450
@@ -252,14 +253,7 @@ def refused(tmp_path: Path) -> Callable[..., Refusal]:
 
     def run(*arguments: str, run_dir: Path | None = None) -> Refusal:
         before = tree(tmp_path)
-        completed = subprocess.run(
-            [str(FLOWRT), "run", *arguments, "--run-dir", str(run_dir or tmp_path / "run")],
-            cwd=tmp_path,
-            timeout=60,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
+        completed = run_flowrt(["run", *arguments, "--run-dir", str(run_dir or tmp_path / "run")], tmp_path)
         assert "Traceback" not in completed.stderr, completed.stderr
         assert tree(tmp_path) == before
         return Refusal(completed)

@@ -16,7 +16,7 @@ from flowrt import asyncflow
 from flowrt.cli import WATCH_FLAG
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
-from tests.integration.helpers.argument_check import argument_error
+from tests.integration.helpers.forked import argument_error
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
