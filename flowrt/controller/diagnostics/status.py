@@ -83,7 +83,7 @@ def brief_text(found: Mapping[str, Any]) -> str:
     text = json.dumps(found)
     most = MAX_WORKERS
     while len(text) > MAX_BRIEF_BYTES and most:
-        most = most * 3 // 4
+        most = most * 7 // 8 * MAX_BRIEF_BYTES // len(text)
         graph = {**found["graph"], "workers": found["graph"]["workers"][:most], "waits": found["graph"]["waits"][:most]}
         cut = {name: _first(found[name], most) for name in ("workers", "versions", "waits", *MOST_BRIEF)}
         others = found["others"] + len(found["workers"]) - len(cut["workers"])

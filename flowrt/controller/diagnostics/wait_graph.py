@@ -156,7 +156,7 @@ def _components(stuck: set[str], blocked_on: dict[str, set[str]]) -> tuple[tuple
 
 
 MAX_WAITS = 64
-MAX_WORKERS = 256
+MAX_WORKERS = 160
 AT_WORK, WAITING, FINISHED, IDLE = "at work", "waiting", "finished", "idle"
 """States of a worker. An idle one has no lease and no request, and has not completed its role."""
 
@@ -331,19 +331,20 @@ class WaitGraphBuilder:
         return [self._worker_state(one, waiting) for one in members]
 
     def _worker_state(self, member: Member, waiting: Collection[str]) -> WorkerState:
-        held = {stage: workers[member.id] for stage, workers in self._holders.items() if member.id in workers}
-        holds = ", ".join(
-            f"{sum(len(lease.slots) for lease in leases.values())} slots of {stage}" for stage, leases in held.items()
-        )
-        if held:
-            ends_s = min(lease.deadline_s for leases in held.values() for lease in leases.values())
-            holds += f" (a lease ends in {ends_s - self._now:.0f} s)" if ends_s < float("inf") else ""
+        held, ends_s = [], float("inf")
+        for stage, workers in self._holders.items():
+            if leases := workers.get(member.id):
+                slots = 0
+                for lease in leases.values():
+                    slots += len(lease.slots)
+                    ends_s = min(ends_s, lease.deadline_s)
+                held.append(f"{slots} slots of {stage}")
         return WorkerState(
             worker=member.id,
             role=member.role,
             state=self.state_of(member, waiting),
             silent_s=self._now - member.seen_s,
-            holds=holds,
+            holds=", ".join(held) + (f" (a lease ends in {ends_s - self._now:.0f} s)" if ends_s < float("inf") else ""),
         )
 
     def counts(self, waiting: Collection[str]) -> dict[tuple[str, str], int]:
@@ -363,9 +364,14 @@ class WaitGraphBuilder:
     def listed(self, first: Collection[str], alarming: Collection[str]) -> list[Member]:
         """At most `MAX_WORKERS` members: those of ``first``, those of ``alarming``, then others; without observers."""
         membership = self._state.membership
-        names = sorted(first), sorted(alarming), [one.id for one in membership.members()]
-        found = map(membership.find, dict.fromkeys(chain.from_iterable(names)))
-        return list(islice((one for one in found if one is not None and one.role != OBSERVER), MAX_WORKERS))
+        found: dict[WorkerId, Member] = {}
+        named = (membership.find(WorkerId(one)) for one in (*sorted(first), *sorted(alarming)))
+        for member in chain((one for one in named if one is not None), membership.members()):
+            if len(found) == MAX_WORKERS:
+                break
+            if member.role != OBSERVER:
+                found[member.id] = member
+        return list(found.values())
 
     def state_of(self, member: Member, waiting: Collection[str]) -> str:
         """The state of a worker: `AT_WORK`, `WAITING`, `FINISHED` or `IDLE`."""

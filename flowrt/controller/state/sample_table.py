@@ -258,7 +258,7 @@ class SampleTable:
                 slot.spans, slot.spans_of = span, stage
             self._note_versions(slots)
         for after in self.flows.after[stage]:
-            for slot in slots:
+            for slot in {slot.group.id: slot for slot in slots}.values() if after.whole_groups else slots:
                 self.enqueue_if_ready(slot, after)
 
     def release(self, slot: Slot, stage: str) -> None:
