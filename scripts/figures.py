@@ -414,6 +414,7 @@ SEEING: tuple[tuple[str, str, str], ...] = (
     ("hostile_effects", "effects of 10,000 hostile texts on the page", "<= 0"),
     ("http_leaks", "requests without token, of foreign hosts or paths that are not refused", "<= 0"),
     ("cost_ratio", "samples/s of the default job with everything on and three open pages over nothing", ">= 0.98"),
+    ("cost_memory_mb", "memory of its controller in addition, MB", "<= 40"),
     ("cost_rows_ratio", "rows/s of the metadata plane with three observers over without", ">= 0.95"),
     ("unopened", "of runs killed at a random instant: views that do not open", "<= 0"),
     ("numbers_wrong", "numbers that differ between the page, files and exporters", "<= 0"),

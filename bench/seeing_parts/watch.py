@@ -4,7 +4,8 @@
   each of several instants, the largest of these), and its size;
 - page_kb: bytes of the first load of its page over HTTP, with 10,000 steps;
 - cost_ratio: samples/s of the default job with samples, recorder, timeline, the page and three clients on its stream,
-  over a job without any of it that can be switched off, by turns;
+  over a job without any of it that can be switched off, by turns; cost_memory_mb: the difference of the largest memory
+  of their controllers;
 - cost_rows_ratio: rows/s of the metadata plane with three observers over those without, by turns;
 - unopened: on runs killed (SIGKILL of all processes) at a random instant, the commands that fail to open the run:
   run.html, samples, the Perfetto trace, the replay of an instant; unopened_runs is the number of runs;
@@ -17,10 +18,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gzip
-import itertools
 import json
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,7 @@ BOUNDS: Mapping[str, float] = {
     "page_kb": 1024.0,
     "unopened": 0.0,
     "http_leaks": 0.0,
+    "cost_memory_mb": 40.0,
 }
 FLOORS: Mapping[str, float] = {"cost_ratio": 0.98, "cost_rows_ratio": 0.95}
 WORKERS, QUICK_WORKERS = 4096, 512
@@ -65,6 +67,7 @@ RUN_TIMEOUT_S = 900.0
 COMMAND_TIMEOUT_S = 120.0
 LEAVE_S = 0.5
 POLL_S = 0.02
+MEMORY_POLL_S = 0.5
 TOKEN = "0" * 32
 SECRET = "held back"
 SMALL = (
@@ -225,8 +228,29 @@ class Client(threading.Thread):
                     pass
 
 
-def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
-    """Samples/s of the default job, with the page if there are ``clients``. Raises RuntimeError if it fails."""
+class ControllerMemory(threading.Thread):
+    """Follows the memory of the controller that a process has started, until that process ends."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._launcher = psutil.Process(pid)
+        self.peak_mb = 0.0
+
+    def run(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while True:
+                for one in self._launcher.children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                        if "flowrt.launcher.controller_main" in one.cmdline():
+                            self.peak_mb = max(self.peak_mb, one.memory_info().rss / 2**20)
+                time.sleep(MEMORY_POLL_S)
+
+
+def default_job(run_dir: Path, *flags: str, clients: int = 0) -> tuple[float, float]:
+    """Samples/s of the default job and the largest memory of its controller in MB, with the page for ``clients``.
+
+    Raises RuntimeError if it fails.
+    """
     words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(run_dir), *flags]
     if clients:
         words += ["--watch", "0"]
@@ -235,6 +259,8 @@ def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
         _limit(process),
     ):
         assert process.stdout is not None
+        memory = ControllerMemory(process.pid)
+        memory.start()
         output = ""
         for line in process.stdout:
             output += line
@@ -245,7 +271,7 @@ def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
             raise RuntimeError(
                 f"`{' '.join(words)}` ended with {code} after at most {RUN_TIMEOUT_S:.0f} s: {output[-2000:]}"
             )
-    return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"])
+    return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"]), memory.peak_mb
 
 
 @contextlib.contextmanager
@@ -269,21 +295,30 @@ def kill_all(pid: int) -> None:
 
 
 def cost_figures(quick: bool) -> dict[str, float]:
-    """Throughput with everything on, relative to that with all off."""
-    steps, turns = ("10", 1) if quick else ("120", 5)
+    """Throughput with everything on, relative to that with all off, and the memory of the controller."""
+    steps, turns = ("10", 1) if quick else ("120", 7)
     rates: dict[bool, list[float]] = {True: [], False: []}
+    memory: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         model = built_model(folder)
-        for turn, is_on in itertools.product(range(turns), (False, True)):
-            flags = ["--steps", steps, "--seed", str(turn), "--model", str(model), *(() if is_on else PLAIN)]
-            rates[is_on].append(samples_per_s(folder / f"{turn}-{is_on}", *flags, clients=3 if is_on else 0))
-    return {"cost_samples_per_s": sum(rates[True]) / turns, "cost_ratio": sum(rates[True]) / sum(rates[False])}
+        for turn in range(turns):
+            for is_on in (False, True) if turn % 2 else (True, False):
+                flags = ["--steps", steps, "--seed", str(turn), "--model", str(model), *(() if is_on else PLAIN)]
+                rate, peak_mb = default_job(folder / f"{turn}-{is_on}", *flags, clients=3 if is_on else 0)
+                rates[is_on].append(rate)
+                memory[is_on].append(peak_mb)
+    ratios = [on / off for on, off in zip(rates[True], rates[False], strict=True)]
+    return {
+        "cost_samples_per_s": statistics.median(rates[True]),
+        "cost_ratio": statistics.median(ratios),
+        "cost_memory_mb": statistics.median(memory[True]) - statistics.median(memory[False]),
+    }
 
 
 def built_model(folder: Path) -> Path:
     """The default job's model, built once."""
-    samples_per_s(folder / "first", "--steps", "1", *PLAIN)
+    default_job(folder / "first", "--steps", "1", *PLAIN)
     return folder / "first" / "model"
 
 
