@@ -59,14 +59,16 @@ async def _run_task(session: Session, task: Task, stop: StopConditions, samples:
     async def score(batch: Batch) -> StageOutput:
         with session.timeline.busy("reward"):
             start_s = monotonic()
-            scores = []
+            scores, texts = [], []
             columns = batch.tensors["response"], batch.tensors["answer"], batch.inline["truncated"]
             for tokens, answer, truncated in zip(*columns, strict=True):
                 # Most tasks score a truncated response as an empty one.
-                text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else ""
-                scores.append(task.reward(text, bytes(answer.tolist()).decode()))
+                text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else None
+                scores.append(task.reward(text or "", bytes(answer.tolist()).decode()))
+                texts.append(text)
             mean_s = (monotonic() - start_s) / len(scores)
-            samples.send(batch, {row: Score(reward, {}, "", mean_s) for row, reward in enumerate(scores)})
+            pairs = enumerate(zip(scores, texts, strict=True))
+            samples.send(batch, {row: Score(reward, {}, "", mean_s, text) for row, (reward, text) in pairs})
         return StageOutput(inline={"reward": scores})
 
     await run_stage(session, "reward", MAX_PULL_SLOTS, score)

@@ -50,7 +50,7 @@ def group_choice(config: RunConfig) -> GroupChoice | None:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of a row of a batch; ``seconds`` is the duration of scoring it."""
+    """The reward of a row of a batch; ``seconds`` is the duration of scoring it, ``text`` the response if decoded."""
 
     reward: float
     numbers: Mapping[str, float]
@@ -58,6 +58,7 @@ class Score:
     reason: str
     """How scoring failed, as "RESULT: sentence"; empty if it did not fail."""
     seconds: float
+    text: str | None = None
 
 
 class ScoredSamples:
@@ -121,7 +122,7 @@ class ScoredSamples:
             reward_s=score.seconds,
             data=(
                 self._prompt_text(batch, row),
-                pack_text(self._stop.text(tokens)),
+                pack_text(self._stop.text(tokens) if score.text is None else score.text),
                 response.to(torch.int32).numpy().tobytes(),
             ),
         )
