@@ -40,6 +40,7 @@ class LineTail:
         self._file: tuple[int, int] | None = None
         self._reached = 0
         self._mark = b""
+        self._is_skipping = False  # the rest of a line that is too long
 
     def read_new(self) -> Appended:
         """The lines since the last call; none if the file is missing or, with ``problem`` set, unreadable."""
@@ -59,17 +60,20 @@ class LineTail:
             file.seek(start)
             is_replaced = self._file is not None and (found != self._file or file.read(len(self._mark)) != self._mark)
             if is_replaced:
-                self._reached, self._mark, self.problem = 0, b"", ""
+                self._reached, self._mark, self.problem, self._is_skipping = 0, b"", "", False
             self._file = found
             file.seek(self._reached)
             lines: list[bytes] = []
             rest = b""
             while data := file.read(READ_BYTES):
+                if self._is_skipping:
+                    _, end, data = data.partition(b"\n")
+                    self._is_skipping = not end
                 *whole, rest = (rest + data).split(b"\n")
                 lines += whole
                 if len(rest) > MAX_LINE_BYTES:
                     self.problem = f"{self.path.name} has a line of more than {MAX_LINE_BYTES >> 20} MB, left out"
-                    rest = b""
+                    rest, self._is_skipping = b"", True
             self._reached = file.tell() - len(rest)
             start = max(self._reached - MARK_BYTES, 0)
             file.seek(start)

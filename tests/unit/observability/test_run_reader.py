@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
+from flowrt.observability import tails
 from flowrt.observability.attribution import merged
 from flowrt.observability.lanes import FULL, MAX_SPANS, TimelineLanes
 from flowrt.observability.run_reader import FileUpdate, RunReader, is_locked
@@ -88,6 +89,22 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     path.write_bytes(b'{"a": 1}\nno json\n[1]\n\xff\xfe\n{"b": ' + b"[" * 9999 + b"\n\n" + b'{"c": 2}\n{"half": ')
     assert tail.read_new() == ([{"a": 1}, {"c": 2}], False)
     assert tail.state == "events.jsonl has 4 damaged lines, left out"
+
+
+@pytest.mark.parametrize("appended", [[b"b" * 3000, b"b" * 500 + b"\n"], [b"b" * 3500 + b"\nc\n"]])
+def test_a_line_that_is_too_long_is_left_out_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, appended: list[bytes]
+) -> None:
+    monkeypatch.setattr(tails, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(tails, "READ_BYTES", 1000)
+    path = tmp_path / "lines"
+    tail, found = LineTail(path), []
+    for data in (b"a\n", *appended, b"d\n"):
+        with path.open("ab") as file:
+            file.write(data)
+        found += tail.read_new().lines
+    assert b"".join(found).replace(b"c", b"") == b"ad"
+    assert "left out" in tail.problem
 
 
 def test_a_gzip_tail_reads_up_to_the_last_flush_and_reports_damage(tmp_path: Path) -> None:
