@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flowrt.controller.events import AppendLedger
 from flowrt.controller.state.replay import (
@@ -313,7 +313,7 @@ class Ledger:
     @property
     def run_attempt(self) -> int:
         """Number of starts and resumes of this run, at least 1, without restarts of its controller. Does not flush."""
-        [(count,)] = self._db.execute("SELECT COUNT(*) FROM run_attempts").fetchall()
+        [(count,)] = self._rows("SELECT COUNT(*) FROM run_attempts")
         return max(int(count), 1)
 
     def append_replay(self, entry: Entry) -> None:
@@ -329,10 +329,7 @@ class Ledger:
         try:
             return self._replay.read(Counter(reason.split(";")[0] for (reason,) in self._db.execute(_DROPPED)))
         except (sqlite3.Error, FlowError, IndexError) as error:
-            raise FlowError(
-                f"ledger {self._path} cannot be read: {error}; flowrt resume {self._path.parent} goes back to the "
-                "newest checkpoint"
-            ) from error
+            raise self._read_error(error) from error
 
     def compact(self) -> None:
         """Flush, delete replay entries that no live group needs, and start a checkpoint of a long WAL on its thread."""
@@ -363,14 +360,14 @@ class Ledger:
     def evaluation_lines(self) -> dict[tuple[str, int], str]:
         """The line of evaluations.jsonl of each evaluation, by data set and version, in order of versions."""
         self.flush()
-        rows = self._db.execute("SELECT name, version, line FROM evaluations ORDER BY version, name").fetchall()
+        rows = self._rows("SELECT name, version, line FROM evaluations ORDER BY version, name")
         return {(name, version): line for name, version, line in rows}
 
     def step_lines(self, steps: int) -> list[str]:
         """The lines of metrics.jsonl of the first ``steps`` steps. Raises FlowError if a step is missing."""
         self.flush()
         query = "SELECT step, line FROM steps WHERE step < ? ORDER BY step"
-        lines = dict(self._db.execute(query, (steps,)).fetchall())
+        lines = dict(self._rows(query, steps))
         missing = next((step for step in range(steps) if step not in lines), None)
         if missing is not None:
             raise FlowError(
@@ -410,26 +407,20 @@ class Ledger:
 
     def position(self, step: int) -> Position:
         """The position of the run, of which ``step`` steps are trained. Does not flush."""
-        done = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')").fetchall()
-        numbers = self._db.execute("SELECT name, value FROM summary_values ORDER BY name").fetchall()
+        done = self._rows("SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')")
+        numbers = self._rows("SELECT name, value FROM summary_values ORDER BY name")
         return Position(step, pack(done), tuple(numbers))
 
     def outcomes(self) -> list[Outcome]:
         """The mean rewards of all groups that were trained or filtered and not rolled back, in order of steps."""
         self.flush()
         query = "SELECT step, epoch, prompt, reward FROM prompts WHERE reward IS NOT NULL ORDER BY step, epoch, prompt"
-        try:
-            return [Outcome(*row) for row in self._db.execute(query)]
-        except sqlite3.Error as error:
-            raise self._write_error(error) from error
+        return [Outcome(*row) for row in self._rows(query)]
 
     def passed(self) -> tuple[Passed, ...]:
         """Prompts that a new source must not offer, by epoch: all in the ledger that are not unread."""
         self.flush()
-        try:
-            return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
-        except sqlite3.Error as error:
-            raise self._write_error(error) from error
+        return pack(self._rows("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
 
     def persist(self) -> None:
         """Flush and sync the disk, so that a power failure cannot undo the flush."""
@@ -473,6 +464,21 @@ class Ledger:
         self._uncommitted.clear()
         self._commit_needed = False
 
+    def _rows(self, query: str, *values: int) -> list[tuple[Any, ...]]:
+        """The rows of a query. Raises FlowError if the file cannot be read, LedgerBusy while it is locked."""
+        try:
+            return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise self._write_error(error) from error
+            raise self._read_error(error) from error
+
+    def _read_error(self, error: Exception) -> FlowError:
+        return FlowError(
+            f"ledger {self._path} cannot be read: {error}; flowrt resume {self._path.parent} goes back to the newest "
+            "checkpoint"
+        )
+
     def _write_error(self, error: sqlite3.Error) -> FlowError:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
@@ -488,11 +494,11 @@ class Ledger:
         A prompt is lost when the ledger has it in flight, ready or leased and it has no live group.
         """
         self.flush()
-        states: dict[str, int] = dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
-        unfinished_query = "SELECT epoch, prompt FROM prompts WHERE state NOT IN ('trained', 'dropped', 'unread')"
-        unfinished = set(self._db.execute(unfinished_query).fetchall())
-        twice = self._db.execute(_TRAINED_TWICE).fetchone()[0]
-        return Account(states, len(unfinished - set(live)), int(twice))
+        states: dict[str, int] = dict(self._rows("SELECT state, COUNT(*) FROM prompts GROUP BY state"))
+        unfinished = "SELECT epoch, prompt FROM prompts WHERE state NOT IN ('trained', 'dropped', 'unread')"
+        lost = {(epoch, prompt) for epoch, prompt in self._rows(unfinished)} - set(live)
+        [(twice,)] = self._rows(_TRAINED_TWICE)
+        return Account(states, len(lost), int(twice))
 
     def close(self) -> None:
         """Close the database without a commit; wait for a running checkpoint."""

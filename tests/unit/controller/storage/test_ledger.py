@@ -1,12 +1,15 @@
 """The ledger: one state per prompt; lost prompts and prompts trained twice are detected."""
 
 import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from flowrt.controller.events import AppendLedger
 from flowrt.controller.state.replay import CounterSet, GroupsOpened, WorkerJoined
+from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import FlowError
@@ -150,4 +153,25 @@ def test_a_long_log_is_checkpointed_in_the_background(tmp_path: Path, monkeypatc
     ledger._checkpointer.close()  # waits for the checkpoint in progress
     assert path.stat().st_size > before
     assert ledger.account(live=[]).states == {"trained": 100}
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "query"),
+    [
+        ("prompts", Ledger.passed),
+        ("prompts", Ledger.outcomes),
+        ("prompts", lambda ledger: ledger.position(1)),
+        ("prompts", lambda ledger: ledger.account(())),
+        ("steps", lambda ledger: ledger.step_lines(1)),
+        ("evaluations", Ledger.evaluation_lines),
+        ("run_attempts", lambda ledger: ledger.run_attempt),
+    ],
+)
+def test_a_query_that_fails_names_the_ledger(tmp_path: Path, table: str, query: Callable[[Ledger], object]) -> None:
+    ledger = Ledger(tmp_path / LEDGER)
+    with closing(sqlite3.connect(tmp_path / LEDGER, isolation_level=None)) as other:
+        other.execute(f"DROP TABLE {table}")
+    with pytest.raises(FlowError, match=rf"{LEDGER} cannot be read: .*{table}"):
+        query(ledger)
     ledger.close()
