@@ -388,6 +388,7 @@ def tasks(one: dict[str, Any], where: str) -> list[str]:
 
 SEEING: tuple[tuple[str, str, str], ...] = (
     ("replays_wrong", "of 200 simulated runs, replayed under 3 hash seeds: those that differ", "<= 0"),
+    ("observed_wrong", "of 1,000 statuses of real runs with kills: those that the replay lacks", "<= 0"),
     ("recorder_bytes", "bytes of recording an event, default job", "<= 20"),
     ("recorder_bytes_simulated", "bytes of recording an event, simulated runs", "<= 20"),
     ("recorder_ratio", "samples/s of the default job with recording over without, median of 5 pairs", ">= 0.99"),

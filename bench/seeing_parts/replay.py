@@ -2,6 +2,8 @@
 
 - replays_wrong: of 200 simulated runs with all kinds of faults, each replayed in three processes of other hash seeds
   (10 runs with --quick), those whose commands or states differ; replayed_states: number of states that were compared;
+- observed_wrong: of at least 1,000 statuses that observers of real runs were sent (5 with --quick), those that the
+  replay of the run lacks; a rollout worker and the controller of each of the observed_runs are killed at random steps;
 - recorder_bytes, recorder_bytes_simulated: bytes of recording an event, of the default job and of those runs;
   recorder_bytes_a_sample: of the default job, a trained sample;
 - recorder_ratio: samples/s of the default job over that without recording, by turns (median of 5; one with --quick);
@@ -13,30 +15,49 @@
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import psutil
+from common.observed import Status, not_replayed, observe
 
 from flowrt.controller.events import MessageReceived, Send
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import read_event
+from flowrt.errors import FlowError
 from flowrt.observability.recordings import Recordings, TermRecording
 from flowrt.protocol.codec import encode
 from flowrt.recipes import grpo
 from flowrt.recipes.config_io import from_toml
 
-BOUNDS: Mapping[str, float] = {"replays_wrong": 0.0, "recorder_bytes": 20.0, "recorder_bytes_simulated": 20.0}
+BOUNDS: Mapping[str, float] = {
+    "replays_wrong": 0.0,
+    "observed_wrong": 0.0,
+    "recorder_bytes": 20.0,
+    "recorder_bytes_simulated": 20.0,
+}
 FLOORS: Mapping[str, float] = {"recorder_ratio": 0.99, "core_recorded_ratio": 0.97}
 HASH_SEEDS = ("0", "1", "2")
 RUNS, QUICK_RUNS = 200, 10
 JOB_TIMEOUT_S, RUNS_TIMEOUT_S = 400.0, 3600.0
 TURNS, CORE_TURNS = 5, 9
 LIMIT_BYTES = 1 << 30
+INSTANTS, AT_A_TIME, STEPS, POLL_S, UNWRITTEN = 1000, 3, 300, 0.1, 3
+"""Observed statuses, runs at a time, their steps, seconds between tries, last statuses before a kill that are left out.
+"""
+SMALL = (
+    *("--steps", str(STEPS), "--prompts-per-step", "4", "--group-size", "4", "--rollout.max-running-requests", "8"),
+    *("--rollout.max-new-tokens", "8", "--sft.steps", "20", "--sft.answer-only-steps", "0"),
+    *("--data.eval-prompts", "0", "--supervisor.backoff-s", "0.1"),
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,7 +65,11 @@ def measure(quick: bool) -> dict[str, float]:
     """All figures of this row."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        return {**_simulated(place, QUICK_RUNS if quick else RUNS), **_job(place, quick)}
+        return {
+            **_simulated(place, QUICK_RUNS if quick else RUNS),
+            **_observed(place, 5 if quick else INSTANTS),
+            **_job(place, quick),
+        }
 
 
 def _bytes_and_events(run_dirs: Iterator[Path]) -> tuple[int, int]:
@@ -74,6 +99,51 @@ def _simulated(place: Path, runs: int) -> dict[str, float]:
         "replayed_states": float(states),
         "recorder_bytes_simulated": size / events,
     }
+
+
+# ---- real runs with kills
+
+
+def _observed(place: Path, instants: int) -> dict[str, float]:
+    """Statuses of real runs, of which a worker and the controller are killed, that their replays lack."""
+    seen, lacking, runs = 0, 0, 0
+    at_a_time = 1 if instants < INSTANTS else AT_A_TIME
+    with ThreadPoolExecutor(at_a_time) as threads:
+        while seen < instants:
+            folders = [place / f"real-{runs + index}" for index in range(at_a_time)]
+            for run_dir, statuses in zip(folders, threads.map(_watched_run, folders), strict=True):
+                missing = not_replayed(run_dir, statuses)
+                sys.stderr.write("".join(f"{run_dir.name}: not in its replay: {one}\n" for one in missing))
+                seen, lacking, runs = seen + len(statuses), lacking + len(missing), runs + 1
+    return {"observed_runs": float(runs), "observed_instants": float(seen), "observed_wrong": float(lacking)}
+
+
+def _watched_run(run_dir: Path) -> list[Status]:
+    """Statuses of a run until its end; rollout-0 is killed, then the controller. Raises RuntimeError if it fails."""
+    draw = random.Random(run_dir.name)
+    kills = sorted(draw.sample(range(STEPS // 20, STEPS // 2), 2))
+    victims = ["flowrt.roles.rollout", "flowrt.launcher.controller_main"]
+    words = [str(Path(sys.executable).with_name("flowrt")), "run", "--run-dir", str(run_dir), *SMALL]
+    statuses: list[Status] = []
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            try:
+                statuses.append(observe(run_dir))
+            except (FlowError, OSError):  # it starts, its controller restarts, or it has ended
+                time.sleep(POLL_S)
+                continue
+            if victims and statuses[-1]["step"] >= kills[0]:
+                del kills[0]
+                victim = victims.pop(0)
+                if not victims:
+                    del statuses[-UNWRITTEN:]  # a killed controller has not written the events since its last tick
+                for one in psutil.Process(process.pid).children(recursive=True):
+                    if victim in one.cmdline():
+                        one.kill()
+                        break
+    if process.returncode or victims:
+        raise RuntimeError(f"`{' '.join(words)}` ended with {process.returncode}; not killed: {victims}")
+    return statuses
 
 
 def _child(module: str, words: list[str], questions: str = "", hash_seed: str = "random") -> str:

@@ -1,23 +1,21 @@
 """A run whose rollout worker and controller are killed: its replay shows every status that was observed."""
 
-import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from common.observed import not_replayed
+from common.observed import observe as observed_status
 
-from flowrt.controller.events import Tick, WorkerConnected, WorkerDisconnected
+from flowrt.controller.events import WorkerDisconnected
 from flowrt.errors import FlowError
-from flowrt.ids import OBSERVER
-from flowrt.launcher.observer import address_of, fetch_status
 from flowrt.observability.recordings import Recordings
 from flowrt.observability.replay import Replay
 from tests.integration.conftest import FLOWRT, Launch
@@ -25,25 +23,11 @@ from tests.integration.conftest import FLOWRT, Launch
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 STEPS = 100
 """Enough for the run to continue for seconds after each fault."""
-COMPARED_KEYS = ("step", "live_groups", "workers", "versions", "latest_version", "dropped", "drained", "ended")
-OBSERVER_SUFFIX = f"-{os.getpid()}"
-"""Suffix of the names of this process's observers."""
-
-
-def timeless(status: dict[str, Any]) -> dict[str, Any]:
-    """A status without ages and without numbers that are not the core's."""
-    graph = status["graph"]
-    return {
-        **{key: status[key] for key in COMPARED_KEYS},
-        "waits": sorted((who, what) for who, what, _ in status["waits"]),
-        "workers at": [(one[0], one[2], re.sub(r" \(a lease ends in .*\)", "", one[4])) for one in graph["workers"]],
-        "blocked": sorted((one["who"], one["what"], one["blocked_on"]) for one in graph["waits"]),
-    }
 
 
 def observe(run: Launch, statuses: list[dict[str, Any]]) -> dict[str, Any]:
     """Fetch a status of the run and append it to ``statuses``."""
-    statuses.append(asyncio.run(fetch_status(address_of(run.run_dir), None, 5.0, "the run")))
+    statuses.append(observed_status(run.run_dir))
     return statuses[-1]
 
 
@@ -82,22 +66,6 @@ def observed(launch: Callable[..., Any], sft_model: Path) -> tuple[Path, list[di
     return run.run_dir, statuses
 
 
-def replayed(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The status at each instant at which an observer of this process was sent one."""
-    for recording in Recordings.of(run_dir).terms.values():
-        replay, is_awaited = Replay(recording), False
-        for done in replay.run():
-            match done.event:
-                case WorkerConnected(worker, role) if role == OBSERVER and worker.endswith(OBSERVER_SUFFIX):
-                    is_awaited = True
-                case Tick() if is_awaited:
-                    is_awaited = False
-                    yield replay.status()
-                case _ if is_awaited and replay.core.ended is not None:  # all observers are notified at once
-                    is_awaited = False
-                    yield replay.status()
-
-
 def flowrt(*arguments: str) -> tuple[int, str]:
     """Exit code and output of the command, under another hash seed."""
     environment = {**os.environ, "PYTHONHASHSEED": "4", "COLUMNS": "200"}
@@ -110,17 +78,7 @@ def flowrt(*arguments: str) -> tuple[int, str]:
 def test_the_replay_contains_every_observed_status(observed: tuple[Path, list[dict[str, Any]]]) -> None:
     run_dir, statuses = observed
     assert len(statuses) > 5
-    states = replayed(run_dir)
-    for status in statuses:
-        expected = timeless(status)
-        closest = "none is left"
-        for state in states:
-            found = timeless(json.loads(json.dumps(state)))
-            if found == expected:
-                break
-            closest = str([key for key in found if found[key] != expected[key]])
-        else:
-            pytest.fail(f"no replayed state is the one observed in step {status['step']}: {closest}")
+    assert not_replayed(run_dir, statuses) == []
 
 
 def test_every_invariant_holds_and_both_terms_are_replayed(observed: tuple[Path, list[dict[str, Any]]]) -> None:
