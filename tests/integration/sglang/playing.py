@@ -127,7 +127,10 @@ def _version_counts(spans: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(spans[::2], spans[1::2], strict=True))
 
 
-def wait_for_generation(standin: StandinProcess) -> None:
+def wait_for_generation(standin: StandinProcess, requests: int = 4) -> None:
+    """Wait until the server has received this number of requests for sequences."""
     wait_until(
-        lambda: standin.request("/routes").count("/generate") >= 4, DEADLINE_S, lambda: "no sequence was started"
+        lambda: standin.request("/routes").count("/generate") >= requests,
+        DEADLINE_S,
+        lambda: f"fewer than {requests} sequences were started",
     )

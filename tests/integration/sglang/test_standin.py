@@ -75,7 +75,7 @@ def test_server_options_follow_the_configuration(
     standin = start_standin("0.5.23")
     flags = ["--model", str(checkpoint), "--run-dir", str(tmp_path), "--rollout.engine", "sglang"]
     server = ["--rollout.sglang.url", f"http://127.0.0.1:{standin.port}", "--rollout.sglang.pause", pause]
-    limits = ["--rollout.workers", "1", "--rollout.max-running-requests", "4", "--rollout.max-new-tokens", "40"]
+    limits = ["--rollout.workers", "1", "--rollout.max-running-requests", "4", "--rollout.max-new-tokens", "100"]
     engine = rollout_engine(parse(["arithmetic", *flags, *server, *limits]))
     assert isinstance(engine, SglangRollout)
     with contextlib.closing(engine):
@@ -84,6 +84,8 @@ def test_server_options_follow_the_configuration(
         wait_for_generation(standin)
         before = len(standin.request("/bodies"))
         engine.swap(snapshot(checkpoint, 1))
+        if pause == "abort":
+            wait_for_generation(standin, 8)  # all are sent again
         engine.swap(snapshot(checkpoint, 2))
         assert len(drain(engine)) == 4
     bodies = [(route, body) for route, body in standin.request("/bodies")[before:] if route != "/generate"]
