@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from flowrt.recipes.config_io import defaults, to_toml
-from tests.integration.helpers.forked import run_flowrt
+from tests.integration.helpers.forked import run_flowrt, start_fork_server
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 LONGEST_SENTENCE = 450
@@ -247,8 +247,14 @@ class Refusal:
         return " ".join("".join(" " if c in "╭╮╰╯│─" else c for c in self.stderr).split())
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Start the fork server before any test changes the environment, by which its own processes are found."""
+    start_fork_server()
+
+
 @pytest.fixture
-def refused(tmp_path: Path) -> Callable[..., Refusal]:
+def refused(fork_server: None, tmp_path: Path) -> Callable[..., Refusal]:
     """Run ``flowrt run ARGUMENTS --run-dir FRESH``; it must leave no file behind."""
 
     def run(*arguments: str, run_dir: Path | None = None) -> Refusal:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 from flowrt.cli import main
@@ -19,6 +20,11 @@ UNKNOWN = "--no-such-flag"
 TIMEOUT_S = 60.0
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["flowrt.grpo", "flowrt.launcher.local_run", "transformers.masking_utils", __name__])
+
+
+def start_fork_server() -> None:
+    """Start the process that commands are forked from. It keeps the environment that this process has now."""
+    forkserver.ensure_running()
 
 
 def run_flowrt(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
