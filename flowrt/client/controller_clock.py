@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import threading
 import time
 from collections import deque
 from typing import NamedTuple
@@ -95,7 +96,8 @@ class StopWatcher:
 
     def __init__(self) -> None:
         self._stops: list[Span] = []
-        self._last_s, self._last_cpu_s = 0.0, 0.0
+        self._last_s, self._last_cpu_s = time.monotonic(), time.process_time()
+        self._lock = threading.Lock()
         self._thread = contextlib.ExitStack()
 
     def start(self) -> None:
@@ -108,8 +110,10 @@ class StopWatcher:
         self._thread.close()
 
     def take(self) -> list[Span]:
-        """The stops since the last call, on the clock of this process."""
-        stops, self._stops = self._stops, []
+        """The stops since the last call, on the clock of this process; also one that the thread has not seen yet."""
+        self._check()
+        with self._lock:
+            stops, self._stops = self._stops, []
         return stops
 
     def note(self, last_s: float, now: float, cpu_s: float) -> None:
@@ -124,6 +128,7 @@ class StopWatcher:
             self._stops.append(Span(STOPPED, last_s, now))
 
     def _check(self) -> None:
-        now, cpu_s = time.monotonic(), time.process_time()
-        self.note(self._last_s, now, cpu_s - self._last_cpu_s)
-        self._last_s, self._last_cpu_s = now, cpu_s
+        with self._lock:
+            now, cpu_s = time.monotonic(), time.process_time()
+            self.note(self._last_s, now, cpu_s - self._last_cpu_s)
+            self._last_s, self._last_cpu_s = now, cpu_s

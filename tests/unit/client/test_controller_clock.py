@@ -1,9 +1,12 @@
 """The controller's clock as a worker sees it: offsets from exchanges over a slow link, jumps, and stops."""
 
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from flowrt.client import controller_clock
 from flowrt.client.controller_clock import WINDOW, ControllerClock, StopWatcher
 
 
@@ -72,4 +75,15 @@ def test_a_stop_is_a_long_gap_without_processor_time() -> None:
     watcher.note(10.0, 15.0, 0.01)
     (stop,) = watcher.take()
     assert (stop.kind, stop.start_s, stop.end_s) == ("stopped", 10.0, 15.0)
+    assert watcher.take() == []
+
+
+def test_a_stop_is_part_of_the_first_report_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report may be made before the thread that detects stops has run again."""
+    watcher = StopWatcher()
+    start_s, cpu_s = time.monotonic(), time.process_time()
+    clock = SimpleNamespace(monotonic=lambda: start_s + 5.0, process_time=lambda: cpu_s)
+    monkeypatch.setattr(controller_clock, "time", clock)
+    (stop,) = watcher.take()
+    assert stop.end_s - stop.start_s == pytest.approx(5.0, abs=0.1)
     assert watcher.take() == []
