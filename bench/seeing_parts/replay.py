@@ -119,7 +119,10 @@ def _observed(place: Path, instants: int) -> dict[str, float]:
 
 
 def _watched_run(run_dir: Path) -> list[Status]:
-    """Statuses of a run until its end; rollout-0 is killed, then the controller. Raises RuntimeError if it fails."""
+    """Statuses of a run until its end; a rollout worker is killed, then the controller.
+
+    Raises RuntimeError if the run fails, or a process that is to be killed is not there.
+    """
     draw = random.Random(run_dir.name)
     kills = sorted(draw.sample(range(STEPS // 20, STEPS // 2), 2))
     victims = ["flowrt.roles.rollout", "flowrt.launcher.controller_main"]
@@ -137,10 +140,11 @@ def _watched_run(run_dir: Path) -> list[Status]:
                 victim = victims.pop(0)
                 if not victims:
                     del statuses[-UNWRITTEN:]  # a killed controller has not written the events since its last tick
-                for one in psutil.Process(process.pid).children(recursive=True):
-                    if victim in one.cmdline():
-                        one.kill()
-                        break
+                running = psutil.Process(process.pid).children(recursive=True)
+                found = next((one for one in running if victim in one.cmdline()), None)
+                if found is None:
+                    raise RuntimeError(f"{run_dir.name} has no process {victim} in step {statuses[-1]['step']}")
+                found.kill()
     if process.returncode or victims:
         raise RuntimeError(f"`{' '.join(words)}` ended with {process.returncode}; not killed: {victims}")
     return statuses

@@ -271,6 +271,8 @@ def default_job(run_dir: Path, *flags: str, clients: int = 0) -> tuple[float, fl
             raise RuntimeError(
                 f"`{' '.join(words)}` ended with {code} after at most {RUN_TIMEOUT_S:.0f} s: {output[-2000:]}"
             )
+    if not memory.peak_mb:
+        raise RuntimeError(f"`{' '.join(words)}` had no process of a controller")
     return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"]), memory.peak_mb
 
 
