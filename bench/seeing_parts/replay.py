@@ -141,7 +141,7 @@ def _watched_run(run_dir: Path) -> list[Status]:
                 if not victims:
                     del statuses[-UNWRITTEN:]  # a killed controller has not written the events since its last tick
                 running = psutil.Process(process.pid).children(recursive=True)
-                found = next((one for one in running if victim in one.cmdline()), None)
+                found = next((one for one in running if victim in " ".join(one.cmdline())), None)
                 if found is None:
                     raise RuntimeError(f"{run_dir.name} has no process {victim} in step {statuses[-1]['step']}")
                 found.kill()

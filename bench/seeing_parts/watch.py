@@ -241,7 +241,7 @@ class ControllerMemory(threading.Thread):
             while True:
                 for one in self._launcher.children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                        if "flowrt.launcher.controller_main" in one.cmdline():
+                        if "flowrt.launcher.controller_main" in " ".join(one.cmdline()):
                             self.peak_mb = max(self.peak_mb, one.memory_info().rss / 2**20)
                 time.sleep(MEMORY_POLL_S)
 
