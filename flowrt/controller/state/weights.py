@@ -83,7 +83,7 @@ class VersionTable:
     held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
     pin: Pin | None = None
     kept: frozenset[int] = frozenset()  # versions that their publisher keeps for evaluations
-    rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # dropped to return to an older version
+    rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # dropped, to return to an older version
     is_changed: bool = False  # since `begin_fetches` was last called
 
     def restore(self, newest: int) -> None:
@@ -415,6 +415,15 @@ class VersionTable:
             self.rewound.add((worker, form[0]))
         return self._fetch((worker,), version, older=True)
 
+    def take_rewound(self) -> list[tuple[WorkerId, int]]:
+        """(holder, version) pairs to evict before the fetches of `begin_fetches`, sorted: the holder returns to an
+        older version. A later eviction could reach it after the version that it fetches, which may be one of them.
+        """
+        rewound, self.rewound = self.rewound, set()
+        if rewound:
+            self._forget_unheld()
+        return sorted(rewound)
+
     def _can_use(self, worker: WorkerId, weights: Weights) -> bool:
         """Whether a receiver can use these weights: a delta needs its base."""
         if weights.base == NO_BASE:
@@ -440,11 +449,11 @@ class VersionTable:
 
     def retire(self) -> list[tuple[WorkerId, int]]:
         """(holder, version) pairs to evict, sorted: the holder has a newer version, and no receiver fetches this one
-        from it; or the holder returns to an older version.
+        from it.
         """
-        if not self.evictable and not self.rewound:
+        if not self.evictable:
             return []
-        retired, self.rewound = self.rewound, set()
+        retired: set[tuple[WorkerId, int]] = set()
         for worker in self.evictable:
             newest = max((version for version, _ in self.held.get(worker, ())), default=0)
             kept = self.kept if worker == self.publisher else ()

@@ -86,7 +86,10 @@ def _order(state: State, env: Environment, versions: VersionTable, now: float) -
     models = state.models
     waiting = models.update_back_off(versions, now)
     outdated = models.outdated if versions is models.policy else ()
-    for fetch in versions.begin_fetches(env.policies.refresh, outdated, waiting):
+    fetches = versions.begin_fetches(env.policies.refresh, outdated, waiting)
+    for worker, version in versions.take_rewound():
+        commands.append(Send(worker, m.EvictVersion(versions.model, version)))
+    for fetch in fetches:
         one = fetch.weights
         turn = state.lanes.next_turn(fetch.holder, fetch.receiver, "weights")
         models.note_order(one.model, fetch.receiver, turn, now)

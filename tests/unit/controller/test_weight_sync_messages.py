@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from flowrt.controller.events import Command, WorkerConnected
-from flowrt.controller.policies.weight_sync import Divergence, EveryN, Rolling, WeightSyncPolicy
+from flowrt.controller.events import Command, Send, WorkerConnected
+from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from tests.simulation.core_driver import CoreDriver
@@ -70,6 +70,38 @@ def test_only_waiting_workers_blocked_by_their_version_fetch_early() -> None:
     driver.send("rollout1", m.WeightsActivated(MODEL, 1))  # it loaded that version from elsewhere
     assert [driver.pull(who, "rollout") for who in ROLLOUTS[:2]] == [None] * 2
     assert offer_for(driver, 1, prompts=4) == ["rollout0"]  # rollout1 is new enough, rollout2 has no open pull
+
+
+# ---- a return to an older version, for an evaluation
+
+
+def test_versions_are_evicted_before_the_older_version_is_fetched_again() -> None:
+    driver = CoreDriver(refresh=DelayedUpdate(), bound=9, steps=9)
+    publish(driver, 1)
+    for who in ("rollout0", "rollout1"):
+        driver.send(who, m.WeightsStaged(MODEL, 1))
+        driver.send(who, m.WeightsActivated(MODEL, 1))
+    publish(driver, 2)
+    offer = m.Offer(
+        request=0,
+        flow="eval",
+        prompts=(0,),
+        epoch=1,
+        members=1,
+        at_least=1,
+        lengths=offered_lengths(4, 1),
+        tags=(),
+        at_most=1,
+    )
+    driver.send("source0", offer)
+    commands = driver.send("rollout0", m.WeightsStaged(MODEL, 2))  # it is pinned to version 1
+    orders = [
+        (type(one.message), one.message.version if isinstance(one.message, m.EvictVersion) else one.message.older)
+        for one in commands
+        if isinstance(one, Send) and isinstance(one.message, m.EvictVersion | m.ReceiveWeights)
+        if one.worker == "rollout0"
+    ]
+    assert orders == [(m.EvictVersion, 1), (m.EvictVersion, 2), (m.ReceiveWeights, True)]
 
 
 # ---- the policies
