@@ -96,10 +96,16 @@ class Launch:
 
     def wait_for(self, condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
         """Wait for something to happen in the run; an end of the command before that fails the test."""
-        wait_until(
-            lambda: condition() or self._popen.poll() is not None, deadline_s, lambda: f"no {what}\n{self.output}"
-        )
-        assert condition(), f"the command ended with {self._popen.returncode} before {what}\n{self.output}"
+        happened = False
+
+        def is_over() -> bool:
+            nonlocal happened
+            has_ended = self._popen.poll() is not None  # before the condition, which may become true at the end
+            happened = bool(condition())
+            return happened or has_ended
+
+        wait_until(is_over, deadline_s, lambda: f"no {what}\n{self.output}")
+        assert happened, f"the command ended with {self._popen.returncode} before {what}\n{self.output}"
 
     def wait_for_training(self) -> None:
         """Wait until an optimiser step is in metrics.jsonl."""

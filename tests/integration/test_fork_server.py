@@ -236,6 +236,7 @@ def test_a_run_survives_the_death_of_its_fork_server(launch: Callable[..., Launc
     [server] = run.find("flowrt.launcher.fork_server.child")
     run.signal(signal.SIGKILL, server)
     if moment == "while it trains":  # its workers died with it, and are forked again instead of started
+        psutil.wait_procs([server], timeout=10.0)
         run.wait_for(lambda: run.find("flowrt.launcher.fork_server.child"), "another fork server")
         run.wait_for(lambda: run.find("flowrt.roles.trainer"), "trainer")
         [other] = run.find("flowrt.launcher.fork_server.child")
