@@ -8,7 +8,7 @@ import torch
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
-from flowrt.client.streams import StageOutput, run_stage
+from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, run_stage
 from flowrt.engines.hf import load_model
 from flowrt.engines.training.forward import enable_packing, score
 from flowrt.engines.training.fused_head import enable_fused_head
@@ -54,7 +54,7 @@ async def run(session: Session, config: RunConfig) -> None:
         inline = {"reference_version": [float(step) for step in steps]} if every else {}
         return StageOutput({"ref_logprobs": logprobs}, inline)
 
-    await run_stage(session, "reference", MAX_PULL_SLOTS, score_batch)
+    await run_stage(session, "reference", MAX_PULL_SLOTS, score_batch, PULL_INTERVAL_S)
 
 
 def score_by_refresh(

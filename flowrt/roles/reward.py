@@ -11,7 +11,7 @@ from time import monotonic
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
-from flowrt.client.streams import StageOutput, run_stage
+from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, delay_pull, run_stage
 from flowrt.engines.stopping import StopConditions
 from flowrt.errors import Drained
 from flowrt.ids import REWARD
@@ -71,7 +71,7 @@ async def _run_task(session: Session, task: Task, stop: StopConditions, samples:
             samples.send(batch, {row: Score(reward, {}, "", mean_s, text) for row, (reward, text) in pairs})
         return StageOutput(inline={"reward": scores})
 
-    await run_stage(session, "reward", MAX_PULL_SLOTS, score)
+    await run_stage(session, "reward", MAX_PULL_SLOTS, score, PULL_INTERVAL_S)
 
 
 class FunctionRewards:
@@ -98,6 +98,7 @@ class FunctionRewards:
 
     async def run(self) -> None:
         """Score until the run ends. Raises ConfigError if failures of reward functions end the run."""
+        loop = asyncio.get_running_loop()
         batches: set[asyncio.Task[None]] = set()
         try:
             async with asyncio.TaskGroup() as group:
@@ -107,9 +108,11 @@ class FunctionRewards:
                             self._has_room.clear()
                             await wait_until(self._has_room.wait(), CALLS, "rewards", "reward functions")
                         batch = await self._session.pull("reward", slots=self._most - self._open)
+                        arrived_s = loop.time()
                         self._open += len(batch)
                         batches.add(group.create_task(self._score(batch)))
                         batches = {one for one in batches if not one.done()}
+                        await delay_pull(self._session, arrived_s, PULL_INTERVAL_S)
                 except Drained:
                     await wait_all(batches, CALLS, "the rewards of samples that were pulled", "reward functions")
                     raise

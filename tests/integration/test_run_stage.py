@@ -11,6 +11,7 @@ from flowrt import api
 from flowrt.client.requests import RequestTable
 from flowrt.client.session import Session
 from flowrt.errors import RemoteProtocolError, Stopped
+from flowrt.ids import GATHER
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
 
@@ -116,6 +117,40 @@ async def test_the_next_pull_does_not_wait_for_the_commit_answer(scripted: tuple
     assert not working.done()
     controller.send(m.Committed(second.request, (), ""))
     await asyncio.wait_for(working, DEADLINE_S)
+
+
+async def test_pulls_are_at_least_the_interval_apart(scripted: tuple[ScriptedController, Session]) -> None:
+    controller, session = scripted
+    session.timeline.drain()
+    working = asyncio.create_task(api.run_stage(session, "reward", 8, score, interval_s=0.5))
+    first = await controller.receive()
+    loop = asyncio.get_running_loop()
+    sent_s = loop.time()
+    controller.send(grant(first, 3))
+    checked_commit(await controller.receive(), 3)
+    following = await controller.receive()
+    assert loop.time() - sent_s >= 0.5
+    [waited] = [span for span in session.timeline.drain() if span.kind == GATHER]
+    assert waited.end_s > waited.start_s
+    controller.send(grant(following))
+    working.cancel()
+
+
+async def test_work_that_takes_longer_than_the_interval_is_not_delayed(
+    scripted: tuple[ScriptedController, Session],
+) -> None:
+    controller, session = scripted
+
+    async def slow(batch: api.Batch) -> api.StageOutput:
+        await asyncio.sleep(0.05)  # the work
+        return await score(batch)
+
+    working = asyncio.create_task(api.run_stage(session, "reward", 8, slow, interval_s=0.02))
+    controller.send(grant(await controller.receive(), 3))
+    checked_commit(await controller.receive(), 3)
+    await controller.receive()
+    assert not [span for span in session.timeline.drain() if span.kind == GATHER]
+    working.cancel()
 
 
 async def test_a_rejected_commit_ends_the_loop(scripted: tuple[ScriptedController, Session]) -> None:

@@ -10,7 +10,7 @@ from flowrt.ids import WorkerId
 
 TIMES = st.floats(-5, 25, allow_nan=False, width=32)
 SPAN_KINDS = st.sampled_from(
-    ["generate", "train", "swap", "snapshot", "save", "load", "stopped", "fetch", "ranks", "mine"]
+    ["generate", "train", "swap", "snapshot", "save", "load", "stopped", "fetch", "gather", "ranks", "mine"]
 )
 WORKER = WorkerId("rollout-0")
 ORDER = ("away", "update", "save", "busy")

@@ -8,7 +8,7 @@ from end_to_end.simulated.modes import RunSpec
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
-from flowrt.client.streams import StageOutput, run_stage
+from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, run_stage
 from flowrt.engines.simulated.engine import SimulatedRollout, SimulatedScorer, SimulatedTrainer
 from flowrt.engines.simulated.time import RealTimeSimClock
 from flowrt.ranks.barrier import RankCollectives
@@ -93,7 +93,7 @@ async def _run_stage(
     """Run a stage on up to one pass of samples at a time; with barriers, on all samples of a step at once."""
     slots = spec.workload.reference.pass_samples
     if not spec.mode.barriers:
-        await run_stage(session, stage, slots, lambda batch: work([batch]))
+        await run_stage(session, stage, slots, lambda batch: work([batch]), PULL_INTERVAL_S)
         return
     while True:
         batches: list[Batch] = []

@@ -24,7 +24,7 @@ class Kind(Enum):
 
     BUSY = "busy"
     SAMPLES = "samples"
-    """Also a wait for tensors of granted samples, or for another rank."""
+    """Also a wait for tensors of granted samples, for a larger batch, or for another rank."""
     GATE = "gate"
     WEIGHTS = "weights"
     UPDATE = "update"

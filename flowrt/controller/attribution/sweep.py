@@ -2,7 +2,7 @@
 
 Reported spans and recorded waits overlap, because a worker pulls while it generates. An instant counts as the first of
 these that covers it: away, wait for another rank, update, save, busy, wait recorded by the core, wait for tensors of
-granted samples. An instant that none covers counts as `other`.
+granted samples or for a larger batch. An instant that none covers counts as `other`.
 
 Merged spans of work contain gaps, of which only the total length is known. Gaps count as waiting for as long as waits
 cover the span, and as `other` beyond that.
@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from flowrt.controller.attribution.causes import Interval, Kind, WaitInterval
-from flowrt.ids import FETCH, RANKS, STOPPED
+from flowrt.ids import FETCH, GATHER, RANKS, STOPPED
 
 KIND_OF_SPAN = {
     "load": Kind.AWAY,
@@ -23,6 +23,7 @@ KIND_OF_SPAN = {
     "snapshot": Kind.UPDATE,
     "save": Kind.SAVE,
     FETCH: Kind.SAMPLES,
+    GATHER: Kind.SAMPLES,
     RANKS: Kind.SAMPLES,
 }
 UNDIVIDED = {0: Kind.AWAY, 2: Kind.UPDATE, 3: Kind.SAVE}
