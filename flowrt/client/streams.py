@@ -14,7 +14,7 @@ from flowrt.transport.lanes.lane import ignore_exception
 from flowrt.transport.samples.store import Rows
 from flowrt.transport.weights.snapshot import Snapshot
 
-PULL_INTERVAL_S = 0.02
+PULL_INTERVAL_S = 0.025
 """Shortest time between two batches of a stage whose samples become ready one by one, as those of rewards do."""
 
 
