@@ -83,7 +83,7 @@ class VersionTable:
     held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
     pin: Pin | None = None
     kept: frozenset[int] = frozenset()  # versions that their publisher keeps for evaluations
-    rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # dropped, to return to an older version
+    rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # to evict: the holder returns to an older version
     is_changed: bool = False  # since `begin_fetches` was last called
 
     def restore(self, newest: int) -> None:
@@ -416,8 +416,10 @@ class VersionTable:
         return self._fetch((worker,), version, older=True)
 
     def take_rewound(self) -> list[tuple[WorkerId, int]]:
-        """(holder, version) pairs to evict before the fetches of `begin_fetches`, sorted: the holder returns to an
-        older version. A later eviction could reach it after the version that it fetches, which may be one of them.
+        """(holder, version) pairs, sorted, of holders that return to an older version.
+
+        They are evicted before the fetches of `begin_fetches` are ordered: a later eviction could drop the version that
+        has just been fetched.
         """
         rewound, self.rewound = self.rewound, set()
         if rewound:
