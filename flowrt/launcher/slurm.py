@@ -16,9 +16,8 @@ import tyro
 
 from flowrt.errors import ConfigError
 
-INSTALLED = Path(__file__).parent / "slurm_templates"
-HERE = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "launch" / "slurm"
-"""Directory of the templates: in this package if it is installed, in the checkout otherwise."""
+HERE = Path(__file__).parent / "slurm_templates"
+"""Directory of the templates."""
 JOB = "job.sh"
 _PLACEHOLDER = re.compile(r"\{\{([A-Z_]+)\}\}")
 _HEADER = re.compile(r"[A-Za-z0-9_.,:=+-]*")

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -132,44 +131,3 @@ def test_the_slurm_command_writes_the_templates(tmp_path: Path, capsys: pytest.C
     assert main(["slurm", str(tmp_path / "site"), "--partition", "gpu"]) == 0
     assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == NAMES
     assert "--partition=gpu" in (tmp_path / "site" / "one_node.sbatch").read_text()
-
-
-def test_the_templates_are_in_the_wheel(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-c", f"from setuptools.build_meta import build_wheel as b; b({str(tmp_path)!r})"],
-        cwd=copy_sources(tmp_path / "sources"),
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    wheel = next(tmp_path.glob("*.whl"))
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("flowrt/launcher/slurm_templates/")}
-    assert {f"flowrt/launcher/slurm_templates/{name}" for name in [*NAMES, "job.sh"]} <= names
-
-
-def copy_sources(target: Path) -> Path:
-    """Copy the sources of the wheel: a build leaves files in its directory."""
-    target.mkdir()
-    listed = subprocess.run(
-        [
-            "git",
-            "ls-files",
-            "-co",
-            "--exclude-standard",
-            "flowrt",
-            "workers",
-            "launch",
-            "pyproject.toml",
-            "README.md",
-            "LICENSE",
-        ],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    for name in listed.stdout.splitlines():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes((ROOT / name).read_bytes())
-    return target
