@@ -137,10 +137,10 @@ def measure(python: str, folder: Path, rounds: int, samples: Samples) -> None:
     with served(python, folder) as url, ExitStack() as kept:
         ways = {}
         for weights, pause in WAYS:
-            ways[weights, pause] = one = engine(SglangOptions(url=url, weights=weights, pause=pause), folder, TOKENS)
+            ways[weights, pause] = one = engine(SglangOptions(url=(url,), weights=weights, pause=pause), folder, TOKENS)
             kept.enter_context(closing(one))
             one.start()
-        warm = kept.enter_context(closing(engine(SglangOptions(url=url), folder, WARM)))
+        warm = kept.enter_context(closing(engine(SglangOptions(url=(url,)), folder, WARM)))
         warm.start()
         parameters = named_parameters(load_model(folder / "model"))
         for each in range(rounds + 1):

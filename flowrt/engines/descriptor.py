@@ -190,6 +190,7 @@ class RolloutSetup:
         threads: number of CPU threads of a process that the engine starts.
         log_path: log file of a process that the engine starts.
         chat_template: the template whose end of turn ends a sequence, as in `stop_token_ids`.
+        worker: name of the worker.
     """
 
     model: Path
@@ -199,6 +200,7 @@ class RolloutSetup:
     threads: int
     log_path: Path
     chat_template: str = ""
+    worker: str = "rollout-0"
 
 
 class TrainEngineDescriptor(ABC):

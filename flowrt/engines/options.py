@@ -113,8 +113,9 @@ WeightPath = Literal["disk", "tensor", "broadcast"]
 class SglangOptions:
     """Options of a rollout worker's SGLang server: a running one, or one that the worker starts."""
 
-    url: str = ""
-    """Address of a running server (http://HOST:PORT); empty: each rollout worker starts one."""
+    url: tuple[str, ...] = ()
+    """Addresses of running servers (http://HOST:PORT), one for each rollout worker, in the order of the workers; empty:
+    each rollout worker starts one."""
     python: str = ""
     """Python of the environment with SGLang; flowrt's own environment does not need SGLang."""
     device: str = ""
@@ -125,8 +126,9 @@ class SglangOptions:
     """Further arguments of a started server: --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
     weights: WeightPath = "disk"
     """How weights are sent: as a checkpoint in shared memory, within requests, or by broadcast over a group."""
-    host: str = "127.0.0.1"
-    """Address of this worker that the server can reach, for weights by broadcast."""
+    host: str = ""
+    """Address of the worker that its server can reach, for weights by broadcast; empty: the one from which the worker
+    reaches the server."""
     stage: str = ""
     """Directory shared with the server, for weights by disk; empty: memory of this worker (same host only)."""
     pause: PauseMode = "retract"

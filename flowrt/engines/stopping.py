@@ -86,9 +86,12 @@ class StopConditions:
         text = str(self.tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False))
         return any(string in text for string in self.strings)
 
-    def end_of(self, tokens: Sequence[int]) -> int | None:
-        """Number of response tokens after which the sequence ends; None if nothing ends it."""
-        for count in range(1, len(tokens) + 1):
+    def end_of(self, tokens: Sequence[int], begin: int = 0) -> int | None:
+        """Number of response tokens after which the sequence ends; None if nothing ends it.
+
+        ``begin``: number of first tokens of which none ends the sequence.
+        """
+        for count in range(begin + 1, len(tokens) + 1):
             if tokens[count - 1] in self.token_ids or self.complete_string(
                 tokens[max(count - self._window, 0) : count]
             ):

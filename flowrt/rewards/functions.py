@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrt.errors import ConfigError, suggested
+from flowrt.runtime.urls import check_url
 
 FUNCTION = "reward"
 """Name of the function in a file that is given without one."""
@@ -21,6 +22,7 @@ IN_FILES = {"file": "reward function", "filter": "filter function", "task": "rew
 OPEN_ENDED = ("regex", "format", "http")
 """Functions whose argument may end in any text, so that their weight is written in front."""
 FORM = "FILE.py:FUNCTION"
+KEY_FIX = "put an API key into an environment variable and name it with reward.key_variable"
 MAX_FUNCTIONS = 32
 _NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
 _WEIGHT = re.compile(r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|nan|inf)\*(.*)", re.DOTALL)
@@ -167,7 +169,5 @@ def _check_argument(kind: str, argument: str, text: str) -> None:
             raise ConfigError(f"reward.functions has {text!r}, and its pattern is wrong: {error}; correct it") from None
     elif kind == "length" and not (argument.isdecimal() and int(argument[:12]) > 0 and len(argument) <= 12):
         raise ConfigError(f"reward.functions has {text!r}; length:N takes a number of characters above 0")
-    elif kind == "http" and not re.match(r"https?://[^/]+", argument):
-        raise ConfigError(
-            f"reward.functions has {text!r}; http:URL takes an address that begins with http:// or https://"
-        )
+    elif kind == "http":
+        check_url("http:URL of reward.functions", argument, KEY_FIX)

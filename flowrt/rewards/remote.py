@@ -26,10 +26,11 @@ from time import monotonic
 import aiohttp
 
 from flowrt.errors import ConfigError, WaitExpired
-from flowrt.rewards.functions import RewardFunction, parse_functions
+from flowrt.rewards.functions import KEY_FIX, RewardFunction, parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.user_file import as_text, cut, outcome_of
+from flowrt.runtime.urls import check_url
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_until
 
 log = logging.getLogger(__name__)
@@ -225,8 +226,7 @@ def check_remote(options: RewardOptions) -> None:
     for name in ("url", "model"):
         if not getattr(judge, name):
             raise ConfigError(f"reward function judge needs reward.judge.{name}; set it")
-    if not re.match(r"https?://[^/]+", judge.url):
-        raise ConfigError(f"reward.judge.url is {judge.url!r}; use an address that begins with http:// or https://")
+    check_url("reward.judge.url", judge.url, KEY_FIX)
     if "{response}" not in judge.prompt:
         raise ConfigError("reward.judge.prompt has no {response} in it: every response would have the same reward")
     try:

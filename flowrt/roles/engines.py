@@ -9,6 +9,7 @@ from flowrt.engines.descriptor import RolloutSetup, TrainerSetup
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
+from flowrt.ids import ROLLOUT
 from flowrt.ranks.process_group import init_ranks
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import check_rollout
@@ -47,7 +48,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
     )
 
 
-def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
+def rollout_engine(config: RunConfig, worker: str = f"{ROLLOUT}-0") -> RolloutEngine:
     """The rollout engine of a worker; an `ExternalEngine` must be started before use.
 
     Raises ConfigError if the engine does not support the configuration: the controller may have been started without
@@ -63,6 +64,7 @@ def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
             threads=config.threads,
             log_path=Path(config.run_dir) / "logs" / f"{worker}-{config.rollout.engine}.log",
             chat_template=config.data.chat_template,
+            worker=worker,
         )
     )
 

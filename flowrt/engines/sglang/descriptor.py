@@ -1,7 +1,10 @@
 """The sglang rollout engine: generation on a server with its own Python environment."""
 
 import itertools
+import os
 import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +18,32 @@ from flowrt.engines.descriptor import (
     RolloutSettings,
     RolloutSetup,
 )
+from flowrt.engines.sglang.protocol import KEY_VARIABLE, MAX_STOP_STRINGS
 from flowrt.errors import ConfigError
+from flowrt.ids import ROLLOUT
+from flowrt.runtime.urls import check_url
 
 if TYPE_CHECKING:
     from flowrt.engines.sglang.engine import SglangRollout
 
 VERSION_COPIES = 3
 """Copies of a version in the worker: the version in use, the arriving version, and the copy that is being sent."""
-PARALLELISM_ARGUMENTS = ("--tp", "--tp-size", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size")
-"""Server arguments whose product is the number of devices of a server."""
+TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size")
+PARTS = ("--dp-size", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size")
+"""Server arguments that split a server into parts with weights of their own."""
+RESERVED = {
+    "--model-path": "use --model",
+    "--host": "a server that a worker starts listens on 127.0.0.1; for another one use rollout.sglang.url",
+    "--port": "a server that a worker starts has a free port; for another one use rollout.sglang.url",
+    "--api-key": "the run's files would have it, and each start has a key of its own; leave it out",
+    "--admin-api-key": "the run's files would have it, and each start has a key of its own; leave it out",
+    "--weight-version": "versions are those of the run; leave it out",
+}
+"""Server arguments that would make the server unreachable or reveal its key, and what to do instead."""
+
+
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+MIN_ABBREVIATION = len("--tp")
 
 
 class SglangGeneration(RolloutEngineDescriptor):
@@ -44,16 +64,13 @@ class SglangGeneration(RolloutEngineDescriptor):
             raise ConfigError(
                 f"rollout.sglang.python is {server.python!r}, which is not a file; name a Python executable"
             )
-        if server.url and not server.url.startswith(("http://", "https://")):
-            raise ConfigError(f"rollout.sglang.url is {server.url!r}; it begins with http:// or https://")
-        if server.url and rollout.workers > 1:
+        if server.url:
+            _check_urls(server.url, rollout.workers)
+        _check_arguments(server.arguments)
+        if len(rollout.stop) > MAX_STOP_STRINGS:
             raise ConfigError(
-                f"rollout.workers is {rollout.workers}: two workers cannot change the weights of one server; use 1"
+                f"rollout.stop has {len(rollout.stop)} strings, and SGLang accepts {MAX_STOP_STRINGS}; use fewer"
             )
-        try:
-            shlex.split(server.arguments)
-        except ValueError as error:
-            raise ConfigError(f"rollout.sglang.arguments is {server.arguments!r}: {error}") from error
         if deterministic:
             raise ConfigError("deterministic runs need --rollout.engine torch: a server batches by arrival time")
         if rollout.compile:
@@ -79,12 +96,9 @@ class SglangGeneration(RolloutEngineDescriptor):
         return "cpu" if rollout.sglang.url else rollout.sglang.device or "auto"
 
     def devices(self, rollout: RolloutSettings) -> int:
-        words = [part for word in shlex.split(rollout.sglang.arguments) for part in word.split("=", 1)]
-        count = 1
-        for name, value in itertools.pairwise(words):
-            if name in PARALLELISM_ARGUMENTS and value.isdigit():
-                count *= max(int(value), 1)
-        return count
+        if rollout.sglang.url:
+            return 0
+        return max([1, *_numbers(rollout.sglang.arguments, TENSOR_PARALLEL)[-1:]])
 
     def memory(
         self, rollout: RolloutSettings, shape: ModelShape, published: PublishedWeights, cache_elements: int
@@ -97,8 +111,13 @@ class SglangGeneration(RolloutEngineDescriptor):
         from flowrt.engines.sglang.engine import SglangRollout
         from flowrt.engines.stopping import StopConditions
 
+        server = setup.settings.sglang
+        if server.device != "cpu":
+            _check_visible(setup.worker, self.devices(setup.settings))
+        if server.url:
+            server = replace(server, url=(_url_of(setup.worker, server.url),))
         return SglangRollout(
-            setup.settings.sglang,
+            server,
             setup.model,
             stop=StopConditions.of(setup.model, setup.settings.stop, setup.chat_template),
             rows=setup.settings.max_running_requests,
@@ -108,3 +127,74 @@ class SglangGeneration(RolloutEngineDescriptor):
             threads=setup.threads,
             log_path=setup.log_path,
         )
+
+
+def _check_urls(urls: Sequence[str], workers: int) -> None:
+    """Raise ConfigError unless there is one address of a server for each worker."""
+    for url in urls:
+        check_url("rollout.sglang.url", url, f"put a server's key into the environment of its worker ({KEY_VARIABLE})")
+    if len({url.rstrip("/") for url in urls}) < len(urls):
+        raise ConfigError("rollout.sglang.url names a server twice: two workers cannot change its weights; name others")
+    if len(urls) != workers:
+        raise ConfigError(
+            f"rollout.workers is {workers}, and rollout.sglang.url has {len(urls)} address(es): two workers "
+            "cannot change the weights of one server; name one for each worker"
+        )
+
+
+def _url_of(worker: str, urls: Sequence[str]) -> str:
+    """The address of a worker's server. Raises ConfigError if there is none for it."""
+    names = [f"{ROLLOUT}-{index}" for index in range(len(urls))]
+    if worker not in names:
+        raise ConfigError(
+            f"worker {worker} has no SGLang server: those of rollout.sglang.url are for {', '.join(names)}; name "
+            "another one there, or use rollout.sglang.python, so that each worker starts its own"
+        )
+    return urls[names.index(worker)]
+
+
+def _check_visible(worker: str, devices: int) -> None:
+    """Raise ConfigError if a variable limits the accelerators of this process to fewer than its server needs."""
+    for variable in VISIBLE_DEVICES:
+        visible = [name for name in os.environ.get(variable, "").split(",") if name.strip() not in ("", "-1")]
+        if visible and len(visible) < devices:
+            raise ConfigError(
+                f"worker {worker} may use {len(visible)} accelerator(s) ({variable}={os.environ[variable]}), and "
+                f"rollout.sglang.arguments ask for {devices}; give each rollout worker {devices}, or lower --tp"
+            )
+
+
+def _check_arguments(arguments: str) -> None:
+    """Raise ConfigError for server arguments that cannot be read, or with which no server can be used."""
+    try:
+        words = list(_arguments(arguments))
+    except ValueError as error:
+        raise ConfigError(f"rollout.sglang.arguments is {arguments!r}: {error}") from error
+    for name, _ in words:
+        for reserved, instead in RESERVED.items():
+            if _means(name, (reserved,)):
+                raise ConfigError(f"rollout.sglang.arguments has {name}: {instead}")
+    for name, value in words:
+        if _means(name, PARTS) and value != "1":
+            raise ConfigError(
+                f"rollout.sglang.arguments has {name} {value}: the weights of such a server cannot be changed; use "
+                "more rollout workers, or --tp"
+            )
+
+
+def _numbers(arguments: str, names: Sequence[str]) -> list[int]:
+    """The numbers that follow these server arguments, in order."""
+    return [int(value) for name, value in _arguments(arguments) if _means(name, names) and value.isdecimal()]
+
+
+def _arguments(arguments: str) -> Iterator[tuple[str, str]]:
+    """The names of server arguments with the words that follow them. Raises ValueError for an unclosed quote."""
+    words = [part for word in shlex.split(arguments) for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+    for name, value in itertools.pairwise([*words, ""]):
+        if name.startswith("--"):
+            yield name, value
+
+
+def _means(name: str, arguments: Sequence[str]) -> bool:
+    """Whether the server takes a name for one of these arguments: argparse accepts abbreviations."""
+    return len(name) >= MIN_ABBREVIATION and any(argument.startswith(name) for argument in arguments)

@@ -2,9 +2,12 @@
 
 - Each sequence is a request, so the server batches as it does for any client, and generates between calls of `run`.
 - Sequences of a failed server are sent again with the tokens received so far.
+- A sequence ends as in other engines (`StopConditions`). The server ends it at stop tokens and stop strings too, but
+  may know others, and misses a stop string that was generated in more tokens than the tokenizer makes of it.
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -26,6 +29,7 @@ from flowrt.errors import EngineError, EngineGone, WaitExpired
 from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, join_thread, queue_get, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
+log = logging.getLogger("flowrt")
 POLL_INTERVAL_S = 0.005
 CLOSE_TIMEOUT_S = 15.0
 SERVER_DEADLINES = BoundedElsewhere("the time limits of the server's start, its requests and weight updates")
@@ -40,14 +44,14 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
     supports: list[tuple[int, ...]] = field(default_factory=list)
-    parts: int = 0
-    at_limit: bool = False
+    end: int | None = None
+    """Number of tokens after which the sequence ends; None if nothing has ended it yet."""
 
-    def add(self, part: protocol.PartialResponse) -> None:
-        """Append tokens that the server returned."""
-        self.parts += bool(part.tokens)
-        self.at_limit = part.at_limit
+    def add(self, part: protocol.PartialResponse, stop: StopConditions) -> None:
+        """Append tokens that the server returned, and search them for the end of the sequence."""
+        begin = len(self.tokens)
         self.tokens += part.tokens
+        self.end = stop.end_of(self.tokens, begin)
         self.logprobs += part.logprobs
         self.supports += part.supports or ()
         for version, count in zip(part.spans[::2], part.spans[1::2], strict=True):
@@ -56,20 +60,15 @@ class _Sequence:
             else:
                 self.spans += [version, count]
 
-    def response(self, stop: StopConditions, *, with_support: bool) -> Response:
-        """The complete response, up to the first token that ends it.
-
-        The end is searched again if the response has several parts or the maximum length: the server searches stop
-        strings within one part only, and reports a stop token at the length limit as an end by length.
-        """
-        end = stop.end_of(self.tokens) if self.parts > 1 or self.at_limit else None
-        tokens = torch.tensor(self.tokens[:end], dtype=torch.int32)
+    def response(self, *, with_support: bool) -> Response:
+        """The complete response, up to the first token that ends it."""
+        tokens = torch.tensor(self.tokens[: self.end], dtype=torch.int32)
         return Response(
             self.prompt.key,
             tokens,
-            torch.tensor(self.logprobs[:end], dtype=torch.float32),
+            torch.tensor(self.logprobs[: self.end], dtype=torch.float32),
             _first_spans(self.spans, len(tokens)),
-            truncated=self.at_limit and end is None,
+            truncated=self.end is None,
             support=self._support(tokens) if with_support else None,
         )
 
@@ -104,7 +103,7 @@ class SglangRollout:
     Seeds are sent with every request; a server uses them if it was started with --enable-deterministic-inference.
 
     Args:
-        options: options of the server.
+        options: options of the server; the first address is that of a running server, without one a server is started.
         model: directory of the checkpoint.
         stop: stop tokens and stop strings.
         rows: maximum number of running sequences.
@@ -140,8 +139,11 @@ class SglangRollout:
         )
         self._server = None
         if not options.url:
-            self._server = SglangServer(options, model, rows=rows, threads=threads, log=log_path)
-        self._supervisor = SglangSupervisor(options, model, self._server)
+            self._server = SglangServer(
+                options, model, rows=rows, threads=threads, log=log_path, has_tokenizer=bool(stop.strings)
+            )
+        self._supervisor = SglangSupervisor(options, model, self._server, needs_tokenizer=bool(stop.strings))
+        self._cut_warned = False
         self._finished: queue.SimpleQueue[Response] = queue.SimpleQueue()
         self._running = 0
         self._fatal: BaseException | None = None
@@ -289,14 +291,33 @@ class SglangRollout:
                 continue
             with_supports = has_support and not prompt.greedy and prompt.sampling is None
             part = protocol.parse_generated(answer, supervisor.can, version, with_supports=with_supports)
-            sequence.add(part)
-            is_full = len(sequence.tokens) == self._sampling.max_new_tokens
-            if not part.abort_reason or is_full:
-                sequence.at_limit |= is_full and bool(part.abort_reason)
-                self._finished.put(sequence.response(self._stop, with_support=has_support))
+            await asyncio.to_thread(sequence.add, part, self._stop)
+            if sequence.end is not None or self._is_full(sequence, part):
+                self._finished.put(sequence.response(with_support=has_support))
                 return
-            if (supervisor.aborts, supervisor.incarnation) == (aborts, incarnation):
+            if part.abort_reason and (supervisor.aborts, supervisor.incarnation) == (aborts, incarnation):
                 raise EngineError(f"the SGLang server aborted a sequence: {part.abort_reason}")
+            if not part.abort_reason and not part.tokens:
+                raise EngineError("the SGLang server ended a sequence without a token; does it serve the run's model?")
+
+    def _is_full(self, sequence: _Sequence, part: protocol.PartialResponse) -> bool:
+        """Whether the sequence can have no more tokens: by the limit of the run, or by one of the server."""
+        count, prompt = len(sequence.tokens), len(sequence.prompt.tokens)
+        if count >= self._sampling.max_new_tokens:
+            return True
+        longest = self._supervisor.longest_input
+        if not part.at_limit and (longest is None or prompt + count < longest):
+            return False
+        if not self._cut_warned:
+            self._cut_warned = True
+            log.warning(
+                "the SGLang server cuts sequences before rollout.max_new_tokens (%d): %d tokens after a prompt of %d "
+                "tokens; start it with a larger --max-total-tokens or --context-length",
+                self._sampling.max_new_tokens,
+                count,
+                prompt,
+            )
+        return True
 
     async def _close(self) -> None:
         await self._supervisor.close()

@@ -3,8 +3,11 @@
 - Routes are the same in all supported versions, behaviour is not: from 0.5.19 on a response has the weight version of
   each token, from 0.5.21 on weights in parts need a session, and 0.5.23 refuses unknown sampling settings.
 - Requests contain only fields that every supported version accepts, except for return_sampling_mask (`Capabilities`).
+- Requests contain every sampling field of these versions: what they leave out could be set by the server's operator
+  (--preferred-sampling-params).
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +20,30 @@ OLDEST = (0, 5, 12)
 SESSIONS_SINCE = (0, 5, 21)
 TOKEN_VERSIONS_SINCE = (0, 5, 19)
 SUPPORTS_SINCE = (0, 5, 16)
+KEY_VARIABLE = "SGLANG_API_KEY"
+"""Environment variable of the worker: the API key of a server that it did not start."""
+MAX_STOP_STRINGS = 32
+"""Maximum number of stop strings of a request."""
+NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+    "logit_bias": None,
+    "stop_regex": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "custom_params": None,
+    "n": 1,
+    "stream_interval": None,
+    "spaces_between_special_tokens": True,
+}
+"""Sampling fields that no run uses, with the values at which they change nothing."""
+NAN_REASON = "NaN happened"
+"""The server's reason for the end of a sequence whose probabilities were not numbers."""
 _NUMBERS = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 
@@ -99,6 +126,7 @@ def generate(
             server's cache still has keys and values of the old weights.
     """
     settings: dict[str, Any] = {
+        **NEUTRAL,
         "max_new_tokens": sampling.max_new_tokens - generated,
         "temperature": sampling.temperature,
         "top_p": 1.0 if greedy else sampling.truncation.top_p,
@@ -120,6 +148,18 @@ def generate(
     if sampling.truncation.is_active and sampling.records_supports and not greedy:
         body["return_sampling_mask"] = True
     return Call("/generate", body)
+
+
+def unknown_preferences(about: Mapping[str, Any]) -> list[str]:
+    """The sampling fields of --preferred-sampling-params that no request overrules.
+
+    ``about``: the server's description of itself.
+    """
+    preferred = about.get("preferred_sampling_params") or {}
+    if isinstance(preferred, str):
+        preferred = json.loads(preferred)
+    sent = generate([], Sampling(1.0, 1, ()), generated=0, seed=0, greedy=False, version=0).body["sampling_params"]
+    return sorted(set(preferred) - set(sent))
 
 
 def pause(mode: PauseMode) -> Call:
@@ -262,8 +302,14 @@ def parse_generated(answer: Any, can: Capabilities, version: int, *, with_suppor
                 if count:
                     spans += [int(span["version"]), count]
         abort_reason = str(finish.get("message") or "aborted") if finish["type"] == "abort" else ""
+        is_nan = finish.get("matched") == NAN_REASON
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise EngineError(f"the response of the SGLang server does not have the expected form: {error!r}") from error
+    if is_nan:
+        raise EngineError(
+            "the SGLang server drew a token from probabilities that are not numbers (NaN): the model has diverged, or "
+            "its dtype (rollout.sglang.dtype) cannot represent its activations"
+        )
     if sum(spans[1::2]) != len(tokens):
         raise EngineError(f"the SGLang server returned {len(tokens)} tokens with versions of {sum(spans[1::2])}")
     if supports is not None and not (

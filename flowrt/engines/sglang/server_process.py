@@ -2,7 +2,8 @@
 
 - The process ends with the worker, even if the worker is killed.
 - Each start has a new API key, because a client of the server can change its weights, and the server may unpickle parts
-  of requests.
+  of requests. The key is in no file: the server reads it from anonymous memory, and it is removed from what the server
+  logs.
 - Named shared memory of the server's processes is removed when they end, even if they were killed.
 """
 
@@ -14,27 +15,34 @@ import shlex
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
+
+from transformers import AutoConfig
 
 from flowrt.engines.options import SglangOptions
+from flowrt.engines.sglang.protocol import KEY_VARIABLE
 from flowrt.errors import EngineError
 from flowrt.runtime.parent_death import die_with_parent
-from flowrt.runtime.waits import blocking
+from flowrt.runtime.waits import blocking, join_thread
 
 SHARED = Path("/dev/shm")  # noqa: S108 - the system's directory of named shared memory
 PROCESSES = Path("/proc")
 KEY_BYTES = 32
-KEY_VARIABLE = "SGLANG_API_KEY"
-"""Environment variable of the worker: the API key of a server that it did not start."""
-KEY_ARGUMENTS = ("--config", "--api-key", "--admin-api-key", "--tokenizer-worker-num", "--grpc-port")
-"""Server arguments with which no key is passed: the server already has one, or supports none."""
+KEY_ARGUMENTS = ("--config", "--tokenizer-worker-num", "--grpc-port")
+"""Server arguments with which no key is passed: the server has a configuration of its own, or supports no key."""
 PORTS = range(20_000, 32_000)
 """Ports below those of outgoing connections, so that a free port stays free until the server listens."""
 PORT_TRIES = 50
 KILL_TIMEOUT_S = 10.0
+LOG_TIMEOUT_S = 2.0
+CONTEXT_MARGIN = 8
+"""Positions that the server keeps free: it ends a sequence 2 tokens before its context length, and accepts no request
+of which fewer than 6 are left."""
 LOG_LINES = 3
 """Last lines of the log that errors contain."""
 CPU_ARGUMENTS = (
@@ -43,9 +51,11 @@ CPU_ARGUMENTS = (
 )
 """Arguments with which a server needs neither compiled kernels nor a second core."""
 WORKER_VARIABLES = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*|FLOWRT_.*|PYTHONPATH)"
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*|FLOWRT_.*|PYTHONPATH|.*_API_KEY"
+    r"|SGLANG_RETURN_ORIGINAL_LOGPROB|SGLANG_MAX_NEW_TOKENS_LIMIT)"
 )
-"""Environment variables of the worker that a server must not inherit: its rank, its keys, its modules."""
+"""Environment variables of the worker that a server must not inherit: its rank, its keys, its modules, and what would
+change log-probabilities and lengths."""
 
 
 class SglangServer:
@@ -55,7 +65,16 @@ class SglangServer:
         EngineError: if ``options.python`` is not a file.
     """
 
-    def __init__(self, options: SglangOptions, model: Path, *, rows: int, threads: int, log: Path) -> None:
+    def __init__(
+        self,
+        options: SglangOptions,
+        model: Path,
+        *,
+        rows: int,
+        threads: int,
+        log: Path,
+        has_tokenizer: bool = False,
+    ) -> None:
         if not Path(options.python).is_file():
             raise EngineError(
                 f"rollout.sglang.python is {options.python!r}, which is not a file; scripts/install_sglang makes one"
@@ -64,7 +83,8 @@ class SglangServer:
         self._model = model
         self._rows = rows
         self._threads = threads
-        self._log = log
+        self._log = ServerLog(log)
+        self._has_tokenizer = has_tokenizer
         self._key_file = KeyFile(log)
         self.key = ""
         """API key of the running server."""
@@ -76,23 +96,26 @@ class SglangServer:
 
         The process ends with the thread that calls this, which should live as long as the worker.
 
-        Raises EngineError if no port is free, or the key cannot be written.
+        Raises EngineError if no port is free, or the key or the log cannot be written.
         """
         self.kill()
         port = free_port()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         command = self._command(port)
-        self.key, key_arguments = self._key_file.arguments(command)
-        with self._log.open("ab") as log:
+        output = self._log.open()
+        try:
+            self.key, key_arguments = self._key_file.arguments(command)
             self._process = subprocess.Popen(
                 [*command, *key_arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 env=self._environment(),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
+        finally:
+            os.close(output)
+            self._log.copy(self.key)
         return f"http://127.0.0.1:{port}"
 
     @property
@@ -126,6 +149,7 @@ class SglangServer:
             partial(self._process.wait, KILL_TIMEOUT_S), KILL_TIMEOUT_S, "the end of a killed server", "the system"
         )
         self._process = None
+        self._log.close()
         self._key_file.remove()
         remove_unused(self._shared)
         self._shared = frozenset()
@@ -134,16 +158,18 @@ class SglangServer:
         """A sentence with the state or exit code of the server and the last lines of its log."""
         code = None if self._process is None else self._process.poll()
         state = "runs" if code is None else f"ended with exit code {code}"
-        try:
-            lines = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
-        except OSError:
-            lines = []
-        return f"it {state}; its log {self._log} ends: {' | '.join(lines) or 'empty'}"
+        if code is not None:
+            self._log.close()
+        return f"it {state}; its log {self._log.path} ends: {' | '.join(self._log.last_lines()) or 'empty'}"
 
     def _command(self, port: int) -> list[str]:
         options = self._options
         command = [options.python, "-m", "sglang.launch_server", "--model-path", str(self._model)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--weight-version", "0", "--skip-tokenizer-init"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--weight-version", "0"]
+        if not self._has_tokenizer:
+            command += ["--skip-tokenizer-init"]
+        if positions := _positions(self._model):
+            command += ["--context-length", str(positions + CONTEXT_MARGIN)]
         command += ["--dtype", options.dtype, "--max-running-requests", str(self._rows)]
         command += ["--log-level-http", "warning"]  # otherwise it logs every sequence
         if options.device:
@@ -155,43 +181,115 @@ class SglangServer:
     def _environment(self) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if not WORKER_VARIABLES.fullmatch(name)}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": str(self._threads)}
+        environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the margin
         if self._options.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return environment
 
 
-class KeyFile:
-    """A new API key for each start, passed to the server in a file that only this account can read.
+def _positions(model: Path) -> int | None:
+    """The maximum length of a sequence of a checkpoint; None if the checkpoint does not state it."""
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    except (OSError, ValueError, KeyError):  # the server reports what is wrong
+        return None
+    return getattr(config, "max_position_embeddings", None)
 
-    As an argument it would be visible in the list of processes.
+
+class ServerLog:
+    """The log file of a server, without its API key, which the server prints with its arguments.
+
+    The server writes to a pipe; a thread copies lines to the file, which only this account can read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._source: BinaryIO | None = None
+        self._target: BinaryIO | None = None
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> int:
+        """Open the file and a pipe. Returns the descriptor to write to, which the caller closes.
+
+        Raises EngineError if the file cannot be written.
+        """
+        self.close()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            os.fchmod(descriptor, 0o600)  # the file of an earlier start
+        except OSError as error:
+            raise EngineError(f"the log of an SGLang server cannot be written: {error}; make room there") from error
+        self._target = os.fdopen(descriptor, "ab", buffering=0)
+        read, write = os.pipe()
+        self._source = os.fdopen(read, "rb")
+        return write
+
+    def copy(self, key: str) -> None:
+        """Begin to copy lines, until no process can write any more. ``key``: what is left out; empty: nothing."""
+        self._thread = threading.Thread(target=self._copy, args=(key.encode(),), name="sglang-log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until the output of a server that has ended is copied, at most LOG_TIMEOUT_S seconds."""
+        if self._thread is not None and join_thread(self._thread, LOG_TIMEOUT_S):
+            self._thread = None
+
+    def last_lines(self) -> list[str]:
+        """The last lines of the file; empty if it cannot be read."""
+        try:
+            return self.path.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
+        except OSError:
+            return []
+
+    def _copy(self, key: bytes) -> None:
+        assert self._source is not None
+        assert self._target is not None
+        with self._source as source, self._target as target:
+            for line in source:
+                with suppress(OSError):  # a full disk must not block the server
+                    target.write(line.replace(key, b"REDACTED") if key else line)
+
+
+class KeyFile:
+    """A new API key for each start, passed to the server in anonymous memory that only this account can read.
+
+    As an argument it would be visible in the list of processes. ``path`` is a link to the memory, without the key.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_suffix(".yaml")  # the only suffix that SGLang reads
+        self._memory = -1
 
     def arguments(self, others: Sequence[str]) -> tuple[str, list[str]]:
-        """Write a new key. Returns the key, and the arguments that pass it to the server.
+        """Make a new key. Returns the key, and the arguments that pass it to the server.
 
         If ``others``, the server's other arguments, have one of KEY_ARGUMENTS: returns the key from the environment and
         no arguments.
 
-        Raises EngineError if the file cannot be written.
+        Raises EngineError if the link cannot be made.
         """
         if any(one.partition("=")[0] in KEY_ARGUMENTS for one in others):
             return given_key(os.environ), []
         key = secrets.token_hex(KEY_BYTES)
         self.remove()
+        self._memory = os.memfd_create("flowrt-key", os.MFD_CLOEXEC)
+        os.fchmod(self._memory, 0o600)
+        os.write(self._memory, f"api-key: '{key}'\n".encode())
         try:
-            with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(f"api-key: '{key}'\n")
+            self._path.symlink_to(f"/proc/{os.getpid()}/fd/{self._memory}")
         except OSError as error:
-            raise EngineError(f"the key of an SGLang server cannot be written: {error}; make room there") from error
+            self.remove()
+            raise EngineError(f"the key of an SGLang server cannot be passed: {error}; make room there") from error
         return key, ["--config", str(self._path)]
 
     def remove(self) -> None:
-        """Remove the file, if it exists."""
+        """Remove link and memory, if they exist."""
         with suppress(FileNotFoundError):
             self._path.unlink()
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
 
 
 def given_key(environment: Mapping[str, str]) -> str:

@@ -50,12 +50,16 @@ class SglangSupervisor:
         options: options of the server.
         model: directory of the checkpoint.
         server: the server process; None for a running server that this worker did not start.
+        needs_tokenizer: whether the server has to search for stop strings.
     """
 
-    def __init__(self, options: SglangOptions, model: Path, server: SglangServer | None) -> None:
+    def __init__(
+        self, options: SglangOptions, model: Path, server: SglangServer | None, *, needs_tokenizer: bool = False
+    ) -> None:
         self._options = options
         self._model = model
         self._server = server
+        self._needs_tokenizer = needs_tokenizer
         self._layout = Layout(parameter_shapes(model))
         self.version = 0
         self.incarnation = 0
@@ -63,6 +67,8 @@ class SglangSupervisor:
         self.serving = asyncio.Event()
         """Clear while the server is down, or its weights are uncertain or being updated."""
         self.can = protocol.Capabilities(update_session=True, token_versions=True, supports=True)
+        self.longest_input: int | None = None
+        """From this number of tokens on the server refuses a request; None if it does not say so."""
         self._requests = 0
         self._restarts_left = options.max_server_restarts
         self._snapshot: Snapshot | None = None  # the weights that the server should have; None: the checkpoint's
@@ -177,7 +183,7 @@ class SglangSupervisor:
         if self._client is not None:
             await self._client.close()
         options, server = self._options, self._server
-        url, key = (options.url, given_key(os.environ)) if server is None else (server.start(), server.key)
+        url, key = (options.url[0], given_key(os.environ)) if server is None else (server.start(), server.key)
         self._client = SglangClient(url, key)
         try:
             await self._client.wait_healthy(options.start_s, (lambda: True) if server is None else server.alive)
@@ -222,6 +228,17 @@ class SglangSupervisor:
                 f"the SGLang server at {self._client.url} works on an NPU, and rollout.sglang.weights broadcast uses "
                 "gloo, which does not support NPUs; use disk or tensor"
             )
+        if self._needs_tokenizer and about.get("skip_tokenizer_init"):
+            raise EngineError(
+                f"the SGLang server at {self._client.url} has no tokenizer, which rollout.stop needs; start it without "
+                "--skip-tokenizer-init"
+            )
+        if unknown := protocol.unknown_preferences(about):
+            raise EngineError(
+                f"the SGLang server at {self._client.url} prefers values of {', '.join(unknown)}, which requests do "
+                "not overrule; start it without them in --preferred-sampling-params"
+            )
+        self.longest_input = about.get("max_req_input_len")
         self._transfer = weight_transfer(self._options, self._layout, ranks)
         self._has_checksums = about.get("device") == "cpu" and ranks == 1 and about.get("dtype") == "float32"
         log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._client.url)

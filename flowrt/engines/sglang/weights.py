@@ -7,6 +7,7 @@
 import asyncio
 import os
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import save_file
@@ -235,8 +237,9 @@ class BroadcastWeights:
     async def _joined(self, client: SglangClient) -> "_Group":
         if self._group is None:
             options = self._options
-            group = _Group(options.host, self._ranks, options.update_s)
-            join = protocol.join_group(group.name, options.host, group.port, 1 + self._ranks)
+            host = options.host or _source_address(client.url)
+            group = _Group(host, self._ranks, options.update_s)
+            join = protocol.join_group(group.name, host, group.port, 1 + self._ranks)
             connecting = [
                 asyncio.create_task(asyncio.to_thread(group.connect)),
                 asyncio.create_task(client.post(join, options.update_s)),
@@ -265,6 +268,20 @@ class _StagedBroadcast:
         await self.transfer.send(client, calls, self)
 
     def close(self) -> None: ...
+
+
+def _source_address(url: str) -> str:
+    """The address of this host from which it reaches a server. Raises EngineError if there is no route."""
+    parts = urlsplit(url)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; the kernel only chooses a route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(
+            f"no address of this host from which {url} is reached: {error}; name it with rollout.sglang.host"
+        ) from error
 
 
 def _ignore_result(done: asyncio.Future[Any]) -> None:

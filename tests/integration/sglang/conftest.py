@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flowrt.recipes.tasks.arithmetic import Arithmetic
 PYTHON = Path.home() / ".cache/flowrt/sglang-0.5.21/bin/python"
 NOT_HERE = f"no SGLang server in {PYTHON.parents[1]}; scripts/install_sglang puts one there"
 VOCABULARY = 320
+POSITIONS = 512
 TEMPERATURE = 0.7
 ROWS, LONG, SHORT = 8, 200, 6
 START_S = 900.0
@@ -29,7 +31,7 @@ START_S = 900.0
 def build(seed: int) -> Any:
     """A model of random weights: one token in VOCABULARY is the end of the response."""
     return build_model(
-        vocab_size=VOCABULARY, hidden_size=64, layers=2, heads=2, intermediate_size=128, max_length=512, seed=seed
+        vocab_size=VOCABULARY, hidden_size=64, layers=2, heads=2, intermediate_size=128, max_length=POSITIONS, seed=seed
     ).eval()
 
 
@@ -42,31 +44,38 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def owned(checkpoint: Path) -> Iterator[SglangRollout]:
-    """An engine with its own server, which the other engines of the module share."""
-    with _owner(checkpoint) as engine:
+def server_arguments() -> str:
+    """Further arguments of the server of `owned`."""
+    return "--max-total-tokens 8192"
+
+
+@pytest.fixture(scope="module")
+def owned(checkpoint: Path, server_arguments: str) -> Iterator[SglangRollout]:
+    """An engine with its own server, which the other engines of the module share; it has a tokenizer."""
+    with owner(checkpoint, stop=("no such text",), arguments=server_arguments) as engine:
         yield engine
 
 
 @pytest.fixture
 def owned_by_parts(checkpoint: Path) -> Iterator[SglangRollout]:
     """Another engine with its own server, which receives new weights in parts."""
-    with _owner(checkpoint, weights="tensor") as engine:
+    with owner(checkpoint, weights="tensor") as engine:
         yield engine
 
 
 @contextmanager
-def _owner(checkpoint: Path, **server_options: Any) -> Iterator[SglangRollout]:
-    options = SglangOptions(
-        python=str(PYTHON),
-        device="cpu",
-        dtype="float32",
-        arguments="--max-total-tokens 8192",
-        max_server_restarts=3,
-        start_s=START_S,
-        **server_options,
-    )
-    engine = _engine(options, checkpoint, LONG)
+def owner(checkpoint: Path, stop: tuple[str, ...] = (), **server_options: Any) -> Iterator[SglangRollout]:
+    """An engine with its own server."""
+    defaults: dict[str, Any] = {
+        "python": str(PYTHON),
+        "device": "cpu",
+        "dtype": "float32",
+        "arguments": "--max-total-tokens 8192",
+        "max_server_restarts": 3,
+        "start_s": START_S,
+    }
+    options = SglangOptions(**{**defaults, **server_options})
+    engine = _engine(options, checkpoint, LONG, StopConditions.of(checkpoint, stop))
     try:
         engine.start()
         yield engine
@@ -87,10 +96,14 @@ def make_sharing_engine(
         *,
         truncation: Truncation | None = None,
         stop: tuple[str, ...] = (),
+        stop_tokens: tuple[int, ...] | None = None,
         **options: Any,
     ) -> SglangRollout:
-        settings = SglangOptions(url=owned.url, **options)
-        engine = _engine(settings, checkpoint, tokens, truncation=truncation, stop=stop)
+        conditions = StopConditions.of(checkpoint, stop)
+        if stop_tokens is not None:
+            conditions = replace(conditions, token_ids=stop_tokens)
+        settings = SglangOptions(url=(owned.url,), **options)
+        engine = _engine(settings, checkpoint, tokens, conditions, truncation=truncation)
         engines.append(engine)
         engine.start()
         return engine
@@ -104,14 +117,14 @@ def _engine(
     options: SglangOptions,
     checkpoint: Path,
     tokens: int,
+    stop: StopConditions,
     *,
     truncation: Truncation | None = None,
-    stop: tuple[str, ...] = (),
 ) -> SglangRollout:
     return SglangRollout(
         options,
         checkpoint,
-        stop=StopConditions.of(checkpoint, stop),
+        stop=stop,
         rows=ROWS,
         max_new_tokens=tokens,
         temperature=TEMPERATURE,

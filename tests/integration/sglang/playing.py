@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flowrt.engines.base import Prompt, Response
-from flowrt.engines.hf import load_model, named_parameters
+from flowrt.engines.hf import load_model, load_tokenizer, named_parameters
 from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang.engine import SglangRollout
 from flowrt.engines.sglang.server_process import free_port
@@ -29,7 +29,7 @@ DEADLINE_S = 60.0  # engines and stand-ins take long to import on a loaded machi
 class StandinProcess:
     """A running stand-in process."""
 
-    def __init__(self, release: str, device: str, info: dict[str, int]) -> None:
+    def __init__(self, release: str, device: str, info: dict[str, Any]) -> None:
         self.port = free_port()
         arguments = [str(self.port), release, device, json.dumps(info)]
         self.process = subprocess.Popen([sys.executable, str(STANDIN), *arguments])
@@ -54,7 +54,7 @@ class StandinProcess:
 def start_standin() -> Iterator[Callable[..., StandinProcess]]:
     standins: list[StandinProcess] = []
 
-    def start(release: str, device: str = "none", **info: int) -> StandinProcess:
+    def start(release: str, device: str = "none", **info: Any) -> StandinProcess:
         standins.append(StandinProcess(release, device, info))
         return standins[-1]
 
@@ -68,11 +68,14 @@ def start_standin() -> Iterator[Callable[..., StandinProcess]]:
 def make_engine(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., SglangRollout]]:
     engines: list[SglangRollout] = []
 
-    def create(*, start: bool = True, **options: Any) -> SglangRollout:
+    def create(*, start: bool = True, url: str = "", stop: tuple[str, ...] = (), **options: Any) -> SglangRollout:
         engine = SglangRollout(
-            SglangOptions(**{"start_s": DEADLINE_S, "update_s": DEADLINE_S, "max_server_restarts": 1, **options}),
+            SglangOptions(
+                url=(url,) if url else (),
+                **{"start_s": DEADLINE_S, "update_s": DEADLINE_S, "max_server_restarts": 1, **options},
+            ),
             checkpoint,
-            stop=StopConditions((9_999,)),  # the tokens of a stand-in are its versions
+            stop=StopConditions((9_999,), stop, load_tokenizer(checkpoint)),  # a stand-in's tokens are its versions
             rows=4,
             max_new_tokens=TOKENS,
             temperature=1.0,

@@ -19,19 +19,28 @@ from safetensors.numpy import load_file
 
 RELEASES = json.loads((Path(__file__).parents[2] / "unit" / "engines" / "sglang_requests.json").read_text())
 TOKEN_S = 0.01
+MAX_STOPS = 32
 
 
 class Standin:
     """One server's state."""
 
     def __init__(
-        self, release: str, crash_route: str = "", device: str = "none", info: str = "{}", *, key: str = ""
+        self,
+        release: str,
+        crash_route: str = "",
+        device: str = "none",
+        info: str = "{}",
+        *,
+        key: str = "",
+        has_tokenizer: bool = True,
     ) -> None:
         self.key = key
         self.accepted = RELEASES[release]
         self.release = release
         self.crash_route = crash_route  # route: a request for it kills the process
-        self.info = {"version": release, "tp_size": 1, "device": device, "dtype": "float32"} | json.loads(info)
+        self.info = {"version": release, "tp_size": 1, "device": device, "dtype": "float32"}
+        self.info |= {"skip_tokenizer_init": not has_tokenizer, "api_key": key} | json.loads(info)
         self.version = "0"
         self.session = False
         self.paused = ""
@@ -51,7 +60,7 @@ class Standin:
         body = await request.json() if request.can_read_body else {}
         if route in ("/health", "/server_info", "/routes", "/bodies", "/loaded", "/fail_next"):
             return self.report(route, body)
-        self.bodies.append((route, {name: one for name, one in body.items() if isinstance(one, str | bool)}))
+        self.bodies.append((route, {name: one for name, one in body.items() if isinstance(one, str | bool | dict)}))
         refusal = self.refusal(route, body)
         if refusal:
             return web.json_response({"success": False, "message": refusal}, status=400)
@@ -87,6 +96,8 @@ class Standin:
             return f"{route} has fields {sorted(body)}"
         if not set(body.get("sampling_params", {})) <= set(self.accepted["sampling_params"]):
             return f"sampling_params has fields {sorted(body['sampling_params'])}"
+        if refusal := self.refused_sampling(**body.get("sampling_params", {})):
+            return refusal
         if route == "/begin_weight_update" and self.session:
             return "a weight-update session is already open; call end_weight_update() first"
         if route == "/end_weight_update" and not self.session:
@@ -97,6 +108,14 @@ class Standin:
         if partial and self.session != ("/begin_weight_update" in self.accepted["routes"]):
             return f"{route} must run between begin_weight_update() and end_weight_update()"
         return ""
+
+    def refused_sampling(self, stop: Any = (), min_new_tokens: int = 0, top_k: int = -1, **_: Any) -> str:
+        """Why a server of any release refuses these sampling parameters; empty if it accepts them."""
+        if self.info["skip_tokenizer_init"] and (stop or min_new_tokens):
+            return f"stop={stop!r}, min_new_tokens={min_new_tokens} is unavailable when skip_tokenizer_init=True"
+        if len(stop or ()) > MAX_STOPS:
+            return f"at most {MAX_STOPS} stop strings are allowed, got {len(stop)}"
+        return f"top_k must be -1 (disable) or at least 1, got {top_k}." if top_k < 1 and top_k != -1 else ""
 
     def unreadable(self, directory: Path) -> str:
         """Load the weights in a directory, as the server would. Returns the error; empty if there is none."""
@@ -123,7 +142,8 @@ class Standin:
         tokens: list[int] = []
         spans: list[dict[str, Any]] = []
         count = body["sampling_params"]["max_new_tokens"]
-        while len(tokens) < count and aborts == self.aborts:
+        end = min(count, self.info.get("stops_after", count), self.info.get("cuts_after", count))
+        while len(tokens) < end and aborts == self.aborts:
             if self.paused:
                 await self.state_changed.wait()
                 continue
@@ -132,7 +152,10 @@ class Standin:
                 spans.append({"version": self.version, "start": len(tokens) - 1, "end": len(tokens)})
             spans[-1]["end"] = len(tokens)
             await asyncio.sleep(TOKEN_S)
-        finish = {"type": "length"} if len(tokens) == count else {"type": "abort", "message": "cut by a pause"}
+        is_cut = len(tokens) == count or "cuts_after" in self.info
+        finish = {"type": "length"} if is_cut else {"type": "stop", "matched": tokens[-1]}
+        if len(tokens) < end:
+            finish = {"type": "abort", "message": "cut by a pause"}
         meta: dict[str, Any] = {"finish_reason": finish, "output_token_logprobs": [[-1.0, one, None] for one in tokens]}
         if self.accepted["token_versions"]:
             meta["weight_versions"] = spans
@@ -147,11 +170,15 @@ def main() -> None:
         release, crash_route = os.environ["STANDIN"].split(",")
         named, _, key = Path(arguments[arguments.index("--config") + 1]).read_text().strip().partition(": ")
         assert named == "api-key"
+        key = key.strip("'")
+        sys.stdout.write(f"server_args={{'model_path': 'model', 'api_key': {key!r}, 'port': {port}}}\n")
+        sys.stdout.flush()
     else:
         port, release, crash_route, key = int(arguments[0]), arguments[1], "", os.environ.get("STANDIN_KEY", "")
         info = arguments[2:]
     app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{route:.*}", Standin(release, crash_route, *info, key=key.strip("'")).handle)
+    server = Standin(release, crash_route, *info, key=key, has_tokenizer="--skip-tokenizer-init" not in arguments)
+    app.router.add_route("*", "/{route:.*}", server.handle)
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 

@@ -115,10 +115,11 @@ def test_own_server_dies_with_its_worker(tmp_path: Path, fake_python: Callable[[
 def test_server_environment_has_no_rank_variables_or_keys(
     make_engine: Callable[..., Any], fake_python: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With these variables it would join the ranks of its worker's torchrun; keys are private to the worker."""
+    """It would join the ranks of its worker's torchrun, see keys of the worker, or return other numbers."""
     private = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"]
     private += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH"]
-    private += ["FLOWRT_RANKS_STORE", "FLOWRT_KEYS"]
+    private += ["FLOWRT_RANKS_STORE", "FLOWRT_KEYS", "SGLANG_API_KEY", "WANDB_API_KEY"]
+    private += ["SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_MAX_NEW_TOKENS_LIMIT"]
     for name in [*private, "CUDA_VISIBLE_DEVICES"]:
         monkeypatch.setenv(name, "0")
     with pytest.raises(EngineError, match="ended before it was ready"):
@@ -131,7 +132,7 @@ def test_server_environment_has_no_rank_variables_or_keys(
 def test_own_server_refuses_other_clients(
     make_engine: Callable[..., Any], fake_python: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The key is neither in its list of arguments nor, once it is up, in a file."""
+    """The key is neither in its list of arguments nor in a file, also not in its log, where servers print it."""
     monkeypatch.setenv("STANDIN", "0.5.21,")
     engine = make_engine(python=str(fake_python(f'exec {sys.executable} {STANDIN} "$@"')))
     engine.add(prompts(1))
@@ -142,6 +143,12 @@ def test_own_server_refuses_other_clients(
     command_line = Path(f"/proc/{engine.server_pid}/cmdline").read_text().split("\0")
     assert Path(command_line[command_line.index("--config") + 1]) == tmp_path / "server.yaml"
     assert not list(tmp_path.glob("*.yaml"))
+    log, key = tmp_path / "server.log", engine.server_key
+    engine.close()
+    assert "'api_key': 'REDACTED'" in log.read_text()
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert len(key) == 64
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
 
 
 def test_key_of_an_external_server_comes_from_the_environment(
@@ -157,17 +164,21 @@ def test_key_of_an_external_server_comes_from_the_environment(
     assert len(drain(engine)) == 1
 
 
-def test_files_with_the_key_are_private(tmp_path: Path) -> None:
+def test_the_key_is_passed_in_private_memory_and_in_no_file(tmp_path: Path) -> None:
     key_file = KeyFile(tmp_path / "server.log")
     key, [_, path] = key_file.arguments(["--tp", "2"])
+    assert Path(path).read_text() == f"api-key: '{key}'\n"
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert "memfd:" in os.readlink(os.readlink(path))
     assert key_file.arguments([])[0] != key  # each server has a new key
-    for named in (["--api-key", "mine"], ["--config=mine.yaml"], ["--tokenizer-worker-num", "4"]):
+    for named in (["--config=mine.yaml"], ["--tokenizer-worker-num", "4"]):
         assert key_file.arguments(named) == ("", [])
+    key_file.remove()
+    assert not os.path.lexists(path)
 
 
 def test_key_that_cannot_be_written_raises_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"key of an SGLang server cannot be written: .*No such file"):
+    with pytest.raises(EngineError, match=r"key of an SGLang server cannot be passed: .*No such file"):
         KeyFile(tmp_path / "gone" / "server.log").arguments([])
 
 

@@ -18,6 +18,7 @@ from flowrt.errors import ConfigError, EngineError, TransferError
 from flowrt.recipes.config_io import parse
 from flowrt.roles.engines import rollout_engine
 from flowrt.transport.weights.snapshot import Snapshot
+from tests.integration.sglang.standin import RELEASES
 
 from .playing import (
     DEADLINE_S,
@@ -92,6 +93,87 @@ def test_server_options_follow_the_configuration(
     assert [body["mode"] for route, body in bodies if route == "/pause_generation"] == [pause] * 2
     updates = [body["flush_cache"] for route, body in bodies if route == "/update_weights_from_disk"]
     assert updates == [flush] * 2
+
+
+def test_every_sampling_field_is_sent_with_the_values_of_the_run(
+    start_standin: Callable[..., Any], make_engine: Callable[..., Any]
+) -> None:
+    """What a request leaves out, the server's operator may set."""
+    standin = start_standin("0.5.21", preferred_sampling_params='{"repetition_penalty": 1.3, "top_k": 20}')
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}")
+    engine.add(prompts(1))
+    drain(engine)
+    [sent] = [body["sampling_params"] for route, body in standin.request("/bodies") if route == "/generate"]
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_new_tokens": 0}
+    run = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "max_new_tokens": TOKENS, "ignore_eos": False}
+    assert sent.items() >= (neutral | run).items()
+    fields = set.intersection(*[set(one["sampling_params"]) for one in RELEASES.values()])
+    assert set(sent) == fields
+
+
+def test_a_server_that_prefers_values_which_no_request_overrules_is_refused(
+    start_standin: Callable[..., Any], make_engine: Callable[..., Any]
+) -> None:
+    standin = start_standin("0.5.23", preferred_sampling_params={"beam_width": 4, "top_k": 20})
+    with pytest.raises(EngineError, match=r"prefers values of beam_width, .*--preferred-sampling-params"):
+        make_engine(url=f"http://127.0.0.1:{standin.port}")
+
+
+def test_stop_strings_need_a_server_with_a_tokenizer(
+    start_standin: Callable[..., Any], make_engine: Callable[..., Any]
+) -> None:
+    standin = start_standin("0.5.21", skip_tokenizer_init=True)
+    url = f"http://127.0.0.1:{standin.port}"
+    with pytest.raises(EngineError, match=rf"{url} has no tokenizer, which rollout\.stop needs; start it without"):
+        make_engine(url=url, stop=("9",))
+    engine = make_engine(url=url)
+    engine.add(prompts(1))
+    assert len(drain(engine)) == 1
+
+
+def test_a_sequence_that_the_server_ends_at_another_token_goes_on(
+    start_standin: Callable[..., Any], make_engine: Callable[..., Any]
+) -> None:
+    """A server with a tokenizer stops at tokens of it that are none of the run's stop tokens."""
+    standin = start_standin("0.5.21", stops_after=15)
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}")
+    engine.add(prompts(2))
+    done = drain(engine)
+    assert all(is_complete(response) and response.truncated for response in done.values())
+    sent = [body["sampling_params"] for route, body in standin.request("/bodies") if route == "/generate"]
+    assert sorted(one["max_new_tokens"] for one in sent) == [10, 10, 25, 25, 40, 40]
+
+
+def test_a_sequence_that_the_server_cuts_is_truncated_with_a_warning(
+    start_standin: Callable[..., Any], make_engine: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    standin = start_standin("0.5.21", cuts_after=15)
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}")
+    engine.add(prompts(2))
+    done = drain(engine)
+    assert [(len(one.tokens), one.truncated) for one in done.values()] == [(15, True)] * 2
+    [warning] = [one.getMessage() for one in caplog.records if "cuts sequences" in one.getMessage()]
+    assert "before rollout.max_new_tokens (40): 15 tokens after a prompt of 2 tokens; start it with a larger" in warning
+
+
+def test_each_worker_has_the_server_of_its_number(
+    start_standin: Callable[..., Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """Two workers with a server each; a third one has none."""
+    standins = [start_standin("0.5.21"), start_standin("0.5.21")]
+    urls = [f"http://127.0.0.1:{one.port}" for one in standins]
+    flags = ["--model", str(checkpoint), "--run-dir", str(tmp_path), "--rollout.engine", "sglang"]
+    config = parse(["arithmetic", *flags, "--rollout.workers", "2", "--rollout.sglang.url", *urls])
+    for index, standin in enumerate(standins):
+        engine = rollout_engine(config, f"rollout-{index}")
+        assert isinstance(engine, SglangRollout)
+        with contextlib.closing(engine):
+            engine.start()
+            engine.add(prompts(1 + index))
+            assert len(drain(engine)) == 1 + index
+        assert standin.request("/routes").count("/generate") == 1 + index
+    with pytest.raises(ConfigError, match=r"worker rollout-2 has no SGLang server: .*for rollout-0, rollout-1; name"):
+        rollout_engine(config, "rollout-2")
 
 
 @pytest.mark.parametrize("shared", [False, True])

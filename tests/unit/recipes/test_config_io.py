@@ -28,6 +28,7 @@ from flowrt.runtime.bounds import contains, ends, interval_of, span
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 PYTHON = ["--rollout.sglang.python", sys.executable]
+URL = ["--rollout.sglang.url"]
 
 
 def write(path: Path, text: str) -> str:
@@ -217,7 +218,18 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
         (["--rollout.sglang.python", "/no/such/python"], "is not a file"),
         (["--rollout.sglang.url", "host:1"], "begins with http"),
         ([*PYTHON, "--rollout.sglang.device", "npu", "--rollout.sglang.weights", "broadcast"], "use disk or tensor"),
-        (["--rollout.sglang.url", "http://host:1", "--rollout.workers", "2"], "two workers"),
+        ([*URL, "http://host:1", "--rollout.workers", "2"], "rollout.workers is 2, and .* has 1 address"),
+        ([*URL, "http://host:1", "http://host:2", "--rollout.workers", "1"], "is 1, and .* has 2 address"),
+        ([*URL, "http://host:1", "http://host:1/", "--rollout.workers", "2"], "names a server twice"),
+        ([*URL, "http://host:port", "--rollout.workers", "1"], "wrong host or port"),
+        ([*URL, "http://me:secret@host:1", "--rollout.workers", "1"], "user name or password.*SGLANG_API_KEY"),
+        ([*PYTHON, "--rollout.sglang.arguments=--api-key secret"], "has --api-key: the run's files would have it"),
+        ([*PYTHON, "--rollout.sglang.arguments=--admin-api-key=secret"], "has --admin-api-key: the run's files"),
+        ([*PYTHON, "--rollout.sglang.arguments=--model-path other"], "has --model-path: use --model"),
+        ([*PYTHON, "--rollout.sglang.arguments=--port 30000"], "has --port: .*rollout.sglang.url"),
+        ([*PYTHON, "--rollout.sglang.arguments=--dp-size 2"], "has --dp-size 2: .*more rollout workers"),
+        ([*PYTHON, "--rollout.sglang.arguments=--pp-size=2"], "has --pp-size 2: .*more rollout workers"),
+        ([*PYTHON, "--rollout.stop", *map(str, range(33))], "has 33 strings, and SGLang accepts 32"),
         ([*PYTHON, '--rollout.sglang.arguments=--name "x'], "arguments"),
         ([*PYTHON, "--deterministic", "True"], "need --rollout.engine torch"),
         ([*PYTHON, "--rollout.recompute-kv-on-update", "False"], "pause in_place"),
@@ -227,8 +239,9 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
     ],
 )
 def test_invalid_sglang_settings_are_refused(settings: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         parse(["--rollout.engine", "sglang", *settings])
+    assert "secret" not in str(refused.value)
 
 
 def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path) -> None:
@@ -327,7 +340,7 @@ def test_sample_seeds_can_be_derived_from_the_largest_numbers(seed: int) -> None
     torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("name", ["run_dir", "data.path", "controller.bind", "rollout.sglang.url"])
+@pytest.mark.parametrize("name", ["run_dir", "data.path", "controller.bind", "rollout.sglang.stage"])
 @pytest.mark.parametrize(("text", "message"), [("a\0b", "with a NUL in it"), ("a\udcff", "bytes that are not text")])
 def test_text_with_a_nul_or_invalid_unicode_is_refused(name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is 'a.*', .*{message}"):

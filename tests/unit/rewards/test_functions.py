@@ -56,6 +56,7 @@ def test_a_reward_function_is_parsed_from_its_text(text: str, expected: RewardFu
         (["exact:x"], "takes nothing but a weight"),
         (["regex:("], "its pattern is wrong"),
         (["http:host"], "begins with http"),
+        (["http:https://me:pw@host"], "user name or password, .*reward.key_variable"),
         (["math:-1"], "is no weight"),
         (["math:nan"], "is no weight"),
         (["inf*math"], "is no weight"),
@@ -114,6 +115,8 @@ JUDGE = ["--reward", "judge", "--reward.judge.model", "m"]
     ("flags", "message"),
     [
         (["--reward.judge.url", "host"], "begins with http"),
+        (["--reward.judge.url", "http://me:pw@x"], "user name or password, .*reward.key_variable"),
+        (["--reward.judge.url", "http://x:port"], "wrong host or port"),
         (["--reward.judge.url", "http://x", "--reward.judge.prompt", "rate it"], r"no \{response\}"),
         (["--reward.judge.url", "http://x", "--reward.judge.pattern", "("], "which is wrong"),
     ],
