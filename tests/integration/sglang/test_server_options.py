@@ -1,0 +1,127 @@
+"""Real SGLang servers on a CPU with other options: tensor parallelism, bfloat16, deadlines, shared directories."""
+
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.engines.hf import named_parameters
+from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.training.forward import score
+from flowrt.errors import EngineError
+from flowrt.transport.weights.snapshot import Snapshot
+
+from .conftest import NOT_HERE, PYTHON, SHORT, START_S, TEMPERATURE, build, drain, owner, prompts
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * START_S),
+    pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
+]
+CLOSE = 1e-4
+CLOSE_IN_BFLOAT16 = 0.05
+BY_VERSION = {version: build(version) for version in range(3)}
+
+
+def snapshot(version: int) -> Snapshot:
+    return Snapshot.take(version, named_parameters(BY_VERSION[version]))
+
+
+def largest_distance(engine: SglangRollout, version: int) -> float:
+    """The largest difference of log-probabilities of an engine from those of a version's model."""
+    sent = prompts()
+    engine.add(sent)
+    responses = drain(engine)
+    assert all(one.spans[::2] == (version,) for one in responses)
+    return max(
+        float(
+            (score(BY_VERSION[version], [sent[one.key].tokens], [one.tokens], TEMPERATURE, 4096)[0] - one.logprobs)
+            .abs()
+            .max()
+        )
+        for one in responses
+    )
+
+
+# ---- one server with two tensor-parallel ranks
+
+
+@pytest.fixture(scope="module")
+def server_arguments() -> str:
+    return "--max-total-tokens 8192 --tp 2"
+
+
+def test_a_tensor_parallel_server_generates_as_transformers(owned: SglangRollout) -> None:
+    assert largest_distance(owned, 0) < CLOSE
+
+
+@pytest.mark.parametrize("weights", ["disk", "tensor", "broadcast"])
+def test_a_tensor_parallel_server_is_updated_by_each_transfer(
+    weights: str, make_sharing_engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each rank has its part of the new weights; files are in a shared directory, the address for ranks is given."""
+    options = {"disk": {"stage": str(tmp_path)}, "tensor": {}, "broadcast": {"host": "127.0.0.1"}}[weights]
+    engine = make_sharing_engine(SHORT, weights=weights, **options)
+    engine.swap(snapshot(1))
+    assert largest_distance(engine, 1) < CLOSE
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_key_is_in_no_file_and_the_log_is_private(owned: SglangRollout, checkpoint: Path) -> None:
+    """SGLang prints all of its arguments."""
+    log, key = checkpoint.parent / "server.log", owned.server_key.encode()
+    assert b"REDACTED" in log.read_bytes()
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert len(key) == 64
+    assert not [path for path in checkpoint.parent.rglob("*") if path.is_file() and key in path.read_bytes()]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            assert key not in (process / "cmdline").read_bytes(), process
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+def test_an_update_that_is_not_done_in_time_is_a_failure_of_the_server(
+    owned: SglangRollout, make_sharing_engine: Callable[..., Any]
+) -> None:
+    engine = make_sharing_engine(SHORT, update_s=20.0, max_server_restarts=0)
+    os.killpg(owned.server_pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineError, match=r"max_server_restarts \(0\) allows; last error: .*version 1"):
+            engine.swap(snapshot(1))
+    finally:
+        os.killpg(owned.server_pid, signal.SIGCONT)
+
+
+# ---- other servers
+
+
+def test_a_server_in_bfloat16_generates_nearly_as_transformers(checkpoint: Path) -> None:
+    """Its checksums are not compared; weights are sent in float32, and rounded by the server."""
+    with owner(checkpoint, dtype="bfloat16") as engine:
+        assert 0 < largest_distance(engine, 0) < CLOSE_IN_BFLOAT16
+        engine.swap(snapshot(1))
+        assert 0 < largest_distance(engine, 1) < CLOSE_IN_BFLOAT16
+
+
+def test_a_server_that_is_not_ready_in_time_is_named_with_its_log(checkpoint: Path) -> None:
+    with (
+        pytest.raises(
+            EngineError, match=r"waited 1 s for the SGLang server .* to be ready: .*it runs; its log .*server"
+        ),
+        owner(checkpoint, start_s=1.0),
+    ):
+        pass
+
+
+def test_a_server_with_an_unknown_argument_is_named_with_its_message(checkpoint: Path) -> None:
+    with (
+        pytest.raises(EngineError, match=r"ended before it was ready; it ended with exit code 2; .*no-such-argument"),
+        owner(checkpoint, arguments="--no-such-argument"),
+    ):
+        pass
