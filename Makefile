@@ -29,11 +29,15 @@ fast: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile fast --cases 3 -m "not (slow or long)" \
 		$(PURE) $(ARGS)
 
+# A failed test runs once more, alone; the stages share the names of those that pass then, and the last one shows them.
+UNSTABLE := build/unstable.txt
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" $(PURE) $(ARGS)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ($(REAL) or long or slow)" tests/integration $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and parallel and not ($(REAL) or long)" tests/integration $(ARGS)
-	$(BIN)/python -m pytest -m "slow and not ($(REAL) or long or parallel)" tests/integration tests/fault $(ARGS)
+	rm -f $(UNSTABLE)
+	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 2 --dist worksteal -m "not long" $(PURE) $(ARGS)
+	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 3 --dist loadfile -m "not ($(REAL) or long or slow)" tests/integration $(ARGS)
+	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 2 --dist loadfile -m "slow and parallel and not ($(REAL) or long)" tests/integration $(ARGS)
+	$(BIN)/python -m pytest --unstable $(UNSTABLE) -m "slow and not ($(REAL) or long or parallel)" tests/integration tests/fault $(ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile thorough -m "not long" $(PURE) $(ARGS)

@@ -9,6 +9,8 @@ from hypothesis import settings
 
 from tests.effort import FAST_EXAMPLES, TEST_EXAMPLES, THOROUGH_EXAMPLES
 
+pytest_plugins = ["tests.file_scheduling", "tests.reruns"]
+
 torch.set_num_threads(1)
 # A shell starts background processes with SIGINT ignored, which the commands under test would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
