@@ -30,7 +30,7 @@ def terms(group: str) -> list[str]:
 
 
 def run_house(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=600)
 
 
 def test_every_class_named_in_the_glossary_exists() -> None:
