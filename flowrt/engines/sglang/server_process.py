@@ -166,8 +166,9 @@ class SglangServer:
         options = self._options
         command = [options.python, "-m", "sglang.launch_server", "--model-path", str(self._model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--weight-version", "0"]
-        if not self._has_tokenizer:
-            command += ["--skip-tokenizer-init"]
+        # With a tokenizer the server would first generate from English text, of which a tokenizer of other characters
+        # makes no token, and die of it.
+        command += ["--skip-server-warmup" if self._has_tokenizer else "--skip-tokenizer-init"]
         if positions := _positions(self._model):
             command += ["--context-length", str(positions + CONTEXT_MARGIN)]
         command += ["--dtype", options.dtype, "--max-running-requests", str(self._rows)]
