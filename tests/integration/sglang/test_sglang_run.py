@@ -1,4 +1,4 @@
-"""A whole GRPO run with a real SGLang server on a CPU, which is killed during the run."""
+"""Whole GRPO runs with real SGLang servers on a CPU: one that is killed during the run, and two running ones."""
 
 import json
 import os
@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from .conftest import NOT_HERE, PYTHON, START_S
+from flowrt.engines.options import SglangOptions
+from flowrt.engines.sglang.server_process import SglangServer
+
+from .conftest import NOT_HERE, PYTHON, ROWS, START_S
 
 pytestmark = [
     pytest.mark.sglang,
@@ -20,6 +23,7 @@ pytestmark = [
 ]
 STEPS, KILLED_AT = 34, 4
 ROUNDING = 1e-8
+KEY = "the-key-of-both-servers"
 
 
 SERVER_FLAGS = [
@@ -94,6 +98,46 @@ def test_server_ends_with_the_run(run: Any) -> None:
 
 
 def test_the_servers_log_is_in_the_run_directory(run: Any) -> None:
+    """Without the key, which SGLang prints with its arguments."""
     assert "server_args" in run.log("rollout-0-sglang")
+    assert "'api_key': 'REDACTED'" in run.log("rollout-0-sglang")
     assert "SGLang 0.5.21 on cpu" in run.log("rollout-0")
     assert " ERROR " not in run.log("rollout-0")
+
+
+def test_two_workers_generate_on_two_running_servers(
+    launch: Callable[..., Any], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each worker, with stop strings, merged adapters, weights by broadcast, and an evaluation that samples."""
+    monkeypatch.setenv("SGLANG_API_KEY", KEY)
+    settings = tmp_path / "server.yaml"
+    settings.write_text(f"api-key: {KEY}\n")
+    options = SglangOptions(
+        python=str(PYTHON), device="cpu", dtype="float32", arguments=f"--max-total-tokens 8192 --config {settings}"
+    )
+    servers = [
+        SglangServer(options, checkpoint, rows=ROWS, threads=1, log=tmp_path / f"{index}.log", has_tokenizer=True)
+        for index in range(2)
+    ]
+    try:
+        urls = [one.start() for one in servers]
+        launched = launch(
+            *("--model", str(checkpoint), "--rollout.engine", "sglang", "--rollout.workers", "2"),
+            *("--rollout.sglang.url", *urls, "--rollout.sglang.weights", "broadcast"),
+            *("--rollout.sglang.start-s", str(START_S), "--controller.no-progress-timeout-s", str(START_S + 100)),
+            *("--rollout.stop", "1", "2", "--trainer.engine", "fsdp", "--trainer.lora.rank", "4"),
+            *("--trainer.lora.publish", "merged", "--algorithm.kl.coef", "0", "--trainer.save", "False"),
+            *("--steps", "3", "--prompts-per-step", "4", "--group-size", "2", "--max-staleness", "0"),
+            *("--data.eval-prompts", "8", "--eval.temperature", "0.5", "--eval.top-k", "8"),
+        )
+        assert launched.wait(2 * START_S) == 0, launched.output + launched.log("rollout-0") + launched.log("rollout-1")
+    finally:
+        for one in servers:
+            one.kill()
+    lines = _lines(launched.run_dir / "metrics.jsonl")
+    assert len(lines) == 3
+    assert all(line["mismatch_kl_k3"] < ROUNDING for line in lines), [line["mismatch_kl_k3"] for line in lines]
+    for index in range(2):
+        assert f"SGLang 0.5.21 on cpu at {urls[index]}" in launched.log(f"rollout-{index}")
+        assert KEY not in (tmp_path / f"{index}.log").read_text()
+    assert not [path for path in launched.run_dir.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
