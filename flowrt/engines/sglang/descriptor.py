@@ -96,8 +96,6 @@ class SglangGeneration(RolloutEngineDescriptor):
         return "cpu" if rollout.sglang.url else rollout.sglang.device or "auto"
 
     def devices(self, rollout: RolloutSettings) -> int:
-        if rollout.sglang.url:
-            return 0
         return max([1, *_numbers(rollout.sglang.arguments, TENSOR_PARALLEL)[-1:]])
 
     def memory(
