@@ -41,7 +41,7 @@ FIRST, MERGED = 3, VOCABULARY - 2
 TOP_K = 20
 PREFERENCES = {"temperature": 0.6, "top_k": TOP_K, "top_p": 0.8, "repetition_penalty": 1.3}
 SGLANG_MAX_NEW_TOKENS = 128
-SERVER_PREFERENCES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "min_new_tokens": 8, "ignore_eos": True}
+SERVER_PREFERENCES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "ignore_eos": True}
 
 
 def greedy(prompt: Prompt, count: int) -> list[int]:
