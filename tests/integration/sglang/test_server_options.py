@@ -3,7 +3,8 @@
 import os
 import signal
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,12 @@ def largest_distance(engine: SglangRollout, version: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def server_arguments() -> str:
-    return "--max-total-tokens 8192 --tp 2"
+def owned(checkpoint: Path) -> Iterator[SglangRollout]:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # which tensor parallelism on a CPU needs
+            engine = stack.enter_context(owner(checkpoint, arguments="--max-total-tokens 8192 --tp 2"))
+        yield engine
 
 
 def test_a_tensor_parallel_server_generates_as_transformers(owned: SglangRollout) -> None:
@@ -86,14 +91,18 @@ def test_the_key_is_in_no_file_and_the_log_is_private(owned: SglangRollout, chec
             continue
 
 
-def test_an_update_that_is_not_done_in_time_is_a_failure_of_the_server(
+def test_an_update_or_a_sequence_that_is_not_done_in_time_is_a_failure_of_the_server(
     owned: SglangRollout, make_sharing_engine: Callable[..., Any]
 ) -> None:
     engine = make_sharing_engine(SHORT, update_s=20.0, max_server_restarts=0)
+    other = make_sharing_engine(SHORT, request_s=10.0, max_server_restarts=0)
     os.killpg(owned.server_pid, signal.SIGSTOP)
     try:
         with pytest.raises(EngineError, match=r"max_server_restarts \(0\) allows; last error: .*version 1"):
             engine.swap(snapshot(1))
+        other.add(prompts(1))
+        with pytest.raises(EngineError, match=r"max_server_restarts \(0\) allows; last error: .*/generate"):
+            drain(other)
     finally:
         os.killpg(owned.server_pid, signal.SIGCONT)
 
