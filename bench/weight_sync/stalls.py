@@ -47,8 +47,8 @@ class TimedRollout(TorchRollout):
         self.runs.append((begun_s, time.monotonic()))
         return finished
 
-    def _sample(self, rows: slice, logits_RV: torch.Tensor) -> None:
-        super()._sample(rows, logits_RV)
+    def _sample_rows(self, rows: slice, logits_RV: torch.Tensor) -> None:
+        super()._sample_rows(rows, logits_RV)
         self.tokens += len(logits_RV)
 
     def swap(self, snapshot: Snapshot) -> None:

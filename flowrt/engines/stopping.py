@@ -7,6 +7,7 @@
 """
 
 import os
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from transformers import AutoConfig, GenerationConfig
 from flowrt.engines.hf import load_tokenizer
 from flowrt.engines.prompts import end_of_turn_ids, template_text
 from flowrt.errors import EngineError
+
+CUT_CHARACTER = "\ufffd"
+"""What a tokenizer decodes the bytes of an incomplete character to."""
 
 
 def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_template: str = "") -> tuple[int, ...]:
@@ -79,24 +83,43 @@ class StopConditions:
     def complete_string(self, tokens: Sequence[int]) -> bool:
         """Whether the last of these response tokens completes a stop string.
 
-        The text of the earlier tokens must not contain one.
+        The text of the earlier tokens must not contain one. Decodes the last tokens only, however many there are.
         """
-        if not self.strings:
-            return False
-        text = str(self.tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False))
-        return any(string in text for string in self.strings)
+        return bool(self.strings and tokens) and self._has_string(
+            tokens[self._begin_of_text(tokens, len(tokens) - 1) :]
+        )
 
     def end_of(self, tokens: Sequence[int], begin: int = 0) -> int | None:
         """Number of response tokens after which the sequence ends; None if nothing ends it.
 
         ``begin``: number of first tokens of which none ends the sequence.
         """
-        for count in range(begin + 1, len(tokens) + 1):
-            if tokens[count - 1] in self.token_ids or self.complete_string(
-                tokens[max(count - self._window, 0) : count]
-            ):
-                return count
-        return None
+        ids = set(self.token_ids)
+        end = next((count for count in range(begin + 1, len(tokens) + 1) if tokens[count - 1] in ids), None)
+        counts = range(begin + 1, (len(tokens) if end is None else end) + 1)
+        if not self.strings or not counts:
+            return end
+        first = self._begin_of_text(tokens, begin)
+        if not self._has_string(tokens[first : counts[-1]]):
+            return end
+        return counts[bisect_left(counts, True, key=lambda count: self._has_string(tokens[first:count]))]
+
+    def _begin_of_text(self, tokens: Sequence[int], end: int) -> int:
+        """Index of a token before any stop string that a token after the first ``end`` ones completes."""
+        # A token stands for at least one byte; one more, because tokenizers may drop a space before the first one.
+        count = max(len(string.encode()) for string in self.strings) + 1
+        longest = max(map(len, self.strings))
+        # Fewer characters: some tokens have no text, such as ids that a tokenizer does not have.
+        while count < end and len(self._decoded(tokens[end - count : end]).lstrip(CUT_CHARACTER)) < longest:
+            count *= 2
+        return max(0, end - count)
+
+    def _has_string(self, tokens: Sequence[int]) -> bool:
+        text = self._decoded(tokens)
+        return any(string in text for string in self.strings)
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def text(self, tokens: Sequence[int]) -> str:
         """The decoded response, without special tokens and the stop token, up to the first stop string."""
@@ -104,11 +127,3 @@ class StopConditions:
         text = str(self.tokenizer.decode(list(shown), skip_special_tokens=True))
         starts = [place for string in self.strings if (place := text.find(string)) >= 0]
         return text[: min(starts)] if starts else text
-
-    @property
-    def _window(self) -> int:
-        """Number of last tokens whose text contains any stop string that they complete, in tokens.
-
-        A token stands for at least one byte; one token more, because tokenizers may drop a space before the first one.
-        """
-        return max((len(string.encode()) for string in self.strings), default=0) + 1

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from flowrt.engines.torch.trainer import TorchTrainer
 
 TOKEN_BYTES = 4
+PREFILL_TOKENS = 2048
+"""Largest number of tokens, padding included, of a forward pass of a prefill."""
+SCORE_ELEMENTS = 1 << 24
+"""Largest number of elements of such a pass's attention mask, and of its scores where attention computes them whole."""
 
 
 class TorchTraining(TrainEngineDescriptor):

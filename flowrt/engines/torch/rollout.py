@@ -2,16 +2,19 @@
 
 Tokens are drawn from the whole distribution, or from a truncated one (top-k, top-p, min-p), whose support is recorded.
 
-Shapes: R running sequences, V vocabulary, P distinct prompts of a prefill, L their padded length, U positions whose
-logits are used, T generated tokens, K candidates a row, most likely first.
+Shapes: R running sequences, V vocabulary, P distinct prompts of a chunk of prefill, T generated tokens, K candidates a
+row, most likely first.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 
+from flowrt.algorithms.logprobs import CHUNK_ELEMENTS, distribution_logprobs
 from flowrt.algorithms.support import Support, join_supports, singletons
 from flowrt.engines.base import Interrupt, Prompt, Response
 from flowrt.engines.hf import named_parameters
@@ -27,7 +30,7 @@ def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Ten
 
     Returns tokens_R1, int64, and their log-probabilities [R, 1] in nats.
     """
-    cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
+    cumulative_RV = logprobs_RV.exp().cumsum_(dim=-1)
     draws_R1 = uniform_R1 * cumulative_RV[:, -1:]
     chosen_R1 = torch.searchsorted(cumulative_RV, draws_R1, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
     return chosen_R1, logprobs_RV.gather(1, chosen_R1)
@@ -65,6 +68,14 @@ def draw_truncated(
     counts = counts_R1.to(torch.int32).unbind()
     supports = [Support(tokens, count) for tokens, count in zip(kept, counts, strict=True)]
     return tokens_RK.gather(1, place_R1), renormalised_RK.gather(1, place_R1), supports
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Prompts with the same tokens, such as the members of a group; computed once."""
+
+    tokens_L: torch.Tensor
+    prompts: list[Prompt]
 
 
 class TorchRollout:
@@ -125,12 +136,14 @@ class TorchRollout:
         ] = []  # for each running sequence, one support per generated token; unused without truncation
         self.version = 0
         self._recompute = recompute
-        self._waiting: list[Prompt] = []
+        self._waiting: list[_Waiting] = []
+        self._prefilled = 0  # tokens of the first waiting prompt that are in the first free row already
         self._running: list[Prompt] = []
         self._spans: list[
             tuple[int, ...]
         ] = []  # for each running sequence: (version, tokens) of earlier versions, flattened
         self._generated: list[int] = []  # number of tokens of each running sequence, without a copy from the device
+        self._host_tokens: list[list[int]] = []  # tokens of each running sequence on the host; with stop strings only
         self._positions_R = torch.zeros(rows, dtype=torch.long, device=device)
         self._counts_R = torch.zeros(rows, dtype=torch.long, device=device)
         self._greedy_R = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -140,7 +153,7 @@ class TorchRollout:
 
     @property
     def running(self) -> int:
-        return len(self._running) + len(self._waiting)
+        return len(self._running) + sum(len(one.prompts) for one in self._waiting)
 
     @property
     def room(self) -> int:
@@ -149,7 +162,12 @@ class TorchRollout:
     def add(self, prompts: Sequence[Prompt]) -> None:
         if len(prompts) > self.room:
             raise EngineError(f"{len(prompts)} prompts for {self.room} free rows; add at most `room` prompts")
-        self._waiting.extend(prompts)
+        by_tokens: dict[bytes, _Waiting] = {}
+        for prompt in prompts:
+            tokens_L = prompt.tokens.long()
+            by_tokens.setdefault(tokens_L.numpy().tobytes(), _Waiting(tokens_L, [])).prompts.append(prompt)
+        # In order of length, so that a chunk needs little padding.
+        self._waiting += sorted(by_tokens.values(), key=lambda one: len(one.tokens_L))
 
     def prepare(self, snapshot: Snapshot) -> Callable[[], None] | None:
         """Work on the shadow model that shortens an in-flight update, or None (see `SupportsInFlightUpdate`).
@@ -164,6 +182,7 @@ class TorchRollout:
 
     @torch.inference_mode()
     def swap(self, snapshot: Snapshot) -> None:
+        self._prefilled = 0
         prepared = self._shadow.is_ready(snapshot.version) and bool(self._running)
         if prepared:
             self._cached, self._missing_tokens = self._shadow.swap_in(self._cached, self._sequences())
@@ -183,7 +202,7 @@ class TorchRollout:
 
     def _sequences(self) -> dict[int, torch.Tensor]:
         """Running sequences on the CPU by key, in the order of rows, without the last token (the next input)."""
-        tokens_RT = self._tokens_RT[: len(self._running)].cpu()
+        tokens_RT = self._tokens_RT[: len(self._running), : max(self._generated, default=0)].cpu()
         return {
             prompt.key: torch.cat([prompt.tokens.long(), tokens_RT[row, : self._generated[row] - 1].long()])
             for row, prompt in enumerate(self._running)
@@ -193,41 +212,50 @@ class TorchRollout:
     def run(self, interrupt: Interrupt) -> list[Response]:
         finished: list[Response] = []
         while not finished and self.running:
-            if self._waiting:
-                self._prefill()
-            else:
+            if not self._waiting:
                 self._decode()
-            finished = self._remove_finished()
+                finished = self._remove_finished()
+            elif self._prefill():
+                finished = self._remove_finished()
             if interrupt.is_set():
                 break
         return finished
 
-    def _prefill(self) -> None:
-        new = self._waiting
-        self._waiting = []
-        first = len(self._running)
-        # Members of a group share a prompt: compute it once, copy its keys and values to the row of each member.
-        unique: dict[tuple[int, ...], int] = {}
-        sources = [unique.setdefault(tuple(prompt.tokens.tolist()), len(unique)) for prompt in new]
-        lengths_P = torch.tensor([len(tokens) for tokens in unique])
-        longest = int(lengths_P.max())
-        tokens_PL = torch.zeros(len(unique), longest, dtype=torch.long)
-        for row, tokens in enumerate(unique):
-            tokens_PL[row, : len(tokens)] = torch.tensor(tokens)
-        # Only logits after each prompt's last token are used: at few distinct positions U.
-        kept_U, place_P = (lengths_P - 1).unique(return_inverse=True)
-        device = self._device
-        logits_PUV = self._cached.prefill(tokens_PL.to(device), kept_U.to(device))
-        last_PV = logits_PUV[torch.arange(len(unique), device=device), place_P.to(device)]
+    def _prefill(self) -> bool:
+        """Compute a chunk of waiting prompts, or a piece of a long one, and the first tokens of prompts that are whole.
+
+        Returns whether there are any.
+        """
+        count = 1 if self._prefilled else self._cached.chunk([len(one.tokens_L) for one in self._waiting])
+        chunk, first = self._waiting[:count], len(self._running)
+        if count == 1:
+            tokens_L = chunk[0].tokens_L
+            self._prefilled, logits_PV = self._cached.advance(tokens_L, first, self._prefilled)
+            if self._prefilled < len(tokens_L):
+                return False
+            self._prefilled = 0
+        else:
+            rows_P = list(accumulate((len(one.prompts) for one in chunk[:-1]), initial=first))
+            logits_PV = self._cached.prefill([one.tokens_L for one in chunk], rows_P)
+        self._waiting = self._waiting[count:]
+        sources = [source for source, one in enumerate(chunk) for _ in one.prompts]
+        self._start([prompt for one in chunk for prompt in one.prompts], sources, logits_PV)
+        return True
+
+    def _start(self, new: list[Prompt], sources: list[int], logits_PV: torch.Tensor) -> None:
+        """Give each prompt a row, the keys and values of its first equal, and a first token from ``sources[i]``."""
+        first, device = len(self._running), self._device
+        for _, equal in groupby(range(len(new)), key=sources.__getitem__):
+            members = list(equal)
+            copies = slice(first + members[0] + 1, first + members[-1] + 1)
+            self._cached.cache.copy(first + members[0], copies, len(new[members[0]].tokens))
         rows = slice(first, first + len(new))
-        lengths_N = lengths_P[torch.tensor(sources)].to(device)
-        chosen = torch.tensor(sources, device=device)
-        self._cached.cache.store_prefill(torch.arange(rows.start, rows.stop, device=device), chosen)
         self._running.extend(new)
         self._spans.extend([()] * len(new))
         self._supports.extend([] for _ in new)
         self._generated.extend([0] * len(new))
-        self._positions_R[rows] = lengths_N
+        self._host_tokens.extend([] for _ in new)
+        self._positions_R[rows] = torch.tensor([len(prompt.tokens) for prompt in new], device=device)
         self._counts_R[rows] = 0
         self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new], device=device)
         # Drawn by the host's generator, so the numbers are the same on every device.
@@ -236,7 +264,7 @@ class TorchRollout:
             generator = torch.Generator().manual_seed(prompt.seed)
             torch.rand(self._max_new, generator=generator, out=draws_T)
         self._draws_RT[rows] = draws_NT.to(device)
-        self._sample(rows, last_PV[chosen])
+        self._sample(rows, logits_PV, sources)
 
     def _decode(self) -> None:
         count = len(self._running)
@@ -244,10 +272,10 @@ class TorchRollout:
             rows = self._cached.cache.row_index_R[:count]
             last_R = self._tokens_RT[rows, self._counts_R[:count] - 1].long().unsqueeze(1).cpu()
             sequences = [torch.cat(pair) for pair in zip(self._sequences().values(), last_R, strict=True)]
-            logits_R1V = self._cached.extend(sequences, self._missing_tokens + 1)
+            logits_RV = self._cached.extend(sequences, self._missing_tokens + 1)
             self._missing_tokens = 0
             self._positions_R[:count] += 1
-            self._sample(slice(count), logits_R1V[:, 0])
+            self._sample(slice(0, count), logits_RV, range(count))
             return
         rows = self._cached.cache.row_index_R[:count]
         positions_R = self._positions_R[:count]
@@ -255,18 +283,26 @@ class TorchRollout:
         longest = max(map(_position, self._running, self._generated)) + 1
         logits_RV = self._cached.decode(last_R, positions_R, longest)
         self._positions_R[:count] += 1
-        self._sample(slice(count), logits_RV)
+        self._sample(slice(0, count), logits_RV, range(count))
 
-    def _sample(self, rows: slice, logits_RV: torch.Tensor) -> None:
+    def _sample(self, rows: slice, logits_PV: torch.Tensor, sources: Sequence[int]) -> None:
+        """Append a token to each row, from the logits ``sources[i]``; for a few rows at a time, to save memory."""
+        height = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
+        for start in range(0, len(sources), height):
+            some = sources[start : start + height]
+            logits_RV = logits_PV[some.start : some.stop] if isinstance(some, range) else logits_PV[some]
+            self._sample_rows(slice(rows.start + start, rows.start + start + len(some)), logits_RV)
+
+    def _sample_rows(self, rows: slice, logits_RV: torch.Tensor) -> None:
         """Append one token per row: drawn with the row's next uniform number, or the most likely token if greedy."""
-        logprobs_RV = torch.log_softmax(logits_RV.float() / self._temperature, dim=-1)
+        logprobs_RV = distribution_logprobs(logits_RV.float(), self._temperature)
         places_R1 = self._counts_R[rows].unsqueeze(1)
         uniform_R1 = self._draws_RT[rows].gather(1, places_R1)
         if self._truncation is None:
             chosen_R1, drawn_R1 = draw(logprobs_RV, uniform_R1)
         else:
             chosen_R1, drawn_R1, supports = draw_truncated(logprobs_RV, uniform_R1, self._truncation)
-            for row, support in enumerate(supports, rows.start or 0):
+            for row, support in enumerate(supports, rows.start):
                 self._supports[row].append(support)
         if any(prompt.greedy for prompt in self._running[rows]):
             greedy_R1 = self._greedy_R[rows].unsqueeze(1)
@@ -293,7 +329,7 @@ class TorchRollout:
             if prompt.sampling is not None and not prompt.greedy:
                 own.setdefault(prompt.sampling, []).append(place)
         for options, places in own.items():
-            logprobs_NV = torch.log_softmax(logits_RV[places].float() / options.temperature, dim=-1)
+            logprobs_NV = distribution_logprobs(logits_RV[places].float(), options.temperature)
             if options.truncation.is_active:
                 chosen_N1, drawn_N1, _ = draw_truncated(logprobs_NV, uniform_R1[places], options.truncation)
             else:
@@ -301,7 +337,7 @@ class TorchRollout:
             chosen_R1[places], drawn_R1[places] = chosen_N1, drawn_N1
             if self._truncation is not None:
                 for place, token_1 in zip(places, chosen_N1.to(torch.int32), strict=True):
-                    self._supports[(rows.start or 0) + place][-1] = singletons(token_1)
+                    self._supports[rows.start + place][-1] = singletons(token_1)
 
     def _remove_finished(self) -> list[Response]:
         """Remove the rows that have ended, close the gaps, and return their responses."""
@@ -311,7 +347,10 @@ class TorchRollout:
         # The only point in a decode step at which the host waits for the device.
         stopped: list[bool] = torch.isin(last_R, self._stop_ids).tolist()
         if self._stop.strings:
-            stopped = [one or other for one, other in zip(stopped, self._has_stop_string(), strict=True)]
+            for tokens, token in zip(self._host_tokens, last_R.tolist(), strict=True):
+                tokens.append(token)
+            complete = map(self._stop.complete_string, self._host_tokens)
+            stopped = [one or other for one, other in zip(stopped, complete, strict=True)]
         finished = []
         for row in reversed(range(count)):
             length = self._generated[row]
@@ -330,13 +369,6 @@ class TorchRollout:
             self._free_row(row)
         return finished[::-1]
 
-    def _has_stop_string(self) -> list[bool]:
-        """Whether the last token of each running sequence completes a stop string."""
-        tokens_RT = self._tokens_RT[: len(self._running)].cpu()
-        return [
-            self._stop.complete_string(tokens_RT[row, :length].tolist()) for row, length in enumerate(self._generated)
-        ]
-
     def _free_row(self, row: int) -> None:
         last = len(self._running) - 1
         if row != last:
@@ -344,7 +376,9 @@ class TorchRollout:
             self._spans[row] = self._spans[last]
             self._supports[row] = self._supports[last]
             self._generated[row] = self._generated[last]
-            self._cached.cache.move(last, row)
+            self._host_tokens[row] = self._host_tokens[last]
+            length = _position(self._running[last], self._generated[last])
+            self._cached.cache.copy(last, slice(row, row + 1), length)
             for state in (
                 self._positions_R,
                 self._counts_R,
@@ -358,6 +392,7 @@ class TorchRollout:
         self._spans.pop()
         self._supports.pop()
         self._generated.pop()
+        self._host_tokens.pop()
 
 
 def _position(prompt: Prompt, generated: int) -> int:

@@ -73,9 +73,8 @@ def test_a_growing_cache_keeps_its_contents() -> None:
         cache = RowCache(1, 70)
         layer = cache.layers[0]
         keys, values = torch.randn(2, 70, 2, 60, 64)
-        cache.begin_prefill(60)
+        cache.begin_prefill(range(70), 60)
         layer.update(keys, values)
-        cache.store_prefill(torch.arange(70), torch.arange(70))
         cache.reserve(200)
         assert layer.keys.shape == layer.values.shape == (70, 2, 256, 64)
         assert torch.equal(layer.keys[:, :, :60], keys)
