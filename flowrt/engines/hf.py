@@ -1,8 +1,10 @@
 """Hugging Face checkpoints: load with `from_pretrained`, write with `save_pretrained`."""
 
 import os
+import re
 import threading
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from flowrt.errors import EngineError
 from flowrt.runtime.files import partial_path, replace_directory
 
+TOKENIZER_PACKAGES = frozenset({"protobuf", "sentencepiece", "tiktoken"})
+"""Packages that read a tokenizer which is not in tokenizer.json: the extra ``tokenizers``."""
+_REQUIRED = re.compile(
+    r"pip install (?:-U |--upgrade )?[`'\"]?([\w.-]+)(?![\w.+-])|requires (?:the )?[`'\"]?([\w.-]+)[`'\"]? library"
+)
+"""How transformers names a package that a checkpoint needs."""
 _loading = threading.Lock()
 """Serialises loading, during which transformers changes process-wide state of torch."""
 
@@ -28,7 +36,7 @@ def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.d
         with _loading:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
+        raise EngineError(unloadable(path, "is no causal LM", error)) from error
     return model.to(device)
 
 
@@ -37,14 +45,49 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise EngineError(f"{path} has no tokenizer that transformers can load: {_first_line(error)}") from error
+        raise EngineError(unloadable(path, "has no tokenizer", error)) from error
     if tokenizer.eos_token_id is None:
         raise EngineError(f"the tokenizer in {path} has no end-of-sequence token; set eos_token in its configuration")
     return tokenizer
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def unloadable(path: str | os.PathLike[str], what: str, error: Exception) -> str:
+    """Why transformers cannot load a part of a checkpoint, in one sentence.
+
+    Args:
+        path: the checkpoint.
+        what: the fault if no package is missing: "is no causal LM", "has no tokenizer".
+        error: of transformers.
+    """
+    package = missing_package(error)
+    if package in TOKENIZER_PACKAGES:
+        return (
+            f"the tokenizer of {path} is in no tokenizer.json, and the packages that read its other files are not "
+            "installed here: pip install 'flowrt[tokenizers]'"
+        )
+    if package:
+        return f"{path} needs the package {package}, which is not installed here: pip install {package}"
+    return f"{path} {what} that transformers can load: {first_sentence(error)}"
+
+
+def missing_package(error: Exception) -> str:
+    """The package whose absence transformers reports with this error; empty: none, or it is installed."""
+    found = _REQUIRED.search(str(error))
+    name = (isinstance(error, ModuleNotFoundError) and error.name) or (found and (found[1] or found[2])) or ""
+    name = name.split(".")[0].lower()
+    try:
+        return "" if not name or distribution(name) else name
+    except PackageNotFoundError:
+        return name
+
+
+def first_sentence(error: Exception) -> str:
+    """The first line of an error, and the second if the first ends with a colon; without the advice that follows."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    if first.endswith(":") and len(lines) > 1:
+        first = f"{first} {lines[1]}"
+    return first[:200].rstrip(". ")
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
@@ -123,5 +166,5 @@ def parameter_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
             model.tie_weights()
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
+        raise EngineError(unloadable(path, "is no causal LM", error)) from error
     return {name: parameter.shape for name, parameter in named_parameters(model).items()}

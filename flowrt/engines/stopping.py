@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from flowrt.engines.hf import load_tokenizer
+from flowrt.engines.hf import load_tokenizer, unloadable
 from flowrt.engines.prompts import end_of_turn_ids, template_text
 from flowrt.errors import EngineError
 
@@ -45,8 +45,7 @@ def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_tem
             generation = GenerationConfig.from_pretrained(path, local_files_only=True)
             sources["generation_config.json"] = generation.eos_token_id
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise EngineError(f"{path} has a configuration that transformers cannot load: {first_line}") from error
+        raise EngineError(unloadable(path, "has no configuration", error)) from error
     found: set[int] = set()
     for name, value in sources.items():
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, EngineError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, take
 from flowrt.recipes.constraints import check_bounds, check_data_options, check_text
@@ -93,7 +93,10 @@ def check_data(config: RunConfig, show: int, console: Console) -> int:
     check_data_options(config)
     sets = open_sets(config.data)
     check_rows(sets, replace(config.data, allow_overlap=True))
-    return _report(config, sets, show, console)
+    try:
+        return _report(config, sets, show, console)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: Console) -> int:
@@ -143,7 +146,7 @@ def _model(path: Path) -> tuple[Any, Any]:
     """The tokenizer and the configuration of a checkpoint. Raises ConfigError if it has none."""
     import transformers
 
-    from flowrt.engines.hf import load_tokenizer
+    from flowrt.engines.hf import load_tokenizer, unloadable
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     if not (path / "config.json").is_file():
@@ -152,8 +155,7 @@ def _model(path: Path) -> tuple[Any, Any]:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{path} has a configuration that transformers cannot load: {first}") from error
+        raise ConfigError(unloadable(path, "has no configuration", error)) from error
     return tokenizer, config
 
 

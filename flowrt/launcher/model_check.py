@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flowrt.engines.hf import load_tokenizer, parameter_shapes
+from flowrt.engines.hf import load_tokenizer, parameter_shapes, unloadable
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError
@@ -126,7 +126,7 @@ def check_weights(path: Path) -> Any:
             output_loading_info=True,
         )
     except (*LOAD_ERRORS, StrictDataclassError) as error:
-        raise ConfigError(f"model {path} is no causal LM that transformers can load: {_sentence(error)}") from error
+        raise ConfigError(f"model {unloadable(path, 'is no causal LM', error)}") from error
     if found["mismatched_keys"]:
         name, there, wanted = sorted(found["mismatched_keys"])[0]
         others = f" (and {len(found['mismatched_keys']) - 1} others)" if len(found["mismatched_keys"]) > 1 else ""
@@ -179,15 +179,6 @@ def _dtype(name: str) -> torch.dtype:
 def _some(names: Iterable[str]) -> str:
     found = sorted(names)
     return ", ".join(found[:MAX_NAMES]) + (", …" if len(found) > MAX_NAMES else "")
-
-
-def _sentence(error: Exception) -> str:
-    """The first line of an error, and the second if the first ends with a colon; without the advice that follows."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    if first.endswith(":") and len(lines) > 1:
-        first = f"{first} {lines[1]}"
-    return first[:200].rstrip(". ")
 
 
 def main() -> int:

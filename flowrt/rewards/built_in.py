@@ -18,7 +18,7 @@ Scorer = Callable[[str, object, Mapping[str, object]], RewardOutcome]
 def check_packages(function: RewardFunction) -> None:
     """Raise ConfigError if a built-in function needs a package that is not installed."""
     if function.kind == "math" and find_spec("math_verify") is None:
-        raise ConfigError("reward function math needs the package math-verify: pip install '.[math]'")
+        raise ConfigError("reward function math needs the package math-verify: pip install 'flowrt[math]'")
 
 
 def built_in(function: RewardFunction) -> Scorer:

@@ -152,5 +152,6 @@ def torch_npu() -> Any:
         return importlib.import_module("torch_npu")
     except ImportError as error:
         raise ConfigError(
-            f"an NPU needs torch_npu of the same version as torch {torch.__version__}: {error}"
+            f"an NPU needs torch_npu of the same version as torch {torch.__version__}: pip install 'flowrt[npu]' "
+            f"({error})"
         ) from error

@@ -1,0 +1,55 @@
+"""What flowrt imports is declared: by the base install, or by an extra that a message names."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+FOR_USERS = sorted(set(EXTRAS) - {"dev"})
+
+
+def names(requirements: list[str]) -> set[str]:
+    """The normalised names of distributions."""
+    return {re.sub(r"[-_.]+", "-", re.split(r"[\[<>=;~! ]", one)[0]).lower() for one in requirements}
+
+
+def imported(folder: Path) -> set[str]:
+    """The top-level names that the files of a folder import."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"flowrt"}
+
+
+def test_what_is_imported_is_a_dependency() -> None:
+    declared = names(PROJECT["dependencies"]).union(*(names(EXTRAS[extra]) for extra in FOR_USERS))
+    homes = packages_distributions()
+    undeclared = {
+        module: homes.get(module, ["not installed"])
+        for module in imported(ROOT / "flowrt") | imported(ROOT / "examples")
+        if not names(homes.get(module, [])) & declared
+    }
+    assert undeclared == {}
+
+
+@pytest.mark.parametrize("extra", FOR_USERS)
+def test_an_extra_is_in_the_first_page_and_in_a_message(extra: str) -> None:
+    assert f"flowrt[{extra}]" in (ROOT / "docs" / "getting-started.md").read_text()
+    assert any(f"flowrt[{extra}]" in path.read_text() for path in (ROOT / "flowrt").rglob("*.py"))
+
+
+def test_no_message_or_page_names_an_extra_that_does_not_exist() -> None:
+    texts = [*(ROOT / "flowrt").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    named = {name for path in texts for name in re.findall(r"flowrt\[(\w+)\]", path.read_text())}
+    assert sorted(named - {"dev"}) == FOR_USERS
