@@ -20,7 +20,7 @@ run: $(STAMP)
 # What needs nothing but this machine, within 20 minutes: runs with time limits one after the other, all else two at a
 # time, or three where it mostly waits. Runs that take longest are left to test-long; the rest needs servers, a cluster
 # or root.
-REAL := sglang or slurm or netns or chromium or gpu or npu
+REAL := gemma or sglang or slurm or netns or chromium or gpu or npu
 PURE := tests/unit tests/property tests/architecture
 
 # Between two edits: what needs no whole run, with fewer examples and at most three cases of a test with parameters;
