@@ -148,6 +148,23 @@ def gsm8k(one: dict[str, Any], where: str) -> list[str]:
     ]
 
 
+def gemma(one: dict[str, Any], where: str) -> list[str]:
+    """A pretrained model learns a task: the mean reward of each five steps."""
+    seeds = result("gemma")["machine"]["seeds"]
+    ends = sorted(int(name.removeprefix("reward_to_")) for name in one if name.startswith("reward_to_"))
+    return [
+        "Gemma 3 270M, which scripts/install_gemma writes, learns to name the larger of two numbers "
+        f"(`examples/larger_number.py`; {where}, medians of {seeds} seeds): {ends[-1]} steps of 64 samples in "
+        f"{one['minutes']:.0f} minutes, held-out answers right {one['held_out_first']:.2f} → "
+        f"{one['held_out_last']:.2f} (the worst seed {one['held_out_last_least']:.2f}).",
+        "",
+        "| steps up to | " + " | ".join(map(str, ends)) + " |",
+        "|---" * (len(ends) + 1) + "|",
+        "| mean reward of five steps | " + " | ".join(f"{one[f'reward_to_{end}']:.2f}" for end in ends) + " |",
+        "",
+    ]
+
+
 def metadata(one: dict[str, Any], where: str) -> list[str]:
     """The metadata plane, compared with TransferQueue and with a server that only echoes."""
     rows = [
@@ -536,6 +553,7 @@ def _staleness_of(measured: dict[str, float]) -> list[str]:
 SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], str], list[str]], str], ...] = (
     ("Default job", main_job, "main_job.py --other-seeds 2"),
     ("GSM8K", gsm8k, "gsm8k.py --data problems.jsonl"),
+    ("A pretrained model", gemma, "gemma.py"),
     ("Controller: the metadata plane", metadata, "metadata.py --baseline-python PYTHON"),
     ("Asynchrony, step by step", ablation, "ablation.py"),
     ("Tensors", tensors, "tensors.py --baseline-python PYTHON"),
