@@ -160,6 +160,28 @@ def test_a_malformed_answer_raises_an_error(wrong: Any) -> None:
         protocol.parse_generated(wrong, NEW_SERVER, version=3)
 
 
+def test_a_token_drawn_from_no_probabilities_raises_an_error() -> None:
+    """The server replaces it by a stop token, and reports the end of the sequence."""
+    with pytest.raises(EngineError, match=r"not numbers \(NaN\): the model has diverged, or its dtype"):
+        protocol.parse_generated(answer([7, 1], [("3", 0, 2)], type="stop", matched="NaN happened"), NEW_SERVER, 3)
+
+
+@pytest.mark.parametrize(
+    ("preferred", "unknown"),
+    [
+        ({}, []),
+        ({"preferred_sampling_params": None}, []),
+        ({"preferred_sampling_params": {"top_k": 20, "repetition_penalty": 1.3, "regex": "a"}}, []),
+        (
+            {"preferred_sampling_params": '{"watermark": true, "beam_width": 2, "top_p": 0.5}'},
+            ["beam_width", "watermark"],
+        ),
+    ],
+)
+def test_preferences_of_a_server_are_overruled_or_named(preferred: dict[str, Any], unknown: list[str]) -> None:
+    assert protocol.unknown_preferences(preferred) == unknown
+
+
 # ---- truncated sampling
 
 
