@@ -38,7 +38,7 @@ KEY_ARGUMENTS = ("--config", "--tokenizer-worker-num", "--grpc-port")
 PORTS = range(20_000, 32_000)
 """Ports below those of outgoing connections, so that a free port stays free until the server listens."""
 PORT_TRIES = 50
-KILL_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 60.0
 LOG_TIMEOUT_S = 2.0
 CONTEXT_MARGIN = 8
 """Positions that the server keeps free: it ends a sequence 2 tokens before its context length, and accepts no request
