@@ -347,6 +347,14 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not")
     parser.add_argument(
+        "--hf", type=Path, metavar="DIR", help="write the model to this new directory, for transformers"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", type=_whole_number, metavar="N", help="with --hf: of the checkpoint after N steps; default: newest"
+    )
+    which.add_argument("--best", action="store_true", help="with --hf: the best weights (checkpoint.best)")
+    parser.add_argument(
         "--perfetto", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev (.json, .json.gz)"
     )
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write TensorBoard files to this directory")
@@ -364,7 +372,13 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     from flowrt.launcher.export import ExportOptions, export
+    from flowrt.launcher.export_model import ModelExport
 
+    model = None
+    if arguments.hf is not None:
+        model = ModelExport(arguments.run_dir, arguments.hf, arguments.step, arguments.best)
+    elif arguments.best or arguments.step is not None:
+        raise ConfigError("--step and --best change nothing without --hf DIR; leave them out")
     options = ExportOptions(
         run_dir=arguments.run_dir,
         perfetto=arguments.perfetto,
@@ -373,6 +387,7 @@ def _export(arguments: argparse.Namespace) -> int:
         wandb_dir=arguments.wandb_dir,
         prometheus=arguments.prometheus,
         html=arguments.html,
+        model=model,
         compare=tuple(arguments.compare),
         exporter=arguments.exporter,
         steps=arguments.steps,
@@ -564,7 +579,9 @@ COMMANDS: Mapping[str, Subcommand] = {
     "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
     "watch": Subcommand("serve the page of a run: curves, timeline, samples, status", _watch, _watch_arguments),
     "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
-    "export": Subcommand("export a run: Perfetto, TensorBoard, W&B, Prometheus, HTML", _export, _export_arguments),
+    "export": Subcommand(
+        "export a run: model, Perfetto, TensorBoard, W&B, Prometheus, HTML", _export, _export_arguments
+    ),
     "replay": Subcommand("show the controller's state at any moment of a run", _replay, _replay_arguments),
     "samples": Subcommand("print stored samples: texts, rewards, tokens", _samples, _samples_arguments),
     "time": Subcommand("print where the time of a run went, by role and cause", _time, _time_arguments),

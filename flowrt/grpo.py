@@ -16,13 +16,13 @@ from flowrt.engines.hf import load_model, load_tokenizer
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.engines.training.forward import response_logprobs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
-from flowrt.launcher import build_model
+from flowrt.launcher import adapter_start, build_model
 from flowrt.launcher.controller_main import sample_store
 from flowrt.recipes import grpo as recipe
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse, to_toml
-from flowrt.recipes.run_dir import model_dir
+from flowrt.recipes.run_dir import has_adapters_to_merge, model_dir
 from flowrt.roles import main, reference, reward, rollout, source, trainer
 from flowrt.roles.engines import rollout_engine, train_engine
 from flowrt.roles.filter import with_filter
@@ -108,6 +108,8 @@ def _prepare(config: RunConfig) -> None:
     private_directory(Path(config.run_dir))
     if not config.model:
         build_model.build(config)
+    elif has_adapters_to_merge(config):
+        adapter_start.merge_starts(config)
 
 
 def trainer_worker(make: Callable[[RunConfig], TrainEngine]) -> None:

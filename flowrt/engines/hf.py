@@ -3,7 +3,6 @@
 import os
 import re
 import threading
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ _REQUIRED = re.compile(
     r"pip install (?:-U |--upgrade )?[`'\"]?([\w.-]+)(?![\w.+-])|requires (?:the )?[`'\"]?([\w.-]+)[`'\"]? library"
 )
 """How transformers names a package that a checkpoint needs."""
+NO_ADAPTER = {"subfolder": "no-adapter"}
+"""For transformers: where to look for an adapter of a model, so that it finds none."""
 _loading = threading.Lock()
 """Serialises loading, during which transformers changes process-wide state of torch."""
 
@@ -28,13 +29,16 @@ _loading = threading.Lock()
 def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """Load a causal LM from a directory, with transformers' default attention (mostly SDPA).
 
-    Reads safetensors only: ``pytorch_model.bin`` is a pickle and is never opened.
+    Reads safetensors only: ``pytorch_model.bin`` is a pickle and is never opened. An adapter in the same directory is
+    not applied.
 
     Raises EngineError if transformers cannot load it.
     """
     try:
         with _loading:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, local_files_only=True, use_safetensors=True, adapter_kwargs=NO_ADAPTER
+            )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise EngineError(unloadable(path, "is no causal LM", error)) from error
     return model.to(device)
@@ -99,29 +103,6 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
     replace_directory(partial, path)
 
 
-def write_policy(source: Path, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Write a copy of a checkpoint with other weights, in the dtype of ``tensors``.
-
-    Args:
-        source: directory of the checkpoint.
-        tensors: the new trainable parameters (`named_parameters`) by name; other names are ignored.
-        directory: created by the call.
-
-    Raises:
-        EngineError: if the checkpoint cannot be loaded, or a parameter of its model is missing or has another shape.
-        OSError, SafetensorError: if writing fails.
-    """
-    model = load_model(source, dtype=next(iter(tensors.values())).dtype)
-    own = named_parameters(model)
-    if any(name not in tensors or tensors[name].shape != one.shape for name, one in own.items()):
-        raise EngineError(f"the weights are not the parameters of {source}; was the run's model changed?")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
-    model.save_pretrained(directory)
-    load_tokenizer(source).save_pretrained(directory)
-
-
 def export_dtype(path: str | os.PathLike[str], wanted: str) -> torch.dtype:
     """The dtype to export a model in: ``wanted``, or for "source" that of the checkpoint at ``path``.
 
@@ -161,10 +142,19 @@ def parameter_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
 
     Raises EngineError if transformers does not support the model.
     """
+    model = meta_model(path, torch.float32)
+    model.tie_weights()
+    return {name: parameter.shape for name, parameter in named_parameters(model).items()}
+
+
+def meta_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
+    """The checkpoint's model on the meta device, without memory for its weights.
+
+    Raises EngineError if transformers does not support the model.
+    """
     try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
         with _loading, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
-            model.tie_weights()
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise EngineError(unloadable(path, "is no causal LM", error)) from error
-    return {name: parameter.shape for name, parameter in named_parameters(model).items()}

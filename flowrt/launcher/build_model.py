@@ -1,6 +1,7 @@
 """The embedded model of a run, built before its workers start: tokenizer, random weights, warm start, checkpoint."""
 
 import argparse
+import copy
 import logging
 import random
 import sys
@@ -22,6 +23,7 @@ from flowrt.engines.tiny_model import (
     sft,
 )
 from flowrt.engines.tiny_model import wrap_tokenizer as wrap
+from flowrt.engines.training.lora import add_adapters
 from flowrt.errors import EXIT_BAD_INPUT, FlowError
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
@@ -69,6 +71,8 @@ def build(config: RunConfig) -> None:
         max_length=shape.max_length,
         seed=config.seed,
     )
+    if config.trainer.lora.rank:
+        add_adapters(copy.deepcopy(model), config.trainer.lora)  # refuses its targets before the warm start
     data = WarmStartData(config, task, tokenizer)
     warm = config.sft
     evaluations = sft(

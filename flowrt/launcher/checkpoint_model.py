@@ -1,8 +1,8 @@
 """Writes the policy of a checkpoint as the model of another run.
 
 ``python -m flowrt.launcher.checkpoint_model --config RUN/config.toml --checkpoint DIR --source MODEL``: writes a
-copy of MODEL with the weights of the checkpoint to the model directory of the configuration. Exit code 2 and one
-sentence if that fails.
+copy of MODEL with the weights of the checkpoint, in the dtype of the optimiser's, to the model directory of the
+configuration. Exit code 2 and one sentence if that fails.
 """
 
 import argparse
@@ -13,15 +13,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from flowrt.engines.hf import write_policy
-from flowrt.engines.training.state import read_tensors
+from flowrt.engines.exported_model import complete, write_checkpoint
 from flowrt.errors import EXIT_BAD_INPUT, FlowError
 from flowrt.recipes.config_io import from_file
 from flowrt.runtime.logs import log_to_stderr
 
 log = logging.getLogger("flowrt")
-MODEL_PREFIX = "model."
-"""Prefix of the names of the policy's parameters in a checkpoint of a training engine."""
 
 
 def main() -> int:
@@ -32,9 +29,10 @@ def main() -> int:
     arguments = parser.parse_args()
     log_to_stderr()
     try:
-        state = read_tensors(arguments.checkpoint)
-        tensors = {name.removeprefix(MODEL_PREFIX): one for name, one in state.items() if name.startswith(MODEL_PREFIX)}
-        write_policy(arguments.source, tensors, Path(from_file(arguments.config).model))
+        config = from_file(arguments.config)
+        directory, lora = Path(config.model), config.trainer.lora
+        write_checkpoint(arguments.checkpoint, arguments.source, directory, lora=lora, wanted="state")
+        complete(directory, arguments.source, config.data.chat_template)
     except (FlowError, OSError, SafetensorError) as error:
         log.error("checkpoint %s cannot be evaluated: %s", arguments.checkpoint, error)
         return EXIT_BAD_INPUT

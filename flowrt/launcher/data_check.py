@@ -15,6 +15,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, take
 from flowrt.recipes.constraints import check_bounds, check_data_options, check_text
 from flowrt.recipes.data.difficulty import Selection
+from flowrt.recipes.model_files import base_model_dir, tokenizer_dir
 from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
 from flowrt.recipes.tasks.base import Example, PromptBlock
 from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, folded, open_sets
@@ -102,8 +103,8 @@ def check_data(config: RunConfig, show: int, console: Console) -> int:
 def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: Console) -> int:
     from flowrt.engines.prompts import PromptEncoder, template_text
 
-    model = Path(config.model)
-    tokenizer, model_config = _model(model)
+    model = base_model_dir(Path(config.model))
+    tokenizer, model_config = _model(model, tokenizer_dir(Path(config.model)))
     encoder = PromptEncoder(tokenizer, config.data.prompt_format)
     limits = prompt_limits(config, model_config)
     found = _read(encoder, tokenizer.bos_token_id, limits, sets)
@@ -142,8 +143,11 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
     return EXIT_BAD_INPUT if is_refused else EXIT_OK
 
 
-def _model(path: Path) -> tuple[Any, Any]:
-    """The tokenizer and the configuration of a checkpoint. Raises ConfigError if it has none."""
+def _model(path: Path, with_tokenizer: Path) -> tuple[Any, Any]:
+    """The tokenizer and the configuration of a checkpoint. Raises ConfigError if it has none.
+
+    ``with_tokenizer`` has the tokenizer: another directory for an adapter that has one of its own.
+    """
     import transformers
 
     from flowrt.engines.hf import load_tokenizer, unloadable
@@ -151,7 +155,7 @@ def _model(path: Path) -> tuple[Any, Any]:
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     if not (path / "config.json").is_file():
         raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(with_tokenizer)
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

@@ -10,15 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from flowrt.engines.table import TRAIN_ENGINES
-from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.errors import EXIT_OK
+from flowrt.launcher.export_model import saved_weights
 from flowrt.launcher.local_run import check_and_run, with_absolute_paths
 from flowrt.launcher.resume import read_config
 from flowrt.launcher.supervision import read_summary
-from flowrt.recipes.checkpoint_checksums import check_checkpoint
 from flowrt.recipes.config import CheckpointConfig, RunConfig
 from flowrt.recipes.constraints import check
-from flowrt.recipes.run_dir import best_dir, best_steps, checkpoint_dir, checkpoint_steps, model_dir
+from flowrt.recipes.run_dir import model_dir
 from flowrt.runtime.files import atomic_write, private_directory
 
 
@@ -44,9 +43,7 @@ def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, consol
     """
     run_dir = run_dir.absolute()
     config = read_config(run_dir)
-    if TRAIN_ENGINES[config.trainer.engine].published(config.trainer).lora is not None:
-        raise ConfigError(f"run {run_dir} publishes adapters alone, of which flowrt eval makes no model")
-    version, weights = _weights(run_dir, options)
+    version, weights = saved_weights(run_dir, options.step, best=options.best)
     work = run_dir / f".eval-{os.getpid()}"
     source = weights if options.best else model_dir(config)
     evaluated = _evaluated_config(config, options, work / "run", source)
@@ -72,22 +69,6 @@ def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, consol
             json_path, json.dumps({"run": str(run_dir), "version": version, "results": found}, indent=1) + "\n"
         )
     return code
-
-
-def _weights(run_dir: Path, options: EvalOptions) -> tuple[int, Path]:
-    """The version to evaluate, and the directory of its weights. Raises ConfigError if there are no such weights."""
-    if options.best:
-        steps = best_steps(run_dir)
-        if not steps:
-            raise ConfigError(f"run {run_dir} has no best weights; set checkpoint.best in a run to keep them")
-        return steps[0], best_dir(run_dir, steps[0])
-    steps = checkpoint_steps(run_dir)
-    step = max(steps, default=0) if options.step is None else options.step
-    if step not in steps:
-        there_is = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"run {run_dir} has no checkpoint after {step} steps; there is: {there_is}")
-    check_checkpoint(run_dir, step)
-    return step, checkpoint_dir(run_dir, step)
 
 
 def _evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, model: Path) -> RunConfig:

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from flowrt.launcher.export_model import ModelExport, check_export, export_model
 from flowrt.launcher.terminal import printable
 from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.exporters.perfetto import write_trace
@@ -46,6 +47,7 @@ class ExportOptions:
     wandb_dir: Path | None = None
     prometheus: str | None = None
     html: Path | None = None
+    model: ModelExport | None = None
     compare: tuple[Path, ...] = ()
     """Directories of other runs, whose curves are in ``html`` too."""
     exporter: str = ""
@@ -66,6 +68,8 @@ class ExportOptions:
 
 def export(options: ExportOptions, console: Console) -> int:
     """Export a run; returns the exit code. Raises ConfigError for bad input, with nothing written."""
+    if options.model is not None:
+        check_export(options.model)
     reader = RunReader(options.run_dir)
     ComparedRuns(options.run_dir, options.compare)  # raises ConfigError before anything is written
     first, last = _check(options)
@@ -87,6 +91,9 @@ def export(options: ExportOptions, console: Console) -> int:
     if options.html is not None:
         importlib.import_module(HTML).write(options.run_dir, options.html, options.compare)
         console.print(str(options.html), soft_wrap=True, highlight=False)
+    if options.model is not None:
+        version = export_model(options.model)
+        console.print(f"{options.model.directory}: the model of version {version}", soft_wrap=True, highlight=False)
     return _run_processes(options)
 
 
@@ -94,10 +101,11 @@ def _check(options: ExportOptions) -> tuple[int, int | None]:
     """The first and last step to export. Raises ConfigError for options without effect, and unusable files."""
     found = parse_steps(options.steps)
     processes = options.processes()
-    if not processes and options.perfetto is None and options.prometheus is None and options.html is None:
+    formats = (options.perfetto, options.prometheus, options.html, options.model)
+    if not processes and all(one is None for one in formats):
         raise ConfigError(
-            "flowrt export needs a format: --perfetto FILE, --tensorboard DIR, --wandb, --prometheus FILE, --html FILE "
-            "or --exporter FILE.py:CLASS"
+            "flowrt export needs a format: --hf DIR, --perfetto FILE, --tensorboard DIR, --wandb, --prometheus FILE, "
+            "--html FILE or --exporter FILE.py:CLASS"
         )
     if options.compare and options.html is None:
         raise ConfigError("--compare changes nothing without --html FILE; leave it out")
@@ -106,7 +114,7 @@ def _check(options: ExportOptions) -> tuple[int, int | None]:
     if options.wandb_dir is not None and not options.wandb:
         raise ConfigError("--wandb-dir changes nothing without --wandb; leave it out")
     if options.steps and not processes and options.perfetto is None:
-        raise ConfigError("--steps changes nothing for --prometheus and --html; leave it out")
+        raise ConfigError("--steps changes nothing for --hf, --prometheus and --html; leave it out (--hf has --step)")
     for name, _ in processes:
         check_exporter(name)
     for path in (options.perfetto, options.html, Path(options.prometheus or "-")):

@@ -58,7 +58,7 @@ from flowrt.recipes.constraints import check_text
 from flowrt.recipes.devices import named_accelerators
 from flowrt.recipes.eval_names import eval_paths
 from flowrt.recipes.filter_function import check_filter_function
-from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
+from flowrt.recipes.run_dir import CONFIG, address_file, has_adapters_to_merge, model_dir, ranks_dir
 from flowrt.recipes.tasks.task_file import is_task_file, split
 from flowrt.rewards.functions import with_paths
 from flowrt.runtime.files import atomic_write, private_directory
@@ -304,9 +304,12 @@ class LocalRun:
         code = await self._run_first(view, *self._prepare) if self._prepare else EXIT_OK
         if code != EXIT_OK:
             return code
-        if self._config.model:
+        if has_adapters_to_merge(self._config):
+            view.report("merging the adapter into its base model")
+            code = await self._run_first(view, "adapter_start")
+        if code == EXIT_OK and self._config.model:
             code = await self._run_first(view, "model_check")
-        elif not model_dir(self._config).is_dir():
+        elif not self._config.model and not model_dir(self._config).is_dir():
             view.report("building and warm-starting the model")
             code = await self._run_first(view, "build_model")
         if code == EXIT_OK and self._config.reference.model and not self._config.model:

@@ -18,9 +18,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flowrt.engines.hf import load_tokenizer, parameter_shapes, unloadable
+from flowrt.engines.hf import load_tokenizer, meta_model, parameter_shapes, unloadable
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import stop_token_ids
+from flowrt.engines.training.lora import add_adapters
 from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
@@ -28,7 +29,7 @@ from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.eval_sets import run_prompts
 from flowrt.recipes.model_files import weight_files
 from flowrt.recipes.prompt_limits import prompt_limits
-from flowrt.recipes.run_dir import model_dir
+from flowrt.recipes.run_dir import model_dir, reference_model_dir
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.runtime.logs import log_to_stderr
 
@@ -43,6 +44,8 @@ LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, Attribute
 def check_model(config: RunConfig) -> None:
     """Raises ConfigError if the model or reference.model cannot be loaded, or a prompt or top-k does not fit."""
     path = model_dir(config)
+    if config.trainer.lora.rank:
+        add_adapters(meta_model(path, torch.float32), config.trainer.lora)
     if config.reference.model:
         check_reference(config)
     if not config.model:
@@ -68,7 +71,7 @@ def check_reference(config: RunConfig) -> None:
     The reference model needs the vocabulary of the trained model, positions for a prompt and its response, and, to be
     refreshed, the same parameters.
     """
-    path, policy = Path(config.reference.model), model_dir(config)
+    path, policy = reference_model_dir(config), model_dir(config)
     text_config = check_weights(path).get_text_config()
     sizes = [
         AutoConfig.from_pretrained(one, local_files_only=True).get_text_config().vocab_size for one in (policy, path)

@@ -15,7 +15,15 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file
 from flowrt.recipes.constraints import check
 from flowrt.recipes.resume_overrides import apply_overrides
-from flowrt.recipes.run_dir import check_summary_file, checkpoint_steps, kept_model_dir, kept_reference_dir
+from flowrt.recipes.run_dir import (
+    CONFIG,
+    built_model_dir,
+    built_reference_dir,
+    check_summary_file,
+    checkpoint_steps,
+    kept_model_dir,
+    kept_reference_dir,
+)
 from flowrt.runtime.files import RunLock
 
 
@@ -66,16 +74,29 @@ def read_config(run_dir: Path) -> RunConfig:
 
     Raises ConfigError for a directory that is no run directory, and for a configuration that is not valid.
     """
-    path = run_dir / "config.toml"
-    if not path.is_file():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no config.toml")
+    config = stored_config(run_dir)
     RunLock(run_dir).release()
-    config = dataclasses.replace(from_file(path), run_dir=str(run_dir))
-    kept = kept_model_dir(run_dir)
-    if config.model and kept.is_dir():
-        config = dataclasses.replace(config, model=str(kept))
-    kept_reference = kept_reference_dir(run_dir)
-    if config.reference.model and kept_reference.is_dir():
-        config = dataclasses.replace(config, reference=dataclasses.replace(config.reference, model=str(kept_reference)))
+    config = with_own_models(config, run_dir)
     check(config)
+    return config
+
+
+def stored_config(run_dir: Path) -> RunConfig:
+    """The configuration in a run directory. Raises ConfigError if there is none, or it is not valid."""
+    path = run_dir / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG}")
+    return from_file(path)
+
+
+def with_own_models(config: RunConfig, run_dir: Path) -> RunConfig:
+    """The configuration with this run directory, and with its models where it has some in place of the user's."""
+    config = dataclasses.replace(config, run_dir=str(run_dir))
+    if config.model:
+        for own in (kept_model_dir(run_dir), built_model_dir(run_dir)):
+            config = dataclasses.replace(config, model=str(own)) if own.is_dir() else config
+    if config.reference.model:
+        for own in (kept_reference_dir(run_dir), built_reference_dir(run_dir)):
+            reference = dataclasses.replace(config.reference, model=str(own))
+            config = dataclasses.replace(config, reference=reference) if own.is_dir() else config
     return config

@@ -650,7 +650,10 @@ class CheckpointConfig:
     every: StepCount = 50
     """Steps between checkpoints; the last step always writes one; 0: no checkpoints, a resumed run starts over."""
     keep: Annotated[int, Interval(gt=0, le=10_000_000)] = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep, and of newest models of hf_every."""
+    hf_every: StepCount = 0
+    """Steps between models in the format of Hugging Face, as step-N in "hf" in the run directory, whether or not there
+    is a checkpoint of the same step; 0: none."""
     preemption_save_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 60.0
     """How long a run that received SIGTERM may take to save a checkpoint, in seconds; 0: end without saving."""
     best: str = ""

@@ -68,6 +68,11 @@ def check(config: RunConfig) -> None:
     check_eval(config)
     check_reward_options(config)
     _check_samples(config)
+    if config.checkpoint.hf_every > config.steps:
+        raise ConfigError(
+            f"checkpoint.hf_every is {config.checkpoint.hf_every}, above steps ({config.steps}): no model would be "
+            "written but the final one; use fewer, or 0"
+        )
     if config.model:
         check_model_files(Path(config.model), config.rollout.max_new_tokens)
 
@@ -267,6 +272,8 @@ def _check_products(config: RunConfig) -> None:
 def check_trainer(trainer: TrainerConfig) -> None:
     """Raise ConfigError for options that the training engine does not support, or that contradict each other."""
     TRAIN_ENGINES[trainer.engine].check(trainer)
+    if trainer.lora.rank and not trainer.lora.alpha:
+        raise ConfigError("trainer.lora.alpha is 0: the adapters would change nothing; use another, for example 16")
     if trainer.compile and trainer.fsdp.recompute:
         raise ConfigError(
             "trainer.compile changes nothing with trainer.fsdp.recompute, which runs layers uncompiled; leave out one"

@@ -1,6 +1,8 @@
 """Checks of a Hugging Face checkpoint without torch: truncated, damaged and missing files.
 
-`flowrt.launcher.model_check` does the checks that need transformers.
+- `flowrt.launcher.model_check` does the checks that need transformers.
+- A LoRA adapter (adapter_config.json and its weights) stands for its base model with the adapter merged. As for
+  transformers, the base is the model in the same directory, if it has a config.json, else ``base_model_name_or_path``.
 """
 
 import json
@@ -12,6 +14,10 @@ from typing import Any
 from flowrt.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+TRAINER_STATE = "trainer_state.json"
+"""In each checkpoint of a trainer: what the directory is."""
 INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -24,7 +30,7 @@ def check_model_files(path: Path, max_new_tokens: int) -> None:
     """Raise ConfigError unless the directory is a complete Hugging Face checkpoint with a long enough context.
 
     Args:
-        path: the directory.
+        path: the directory; also one of a LoRA adapter, whose base model is checked too.
         max_new_tokens: maximum length of a response, in tokens; must be below ``max_position_embeddings``.
     """
     try:
@@ -36,23 +42,26 @@ def check_model_files(path: Path, max_new_tokens: int) -> None:
 def _check_files(path: Path, max_new_tokens: int) -> None:
     if not path.is_dir():
         raise ConfigError(f"model {path} is not a directory; give one with config.json, weights and a tokenizer")
-    if not (path / "config.json").is_file():
+    has_config = (path / "config.json").is_file()
+    if is_adapter(path) or ((path / ADAPTER_CONFIG).is_file() and not has_config):
+        base = _checked_base(path)
+        if base != path:
+            _check_files(base, max_new_tokens)
+            return
+    elif not has_config and (path / TRAINER_STATE).is_file():
+        raise ConfigError(
+            f"model {path} is a checkpoint of a trainer, and not a model: flowrt export {path.parent.parent} --hf DIR "
+            f"--step {int(path.name.rpartition('-')[2])} makes one of it"
+        )
+    elif not has_config:
         raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
-    files = weight_files(path)
-    if not files:
-        if any(path.glob("*.bin")):
-            raise ConfigError(
-                f"model {path} has its weights in a pickle (*.bin), which is never opened here: it could run anything; "
-                "if you trust it, load it with transformers and save_pretrained it again"
-            )
-        raise ConfigError(f"model {path} has no weights (*.safetensors); is the download complete?")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+    headers = _check_weights(path)
+    if not has_tokenizer(path):
         raise ConfigError(f"model {path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); is the download complete?")
     config = _read_json(path / "config.json")
     for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
         if (path / name).is_file():
             _read_json(path / name)
-    headers = {file.name: read_header(file) for file in files}
     if not any(headers.values()):
         raise ConfigError(f"model {path} has no tensor in its weights ({', '.join(headers)}); download them again")
     if (path / INDEX).is_file():
@@ -65,9 +74,78 @@ def _check_files(path: Path, max_new_tokens: int) -> None:
         )
 
 
+def _check_weights(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The headers of the weight files, by name. Raises ConfigError if there are none, or one is damaged."""
+    files = weight_files(path)
+    if not files:
+        if any(path.glob("*.bin")):
+            raise ConfigError(
+                f"model {path} has its weights in a pickle (*.bin), which is never opened here: it could run anything; "
+                "if you trust it, load it with transformers and save_pretrained it again"
+            )
+        raise ConfigError(f"model {path} has no weights (*.safetensors); is the download complete?")
+    return {file.name: read_header(file) for file in files}
+
+
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted by name; none if it has no such file."""
-    return sorted(path.glob("*.safetensors"))
+    """The safetensors files of a checkpoint, sorted by name, without those of an adapter; none if it has no such."""
+    return sorted(file for file in path.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory has files of a tokenizer."""
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory has an adapter and its weights, alone or beside those of a model."""
+    return (path / ADAPTER_CONFIG).is_file() and (path / ADAPTER_WEIGHTS).is_file()
+
+
+def base_model_dir(path: Path) -> Path:
+    """The directory of the model that an adapter is of; of a directory without an adapter, itself.
+
+    Raises ConfigError if adapter_config.json cannot be read or names no base model.
+    """
+    if not (path / ADAPTER_CONFIG).is_file() or (path / "config.json").is_file():
+        return path
+    name = _read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"adapter {path} names no base model: set base_model_name_or_path in its {ADAPTER_CONFIG} to the directory "
+            "of the base model"
+        )
+    beside = path / name
+    return beside if not Path(name).is_dir() and beside.is_dir() else Path(name)
+
+
+def tokenizer_dir(path: Path) -> Path:
+    """The directory of the tokenizer of a model or adapter: its own, if it has one, else that of its base model."""
+    return path if has_tokenizer(path) else base_model_dir(path)
+
+
+def _checked_base(path: Path) -> Path:
+    """The base model's directory of an adapter. Raises ConfigError unless it is complete, LoRA, and its base exists."""
+    kind = _read_json(path / ADAPTER_CONFIG).get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(
+            f"adapter {path} is of peft_type {kind!r:.40}, and only LORA adapters can be merged into a model"
+        )
+    if not (path / ADAPTER_WEIGHTS).is_file():
+        pickled = any(path.glob("adapter_model.*"))
+        reason = "a pickle, which is never opened here" if pickled else "nothing"
+        raise ConfigError(
+            f"adapter {path} has no weights in {ADAPTER_WEIGHTS}, but {reason}; save it as safetensors with peft"
+        )
+    if not read_header(path / ADAPTER_WEIGHTS):
+        raise ConfigError(f"adapter {path} has no tensor in {ADAPTER_WEIGHTS}; save it again")
+    base = base_model_dir(path)
+    if not (base / "config.json").is_file():
+        raise ConfigError(
+            f"adapter {path} is of the base model {base}, which is no model on this host; set base_model_name_or_path "
+            f"in its {ADAPTER_CONFIG} to the directory of the base model"
+        )
+    return base
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:

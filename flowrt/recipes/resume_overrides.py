@@ -39,6 +39,7 @@ FREE = (
     "trainer.forward_tokens",
     "reference.device",
     "checkpoint.keep",
+    "checkpoint.hf_every",
     "checkpoint.preemption_save_timeout_s",
     "samples",
     "controller",

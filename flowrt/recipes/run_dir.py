@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.model_files import is_adapter
 
 CONFIG = "config.toml"
 """Name of the file with the configuration of a run, in its directory."""
@@ -14,8 +15,35 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 def model_dir(config: RunConfig) -> Path:
-    """The directory of the initial model: the user's, or the embedded one, which is built before the workers start."""
-    return Path(config.model) if config.model else Path(config.run_dir) / "model"
+    """The directory of the initial model: the user's, or one that is built before the workers start.
+
+    Built are the embedded model, and the base model with the adapter of a user who starts from an adapter.
+    """
+    return built_model_dir(Path(config.run_dir)) if builds_model(config) else Path(config.model)
+
+
+def builds_model(config: RunConfig) -> bool:
+    """Whether the initial model is built before the workers start."""
+    return not config.model or is_adapter(Path(config.model))
+
+
+def built_model_dir(run_dir: Path) -> Path:
+    """The directory of an initial model that is built before the workers start."""
+    return run_dir / "model"
+
+
+def built_reference_dir(run_dir: Path) -> Path:
+    """The directory of an initial reference model that is built of a base model and an adapter."""
+    return run_dir / "model-reference"
+
+
+def has_adapters_to_merge(config: RunConfig) -> bool:
+    """Whether a model of this run is to be built of a base model and an adapter, and is not there yet."""
+    return (bool(config.model) and builds_model(config) and not model_dir(config).is_dir()) or (
+        bool(config.reference.model)
+        and is_adapter(Path(config.reference.model))
+        and not reference_model_dir(config).is_dir()
+    )
 
 
 def kept_model_dir(run_dir: Path) -> Path:
@@ -25,6 +53,8 @@ def kept_model_dir(run_dir: Path) -> Path:
 
 def reference_model_dir(config: RunConfig) -> Path:
     """The directory of the initial reference model: ``reference.model``, or the initial model of the run."""
+    if config.reference.model and is_adapter(Path(config.reference.model)):
+        return built_reference_dir(Path(config.run_dir))
     return Path(config.reference.model) if config.reference.model else model_dir(config)
 
 
@@ -80,6 +110,12 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:06}"
 
 
+def hf_dir(run_dir: Path, step: int) -> Path:
+    """The directory of the model after ``step`` steps (``checkpoint.hf_every``). It has this name only while it is
+    complete."""
+    return run_dir / "hf" / f"step-{step:06}"
+
+
 def best_dir(run_dir: Path, version: int) -> Path:
     """The directory of a version's weights that are kept as best. It has this name only while it is complete."""
     return run_dir / "best" / f"step-{version:06}"
@@ -97,7 +133,16 @@ def best_steps(run_dir: Path) -> list[int]:
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
     """The steps after which there is a complete checkpoint, in ascending order."""
-    names = (_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
+    return _steps_in(run_dir / "checkpoints")
+
+
+def hf_steps(run_dir: Path) -> list[int]:
+    """The steps after which there is a complete model of ``checkpoint.hf_every``, in ascending order."""
+    return _steps_in(run_dir / "hf")
+
+
+def _steps_in(directory: Path) -> list[int]:
+    names = (_STEP.fullmatch(path.name) for path in directory.glob("step-*"))
     return sorted(int(name[1]) for name in names if name is not None)
 
 

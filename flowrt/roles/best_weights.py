@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowrt.client.session import Session
+from flowrt.engines.exported_model import ADAPTER, complete
 from flowrt.engines.hf import parameter_shapes
 from flowrt.errors import EngineError
 from flowrt.protocol.messages import Evaluated
@@ -32,8 +33,8 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 log = logging.getLogger("flowrt")
 WEIGHTS = "model.safetensors"
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
-"""Files of the initial model that are not copied, because they contain weights."""
+OMITTED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", ADAPTER, "adapter_*")
+"""Files of the initial model that are not copied, because they contain weights, or belong to an adapter."""
 LIST = "best.json"
 
 
@@ -107,7 +108,10 @@ class BestDirectory:
         partial, checksum = partial_path(path), snapshot.checksum()
         with disk_errors(f"the best weights {path}", f"free disk space, then flowrt resume {self._run_dir}"):
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(model_dir(self._config), partial, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+            source = model_dir(self._config)
+            shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*OMITTED))
+            complete(partial, source, self._config.data.chat_template)
+            _set_dtype(partial / "config.json", next(iter(self._layout.values()))[1])
             tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in self._layout.items()}
             snapshot.restore(tensors)
             save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
@@ -135,6 +139,13 @@ class BestDirectory:
         for path in [*directory.glob("step-*"), *directory.glob(".step-*")]:
             if path.name not in names:
                 shutil.rmtree(path)
+
+
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Write the dtype of the weights, in which transformers loads them, to a config.json."""
+    table = json.loads(path.read_text())
+    table.pop("torch_dtype", None)  # of transformers 4
+    path.write_text(json.dumps(table | {"dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
 
 
 class BestWeights:

@@ -1,6 +1,7 @@
 """Checkpoints of the trainer: written to a temporary directory, synced, renamed; old ones are deleted last."""
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -14,13 +15,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from flowrt.client.session import Session
 from flowrt.engines.base import TrainEngine
-from flowrt.engines.hf import load_tokenizer
 from flowrt.errors import EngineError
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.checkpoint_checksums import check_checkpoint, write_checksums
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps, kept_model_dir, kept_reference_dir, model_dir
-from flowrt.runtime.files import delete_directory, fsync, fsync_tree, partial_path
+from flowrt.recipes.model_files import TRAINER_STATE
+from flowrt.recipes.run_dir import (
+    checkpoint_dir,
+    checkpoint_steps,
+    kept_model_dir,
+    kept_reference_dir,
+    model_dir,
+    reference_model_dir,
+)
+from flowrt.runtime.files import atomic_write, delete_directory, fsync, fsync_tree, partial_path
 
 log = logging.getLogger("flowrt")
 
@@ -75,7 +83,7 @@ class Checkpoints:
                 await self._ranks.call(dist.barrier, f"the directory of checkpoint {step}")
             await self._ranks.call(lambda: self._engine.save(partial), f"checkpoint {step}")
             if self._is_leader:
-                await asyncio.to_thread(self._complete, partial)
+                await asyncio.to_thread(self._complete, partial, step)
                 # Ledger first: a checkpoint must never be ahead of it.
                 await self._session.saved(step)
                 await asyncio.to_thread(self._publish, partial, final)
@@ -87,13 +95,20 @@ class Checkpoints:
         for incomplete in partial.parent.glob(".step-*"):
             shutil.rmtree(incomplete)
         partial.mkdir()
-        if self._config.model:
-            keep_model(Path(self._config.model), kept_model_dir(self._run_dir))
-        if self._config.reference.model:
-            keep_model(Path(self._config.reference.model), kept_reference_dir(self._run_dir))
+        own = self._run_dir.resolve()  # with the models that were built
+        if (model := model_dir(self._config)).resolve().parent != own:
+            keep_model(model, kept_model_dir(self._run_dir))
+        if self._config.reference.model and (model := reference_model_dir(self._config)).resolve().parent != own:
+            keep_model(model, kept_reference_dir(self._run_dir))
 
-    def _complete(self, partial: Path) -> None:
-        load_tokenizer(model_dir(self._config)).save_pretrained(partial)
+    def _complete(self, partial: Path, step: int) -> None:
+        about = {
+            "what": "the state of a trainer, to resume a run from, and not a model",
+            "step": step,
+            "engine": self._config.trainer.engine,
+            "a model of it": f"flowrt export RUN --hf DIR --step {step}",
+        }
+        atomic_write(partial / TRAINER_STATE, json.dumps(about, indent=1) + "\n")
         write_checksums(partial)
         fsync_tree(partial)
 

@@ -3,11 +3,8 @@
 import asyncio
 import logging
 import os
-import shutil
-import socket
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -19,7 +16,6 @@ from flowrt.algorithms.support import Support
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import AppliesSupports, TrainEngine, TrainingBatch
-from flowrt.engines.hf import load_tokenizer
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
 from flowrt.errors import ConfigError, Drained, EngineError
@@ -28,7 +24,6 @@ from flowrt.protocol.messages import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.config import AlgorithmConfig, RunConfig
 from flowrt.recipes.grpo import POLICY
-from flowrt.recipes.run_dir import final_dir, model_dir
 from flowrt.roles.algorithm import algorithm
 from flowrt.roles.best_weights import BestDirectory, BestWeights
 from flowrt.roles.checkpoints import Checkpoints, disk_errors
@@ -36,7 +31,7 @@ from flowrt.roles.engines import train_engine
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import resume_refreshes, write_refresh
 from flowrt.roles.samples import TrainedSamples
-from flowrt.runtime.files import fsync, fsync_tree, partial_path, replace_directory
+from flowrt.roles.written_models import WrittenModels
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -64,6 +59,8 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     ranks = RankCollectives(session.timeline, session.worker)
     checkpoints = Checkpoints(session, config, engine, ranks)
     done = await checkpoints.load()
+    models = WrittenModels(session, config, engine, ranks)
+    await models.resume(done)
     if config.reference.refresh and is_leader:
         await asyncio.to_thread(resume_refreshes, config, done)
     best = await best_weights(session, config, engine, ranks, done, is_leader)
@@ -92,10 +89,10 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         if writing is not None and writing.done():
             writing.result()  # raises the error of a failed write
         await checkpoints.save_if_due(done)
+        await models.write_if_due(done)
     await checkpoints.save(done)
     if config.trainer.save and not preempted:
-        with session.timeline.busy("save"), ranks.exempt():
-            await ranks.call(lambda: save(engine, config, is_leader), "the final model")
+        await models.write_final()
     await session.params.wait_published()
     if writing is not None and not preempted:
         await wait_until(writing, UNTIL_STOPPED, "the results of the last evaluation", SOURCE)
@@ -323,29 +320,6 @@ def _support(batch: Batch, row: int) -> Support:
 def sample_weight(config: AlgorithmConfig) -> SampleWeight:
     """The policy that weights samples by their staleness."""
     return PolynomialAge(config.staleness_power) if config.staleness_weight == "polynomial" else UniformWeight()
-
-
-def save(engine: TrainEngine, config: RunConfig, is_leader: bool = True) -> None:
-    """Write the trained model atomically, in the format of `AutoModelForCausalLM.from_pretrained`. All ranks call it.
-
-    Raises EngineError if writing fails. The last step is checkpointed before this call, unless checkpoints are
-    disabled.
-    """
-    path = Path(final_dir(config))
-    partial = partial_path(path)
-    can_resume = bool(config.checkpoint.every)
-    fix = f"free disk space, then flowrt resume {config.run_dir}" if can_resume else "there is no checkpoint"
-    with disk_errors(f"the trained model {path}", fix):
-        if is_leader:
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-        engine.export(partial)
-        if is_leader:
-            load_tokenizer(model_dir(config)).save_pretrained(partial)
-            fsync_tree(partial)
-            replace_directory(partial, path)
-            fsync(path.parent)
-    if is_leader:
-        log.info("the trained model is %s on host %s", path, socket.gethostname())
 
 
 def start() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from flowrt.cli import main
 from flowrt.controller.storage.reader import LedgerReader
+from flowrt.recipes.model_files import TRAINER_STATE
 from flowrt.recipes.run_dir import checkpoint_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -179,7 +180,7 @@ def test_checkpoints_are_complete_and_pruned(runs: tuple[Path, Path]) -> None:
     for run_dir in runs:
         assert checkpoint_steps(run_dir) == [STEPS - EVERY, STEPS]
         assert not list((run_dir / "checkpoints").glob(".*"))
-        assert (run_dir / "checkpoints" / f"step-{STEPS:06}" / "tokenizer.json").is_file()
+        assert (run_dir / "checkpoints" / f"step-{STEPS:06}" / TRAINER_STATE).is_file()
 
 
 def test_evaluation_before_training_is_not_repeated(runs: tuple[Path, Path]) -> None:

@@ -1,6 +1,5 @@
-"""A causal LM sharded over the ranks of a job: construction, loading, gathering, export."""
+"""A causal LM sharded over the ranks of a job: construction, loading, gathering."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from flowrt.engines.hf import load_model
+from flowrt.engines.hf import load_model, meta_model
 from flowrt.engines.options import FsdpOptions, LoraOptions
 from flowrt.engines.training.forward import decoder_layers
-from flowrt.engines.training.lora import add_adapters, merge_adapters
+from flowrt.engines.training.lora import add_adapters
 from flowrt.ranks.barrier import RankBarrier
 from flowrt.transport.devices import Device
-
-GENERATION = "generation_config.json"
 
 
 def load_sharded(path: Path, device: Device, options: FsdpOptions, lora: LoraOptions, seed: int) -> Any:
@@ -56,13 +52,6 @@ def load_sharded(path: Path, device: Device, options: FsdpOptions, lora: LoraOpt
 def master_dtype(options: FsdpOptions) -> torch.dtype:
     """Dtype of the parameters that the optimiser updates."""
     return torch.float64 if options.dtype == "float64" else torch.float32
-
-
-def meta_model(path: Path, dtype: torch.dtype) -> Any:
-    """The checkpoint's model on the meta device, without memory for its weights."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def shard(model: Any, device: Device, options: FsdpOptions) -> None:
@@ -120,39 +109,6 @@ def full_state_on_rank0(model: Any) -> dict[str, torch.Tensor]:
         if first:
             tensors[name] = tensor.to("cpu")
     return tensors
-
-
-def export(
-    tensors: dict[str, torch.Tensor],
-    source: Path,
-    directory: Path,
-    options: FsdpOptions,
-    lora: LoraOptions,
-    dtype: torch.dtype,
-) -> None:
-    """Write a model, with adapters merged, in the format of `from_pretrained`. Called on rank 0 only.
-
-    Args:
-        tensors: full parameters and buffers (`full_state_on_rank0`); the call converts them to ``dtype`` in place.
-        source: directory of the initial model, from which the generation configuration is copied.
-        directory: created by the call.
-        options: options with the maximum file size.
-        lora: options of the adapters in ``tensors``; ``lora.rank`` is 0 if there are none.
-        dtype: dtype of the exported parameters.
-
-    Raises:
-        EngineError: if an adapter cannot be merged.
-    """
-    full = merge_adapters(tensors, lora) if lora.rank else tensors
-    plain = meta_model(source, dtype)
-    for name, _ in plain.named_parameters():
-        if name in full:
-            full[name] = full[name].to(dtype)
-    plain.load_state_dict(full, assign=True, strict=False)
-    plain.tie_weights()
-    plain.save_pretrained(directory, max_shard_size=int(options.file_gb * 1e9))
-    if (source / GENERATION).is_file():
-        shutil.copyfile(source / GENERATION, directory / GENERATION)
 
 
 def _fill(model: Any, source: Any, device: Device) -> None:

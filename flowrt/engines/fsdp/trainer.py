@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.base import TrainingBatch
+from flowrt.engines.exported_model import ADAPTER, write_weights
 from flowrt.engines.fsdp import checkpoint, sharding
 from flowrt.engines.hf import disable_dropout, export_dtype
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
-from flowrt.engines.training.lora import merge_adapters
+from flowrt.engines.training.lora import adapted_names, merge_adapters, write_adapters
 from flowrt.engines.training.loss_passes import LossPasses
 from flowrt.engines.training.optimizer import adamw, check_finite, optimizer_step
 from flowrt.ranks.barrier import RankBarrier
@@ -158,13 +159,17 @@ class FsdpTrainer:
         adapters_only = bool(self._lora.rank) and self._lora.publish == "adapters"
         merging = bool(self._lora.rank) and not adapters_only
         dtype = getattr(torch, self._fsdp.dtype)
+        unrounded = adapted_names(self.model) if merging else frozenset()
         tensors = {}
         for name, tensor in sharding.full_tensors(self.model, trained_only=adapters_only):
             if dist.get_rank() == 0:
                 # Temporary tensors go to the host one by one: the device may not have room for all of them.
-                tensors[name] = tensor.to("cpu", dtype) if self._lock_step or merging else tensor
+                kept = sharding.master_dtype(self._fsdp) if name in unrounded else dtype
+                tensors[name] = tensor.to("cpu", kept) if self._lock_step or merging else tensor
             del tensor
-        return merge_adapters(tensors, self._lora) if merging else tensors
+        if not merging or not tensors:
+            return tensors
+        return {name: tensor.to(dtype) for name, tensor in merge_adapters(self.model, tensors).items()}
 
     def save(self, directory: Path) -> None:
         self._device.use()
@@ -183,7 +188,10 @@ class FsdpTrainer:
         tensors = sharding.full_state_on_rank0(self.model)
         self._start_step()  # before rank 0 writes, so that no rank waits for the disk of rank 0 inside a collective
         if dist.get_rank() == 0:
-            sharding.export(tensors, self._source, directory, self._fsdp, self._lora, self._final_dtype)
+            full = merge_adapters(self.model, tensors) if self._lora.rank else tensors
+            write_weights(self._source, full, directory, self._final_dtype, self._fsdp.file_gb)
+            if self._lora.rank:
+                write_adapters(self.model, tensors, self._source, directory / ADAPTER)
 
     @property
     def _lock_step(self) -> bool:

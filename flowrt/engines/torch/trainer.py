@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig
 
 from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.base import TrainingBatch
+from flowrt.engines.exported_model import GENERATION
 from flowrt.engines.hf import disable_dropout, export_dtype, named_parameters
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.deferred import DeferredStep
@@ -120,6 +122,8 @@ class TorchTrainer:
         from_files = bool(origin) and (Path(origin) / "config.json").is_file()
         keep_dtype = options.final_dtype == "source" and not from_files
         self._final_dtype = wide if keep_dtype else export_dtype(origin, options.final_dtype)
+        generation = Path(origin) / GENERATION
+        self._generation = generation.read_text() if from_files and generation.is_file() else ""
 
     def accumulate(self, batch: TrainingBatch) -> None:
         self._passes.note_batch()
@@ -228,7 +232,12 @@ class TorchTrainer:
             id(one): torch.nn.Parameter(self._master(one).detach().to("cpu", self._final_dtype), requires_grad=False)
             for one in self.model.parameters()
         }
-        copy.deepcopy(self.model, weights).save_pretrained(directory)
+        model = copy.deepcopy(self.model, weights)
+        if self._generation:  # written as it was read: transformers refuses to write values that it would not use
+            model.generation_config = GenerationConfig()
+        model.save_pretrained(directory)
+        if self._generation:
+            (directory / GENERATION).write_text(self._generation)
 
     def discard(self) -> None:
         self._deferred.clear()

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from flowrt.errors import EngineError
 
 CPU_RNG = "rng.cpu"
+MODEL = "model."
+"""Prefix of the names of the model's parameters and buffers."""
 NUMBER = "algorithm."
 """Prefix of the numbers of an adaptive algorithm."""
 FILE_BYTES = 25 * 10**7
@@ -50,8 +52,11 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(directory), files), no_dist=True)
 
 
-def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors that `write_tensors` wrote, on the CPU, by name. Raises EngineError if missing or damaged."""
+def read_tensors(directory: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors that `write_tensors` wrote whose names begin with ``prefix``, on the CPU, by name.
+
+    Shards of several ranks are put together. Raises EngineError if the files are missing or damaged.
+    """
     try:
         found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
         if not found:
@@ -59,7 +64,7 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
         tensors = {
             name: torch.empty(one.size, dtype=one.properties.dtype)
             for name, one in found.items()
-            if isinstance(one, TensorStorageMetadata)
+            if isinstance(one, TensorStorageMetadata) and name.startswith(prefix)
         }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -16,7 +16,7 @@ from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import reference_dtype
 from flowrt.recipes.devices import reference_device, rollout_device, training_device, with_devices
-from flowrt.recipes.model_files import read_header, weight_files
+from flowrt.recipes.model_files import base_model_dir, read_header, weight_files
 
 PROCESS_BYTES = 700 * 10**6
 """Memory of a process that has imported torch and transformers."""
@@ -89,7 +89,7 @@ def read_shape(path: Path) -> ModelShape:
 
 def shape_of(config: RunConfig) -> ModelShape:
     """The shape of the model that the run starts from: the user's, or the embedded one."""
-    return read_shape(Path(config.model)) if config.model else built_shape(config)
+    return read_shape(base_model_dir(Path(config.model))) if config.model else built_shape(config)
 
 
 def accelerated(config: RunConfig, there: bool) -> tuple[bool, bool]:
@@ -129,7 +129,7 @@ def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     samples = live * (rollout.max_new_tokens + length) * TOKEN_BYTES
     saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0
     trained_bytes = training.trained_parameters(trainer, shape) * (FLOAT_BYTES + ADAM_BYTES)
-    scored = read_shape(Path(config.reference.model)) if config.reference.model else shape
+    scored = read_shape(base_model_dir(Path(config.reference.model))) if config.reference.model else shape
     averaging = 2 * FLOAT_BYTES * shape.parameters if config.reference.average != 1.0 else 0
     return ResourceEstimate(
         trainer_rank=PROCESS_BYTES + (SAVING_BYTES if saved else 0),

@@ -23,9 +23,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter as StorageWrit
 
 from flowrt.algorithms.objective import Kl, Objective
 from flowrt.engines.base import TrainEngine, TrainingBatch
+from flowrt.engines.exported_model import write_weights
 from flowrt.engines.fsdp import sharding
+from flowrt.engines.fsdp import trainer as fsdp_trainer
 from flowrt.engines.fsdp.trainer import FsdpTrainer
-from flowrt.engines.hf import load_model, load_tokenizer
+from flowrt.engines.hf import load_model
 from flowrt.engines.options import FsdpOptions, TrainOptions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch import trainer as torch_trainer
@@ -35,6 +37,7 @@ from flowrt.ids import RANKS
 from flowrt.protocol.messages import Position
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.ranks.process_group import STORE_VARIABLE, init_ranks
+from flowrt.recipes.checkpoint_checksums import write_checksums
 from flowrt.recipes.config import CheckpointConfig, RunConfig, TrainerConfig
 from flowrt.recipes.run_dir import checkpoint_steps
 from flowrt.recipes.tasks.arithmetic import Arithmetic
@@ -170,7 +173,7 @@ CASES: dict[str, Case] = {
     "writing the state": (0, torch_trainer, "write_tensors", slowly(write_tensors), saves),
     "writing shards": (0, StorageWriter, "write_data", slowly(StorageWriter.write_data), saves_shards),
     "reading shards": (0, StorageReader, "read_data", slowly(StorageReader.read_data), saves_shards),
-    "completing": (0, checkpoints, "load_tokenizer", slowly(load_tokenizer), saves),
+    "completing": (0, checkpoints, "write_checksums", slowly(write_checksums), saves),
     "removing": (0, checkpoints, "checkpoint_steps", slowly(checkpoint_steps), saves),
     "stopped while saving": (0, checkpoints, "keep_model", stopping, saves),
     "stopped while writing shards": (0, StorageWriter, "write_data", stopping, saves_shards),
@@ -178,7 +181,7 @@ CASES: dict[str, Case] = {
     "waiting for samples": (0, trainer, "to_training_batch", sample, lambda at: trains(at, 2 * RANKS_S)),
     "hanging in lock step": (1, trainer, "to_training_batch", hanging, trains),
     "late for a call": (1, trainer, "to_training_batch", slowly(sample), waits),
-    "exporting": (0, sharding, "export", slowly(sharding.export), exports),
+    "exporting": (0, fsdp_trainer, "write_weights", slowly(write_weights), exports),
 }
 """By name: the slow rank, the owner and name of the replaced function, its replacement, and the work of both."""
 

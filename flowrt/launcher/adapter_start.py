@@ -1,0 +1,84 @@
+"""Models that a run starts from, of a base model and a LoRA adapter: written before its other processes start.
+
+``python -m flowrt.launcher.adapter_start --config RUN/config.toml``: writes the base model with the adapter of
+``model``, or of ``reference.model``, merged to the run directory, where all workers and a resumed run read it. Exit
+code 2 and one sentence if an adapter does not fit its base model.
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from flowrt.engines.exported_model import copy_generation
+from flowrt.engines.hf import export_dtype, load_model, load_tokenizer
+from flowrt.engines.training.lora import merged_start
+from flowrt.errors import EXIT_BAD_INPUT, ConfigError, EngineError, FlowError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_toml
+from flowrt.recipes.model_files import base_model_dir, is_adapter, tokenizer_dir
+from flowrt.recipes.run_dir import model_dir, reference_model_dir
+from flowrt.runtime.files import fsync_tree, partial_path
+from flowrt.runtime.logs import log_to_stderr
+
+log = logging.getLogger("flowrt")
+
+
+def merge_starts(config: RunConfig) -> None:
+    """Write the models of the run's adapters that are not there yet. Raises ConfigError if one cannot be merged."""
+    for given, merged in (
+        (config.model, model_dir(config)),
+        (config.reference.model, reference_model_dir(config)),
+    ):
+        if given and is_adapter(Path(given)) and not merged.is_dir():
+            write_merged(Path(given), merged)
+
+
+def write_merged(adapter: Path, directory: Path) -> None:
+    """Write the base model of an adapter, with the adapter merged in float32, in the dtype of the base model.
+
+    Raises:
+        ConfigError: if peft is missing, or the adapter is not of this base model.
+        OSError, SafetensorError: if writing fails.
+    """
+    base = base_model_dir(adapter)
+    partial = partial_path(directory)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        model = merged_start(load_model(base), adapter)
+    except EngineError as error:
+        raise ConfigError(f"the base model of adapter {adapter} cannot be loaded: {error}") from error
+    model.generation_config = transformers.GenerationConfig()  # copied below
+    model.to(export_dtype(base, "source")).save_pretrained(partial)
+    copy_generation(base, partial)
+    load_tokenizer(tokenizer_dir(adapter)).save_pretrained(partial)
+    fsync_tree(partial)
+    partial.rename(directory)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="merge the adapters that a run starts from into their base models")
+    parser.add_argument("--config", required=True, help="the run's config.toml")
+    arguments = parser.parse_args()
+    log_to_stderr()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    config = from_toml(Path(arguments.config).read_text())
+    torch.set_num_threads(config.threads)
+    try:
+        merge_starts(config)
+    except (FlowError, OSError, SafetensorError) as error:
+        log.error("%s", error)
+        return EXIT_BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main())
