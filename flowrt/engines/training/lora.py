@@ -6,10 +6,11 @@
 - `add_adapters` refuses what could not be merged, before anything is trained.
 """
 
+import copy
 import importlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,8 +128,10 @@ def write_adapters(model: Any, tensors: Mapping[str, torch.Tensor], base: Path, 
     named = peft.get_peft_model_state_dict(model, state_dict=own, adapter_name=ADAPTER, save_embedding_layers=False)
     directory.mkdir()
     save_file({f"{PEFT_PREFIX}{name}": one for name, one in named.items()}, directory / WEIGHTS, {"format": "pt"})
-    config = model.peft_config[ADAPTER]
+    config = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = str(base), True
+    config.target_modules = _short_names(model, config.target_modules or ())
+    config.exclude_modules = config.exclude_modules or None
     config.save_pretrained(str(directory))
 
 
@@ -152,6 +155,17 @@ def _targets(text: str) -> str | list[str]:
     if text.strip() == ALL_LINEAR or REGEX_CHARACTERS & set(text):
         return text.strip()
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _short_names(model: Any, targets: str | Iterable[str]) -> str | list[str]:
+    """The last parts of the targets' names, sorted, if they name the same modules, else the targets."""
+    if isinstance(targets, str):
+        return targets
+    adapted = {name for name, layer in _layers(model) if not hasattr(layer, "parameter_name")}
+    modules = {name for name, _ in model.named_modules() if BASE not in name and MARK not in f"{name}."}
+    short = {target.rpartition(".")[2] for target in targets}
+    named = {name for name in modules if name.rpartition(".")[2] in short}
+    return sorted(short if named == adapted else targets)
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,263 @@
+"""Models that a run writes are the policy that it trained, for a process that has transformers alone.
+
+At staleness 0 the samples of a step are generated and trained with one version of the weights. So the log-probabilities
+that rollout worker and trainer recorded of them are those of that version, and the model that was written of it has to
+give the same for the same tokens.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common.chat_models import FAMILIES, chat_tokenizer
+from safetensors.torch import load_file
+
+from flowrt.cli import main
+from flowrt.engines.hf import save_model
+from flowrt.engines.tiny_model import build_model
+from flowrt.observability.samples import Sample, SampleFilter, SampleReader
+from flowrt.recipes.run_dir import checkpoint_steps, hf_steps
+
+STEPS = 4
+LAST = STEPS - 1
+"""The last step, which trains the version of this number."""
+ROWS = 24
+TEMPLATE = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant: ' }}{%- endif %}"
+)
+REWARD = """
+def reward(response, answer):
+    return response.count("e") / 8
+"""
+TOLERANCE = 1e-4
+READER = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+directory, asked = sys.argv[1], json.load(sys.stdin)
+model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+dtype = str(model.dtype)
+if asked["adapter"]:
+    from peft import PeftModel
+    base = json.load(open(asked["adapter"] + "/adapter_config.json"))["base_model_name_or_path"]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), asked["adapter"])
+tokenizer = AutoTokenizer.from_pretrained(directory)
+found = []
+model.float()
+with torch.no_grad():
+    for conversation, response in asked["answers"]:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            conversation, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.double().log_softmax(-1)
+        found.append([text, logprobs[torch.arange(len(response)), torch.tensor(response)].tolist()])
+ends = GenerationConfig.from_pretrained(directory).eos_token_id
+print(json.dumps({"found": found, "ends": ends, "dtype": dtype}))
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def conversation(n: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {n} and {n}?"}]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a chat template, whose end token is not the end of turn; weights in float32, tied embeddings."""
+    torch.set_num_threads(1)
+    tokenizer = chat_tokenizer(FAMILIES["qwen"])
+    tokenizer.chat_template = None
+    built = build_model(
+        vocab_size=len(tokenizer), hidden_size=32, layers=2, heads=2, intermediate_size=48, max_length=256, seed=0
+    )
+    built.config.eos_token_id = built.generation_config.eos_token_id = tokenizer.eos_token_id
+    path = tmp_path_factory.mktemp("start") / "model"
+    save_model(built, tokenizer, path)
+    generation = json.loads((path / "generation_config.json").read_text())
+    # transformers loads this configuration, and refuses to write it
+    (path / "generation_config.json").write_text(json.dumps(generation | {"do_sample": False, "top_p": 0.5}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("task")
+    rows = [{"prompt": conversation(n), "answer": str(2 * n)} for n in range(ROWS)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "template.jinja").write_text(TEMPLATE)
+    return [
+        *("--recipe", "custom", "--data", f"{directory / 'rows.jsonl'}", "--reward", f"{directory / 'reward.py'}"),
+        *(
+            "--data.chat-template",
+            f"{directory / 'template.jinja'}",
+            "--data.eval-prompts",
+            "4",
+            "--max-staleness",
+            "0",
+        ),
+        *("--steps", str(STEPS), "--prompts-per-step", "4", "--group-size", "4", "--rollout.workers", "1"),
+        *("--rollout.max-new-tokens", "8", "--checkpoint.every", "2", "--checkpoint.keep", "2"),
+        *("--checkpoint.hf-every", "1", "--trainer.lr", "0.02", "--trainer.warmup-steps", "1"),
+        *("--algorithm.kl.coef", "0", "--eval.at-start", "False", "--eval.at-end", "False"),
+    ]
+
+
+def samples(run_dir: Path) -> list[Sample]:
+    """The samples of the last step, all of the version before it."""
+    reader = SampleReader(run_dir)
+    rows = reader.query(SampleFilter(first_step=LAST, last_step=LAST), limit=1000).samples
+    found = [one for row in rows if (one := reader.get(row.id)) is not None]
+    assert len(found) == 16
+    assert all(row.version_min == row.version_max == LAST for row in rows)
+    return found
+
+
+def read(
+    directory: Path, run_dir: Path, adapter: Path | None = None, recorded: str = "logprobs"
+) -> tuple[float, dict[str, Any]]:
+    """The largest difference of log-probabilities of a model from those of the run, in nats; what the reader found."""
+    of_run = samples(run_dir)
+    numbers = [int(one.row.prompt_text.split()[3]) for one in of_run]
+    asked = {
+        "adapter": "" if adapter is None else str(adapter),
+        "answers": [[conversation(n), list(one.ids)] for n, one in zip(numbers, of_run, strict=True)],
+    }
+    command = [sys.executable, "-c", READER, str(directory)]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    output = json.loads(done.stdout)
+    for one, (text, _) in zip(of_run, output["found"], strict=True):
+        assert one.row.prompt_text == text
+    pairs = [
+        abs(mine - theirs)
+        for one, (_, logprobs) in zip(of_run, output["found"], strict=True)
+        for mine, theirs in zip(getattr(one, recorded), logprobs, strict=True)
+    ]
+    return max(pairs), output
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def assert_equal_weights(one: Path, other: Path) -> None:
+    assert weights(one).keys() == weights(other).keys()
+    assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(one).items())
+
+
+def assert_trained(start: Path, directory: Path) -> None:
+    moved = [name for name, tensor in weights(directory).items() if not torch.equal(tensor, weights(start)[name])]
+    assert len(moved) >= 10
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--checkpoint.best", "held_out/avg@1", "--eval.interval", "2"), id="torch"),
+        pytest.param(
+            ("--trainer.dtype", "bfloat16", "--trainer.final-dtype", "bfloat16", "--rollout.dtype", "float32"),
+            id="bfloat16",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(("--trainer.engine", "fsdp", "--trainer.fsdp.device", "cpu"), id="fsdp", marks=pytest.mark.long),
+    ],
+)
+def test_written_models_are_the_trained_policy(
+    launch: Callable[..., Any],
+    start: Path,
+    settings: list[str],
+    flags: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    run = launch(*settings, "--model", str(start), *flags)
+    assert run.wait(120.0) == 0, run.output + run.log("trainer")
+    final, last = run.run_dir / "final", run.run_dir / "hf" / f"step-{LAST:06}"
+    difference, output = read(last, run.run_dir)
+    assert difference < TOLERANCE
+    assert output["dtype"] == ("torch.bfloat16" if "bfloat16" in flags else "torch.float32")
+    if "bfloat16" not in flags:  # the trainer's own rounding
+        assert read(last, run.run_dir, recorded="trainer_logprobs")[0] < TOLERANCE
+    tokenizer = chat_tokenizer(FAMILIES["qwen"])
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert output["ends"] == ends
+    generation = json.loads((final / "generation_config.json").read_text())
+    assert generation["top_p"] == 0.5
+    assert_trained(start, final)
+    assert hf_steps(run.run_dir) == [LAST, STEPS]
+    assert any(not torch.equal(one, weights(last)[name]) for name, one in weights(final).items())
+    assert_equal_weights(run.run_dir / "hf" / f"step-{STEPS:06}", final)
+    assert main(["export", str(run.run_dir), "--hf", str(tmp_path / "newest")]) == 0
+    assert_equal_weights(tmp_path / "newest", final)
+    assert sorted(path.name for path in (tmp_path / "newest").iterdir()) == sorted(p.name for p in final.iterdir())
+    assert main(["export", str(run.run_dir), "--hf", str(tmp_path / "earlier"), "--step", "2"]) == 0
+    moved = [name for name, one in weights(tmp_path / "earlier").items() if not torch.equal(one, weights(final)[name])]
+    assert moved
+    if "--checkpoint.best" in flags:
+        assert main(["export", str(run.run_dir), "--hf", str(tmp_path / "best"), "--best"]) == 0
+        assert json.loads((tmp_path / "best" / "generation_config.json").read_text())["eos_token_id"] == ends
+        assert (tmp_path / "best" / "chat_template.jinja").read_text() == TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def adapters(launch: Callable[..., Any], start: Path, settings: list[str]) -> Any:
+    """A run that trains adapters, and its own copy of the start model, which is deleted later."""
+    flags = ["--trainer.engine", "fsdp", "--trainer.fsdp.device", "cpu", "--trainer.lora.rank", "4"]
+    run = launch(*settings, "--model", str(start), *flags)
+    assert run.wait(120.0) == 0, run.output + run.log("trainer")
+    return run
+
+
+def test_adapters_are_written_merged_and_by_themselves(adapters: Any, start: Path, tmp_path: Path) -> None:
+    final = adapters.run_dir / "final"
+    assert_trained(start, final)
+    last = adapters.run_dir / "hf" / f"step-{LAST:06}"
+    merged, _ = read(last, adapters.run_dir, recorded="trainer_logprobs")
+    alone, _ = read(last, adapters.run_dir, last / "adapter")
+    assert max(merged, alone) < TOLERANCE
+    described = json.loads((final / "adapter" / "adapter_config.json").read_text())
+    assert (described["base_model_name_or_path"], described["r"]) == (str(start), 4)
+    modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert described["target_modules"] == modules
+    assert main(["export", str(adapters.run_dir), "--hf", str(tmp_path / "model")]) == 0
+    assert_equal_weights(tmp_path / "model", final)
+    written, again = (one / "adapter" / "adapter_model.safetensors" for one in (final, tmp_path / "model"))
+    assert again.read_bytes() == written.read_bytes()
+
+
+def test_a_run_starts_from_an_adapter_and_its_reference_is_that_start(
+    adapters: Any, launch: Callable[..., Any], settings: list[str], tmp_path: Path
+) -> None:
+    """KL at the first step is that of equal weights. The run is resumed without the adapter and its base model."""
+    shutil.copytree(adapters.run_dir / "final" / "adapter", tmp_path / "adapter")
+    shutil.copytree(adapters.run_dir / "start", tmp_path / "base")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "../base"}))
+    flags = ["--algorithm.kl.coef", "0.1", "--trainer.engine", "fsdp"]
+    flags += ["--trainer.fsdp.device", "cpu", "--trainer.lora.rank", "2"]
+    run = launch(*settings, "--model", str(tmp_path / "adapter"), *flags)
+    assert run.wait(120.0) == 0, run.output + run.log("trainer")
+    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert abs(lines[0]["kl"]) < 1e-6 < 1e-4 < lines[-1]["kl"]
+    assert max(line["mismatch_kl_k3"] for line in lines) < 1e-6
+    # The start is that of the run before, up to rounding: the same start without an adapter of its own.
+    first, last = weights(run.run_dir / "model"), weights(adapters.run_dir / "final")
+    assert first.keys() == last.keys()
+    assert all(torch.allclose(first[name], tensor, atol=1e-6) for name, tensor in last.items())
+    written = run.run_dir / "hf" / f"step-{LAST:06}"
+    alone, _ = read(written, run.run_dir, written / "adapter")
+    assert alone < TOLERANCE
+    shutil.rmtree(tmp_path / "adapter")
+    shutil.rmtree(tmp_path / "base")
+    resumed = launch("--steps", str(STEPS + 2), resume=run.run_dir)
+    assert resumed.wait(120.0) == 0, resumed.output + resumed.log("trainer")
+    assert checkpoint_steps(run.run_dir)[-1] == STEPS + 2

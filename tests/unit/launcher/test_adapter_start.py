@@ -1,0 +1,180 @@
+"""A LoRA adapter as the start of a run: its files are checked, and it is merged into its base model."""
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowrt.engines.hf import load_model, save_model
+from flowrt.engines.options import LoraOptions
+from flowrt.engines.tiny_model import build_model, wrap_tokenizer
+from flowrt.engines.training.lora import add_adapters, write_adapters
+from flowrt.errors import ConfigError
+from flowrt.launcher.adapter_start import merge_starts
+from flowrt.launcher.doctor.estimate import read_shape, shape_of
+from flowrt.launcher.model_check import check_model
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import parse
+from flowrt.recipes.model_files import base_model_dir, check_model_files, tokenizer_dir
+from flowrt.recipes.run_dir import has_adapters_to_merge, model_dir, reference_model_dir
+from flowrt.recipes.tasks.arithmetic import Arithmetic
+
+TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
+    sizes = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 48, "max_length": 64}
+    save_model(build_model(vocab_size=len(tokenizer), seed=1, **sizes), tokenizer, tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    model = add_adapters(load_model(base), LoraOptions(rank=2))
+    torch.manual_seed(0)
+    tensors = {name: 0.3 * torch.randn_like(one) for name, one in model.named_parameters()}
+    write_adapters(model, tensors, base, tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def logits(path: Path) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = load_model(path)(input_ids=TOKENS).logits
+    return found
+
+
+def config(model: Path, run_dir: Path, *flags: str) -> RunConfig:
+    run_dir.mkdir(exist_ok=True)
+    return parse(["arithmetic", "--model", str(model), "--run-dir", str(run_dir), *flags])
+
+
+def change(adapter: Path, **values: Any) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_the_run_starts_from_the_merged_model(base: Path, adapter: Path, tmp_path: Path) -> None:
+    run = config(adapter, tmp_path / "run")
+    assert has_adapters_to_merge(run)
+    merge_starts(run)
+    assert model_dir(run) == reference_model_dir(run) == tmp_path / "run" / "model"
+    assert not has_adapters_to_merge(run)
+    check_model(run)
+    assert (logits(model_dir(run)) - logits(base)).abs().max() > 0.01
+    whole = peft.PeftModel.from_pretrained(load_model(base), str(adapter))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model_dir(run)), whole(input_ids=TOKENS).logits, atol=1e-5, rtol=1e-5)
+    assert shape_of(run) == read_shape(base)
+
+
+def test_a_reference_may_be_an_adapter_too(base: Path, adapter: Path, tmp_path: Path) -> None:
+    run = config(base, tmp_path / "run", "--algorithm.kl.coef", "0.1", "--reference.model", str(adapter))
+    assert has_adapters_to_merge(run)
+    merge_starts(run)
+    assert (model_dir(run), reference_model_dir(run)) == (base, tmp_path / "run" / "model-reference")
+    check_model(run)
+
+
+def test_weights_beside_an_adapter_are_its_base(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """As for transformers, whatever base_model_name_or_path says."""
+    run = config(adapter, tmp_path / "run")
+    merge_starts(run)
+    beside = Path(shutil.copytree(base, tmp_path / "beside"))
+    shutil.copytree(adapter, beside, dirs_exist_ok=True)
+    change(beside, base_model_name_or_path="/nowhere")
+    assert torch.equal(logits(beside), logits(base)), "an engine never applies an adapter by itself"
+    other = config(beside, tmp_path / "other")
+    merge_starts(other)
+    assert torch.equal(logits(model_dir(other)), logits(model_dir(run)))
+    (beside / "adapter_model.safetensors").unlink()  # a merged model with a file that was left
+    left = config(beside, tmp_path / "left")
+    assert not has_adapters_to_merge(left)
+    assert torch.equal(logits(model_dir(left)), logits(base))
+
+
+def test_the_base_model_is_found_from_the_directory_of_the_adapter(base: Path, adapter: Path) -> None:
+    change(adapter, base_model_name_or_path="../base")
+    assert base_model_dir(adapter).resolve() == base
+    assert tokenizer_dir(adapter).resolve() == base
+    shutil.copyfile(base / "tokenizer.json", adapter / "tokenizer.json")
+    assert tokenizer_dir(adapter) == adapter
+    check_model_files(adapter, 8)
+
+
+def rename_tensors(adapter: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    wrong = {name: torch.zeros(5, 7) for name in tensors}
+    save_file(wrong, adapter / "adapter_model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda one: change(one, base_model_name_or_path="/no/model"),
+            "is of the base model /no/model, which is no mod",
+        ),
+        (lambda one: change(one, base_model_name_or_path=None), "names no base model: set base_model_name_or_path"),
+        (lambda one: change(one, base_model_name_or_path=7), "names no base model"),
+        (lambda one: change(one, peft_type="IA3"), "is of peft_type 'IA3', and only LORA adapters can be merged"),
+        (lambda one: (one / "adapter_config.json").write_text("{"), "adapter_config.json is not JSON"),
+        (lambda one: (one / "adapter_model.safetensors").unlink(), "has no weights in adapter_model.safetensors"),
+        (
+            lambda one: (one / "adapter_model.safetensors").rename(one / "adapter_model.bin"),
+            "but a pickle, which is never opened here",
+        ),
+        (lambda one: (one / "adapter_model.safetensors").write_bytes(b"12"), "not a safetensors file, or truncated"),
+        (rename_tensors, "cannot be merged into its base model"),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_is_one_sentence(
+    adapter: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(adapter)
+    with pytest.raises(ConfigError) as refusal:
+        merge_starts(config(adapter, tmp_path / "run"))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_an_adapter_of_an_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:
+    second = Path(shutil.copytree(adapter, tmp_path / "second"))
+    change(second, base_model_name_or_path=str(adapter))
+    with pytest.raises(ConfigError, match=r"is of the base model .*adapter, which is no model on this host"):
+        check_model_files(second, 8)
+
+
+def test_without_peft_the_extra_is_named(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def without_peft(name: str, package: str | None = None) -> ModuleType:
+        if name.partition(".")[0] == "peft":
+            raise ImportError("No module named 'peft'")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without_peft)
+    with pytest.raises(ConfigError, match=r"needs peft: pip install 'flowrt\[lora\]'"):
+        merge_starts(config(adapter, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"), [("q_prj", "did you mean 'q_proj'"), ("q_proj,mlp", "name its layers (down_proj")]
+)
+def test_targets_are_checked_before_the_run_starts(base: Path, tmp_path: Path, targets: str, message: str) -> None:
+    lora = ["--trainer.engine", "fsdp", "--trainer.lora.rank", "2", "--trainer.lora.targets", targets]
+    with pytest.raises(ConfigError) as refusal:
+        check_model(config(base, tmp_path / "run", *lora))
+    assert message in str(refusal.value)
