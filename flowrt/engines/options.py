@@ -100,7 +100,7 @@ class LoraOptions:
     alpha: Annotated[float, Interval(ge=-1_000_000, le=1_000_000)] = 16.0
     """Adapter outputs are scaled by alpha / rank."""
     targets: str = "all-linear"
-    """Names of the adapted layers (q_proj,v_proj), or all-linear."""
+    """Adapted layers: names (q_proj,v_proj), a regular expression over whole paths, or all-linear."""
     publish: Literal["adapters", "merged"] = "adapters"
     """What rollout workers receive: the adapters alone, or full weights with the adapters merged."""
 

@@ -746,7 +746,8 @@ class RunConfig:
     deterministic: bool = False
     """Fix batch shapes and order; at max_staleness 0 a run is then bitwise reproducible, but slower."""
     model: str = ""
-    """Hugging Face causal language model to start from (a directory); empty: the embedded model."""
+    """Directory of the Hugging Face causal language model to start from, or of a LoRA adapter of one; empty: the
+    embedded model."""
     device: str = ""
     """Device of trainer, rollout and reference workers without one of their own: cpu, cuda, npu, or auto (an
     accelerator if present, else cpu); empty: the default of each engine, which is cpu for torch."""
