@@ -28,7 +28,7 @@ from flowrt.recipes.run_dir import (
     model_dir,
     reference_model_dir,
 )
-from flowrt.runtime.files import atomic_write, delete_directory, fsync, fsync_tree, partial_path
+from flowrt.runtime.files import delete_directory, fsync, fsync_tree, partial_path
 
 log = logging.getLogger("flowrt")
 
@@ -108,7 +108,7 @@ class Checkpoints:
             "engine": self._config.trainer.engine,
             "a model of it": f"flowrt export RUN --hf DIR --step {step}",
         }
-        atomic_write(partial / TRAINER_STATE, json.dumps(about, indent=1) + "\n")
+        (partial / TRAINER_STATE).write_text(json.dumps(about, indent=1) + "\n")
         write_checksums(partial)
         fsync_tree(partial)
 

@@ -158,7 +158,8 @@ def assert_policy(
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
+    found: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
+    return found
 
 
 def assert_equal_weights(one: Path, other: Path) -> None:
