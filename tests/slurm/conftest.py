@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -40,15 +40,19 @@ SlurmdLogFile={directory}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters={select}
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 KillWait=5
 MpiDefault=none
-GresTypes=npu
+GresTypes=gpu,npu
 """
 NPUS = 8
-"""NPUs that SLURM assumes on each node; it only counts them."""
+GPUS = 4
+"""Devices that SLURM assumes on each node; it only counts them."""
+MEMORY_MB = 2000
+MEMORY_MANAGED = f"CR_Core_Memory\nDefMemPerNode={MEMORY_MB // 2}"
+"""Memory is a resource, as on most clusters: a job, and by default its first step, takes its part of a node's."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -60,21 +64,26 @@ def free_ports(count: int) -> list[int]:
 class Cluster:
     """Daemons of a private cluster with its own ports, spool and state."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, select: str) -> None:
+        """``select``: the resources that jobs consume."""
         self.directory = directory
         self._daemons: list[subprocess.Popen[bytes]] = []
         ports = free_ports(1 + len(NODES))
         host = socket.gethostname().partition(".")[0]
-        conf = CONF.format(host=host, user=getpass.getuser(), port=ports[0], directory=directory)
+        conf = CONF.format(host=host, user=getpass.getuser(), port=ports[0], directory=directory, select=select)
         for name, port in zip(NODES, ports[1:], strict=True):
             (directory / f"spool-{name}").mkdir()
-            conf += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CORES} RealMemory=2000"
-            conf += f" Gres=npu:{NPUS}\n"
+            conf += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CORES}"
+            conf += f" RealMemory={MEMORY_MB} Gres=gpu:{GPUS},npu:{NPUS}\n"
         conf += f"PartitionName=train Nodes={NODES[0]},{NODES[1]},{NODES[2]} Default=YES State=UP\n"
         conf += f"PartitionName=generate Nodes={','.join(NODES)} State=UP\n"
         (directory / "state").mkdir()
         (directory / "slurm.conf").write_text(conf)
-        (directory / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=npu Count={NPUS}\n")
+        for device in range(GPUS):
+            (directory / f"gpu{device}").touch()  # SLURM counts no GPUs without device files
+        nodes = f"NodeName={','.join(NODES)}"
+        gpus = f"{nodes} Name=gpu File={directory}/gpu[0-{GPUS - 1}]\n"
+        (directory / "gres.conf").write_text(f"{gpus}{nodes} Name=npu Count={NPUS}\n")
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "SLURM_CONF": str(directory / "slurm.conf"),
@@ -165,8 +174,8 @@ class Cluster:
         assert not alive, alive
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+@contextmanager
+def running_cluster(select: str) -> Iterator[Cluster]:
     """Three idle nodes."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
@@ -174,9 +183,23 @@ def cluster() -> Iterator[Cluster]:
     if os.geteuid() != 0:
         pytest.skip("slurmd only runs as root")
     with tempfile.TemporaryDirectory(prefix="slurm-") as directory:
-        cluster = Cluster(Path(directory))
+        cluster = Cluster(Path(directory), select)
         try:
             cluster.start()
             yield cluster
         finally:
             cluster.close()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A cluster where memory is a resource."""
+    with running_cluster(MEMORY_MANAGED) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def core_cluster() -> Iterator[Cluster]:
+    """A cluster where only cores are a resource."""
+    with running_cluster("CR_Core") as cluster:
+        yield cluster
