@@ -34,7 +34,7 @@ def drain(worker: str, run: str, keys: str, within_s: float, console: Console) -
 
 async def _drain(address: str, keys: WorkerKeys | None, worker: str, within_s: float) -> None:
     async with connected(address, keys, CONNECT_S, address) as connection:
-        connection.send(m.Follow((worker,)))
+        connection.send(m.Follow((worker,), unjoined=()))
         connection.send(m.Drain(1, worker))
         try:
             await wait_until(_wait_absent(connection, worker), within_s, f"{worker} to leave", worker)

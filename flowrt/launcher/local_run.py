@@ -45,6 +45,7 @@ from flowrt.launcher.supervision import (
     present,
     read_summary,
 )
+from flowrt.launcher.unjoined import UnjoinedWorkers
 from flowrt.launcher.views.live import LiveView, evaluation_text, summary_table
 from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
@@ -371,12 +372,19 @@ class LocalRun:
             view.report,
         )
         local = {command.name: command.workers for command in commands if not command.prefix}
+        unjoined = UnjoinedWorkers(
+            self._children,
+            {command.name: command.workers for command in commands},
+            self._config.supervisor.join_report_s,
+            view.report,
+        )
         vacancies = Vacancies({command.name: command.role for command in commands}, lambda: self._signals.preempted)
 
         def on_status(status: dict[str, Any]) -> None:
             view.show(status)
             vacancies.update(status)
             if status["ended"] is None:
+                observer.show_unjoined(unjoined.check(present(status)))
                 reaper.check(present(status), local, {TRAINER})
 
         observer = Observer(

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Observer:
             follow: names of the workers that "followed" of each status tells of, whatever the size of the run.
         """
         self._follow = tuple(follow)
+        self._unjoined: tuple[tuple[str, str], ...] = ()
         self._on_status = on_status
         self.liveness = LivenessTimeout(worker_timeout_s)
         """Renewed by every status; the controller counts as hung when it expires."""
@@ -60,7 +61,14 @@ class Observer:
 
     def _introduce(self) -> None:
         self._link.send(hello())
-        self._link.send(m.Follow(self._follow))
+        self._link.send(m.Follow(self._follow, self._unjoined))
+
+    def show_unjoined(self, sentences: Mapping[str, str]) -> None:
+        """Have every status say which processes have workers that have not joined; ``sentences``: by process."""
+        unjoined = tuple(sentences.items())
+        if unjoined != self._unjoined:
+            self._unjoined = unjoined
+            self._link.send(m.Follow(self._follow, unjoined))
 
     def end_run(self, reason: str, code: int) -> None:
         """Make the controller end the run with this exit code."""

@@ -45,9 +45,12 @@ class Child:
 
     def log_tail(self) -> str:
         """How the process ended, and the last lines of its log, with a note if the disk is full: the log may be cut."""
-        lines = self._log_lines()[-LOG_TAIL_LINES:]
         full = "; the disk is full" if shutil.disk_usage(self.log.parent).free < BLOCK_BYTES else ""
-        return f"{self.exit_description()}; its log {self.log} ends: {' | '.join(lines) or 'empty'}{full}"
+        return f"{self.exit_description()}; its log {self.log} ends: {self.log_end() or 'empty'}{full}"
+
+    def log_end(self) -> str:
+        """The last lines of the log; empty if there are none."""
+        return " | ".join(self._log_lines()[-LOG_TAIL_LINES:])
 
     def last_error(self) -> str:
         """The last line of the log without time and level; `log_tail` if the log is empty."""

@@ -2,25 +2,40 @@
 
 - A template is a shell script with placeholders ``{{NAME}}``; each placeholder must have a value.
 - Values are checked or quoted, so that none can add a line or a command.
+- A step of a job names its memory (0: it shares that of the job) and its devices. By default SLURM gives the first step
+  all of the job's memory and devices, and the next one waits until that has ended.
 """
 
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
+from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.errors import ConfigError
+from flowrt.recipes.config_io import parse
+from flowrt.recipes.tasks.task_file import is_task_file
 
 HERE = Path(__file__).parent / "slurm_templates"
-"""Directory of the templates."""
-JOB = "job.sh"
+JOB, CANN = "job.sh", "cann.sh"
+WHOLE_IN_CONTAINER = ("one_node.sbatch", "extra_rollout.sbatch")
+"""Templates whose processes are all in the container, if there is one; in others the workers of steps are."""
+CONTAINER_PYTHON = ("sh", "-c", 'shift; exec python3 "$$@"', "sh")
+"""Runs the words after it with the container's Python in place of the first one; ``$$`` as in launch.rollout."""
 _PLACEHOLDER = re.compile(r"\{\{([A-Z_]+)\}\}")
-_HEADER = re.compile(r"[A-Za-z0-9_.,:=+-]*")
+_WORD = re.compile(r"[A-Za-z0-9_.,:=+-]*")
+_RECIPE = re.compile(r"[A-Za-z0-9_.,:=+/-]+")
+_NODES = re.compile(r"[A-Za-z0-9_.,\[\]-]*")
+_FEATURES = re.compile(r"[A-Za-z0-9_.,:=+*&|()\[\]-]*")
+_MEMORY = re.compile(r"(\d+[KMGT]?)?")
+_MODULES = re.compile(r"([A-Za-z0-9_./+-]+( [A-Za-z0-9_./+-]+)*)?")
+_IMAGE = re.compile(r"[A-Za-z0-9_.,:=+@#/-]*")
+_OPTION = re.compile(r"--[a-z][a-z-]*(=[^\s\"'\\#]+)?")
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,16 @@ class Site:
     """Partition of the generating part of a heterogeneous job, and of extra workers; empty: the same."""
     account: str = ""
     """Account to charge; empty: the user's default."""
+    qos: str = ""
+    """Quality of service; empty: the account's default."""
+    constraint: str = ""
+    """Features that nodes must have, as in --constraint ("a100&ib"); empty: any node."""
+    rollout_constraint: str = ""
+    """The same for the generating part of a heterogeneous job, and for extra workers; empty: the same features."""
+    reservation: str = ""
+    """Reservation to run in; empty: none."""
+    exclude: str = ""
+    """Nodes not to use, as in --exclude (n1,n[7-9]); empty: none."""
     nodes: int = 2
     """Nodes of a multi-node job, including the training nodes."""
     train_nodes: int = 1
@@ -43,75 +68,239 @@ class Site:
     """GPUs of a node, as in --gpus-per-node (8, or a100:8); empty: none are requested."""
     rollout_gpus: str = ""
     """GPUs of a generating node of a heterogeneous job; empty: the same number."""
-    npus: str = "npu:8"
-    """Ascend NPUs of a node, as in --gres (only for ascend.sbatch)."""
+    gres: bool = False
+    """Request GPUs with --gres=gpu:8 in place of --gpus-per-node=8, for clusters that know only that."""
+    npus: str = ""
+    """Ascend NPUs of a node in place of GPUs, as in --gres (npu:8); empty: none are requested."""
     cann: str = "/usr/local/Ascend/ascend-toolkit"
-    """Installation directory of CANN (only for ascend.sbatch)."""
+    """Installation directory of CANN (only with --npus)."""
     cpus: int = 4
-    """CPU cores of each worker."""
+    """CPU cores of each worker; a worker with several devices has as many times more."""
+    mem: str = ""
+    """Memory of a node, as in --mem (500G; 0: all of it), which its workers share; empty: the cluster's default."""
+    extra_mem: str = ""
+    """Memory of an extra rollout worker; empty: the cluster's default."""
     time: str = "24:00:00"
-    """Time limit of a job."""
+    """Time limit of a job; empty: that of the partition."""
+    save_s: int = 180
+    """Seconds before the time limit at which a job saves a checkpoint and ends."""
+    requeue: bool = True
+    """Requeue a job at its time limit and after preemption; it then resumes from its checkpoint."""
+    sbatch: tuple[str, ...] = ()
+    """Further options of all jobs, as --sbatch=--mail-type=FAIL or --sbatch=--mem-per-gpu=60G."""
+    modules: str = ""
+    """Environment modules to load, separated by spaces; empty: none."""
+    container: str = ""
+    """Image that the workers run in, whose python3 has flowrt: a .sif file, or what pyxis imports; empty: none."""
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """What starts containers: pyxis (srun --container-image), or apptainer."""
+    container_mounts: str = ""
+    """Directories to mount in the container, as SOURCE:TARGET, separated by commas; that of --runs always is."""
     extra: int = 2
     """Number of rollout workers in the array of extra ones."""
     runs: str = "flowrt-jobs"
     """Directory in which each job creates its own, on a file system that all nodes mount."""
     recipe: str = "arithmetic"
     """Recipe of the run; a task of your own is the path of its file."""
+    flags: str = ""
+    """Flags of flowrt run of all jobs. Those of the rollout engine also set the devices of a worker:
+    --flags="--rollout.engine sglang --rollout.sglang.arguments='--tp 4'"."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The accelerators of a node, and how they are requested."""
+
+    option: str
+    """What precedes their number: ``--gpus-per-node=``, ``--gres=gpu:`` or ``--gres=``; empty without accelerators."""
+    kind: str
+    count: int
+
+    def request(self, count: int | None = None) -> str:
+        """The option that requests ``count`` of them, by default all; empty without accelerators."""
+        return f"{self.option}{self.kind}{self.count if count is None else count}" if self.option else ""
 
 
 def placeholders(site: Site) -> dict[str, str]:
     """The value of each placeholder. Raises ConfigError for values that are not allowed in a script."""
+    _check(site)
+    training, generating = devices(site, site.gpus), devices(site, site.rollout_gpus or site.gpus)
+    each = worker_devices(site) if training.option else 1
+    for of_node in (training, generating):
+        if of_node.count < each:
+            raise ConfigError(f"a rollout worker of --flags needs {each} devices, and a node has {of_node.count}")
+    rollout_nodes = site.nodes - site.train_nodes
+    train_cpus, rollout_cpus = site.cpus * training.count, site.cpus * each
+    # Memory 0: the step shares the memory of the job with others.
+    trainer_step = (
+        f"--exact --mem=0 --nodes={site.train_nodes} --ntasks={site.train_nodes} --cpus-per-task={train_cpus}"
+    )
+    rollout_step = f"--exact --mem=0 --nodes=1 --ntasks=1 --cpus-per-task={rollout_cpus}"
+    values = {
+        "PARTITION": site.partition,
+        "ROLLOUT_PARTITION": site.rollout_partition or site.partition,
+        "ACCOUNT": site.account,
+        "OPTIONS": _options(site, site.constraint, site.mem),
+        "ROLLOUT_OPTIONS": _options(site, site.rollout_constraint or site.constraint, site.mem),
+        "EXTRA_OPTIONS": _options(site, site.rollout_constraint or site.constraint, site.extra_mem),
+        "DEVICES": training.request(),
+        "ROLLOUT_DEVICES": generating.request(),
+        "WORKER_DEVICES": generating.request(each),
+        "TIME": site.time,
+        "SAVE_S": site.save_s,
+        "REQUEUE": "requeue" if site.requeue else "no-requeue",
+        "NODES": site.nodes,
+        "TRAIN_NODES": site.train_nodes,
+        "ROLLOUT_NODES": rollout_nodes,
+        "WORKER_CPUS": rollout_cpus,
+        "NODE_CPUS": train_cpus,
+        "LAST_EXTRA": site.extra - 1,
+        "RANKS": site.train_nodes * training.count,
+        "MANY_WORKERS": rollout_nodes * (training.count // each),
+        "HET_WORKERS": rollout_nodes * (generating.count // each),
+        "TRAINER_STEP": f"{trainer_step} {training.request()}".rstrip(),
+        "MANY_STEP": f"{rollout_step} {training.request(each)}".rstrip(),
+        "HET_STEP": f"{rollout_step} {generating.request(each)}".rstrip(),
+        "RUN_FLAGS": "".join(f" {shlex.quote(word)}" for word in (*_device_flags(site), *shlex.split(site.flags))),
+        "RECIPE": site.recipe,
+        "MODULES": _load(site.modules),
+        "CONTAINER": shlex.quote(shlex.join((*container(site), *CONTAINER_PYTHON)) if site.container else ""),
+        "IN_CONTAINER": _in_container(site, train_cpus),
+        "CANN": shlex.quote(str(Path(site.cann))),
+        "BIN": shlex.quote(str(Path(sys.executable).parent)),
+        "RUNS": shlex.quote(str(Path(site.runs).absolute())),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def devices(site: Site, gpus: str) -> Devices:
+    """The accelerators of a node with these ``gpus``, or with the site's NPUs.
+
+    Raises ConfigError if the text does not end with a positive number.
+    """
+    flag, text = ("--npus", site.npus) if site.npus else ("--gpus", gpus)
+    if not text:
+        return Devices("", "", 1)
+    kind, colon, last = text.rpartition(":")
+    if not last.isdecimal() or not int(last):
+        example = "npu:8" if site.npus else "8, or a100:8"
+        raise ConfigError(f"{flag} {text!r} does not end with a number of devices; write {example}")
+    option = "--gres=" if site.npus else "--gres=gpu:" if site.gres else "--gpus-per-node="
+    return Devices(option, f"{kind}{colon}", int(last))
+
+
+def worker_devices(site: Site) -> int:
+    """The devices of a rollout worker with the site's flags. Raises ConfigError for flags that flowrt run refuses."""
+    rollout = parse([*([] if is_task_file(site.recipe) else [site.recipe]), *shlex.split(site.flags)]).rollout
+    return ROLLOUT_ENGINES[rollout.engine].devices(rollout)
+
+
+def container(site: Site) -> list[str]:
+    """The words that precede a command in the site's container, after those of srun; none without a container."""
+    if not site.container:
+        return []
+    runs = Path(site.runs).absolute()
+    mounts = ",".join([f"{runs}:{runs}", *filter(None, [site.container_mounts])])
+    if not _IMAGE.fullmatch(mounts):
+        raise ConfigError(f"--container-mounts {mounts!r} cannot be mounted; use paths of letters, digits and ._+-")
+    if site.container_runtime == "pyxis":
+        return [f"--container-image={site.container}", f"--container-mounts={mounts}"]
+    gpus = ["--nv"] if site.gpus else []
+    return ["apptainer", "exec", *gpus, "--bind", mounts, site.container]
+
+
+def _in_container(site: Site, cpus: int) -> str:
+    """What precedes a command that runs in the container on the job's first node; empty without a container."""
+    words = container(site)
+    if words and site.container_runtime == "pyxis":
+        words = ["srun", "--exact", "--mem=0", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus}", *words]
+    return "".join(f"{shlex.quote(word)} " for word in words)
+
+
+def _check(site: Site) -> None:
+    """Raise ConfigError for a value that is out of range, missing, or not allowed in a script."""
     if not 0 < site.train_nodes < site.nodes:
         raise ConfigError(
             f"--train-nodes is {site.train_nodes} of --nodes {site.nodes}: at least one node trains and one generates; "
             "on one node use one_node.sbatch"
         )
-    if site.cpus < 1 or site.extra < 1:
-        raise ConfigError(f"--cpus is {site.cpus} and --extra is {site.extra}; use 1 or more")
-    header = {
-        "PARTITION": site.partition,
-        "ROLLOUT_PARTITION": site.rollout_partition or site.partition,
-        "ACCOUNT": site.account,
-        "GPUS": site.gpus,
-        "ROLLOUT_GPUS": site.rollout_gpus or site.gpus,
-        "ONE_GPU": _one(site.rollout_gpus or site.gpus),
-        "NPUS": site.npus,
-        "TIME": site.time,
-        "RECIPE": site.recipe,
+    for name in ("cpus", "extra", "save_s"):
+        if getattr(site, name) < 1:
+            raise ConfigError(f"{_flag(name)} is {getattr(site, name)}; use 1 or more")
+    for name in ("recipe", "runs", "cann"):
+        if not getattr(site, name):
+            raise ConfigError(f"{_flag(name)} is empty; give a value, or leave it out for the default")
+    _check_texts(site)
+    if site.gpus and site.npus:
+        raise ConfigError("--gpus and --npus are given, and a node has one kind of accelerator; leave one out")
+    for name, other in (("rollout_gpus", "gpus"), ("container_mounts", "container")):
+        if getattr(site, name) and not getattr(site, other):
+            raise ConfigError(f"{_flag(name)} is given without {_flag(other)}; give both")
+
+
+def _check_texts(site: Site) -> None:
+    """Raise ConfigError for a text that could add a line or a command to a script."""
+    words = ("partition", "rollout_partition", "account", "qos", "reservation", "gpus", "rollout_gpus", "npus", "time")
+    checks = dict.fromkeys(words, (_WORD, "letters, digits and .,:=+-_")) | {
+        "recipe": (_RECIPE, "letters, digits and .,:=+-_/"),
+        "exclude": (_NODES, "node names and ranges, as n1,n[7-9]"),
+        "constraint": (_FEATURES, "features and &|*()[]"),
+        "rollout_constraint": (_FEATURES, "features and &|*()[]"),
+        "mem": (_MEMORY, "a number and K, M, G or T, as 500G"),
+        "extra_mem": (_MEMORY, "a number and K, M, G or T, as 60G"),
+        "modules": (_MODULES, "names of modules, separated by single spaces"),
+        "container": (_IMAGE, "letters, digits and .,:=+-_/@#"),
+        "container_mounts": (_IMAGE, "SOURCE:TARGET, separated by commas"),
     }
-    for name, value in header.items():
-        if not _HEADER.fullmatch(value.replace("/", "") if name == "RECIPE" else value):
-            raise ConfigError(f"{name.lower()} {value!r} is not allowed in a script; use letters, digits and .,:=+-_")
-    train_gpus = _count(site.gpus)
-    rollout_gpus = _count(site.rollout_gpus or site.gpus)
-    rollout_nodes = site.nodes - site.train_nodes
-    steps = f"--nodes={site.train_nodes} --ntasks={site.train_nodes} --cpus-per-task={site.cpus * train_gpus}"
-    numbers = {
-        "NODES": site.nodes,
-        "TRAIN_NODES": site.train_nodes,
-        "ROLLOUT_NODES": rollout_nodes,
-        "CPUS": site.cpus,
-        "NODE_CPUS": site.cpus * train_gpus,
-        "LAST_EXTRA": site.extra - 1,
-        "RANKS": site.train_nodes * train_gpus,
-        "MANY_WORKERS": rollout_nodes * train_gpus,
-        "HET_WORKERS": rollout_nodes * rollout_gpus,
-        "TRAINER_STEP": f"{steps} --gpus-per-node={site.gpus}" if site.gpus else steps,
-        "ROLLOUT_STEP": f"--nodes=1 --ntasks=1 --cpus-per-task={site.cpus}{' --gpus-per-task=1' if site.gpus else ''}",
+    for name, (pattern, allowed) in checks.items():
+        value = getattr(site, name)
+        if not pattern.fullmatch(value):
+            raise ConfigError(f"{_flag(name)} {value!r} is not allowed in a script; use {allowed}")
+    for option in site.sbatch:
+        if not _OPTION.fullmatch(option):
+            raise ConfigError(
+                f"--sbatch {option!r} is not an option of sbatch on one line; write --sbatch=--NAME=VALUE"
+            )
+    for name in ("runs", "cann", "flags"):
+        if not getattr(site, name).isprintable():
+            raise ConfigError(f"{_flag(name)} {getattr(site, name)!r} has a line end or a control character")
+    try:
+        shlex.split(site.flags)
+    except ValueError as error:
+        raise ConfigError(f"--flags {site.flags!r:.80} are no command line: {error}") from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _options(site: Site, constraint: str, mem: str) -> str:
+    """The options of #SBATCH lines that apply to all jobs, each after the first with the start of its line."""
+    given = {
+        "qos": site.qos,
+        "constraint": constraint,
+        "reservation": site.reservation,
+        "exclude": site.exclude,
+        "mem": mem,
     }
-    device = " --device cuda" if site.gpus else ""
-    paths = {"CANN": Path(site.cann), "BIN": Path(sys.executable).parent, "RUNS": Path(site.runs).absolute()}
-    return {
-        **header,
-        "DEVICE": device,
-        **{name: str(value) for name, value in numbers.items()},
-        **{name: shlex.quote(str(path)) for name, path in paths.items()},
-    }
+    return "\n#SBATCH ".join([*(f"--{name}={value}" for name, value in given.items() if value), *site.sbatch])
+
+
+def _device_flags(site: Site) -> Iterable[str]:
+    return ("--device", "npu") if site.npus else ("--device", "cuda") if site.gpus else ()
+
+
+def _load(modules: str) -> str:
+    """The lines that load environment modules, whose scripts read variables that may not be set."""
+    if not modules:
+        return ""
+    return f"set +u\ncommand -v module >/dev/null || source /etc/profile\nmodule load {modules}\nset -u"
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Replace every placeholder; an #SBATCH line with an empty value is removed, so that SLURM's default applies.
+    """Replace every placeholder.
 
+    A line of nothing else, and an #SBATCH line with an empty value, is removed, so that SLURM's default applies.
     Raises ConfigError for a placeholder without a value.
     """
     unknown = sorted({name for name in _PLACEHOLDER.findall(text) if name not in values})
@@ -120,7 +309,8 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     lines = []
     for line in text.splitlines():
         names = _PLACEHOLDER.findall(line)
-        if line.startswith("#SBATCH") and names and not all(values[name] for name in names):
+        optional = line.startswith("#SBATCH") or _PLACEHOLDER.fullmatch(line)
+        if optional and names and not all(values[name] for name in names):
             continue
         lines.append(_PLACEHOLDER.sub(lambda found: values[found[1]], line))
     return "\n".join(lines) + "\n"
@@ -129,8 +319,13 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 def filled(site: Site) -> dict[str, str]:
     """The text of each template with the values of the site, by file name. Raises ConfigError as `placeholders`."""
     values = placeholders(site)
-    values["JOB"] = fill((HERE / JOB).read_text(), values).rstrip("\n")
-    return {path.name: fill(path.read_text(), values) for path in sorted(HERE.glob("*.sbatch"))}
+    values["ENVIRONMENT"] = fill((HERE / CANN).read_text(), values).rstrip("\n") if site.npus else ""
+    texts = {}
+    for path in sorted(HERE.glob("*.sbatch")):
+        own = values if path.name in WHOLE_IN_CONTAINER else {**values, "IN_CONTAINER": ""}
+        own = {**own, "JOB": fill((HERE / JOB).read_text(), own).rstrip("\n")}
+        texts[path.name] = fill(path.read_text(), own)
+    return texts
 
 
 def write(arguments: Sequence[str]) -> list[Path]:
@@ -144,7 +339,7 @@ def write(arguments: Sequence[str]) -> list[Path]:
         prog="flowrt slurm",
         description="Write SLURM templates with this site's values.",
         args=list(arguments),
-        config=(tyro.conf.FlagConversionOff,),
+        config=(tyro.conf.FlagConversionOff, tyro.conf.UseAppendAction),
     )
     directory = Path(site.directory)
     texts = filled(site)
@@ -158,16 +353,3 @@ def write(arguments: Sequence[str]) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"templates cannot be written to {directory}: {error.strerror}; name another") from error
     return [directory / name for name in texts]
-
-
-def _count(gpus: str) -> int:
-    """Number of workers on a node: 8 for ``8`` and ``a100:8``, 1 without GPUs."""
-    last = gpus.rpartition(":")[2]
-    if gpus and not last.isdigit():
-        raise ConfigError(f"--gpus {gpus!r} does not end with a number; write 8, or a100:8")
-    return int(last or 1)
-
-
-def _one(gpus: str) -> str:
-    """One GPU of the same type."""
-    return f"{gpus.rpartition(':')[0]}:1".lstrip(":") if gpus else ""

@@ -617,6 +617,7 @@ class Follow:
     """
 
     workers: tuple[str, ...]
+    unjoined: tuple[tuple[str, str], ...]  # processes that it has started, and why their workers are not in the run
 
 
 @dataclass(slots=True)
@@ -669,5 +670,5 @@ Message = (
     | Follow
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

@@ -639,6 +639,9 @@ class SupervisorConfig:
     hung_process_timeout_s: Seconds = 10.0
     """A local process is killed and replaced this long after its worker was removed from the run, in seconds; one whose
     worker never joined, controller.connect_timeout_s later."""
+    join_report_s: Seconds = 30.0
+    """A worker that has not joined this long after its process was started is reported on the terminal, in seconds;
+    again after 4, 16, … times as long."""
     role_vacancy_timeout_s: Seconds = 60.0
     """The run ends when a role has had no worker for this long, in seconds."""
 

@@ -1,8 +1,12 @@
 """Killed workers are replaced up to a limit: no prompt is lost or trained twice."""
 
 import json
+import os
+import re
 import signal
 import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -124,3 +128,28 @@ def test_worker_that_keeps_failing_ends_the_run_with_its_error(
     run.assert_gone(10.0)
     assert "reward was killed by SIGKILL; its log" in run.words
     assert "Traceback" not in run.output
+
+
+def test_a_worker_that_does_not_join_is_named_with_its_reason(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "prefix"
+    busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    prefix.write_text(f'[ "$1" = a ] || {{ echo "{busy}"; exec sleep 600; }}\nshift\nexec "$@"\n')
+    run = launch(
+        *("--model", str(untrained_model), *SMALL, "--steps", "100000", "--rollout.workers", "2"),
+        *("--launch.rollout-hosts", "a,b", "--launch.rollout", f"sh {prefix} $HOST"),
+        *("--supervisor.join-report-s", "2"),
+    )
+    line = r"rollout-1 has not joined for \d+ s: SLURM holds its step back, .*; its log .*rollout-1\.log ends: srun"
+    run.wait_for(lambda: re.search(line, run.words), "the line")
+    shown = subprocess.run(
+        [str(Path(sys.executable).with_name("flowrt")), "status", str(run.run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "1000"},
+    )
+    assert re.search(line, shown.stdout), shown
+    run.signal(signal.SIGTERM)
+    assert run.wait(60.0) == 130, run.output

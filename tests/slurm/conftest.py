@@ -74,7 +74,7 @@ class Cluster:
         for name, port in zip(NODES, ports[1:], strict=True):
             (directory / f"spool-{name}").mkdir()
             conf += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CORES}"
-            conf += f" RealMemory={MEMORY_MB} Gres=gpu:{GPUS},npu:{NPUS}\n"
+            conf += f" RealMemory={MEMORY_MB} Features=fast Gres=gpu:{GPUS},npu:{NPUS}\n"
         conf += f"PartitionName=train Nodes={NODES[0]},{NODES[1]},{NODES[2]} Default=YES State=UP\n"
         conf += f"PartitionName=generate Nodes={','.join(NODES)} State=UP\n"
         (directory / "state").mkdir()
@@ -123,6 +123,11 @@ class Cluster:
         )
         assert result.returncode == 0, result.stderr
         return result.stdout.strip()
+
+    def test(self, script: Path) -> str:
+        """What sbatch says of a script that it checks without submitting it."""
+        command = ["sbatch", "--test-only", str(script)]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30).stderr
 
     def job(self, number: str) -> Mapping[str, str]:
         """The fields of ``scontrol show job``."""

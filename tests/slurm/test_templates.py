@@ -67,12 +67,12 @@ class Site:
         paths = [*self.directory.glob(f"*{number}*.log"), *self.job(number).glob("run/logs/*.log")]
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)
 
-    def finish(self, number: str) -> dict[str, Any]:
-        """The summary of a job that must succeed and learn."""
+    def finish(self, number: str, *, learns: bool = True) -> dict[str, Any]:
+        """The summary of a job that must succeed and, if it is long enough, learn."""
         code = self.cluster.wait_for(number, JOB_S, lambda: self.log(number))
         assert code == "0:0", self.log(number)
         summary: dict[str, Any] = json.loads((self.job(number) / "run" / "summary.json").read_text())
-        assert summary["reward_last"] > summary["reward_first"] + 0.1, summary
+        assert not learns or summary["reward_last"] > summary["reward_first"] + 0.1, summary
         assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
         return summary
 
@@ -106,8 +106,9 @@ def test_workers_of_a_job_array_join_the_default_job_on_one_node(cluster: Any, t
     assert (site.job(number) / "keys").stat().st_mode & 0o777 == 0o700
 
 
-def test_default_job_learns_on_many_nodes(cluster: Any, model: Path, tmp_path: Path) -> None:
-    site = Site(cluster, tmp_path, "--nodes", "3")
+def test_default_job_learns_on_many_nodes(core_cluster: Any, model: Path, tmp_path: Path) -> None:
+    """Where memory is no resource."""
+    site = Site(core_cluster, tmp_path, "--nodes", "3")
     number = site.submit("many_nodes.sbatch", "--model", model)
     site.finish_default(number)
     assert site.nodes(number) == {"n1": 1, "n2": 1, "n3": 1}  # the trainer, and a rollout worker on each other node
@@ -124,13 +125,88 @@ def test_heterogeneous_job_trains_on_two_nodes(cluster: Any, model: Path, tmp_pa
     assert sorted(site.nodes(str(int(number) + 1)).values()) == [0, 0, 1]
 
 
-def test_default_job_learns_with_the_ascend_template(cluster: Any, model: Path, tmp_path: Path) -> None:
+SEVERAL = ["--nodes", "3", "--gpus", "2", "--cpus", "1", "--rollout-partition", "generate"]
+SEVERAL_SMALL = [*SMALL, "--steps", "12", "--device", "cpu"]
+"""With these flags a job computes on CPUs, whatever devices SLURM has allocated."""
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        ("many_nodes.sbatch", []),
+        ("many_nodes.sbatch", ["--mem", "600M"]),
+        ("many_nodes.sbatch", ["--sbatch=--mem-per-cpu=100M", "--gres", "True"]),
+        ("hetjob.sbatch", ["--sbatch=--mem-per-gpu=100M"]),
+    ],
+)
+def test_each_device_has_a_worker_where_memory_is_a_resource(
+    cluster: Any, model: Path, tmp_path: Path, template: str, options: list[str]
+) -> None:
+    """Each node has two GPUs: two ranks train, four workers generate."""
+    site = Site(cluster, tmp_path, *SEVERAL, *options)
+    number = site.submit(template, "--model", model, *SEVERAL_SMALL)
+    site.finish(number, learns=False)
+    events = (site.job(number) / "run" / "events.jsonl").read_text()
+    controller = (site.job(number) / "run" / "logs" / "controller.log").read_text()
+    for name in ("trainer-0", "trainer-1", *(f"rollout-{index}" for index in range(4))):
+        assert f"{name} joined" in controller, events
+    assert "has not joined" not in site.log(number)
+
+
+def test_sbatch_accepts_what_the_flags_write(cluster: Any, tmp_path: Path) -> None:
+    """sbatch checks the options without submitting."""
+    cluster.run(
+        *[
+            "scontrol",
+            "create",
+            "reservation=week",
+            "starttime=now",
+            "duration=60",
+            "users=root",
+            "nodes=n1",
+            "flags=overlap",
+        ]
+    )
+    flags = [
+        *("--partition", "train", "--rollout-partition", "generate", "--nodes", "3", "--gpus", "2", "--cpus", "1"),
+        *("--constraint", "fast", "--mem", "500M", "--extra-mem", "100M", "--time", "1-00:00:00", "--qos", "normal"),
+        *("--requeue", "False", "--sbatch=--mail-type=FAIL", "--sbatch=--comment=mine"),
+    ]
+    Site(cluster, tmp_path / "all", *flags)
+    Site(cluster, tmp_path / "one", "--reservation", "week", "--exclude", "n[2-3]", "--npus", "npu:8", "--cpus", "1")
+    accepted = [*sorted((tmp_path / "all").glob("*.sbatch")), tmp_path / "one" / "one_node.sbatch"]
+    for path in accepted:
+        assert "to start at" in cluster.test(path), path
+    Site(cluster, tmp_path / "none", "--constraint", "slow")
+    assert "Invalid feature specification" in cluster.test(tmp_path / "none" / "one_node.sbatch")
+
+
+def test_a_run_in_a_container(cluster: Any, model: Path, tmp_path: Path) -> None:
+    """A program in place of apptainer notes its arguments and runs the command outside of any container."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    stand_in = programs / "apptainer"
+    stand_in.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/used\nshift 4\nexec "$@"\n')
+    stand_in.chmod(0o755)
+    options = ["--container", "flowrt.sif", "--container-runtime", "apptainer", "--container-mounts", "/models:/models"]
+    site = Site(cluster, tmp_path / "site", "--nodes", "3", *options)
+    text = (site.directory / "many_nodes.sbatch").read_text()
+    (site.directory / "many_nodes.sbatch").write_text(text.replace("export PATH=", f"export PATH={programs}:", 1))
+    number = site.submit("many_nodes.sbatch", "--model", model, *SMALL, "--steps", "12")
+    site.finish(number, learns=False)
+    used = (tmp_path / "used").read_text().splitlines()
+    assert len(used) == 3
+    mounts = f"{site.directory}/jobs:{site.directory}/jobs,/models:/models"
+    assert all(line.startswith(f"exec --bind {mounts} flowrt.sif sh -c") for line in used), used
+
+
+def test_default_job_learns_with_npus(cluster: Any, model: Path, tmp_path: Path) -> None:
     """SLURM allocates NPUs that do not exist; a flag makes the run compute on the CPUs."""
     cann = tmp_path / "cann"
     cann.mkdir()
     (cann / "set_env.sh").write_text('echo "$MAYBE_UNSET"\nexport FROM_CANN=yes\n')
     site = Site(cluster, tmp_path, "--npus", "npu:8", "--cann", str(cann))
-    number = site.submit("ascend.sbatch", "--model", model, "--device", "cpu")
+    number = site.submit("one_node.sbatch", "--model", model, "--device", "cpu")
 
     def trainers() -> list[psutil.Process]:
         return [one for one in cluster.processes() if "-m flowrt.roles.trainer" in " ".join(one.cmdline())]

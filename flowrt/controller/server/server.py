@@ -65,6 +65,7 @@ HEALTH_S = 5.0
 LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run continues and its records are buffered
 MAX_GRAPH_LINES = 200
 MAX_FOLLOWED = 4096
+MAX_UNJOINED, MAX_UNJOINED_CHARS = 8, 1000
 """Workers that one observer may follow."""
 MAX_DISMISSED = 10_000
 """Dismissed workers whose reason is kept, in case they reconnect."""
@@ -167,7 +168,7 @@ class Server:
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
-        self._followed: dict[WorkerId, tuple[str, ...]] = {}
+        self._followed: dict[WorkerId, m.Follow] = {}
         """By observer: the workers that each of its statuses names."""
         self._dismissed: dict[str, str] = {}
         """Why workers were dismissed: a connection that closes under load may lose the message that says so."""
@@ -326,7 +327,8 @@ class Server:
             # Possibly a worker that was disconnected for too long: without an answer it would wait.
             self._answer_unknown_peer(peer, NOT_CONNECTED)
         elif isinstance(message, m.Follow) and self._connections.role(worker) == OBSERVER:
-            self._followed[worker] = message.workers[:MAX_FOLLOWED]
+            unjoined = tuple((name, text[:MAX_UNJOINED_CHARS]) for name, text in message.unjoined[:MAX_UNJOINED])
+            self._followed[worker] = m.Follow(message.workers[:MAX_FOLLOWED], unjoined)
         elif isinstance(message, m.SampleRecords):
             self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
@@ -580,8 +582,8 @@ class Server:
         if observers:
             text = brief_text(self.status(brief=True))
             for worker in observers:
-                names = self._followed.get(worker)
-                own = "" if names is None else f', "followed": {json.dumps(followed(self._core, names))}}}'
+                follow = self._followed.get(worker)
+                own = "" if follow is None else f', "followed": {json.dumps(followed(self._core, follow.workers))}}}'
                 self._connections.send(worker, m.Status(f"{text[:-1]}{own}" if own else text))
 
     def status(self, *, brief: bool = False) -> dict[str, Any]:
@@ -596,6 +598,9 @@ class Server:
             time=self.times.latest,
             evaluated=self.metrics.evaluation_summary(),
             brief=brief,
-        ) | {"eta_s": self.metrics.eta_s(self._core.state.window.steps)}
+        ) | {
+            "eta_s": self.metrics.eta_s(self._core.state.window.steps),
+            "unjoined": dict(pair for follow in self._followed.values() for pair in follow.unjoined),
+        }
         found["guards"]["log"] += [list(one) for one in self._health.log]
         return found

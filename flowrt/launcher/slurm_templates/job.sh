@@ -20,7 +20,7 @@ run_flowrt() {
   else
     set -- run "$@" --run-dir "$job/run"
   fi
-  flowrt "$@" &
+  {{IN_CONTAINER}}flowrt "$@" &
   local flowrt=$!
   trap 'signalled=yes again=yes && kill -TERM "$flowrt" || true' USR1
   trap 'signalled=yes && kill -TERM "$flowrt" || true' TERM INT
@@ -29,7 +29,7 @@ run_flowrt() {
     signalled="" code=0
     wait "$flowrt" || code=$?
   done
-  if [ -n "$again" ] && [ "$code" -ne 0 ]; then
+  if [ -n "$again" ] && [ "$code" -ne 0 ] && [ {{REQUEUE}} = requeue ]; then
     scontrol requeue "$SLURM_JOB_ID"
   fi
   exit "$code"

@@ -48,6 +48,7 @@ def draw(status: Mapping[str, Any]) -> Group:
         Text(f"no {role} worker for {for_s:.0f} s: {why}", style=RED)
         for role, (for_s, why) in status["vacancies"].items()
     ]
+    alarms += [Text(sentence, style=RED) for sentence in status.get("unjoined", {}).values()]
     alarms += [
         Text(f"no network traffic from {worker} for {since_s:.0f} s: its link or its machine is down", style=RED)
         for worker, since_s in status["cut_off"].items()

@@ -301,6 +301,7 @@ function alarms(status) {
   return [
     ...(graph.deadlocks || []).map((names) => `Deadlock: ${names.join(", ")} wait only for each other.`),
     ...Object.entries(status.vacancies || {}).map(([role, [s, reason]]) => `No ${role} worker for ${duration(s)}: ${reason}`),
+    ...Object.values(status.unjoined || {}),
     ...Object.entries(status.cut_off || {}).map(([who, s]) => `No network traffic from ${who} for ${duration(s)}: its link or its machine is down.`),
     ...waits.filter((w) => w.unsatisfiable).map((w) => `${w.who} waits for ${w.what}, and no worker can satisfy this.`),
     ...waits.filter((w) => w.overdue).map((w) => `${w.who} waits ${duration(w.age_s)} for ${w.what}, over its limit of ${duration(w.limit_s)}: blocked on ${w.blocked_on || "no worker"}.`),

@@ -1,20 +1,5 @@
-#!/usr/bin/env bash
-# A run on one node of Ascend NPUs. NOT YET RUN ON SUCH HARDWARE: written from CANN's and torch_npu's documentation.
-# See docs/guides/ascend.md for what each variable does. Submit: sbatch ascend.sbatch [FLAGS OF flowrt run].
-#SBATCH --job-name=flowrt
-#SBATCH --partition={{PARTITION}}
-#SBATCH --account={{ACCOUNT}}
-#SBATCH --nodes=1
-#SBATCH --exclusive
-#SBATCH --gres={{NPUS}}
-#SBATCH --time={{TIME}}
-#SBATCH --output=%x-%j.log
-#SBATCH --open-mode=append
-#SBATCH --requeue
-#SBATCH --signal=B:USR1@180
-set -euo pipefail
-
-# CANN's own script reads variables that may not be set.
+# Ascend NPUs. NOT YET RUN ON SUCH HARDWARE: written from CANN's and torch_npu's documentation; docs/guides/ascend.md says
+# what each variable does. CANN's own script reads variables that may not be set.
 set +u
 source {{CANN}}/set_env.sh
 set -u
@@ -26,6 +11,3 @@ export P2P_HCCL_BUFFSIZE=20      # MB, twice, for each pair; 0 where memory is t
 export HCCL_HOST_SOCKET_PORT_RANGE=auto HCCL_NPU_SOCKET_PORT_RANGE=auto # several processes share an NPU's ports
 export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True
 export TASK_QUEUE_ENABLE=1 # 2 needs more memory at its peak
-
-{{JOB}}
-run_flowrt {{RECIPE}} --device npu --controller.bind 'tcp://*:0' "$@"
