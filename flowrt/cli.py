@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
-from flowrt.launcher.terminal import console, prepare_streams, printable
+from flowrt.launcher.terminal import console, printable
 from flowrt.net.curve_keys import KEYS_VARIABLE
 from flowrt.runtime.bounds import seconds
+from flowrt.runtime.streams import has_lost_output, prepare_streams
 
 DESCRIPTION = "Asynchronous streaming RL post-training of language models."
 HELP_FLAGS = ("-h", "--help")
@@ -624,7 +625,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     errors = console(stderr=True)
     try:
-        return _call(words)
+        code = _call(words)
+        # The results of a run are in its directory; those of other commands are what they print.
+        is_lost = has_lost_output() and not (words and words[0] in ("run", "resume", "watch"))
+        return EXIT_FAILED if is_lost and code == EXIT_OK else code
     except ConfigError as error:
         errors.print(f"flowrt: {error}", soft_wrap=True)
         return EXIT_BAD_INPUT

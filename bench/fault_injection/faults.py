@@ -40,12 +40,12 @@ class Fault:
     @property
     def interrupts(self) -> bool:
         """Whether the fault tells the whole run to end, with exit code 130."""
-        return self.victim in (LAUNCHER, "controller") and self.kind in ("SIGTERM", "SIGINT")
+        return self.victim in (LAUNCHER, "controller") and self.kind in SIGNALS
 
     @property
     def ends_the_launcher(self) -> bool:
         """Whether the launcher dies of the fault, so that the run has to be resumed."""
-        return self.victim == EVERYTHING or (self.victim == LAUNCHER and self.kind in ("kill", "SIGHUP"))
+        return self.victim == EVERYTHING or (self.victim == LAUNCHER and self.kind == "kill")
 
     @property
     def may_fail_the_run(self) -> bool:

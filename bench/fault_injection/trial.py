@@ -322,7 +322,6 @@ class Trial:
         faults = [one.fault for one in fault_times if one.injected_s >= 0]
         interrupted = any(one.interrupts for one in faults) and code == EXIT_INTERRUPTED
         killed = any(one.victim == EVERYTHING or (one.victim, one.kind) == ("launcher", "kill") for one in faults)
-        hung_up = any((one.victim, one.kind) == ("launcher", "SIGHUP") for one in faults)
         may_fail = any(one.may_fail_the_run for one in faults) or len(faults) > 1
         # A launcher that has not started a process yet may die of the signal itself.
         early = (
@@ -340,7 +339,7 @@ class Trial:
         elif code == EXIT_BAD_INPUT and self._plan.group == "disk" and not self._run_dir.exists():
             if "disk is full" not in sentence and "No space left" not in sentence:
                 self.out.wrong.append(f"refused, and the disk is not named: {sentence or output[-300:]}")
-        elif not (early or interrupted or (killed and code == -9) or (hung_up and code in (-1, EXIT_INTERRUPTED))):
+        elif not (early or interrupted or (killed and code == -9)):
             self.out.wrong.append(f"exit code {code}: {sentence or output[-300:]}")
 
     def _judge_refusal(self, launcher: LauncherProcess) -> None:

@@ -37,6 +37,7 @@ from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_di
 from flowrt.runtime.host import reachable
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.parent_death import is_alive
+from flowrt.runtime.termination import termination_signals
 from flowrt.runtime.waits import pause
 
 log = logging.getLogger("flowrt")
@@ -123,7 +124,8 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> 
     if config.guards.health:
         server.watch_health()
     loop.add_signal_handler(signal.SIGINT, server.end, "interrupted (SIGINT)", EXIT_INTERRUPTED)
-    loop.add_signal_handler(signal.SIGTERM, _terminate, server, config)
+    for number in termination_signals():
+        loop.add_signal_handler(number, _terminate, server, config, number)
     peers = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, peers)
     atomic_write(address_file(Path(config.run_dir)), address + "\n")
@@ -156,9 +158,9 @@ def _take_over(config: RunConfig, text: str, arguments: argparse.Namespace) -> N
         (run_dir / "summary.json").unlink(missing_ok=True)
 
 
-def _terminate(server: Server, config: RunConfig) -> None:
+def _terminate(server: Server, config: RunConfig, number: signal.Signals) -> None:
     """End the run; if checkpoints are enabled, save the trained steps first, so that the run can be resumed."""
-    reason = "interrupted (SIGTERM)"
+    reason = f"interrupted ({number.name})"
     saved = max(checkpoint_steps(Path(config.run_dir)), default=0)
     if config.checkpoint.every and config.checkpoint.preemption_save_timeout_s:
         log.info("terminated: saving the steps after step-%06d before the run ends", saved)

@@ -1,4 +1,4 @@
-"""Signals of a launcher: SIGTERM makes a run save a checkpoint and end, SIGINT ends the run at once."""
+"""Signals of a launcher: SIGTERM and its kind make a run save a checkpoint and end, SIGINT ends the run at once."""
 
 import asyncio
 import contextlib
@@ -7,29 +7,38 @@ from collections.abc import Callable
 
 from flowrt.errors import EXIT_INTERRUPTED, WaitExpired
 from flowrt.launcher.supervision import RUN
-from flowrt.runtime.waits import cancel_and_wait, wait_all, wait_any, wait_until
+from flowrt.runtime.termination import termination_signals
+from flowrt.runtime.waits import cancel_and_wait, wait_any, wait_until
 
 INTERRUPT_S = 8.0
 
 
 class Signals:
-    """SIGINT and SIGTERM of this process. A second SIGTERM has no effect: schedulers and job scripts both send it."""
+    """The signals of this process.
+
+    A second SIGTERM has no effect: schedulers and job scripts both send it. A second SIGINT kills what has not ended.
+    """
 
     def __init__(self, save_timeout_s: float) -> None:
         """``save_timeout_s``: time limit for saving in seconds; 0: SIGTERM ends the run at once, like SIGINT."""
         self._save_timeout_s = save_timeout_s
         self._interrupted = asyncio.Event()
+        self._killed = asyncio.Event()
         self._terminated = asyncio.Event()
 
     def install(self) -> None:
         """Handle signals on the running event loop."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._interrupted.set)
-        loop.add_signal_handler(signal.SIGTERM, (self._terminated if self._save_timeout_s else self._interrupted).set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        for number in termination_signals():
+            loop.add_signal_handler(number, (self._terminated if self._save_timeout_s else self._interrupted).set)
+
+    def _interrupt(self) -> None:
+        (self._killed if self._interrupted.is_set() else self._interrupted).set()
 
     @property
     def preempted(self) -> bool:
-        """Whether SIGTERM made the run save and end; this launcher does not restart it."""
+        """Whether a signal made the run save and end; this launcher does not restart it."""
         return self._terminated.is_set()
 
     async def guard(
@@ -53,10 +62,12 @@ class Signals:
         interrupted.cancel()
         terminated.cancel()
         if not work.done():
-            report("interrupted: ending the run")
+            report("interrupted: ending the run (Ctrl-C again kills its processes)")
             if forward(signal.SIGINT):
+                killed = asyncio.create_task(wait_until(self._killed.wait(), RUN, "another interruption", "the user"))
                 with contextlib.suppress(WaitExpired):
-                    await wait_all({work}, INTERRUPT_S, "the interrupted run to end", "the controller")
+                    await wait_any({work, killed}, INTERRUPT_S, "the interrupted run to end", "the controller")
+                killed.cancel()
             if not work.done():
                 await cancel_and_wait({work}, INTERRUPT_S)
                 return EXIT_INTERRUPTED

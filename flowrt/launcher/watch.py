@@ -27,6 +27,7 @@ from flowrt.observability.page.access import Access
 from flowrt.observability.page.server import PageServer
 from flowrt.observability.run_reader import RunReader
 from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.termination import termination_signals
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, LivenessTimeout, pause, wait_any, wait_until
 
 LOOPBACK = "127.0.0.1"
@@ -66,7 +67,7 @@ def watch(options: WatchOptions, console: Console) -> int:
 
 async def _watch(options: WatchOptions, console: Console) -> int:
     ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (*termination_signals(), signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     reader = RunReader(options.run_dir)
     compared = ComparedRuns(options.run_dir, options.compare)

@@ -85,13 +85,13 @@ class WatchProcess:
         """Report the first line of output, which has the address; write the others to logs/watch.log."""
         assert child.stdout is not None
         is_first = True
-        with (self._run_dir / "logs" / "watch.log").open("ab") as log:
+        with (self._run_dir / "logs" / "watch.log").open("ab", buffering=0) as log:
             while line := await wait_until(child.stdout.readline(), _UNTIL_CLOSED, "a line", "flowrt watch"):
                 if is_first:  # it has the token, and the page and run.html show the log
                     report(line.decode(errors="replace").rstrip())
                 else:
-                    log.write(line)
-                    log.flush()
+                    with contextlib.suppress(OSError):  # a full disk
+                        log.write(line)
                 is_first = False
             code = await wait_until(child.wait(), STOP_S, "flowrt watch to end", "flowrt watch")
         report(f"flowrt watch has ended with exit code {code}; the run goes on: see {self._run_dir / 'logs/watch.log'}")

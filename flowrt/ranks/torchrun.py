@@ -18,6 +18,7 @@ from torch.distributed.run import main as torchrun
 from flowrt.ranks.process_group import STORE_VARIABLE
 from flowrt.ranks.rendezvous import COUNTING, register
 from flowrt.runtime.files import private_directory
+from flowrt.runtime.termination import TORCHRUN_SIGNALS, TORCHRUN_VARIABLES
 
 DIES_WITH_PARENT = "flowrt.runtime.parent_death"
 TRAINER_MODULE = "flowrt.roles.trainer"
@@ -31,6 +32,8 @@ def main() -> None:
     parser.add_argument("--rendezvous", default="", help="HOST:PORT of flowrt.ranks.rendezvous")
     parser.add_argument("--directory", default="", help="parent of the temporary directory (default: the system's)")
     own, theirs = parser.parse_known_args()
+    for variable in TORCHRUN_VARIABLES:
+        os.environ.setdefault(variable, TORCHRUN_SIGNALS)
     if own.directory:
         private_directory(Path(own.directory))
     with tempfile.TemporaryDirectory(prefix="flowrt-ranks-", dir=own.directory or None) as directory:

@@ -41,6 +41,7 @@ from flowrt.runtime.bounds import seconds
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.termination import termination_signals
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, open_waits, pause, wait_all, wait_any, wait_until
 
 POLL_S = 0.2
@@ -113,7 +114,7 @@ def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
     Args:
         role: the worker's role in the run.
         run: the coroutine function of the role.
-        drains: whether SIGTERM drains the worker before it leaves.
+        drains: whether SIGTERM and its kind drain the worker before it leaves.
     """
     parser = argparse.ArgumentParser(description=f"flowrt {role} worker; all other settings come from the controller")
     parser.add_argument(
@@ -161,7 +162,7 @@ def _log_waits() -> None:
 
 
 async def _run_worker(arguments: argparse.Namespace, name: str, role: str, run: Role, drains: bool) -> int:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _log_waits)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, _log_waits)
     try:
         keys = worker_keys(Path(arguments.keys), name) if arguments.keys else None
         log.info(
@@ -186,7 +187,8 @@ async def _run_worker(arguments: argparse.Namespace, name: str, role: str, run: 
         torch.set_num_threads(config.threads)
         check_reach(config, role == TRAINER)
         if drains and (drain_s := _drain_s(role, config)):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _drain, session, drain_s)
+            for number in termination_signals():
+                asyncio.get_running_loop().add_signal_handler(number, _drain, session, drain_s)
         await _run_role(run(session, config), session)
     except (Exception, BaseExceptionGroup) as raised:
         # The first exception of a group is the cause, the others its consequences.

@@ -24,7 +24,7 @@ sys.exit(cli.main(["run", "--run-dir", sys.argv[2]]))
 WITHIN_S = 60.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_launcher_exits_in_order(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", PROGRAM, str(int(number)), str(tmp_path / "run")]
     completed = subprocess.run(

@@ -31,10 +31,14 @@ def test_the_only_worker_of_each_role_is_replaced_within_five_seconds(
 ) -> None:
     run = launch("--model", str(untrained_model), *SMALL)
     run.wait_for_training()
-    for role, name in (("reward", "reward"), ("reference", "reference"), ("rollout", "rollout-0")):
+    for role, name, number in (
+        ("reward", "reward", signal.SIGTERM),
+        ("reference", "reference", signal.SIGUSR1),
+        ("rollout", "rollout-0", signal.SIGHUP),
+    ):
         [worker] = run.find(f"flowrt.roles.{role}")
         joined = run.log("controller").count(f" {name} joined")
-        run.signal(signal.SIGTERM, worker)
+        run.signal(number, worker)
         run.wait_for(lambda: not worker.is_running(), f"end of {name}")  # noqa: B023
         left_s = time.monotonic()
         run.wait_for(lambda: run.log("controller").count(f" {name} joined") > joined, f"another {name}")  # noqa: B023

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,19 +49,19 @@ def rolled_back_prompts(run_dir: Path) -> list[tuple[Any, ...]]:
         return ledger.query("SELECT epoch, prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'")
 
 
-def terminate(run: Any, others: Sequence[psutil.Process] = ()) -> int:
-    """Send SIGTERM after some steps; return the step of the checkpoint that the run saves."""
+def terminate(run: Any, others: Sequence[psutil.Process] = (), number: signal.Signals = signal.SIGTERM) -> int:
+    """Send a signal after some steps; return the step of the checkpoint that the run saves."""
     run.wait_for(lambda: len(lines(run.run_dir)) >= STEPS_BEFORE, "steps")
     assert checkpoint_steps(run.run_dir) == []
-    run.signal(signal.SIGTERM)
+    run.signal(number)
     for process in others:
-        run.signal(signal.SIGTERM, process)
+        run.signal(number, process)
     assert run.wait(EXIT_WITHIN_S) == 130, run.output
     run.assert_gone(EXIT_WITHIN_S)
     assert "Traceback" not in run.output
     [saved] = checkpoint_steps(run.run_dir)
     assert saved == len(lines(run.run_dir)) >= STEPS_BEFORE
-    assert f"interrupted (SIGTERM); saved after {saved} steps" in run.words
+    assert re.search(rf"interrupted \(SIG(TERM|{number.name[3:]})\); saved after {saved} steps", run.words), run.output
     assert not (run.run_dir / "final").exists()
     return saved
 
@@ -97,10 +98,13 @@ def test_all_ranks_save_the_same_step(launch: Callable[..., Any], untrained_mode
 
 
 @pytest.mark.long
-def test_a_job_saves_when_every_process_is_terminated(launch: Callable[..., Any], untrained_model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_job_saves_when_every_process_is_terminated(
+    launch: Callable[..., Any], untrained_model: Path, number: signal.Signals
+) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--trainer.ranks", "2")
     run.wait_for(lambda: lines(run.run_dir), "a step")
-    terminate(run, [process for process in run.processes() if process.pid != run.pid])
+    terminate(run, [process for process in run.processes() if process.pid != run.pid], number)
 
 
 @pytest.mark.long

@@ -38,6 +38,18 @@ def test_run_completes_after_its_output_pipe_is_closed(tmp_path: Path, untrained
 
 @pytest.mark.slow
 @pytest.mark.parallel
+@pytest.mark.long
+def test_run_completes_with_its_output_on_a_full_disk(tmp_path: Path, untrained_model: Path) -> None:
+    arguments = [*SMALL, "--rollout.workers", "1", "--model", str(untrained_model), "--run-dir", str(tmp_path / "run")]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([FLOWRT, "run", *arguments], stdout=full, stderr=subprocess.PIPE, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == b"flowrt: standard output cannot be written and is dropped: No space left on device\n"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
 def test_a_run_directory_name_may_contain_markup_with_ascii_output(tmp_path: Path, untrained_model: Path) -> None:
     run_dir = tmp_path / "m" / "a[/x]b[red]"
     with (tmp_path / "output").open("wb") as output:

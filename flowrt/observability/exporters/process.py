@@ -17,6 +17,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
 from flowrt.observability.exporters.feed import Feed
 from flowrt.observability.exporters.sink import TENSORBOARD, WANDB, Sink, close_timeout_s
 from flowrt.runtime.logs import log_to_stderr
+from flowrt.runtime.termination import termination_signals
 from flowrt.runtime.waits import blocking, join_thread
 
 log = logging.getLogger("flowrt")
@@ -73,7 +74,7 @@ def main() -> int:
     arguments = parser.parse_args()
     log_to_stderr()
     stop = Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (*termination_signals(), signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
         first, last = parse_steps(arguments.steps)
