@@ -1,17 +1,20 @@
-"""Check that this host has the accelerators that a run names, before anything starts.
+"""Check that this host has the accelerators that a run names, and name those that it leaves unused.
 
 A separate process asks torch (`flowrt.launcher.device_probe`).
 """
 
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.errors import EXIT_OK, ConfigError
 from flowrt.ids import REFERENCE, ROLLOUT, TRAINER
+from flowrt.launcher.accelerators import CUDA, DEV, visible
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.devices import named_accelerators
+from flowrt.recipes.devices import named_accelerators, rollout_device, training_device
 from flowrt.runtime.waits import blocking
 
 LIMIT_S = 120.0
@@ -38,6 +41,35 @@ def check_devices_here(config: RunConfig) -> None:
     for name, (count, roles) in wanted_here(config).items():
         if reason := missing(name, count):
             raise ConfigError(f"device {name} of {' and '.join(roles)}: {reason}")
+
+
+def unused(
+    config: RunConfig,
+    environment: Mapping[str, str],
+    dev: Path = DEV,
+    probe: Callable[[str, int], str] | None = None,
+) -> str:
+    """A sentence if this host has accelerators, and a run that names no device computes here on the CPU; else empty.
+
+    Args:
+        config: of the run.
+        environment: of the launcher; it may limit the visible devices.
+        dev: directory of device files.
+        probe: says why torch does not have so many accelerators of a kind; default: `missing`.
+    """
+    launch = config.launch
+    elsewhere = {TRAINER: launch.trainer, ROLLOUT: launch.rollout}
+    devices = {TRAINER: training_device(config), ROLLOUT: rollout_device(config)}
+    roles = [role for role, name in devices.items() if name == "cpu" and not elsewhere[role]]
+    keys = (config.device, config.trainer.device, config.rollout.device, config.trainer.fsdp.device)
+    variable, here = visible(environment, dev)
+    if not here or not roles or any(keys):
+        return ""
+    kind, flag = ("GPU", "cuda") if variable == CUDA else ("NPU", "npu")
+    several = f"{len(here)} {kind}s" if len(here) > 1 else f"a {kind}"
+    reason = (probe or missing)(flag, 1)
+    advice = f"torch does not see one: {reason}" if reason else f"--device {flag} uses them"
+    return f"this machine has {several}, and {' and '.join(roles)} compute on the CPU; {advice}"
 
 
 def missing(name: str, count: int) -> str:

@@ -28,7 +28,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, Co
 from flowrt.ids import OBSERVER, TRAINER
 from flowrt.launcher.accelerators import environments
 from flowrt.launcher.commands import check_machine, check_programs, worker_commands
-from flowrt.launcher.device_check import check_devices_here
+from flowrt.launcher.device_check import check_devices_here, unused
 from flowrt.launcher.exporters import ExporterProcesses, check_exporters
 from flowrt.launcher.observer import Observer
 from flowrt.launcher.own_files import with_checked_task, with_own_needs
@@ -195,6 +195,8 @@ def check_and_run(
     check_machine(config, os.cpu_count() or 1)
     check_devices_here(config)
     progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    if unused_devices := unused(config, os.environ):
+        progress(unused_devices)
     config = with_checked_task(config, progress)
     check_filter_function(config, progress)
     return asyncio.run(_run(with_own_needs(config), console, prepare, page_port))
