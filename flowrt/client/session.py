@@ -40,6 +40,7 @@ from flowrt.runtime.waits import (
     wait_until,
 )
 from flowrt.transport.lanes.lane import LaneSet, available_transports, ignore_exception, make_transports
+from flowrt.transport.lanes.open_lanes import most_open_lanes
 from flowrt.transport.samples.store import Rows, TensorStore, lengths_of
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class Session:
             welcome.transfer_idle_timeout_s,
             self._send_rendezvous_key,
             min_bytes_per_s=1e6 * welcome.min_transfer_mb_per_s,
+            most_open=most_open_lanes(),
+            ask_to_retire=lambda turn: self._send_if_open(m.RetireLane(turn)),
         )
         self._sample_transfers = SampleTransfers(self.store, self._lanes, self._send_if_open)
         self.params = WeightTransfers(self._lanes, self.send, self._spawn, welcome.transfer_idle_timeout_s)
@@ -152,6 +155,8 @@ class Session:
                 self.store.free(columns, slots, groups)
             case m.RendezvousKey(peer, lane, key, value):
                 self._lanes.deliver(peer, lane, key, value)
+            case m.RetireLane(turn):
+                self._lanes.retire(turn)
             case m.ReceiveWeights():
                 self.params.receive(event)
             case m.SendWeights():

@@ -75,13 +75,14 @@ HANDLERS: dict[type[m.Message], Handler] = {
     m.Heartbeat: members.heartbeat,
     m.Report: members.report,
     m.RendezvousKey: members.rendezvous_key,
+    m.RetireLane: members.retire_lane,
     m.Notice: members.notice,
 }
 """Every message that a worker may send, and the transition that handles it."""
 NO_PROGRESS: frozenset[type[m.Message]] = frozenset(
     (
         *(m.Pull, m.Offer, m.Heartbeat, m.Report, m.CancelRequest),
-        *(m.FetchFailed, m.TransferFailed, m.ReleaseLease, m.RendezvousKey, m.Notice),
+        *(m.FetchFailed, m.TransferFailed, m.ReleaseLease, m.RendezvousKey, m.RetireLane, m.Notice),
     )
 )
 """Messages that do not count as progress of the run; a pull that reports completed leases (``done``) does."""

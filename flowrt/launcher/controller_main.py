@@ -31,6 +31,7 @@ from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file, to_toml
 from flowrt.recipes.run_dir import CONFIG, address_file, check_summary_file, checkpoint_steps
+from flowrt.runtime.addresses import Endpoint, parse_address
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.event_loop import serve_loop
 from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_directory
@@ -97,7 +98,8 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
     if from_checkpoint or (recovered is None and not address_file(run_dir).exists()):
         return server, times.bind
     # The port that the workers know; the host to bind may differ from the host that they connect to.
-    return server, f"{times.bind.rpartition(':')[0]}:{address_of(run_dir).rpartition(':')[2]}"
+    port = parse_address(address_of(run_dir)).port
+    return server, Endpoint(parse_address(times.bind).host, port).address
 
 
 def sample_store(config: RunConfig) -> SampleStore | None:

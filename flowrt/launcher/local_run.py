@@ -62,6 +62,7 @@ from flowrt.recipes.filter_function import check_filter_function
 from flowrt.recipes.run_dir import CONFIG, address_file, has_adapters_to_merge, model_dir, ranks_dir
 from flowrt.recipes.tasks.task_file import is_task_file, split
 from flowrt.rewards.functions import with_paths
+from flowrt.runtime.addresses import parse_address
 from flowrt.runtime.files import atomic_write, private_directory
 from flowrt.runtime.waits import pause
 
@@ -530,7 +531,7 @@ class LocalRun:
         """Start the rendezvous store for torchruns of several hosts; returns HOST:PORT, empty for one host."""
         if self._config.trainer.nodes == 1:
             return ""
-        host = address.removeprefix("tcp://").rpartition(":")[0]
+        host = parse_address(address).host
         command = [sys.executable, "-m", "flowrt.ranks.rendezvous", "--host", host]
         self._rendezvous, store_address = await self._children.start_ready("rendezvous", command, READY_S)
         if not store_address:

@@ -26,6 +26,7 @@ from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.page.access import Access
 from flowrt.observability.page.server import PageServer
 from flowrt.observability.run_reader import RunReader
+from flowrt.runtime.addresses import Endpoint, is_loopback
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.termination import termination_signals
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, LivenessTimeout, pause, wait_any, wait_until
@@ -76,7 +77,7 @@ async def _watch(options: WatchOptions, console: Console) -> int:
     server = PageServer(reader, Access(token, _names(options.host)), prometheus_text, compared)
     port = await server.start(options.host, options.port)
     _print(console, f"watching {options.run_dir} at {_url(options.host, port, token)}")
-    if not _is_loopback(options.host):
+    if not is_loopback(options.host):
         _print(
             console,
             "this page has no TLS: on the way to another host its token and the run's texts can be read; "
@@ -141,15 +142,9 @@ def run_token(run_dir: Path) -> str:
 
 def _names(host: str) -> frozenset[str]:
     """Names of this machine that the Host header of a request may have, besides localhost and the host name."""
-    if _is_loopback(host):
+    if is_loopback(host):
         return frozenset()
     return frozenset({host, socket.getfqdn()})
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _is_every_address(host: str) -> bool:
@@ -159,8 +154,8 @@ def _is_every_address(host: str) -> bool:
 
 
 def _url(host: str, port: int, token: str) -> str:
-    shown = socket.gethostname() if _is_every_address(host) else f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}/?token={token}"
+    shown = socket.gethostname() if _is_every_address(host) else host
+    return f"http://{Endpoint(shown, port)}/?token={token}"
 
 
 def _print(console: Console, text: str) -> None:

@@ -22,6 +22,7 @@ from enum import Enum
 from time import monotonic
 
 from flowrt.net.liveness import BATCH, LIBC, RECHECK_MS, TCP_INFO, LivenessMonitor, tcp_info
+from flowrt.runtime.addresses import Endpoint, unmapped
 
 log = logging.getLogger(__name__)
 MAX_UNDELIVERED_BYTES = 128 << 20
@@ -393,4 +394,4 @@ def _peer_address(descriptor: int) -> str:
             host, port = connection.getpeername()[:2]
     except (OSError, ValueError):
         return "an address that has closed already"
-    return f"{host}:{port}"
+    return str(Endpoint(unmapped(host), port))

@@ -25,6 +25,7 @@ from flowrt.net.curve_keys import ADMITTED, KEYS_VARIABLE, PUBLIC, ControllerKey
 from flowrt.net.liveness import HEARTBEAT_MS
 from flowrt.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 from flowrt.protocol.messages import Message
+from flowrt.runtime.addresses import needs_ipv6, parse_address
 from flowrt.runtime.host import check_address
 
 # ---- sockets
@@ -226,6 +227,7 @@ class Socket:
     def connect(self, address: str) -> None:
         """Connect; ZeroMQ reconnects whenever the connection closes. Raises ConfigError on a malformed address."""
         try:
+            self.socket.setsockopt(zmq.IPV6, needs_ipv6(parse_address(address).host))
             self.socket.connect(address)
         except zmq.ZMQError as error:
             raise ConfigError(
@@ -292,6 +294,7 @@ def check_free(address: str, keyed: bool) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+    socket.setsockopt(zmq.IPV6, needs_ipv6(parse_address(address).host))
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

@@ -508,6 +508,16 @@ class RendezvousKey:
 
 
 @dataclass(slots=True)
+class RetireLane:
+    """worker: this lane is idle after this turn, and too many are open; controller: close it, with both ends in order.
+
+    The controller ignores the request if it has issued a later turn.
+    """
+
+    turn: LaneTurn
+
+
+@dataclass(slots=True)
 class Publish:
     """trainer: a new version can be fetched from it, in full and possibly as a delta to an earlier version."""
 
@@ -651,6 +661,7 @@ Message = (
     | SendSamples
     | TransferFailed
     | RendezvousKey
+    | RetireLane
     | Publish
     | SendWeights
     | ReceiveWeights

@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from flowrt.errors import EngineError
-from flowrt.runtime.host import interfaces, local_address
+from flowrt.runtime.addresses import Endpoint
+from flowrt.runtime.host import interface_of, local_address
 from flowrt.transport.devices import Device
 
 STORE_VARIABLE = "FLOWRT_RANKS_STORE"
@@ -35,9 +36,8 @@ def choose_interface(controller: str, environment: MutableMapping[str, str]) -> 
         environment.setdefault(INTERFACE, LOOPBACK)
         return
     own = local_address(controller)
-    for name, address in interfaces().items():
-        if address == own:
-            environment.setdefault(INTERFACE, name)
+    if name := interface_of(own):
+        environment.setdefault(INTERFACE, name)
 
 
 def init_ranks(device: Device, deadline_s: float) -> None:
@@ -84,7 +84,7 @@ def _check_store(environment: Mapping[str, str]) -> None:
         socket.create_connection((host, port), timeout=STORE_CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise EngineError(
-            f"{_rank(environment)} cannot reach the store of the ranks at {host}:{port}{_resolution(host)}: "
+            f"{_rank(environment)} cannot reach the store of the ranks at {Endpoint(host, port)}{_resolution(host)}: "
             f"{error.strerror or error}; torchrun announces the host name of rank 0: start torchrun on each host with "
             "--local-addr and that host's own address"
         ) from error
@@ -92,7 +92,7 @@ def _check_store(environment: Mapping[str, str]) -> None:
 
 def _resolution(host: str) -> str:
     with contextlib.suppress(OSError):
-        address = socket.gethostbyname(host)
+        address = socket.getaddrinfo(host, None)[0][4][0]
         return f", which resolves to {address} here" if address != host else ""
     return ", a name that does not resolve here"
 

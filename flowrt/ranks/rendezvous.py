@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from flowrt.errors import EXIT_INTERRUPTED
+from flowrt.runtime.addresses import Endpoint, split_endpoint
 
 COUNTING = "flowrt"
 """Name of this backend for torchrun's ``--rdzv-backend``."""
@@ -39,7 +40,7 @@ def serve_tcp_store(host: str, deadline: timedelta, members: int | None = None) 
     if ``host`` is not an address of this host.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.create_server(address[:2], family=family) as listener:
+    with socket.create_server(address, family=family) as listener:
         port = listener.getsockname()[1]
         return TCPStore(
             host,
@@ -68,7 +69,9 @@ class CountingRendezvous(RendezvousHandler):
         store: Store = PrefixStore(self._run_id, tcp)
         number = int(store.add("hosts", 1)) - 1
         if number >= self._hosts:
-            raise RendezvousClosedError(f"{self._hosts} hosts have already joined at {self._host}:{self._port}")
+            raise RendezvousClosedError(
+                f"{self._hosts} hosts have already joined at {Endpoint(self._host, self._port)}"
+            )
         return RendezvousInfo(store, number, self._hosts, RendezvousStoreInfo(self._host, self._port))
 
     @property
@@ -99,9 +102,13 @@ def register(deadline_s: float) -> None:
     """Register the backend with torchrun in this process; hosts wait ``deadline_s`` seconds for each other."""
 
     def make(parameters: RendezvousParameters) -> CountingRendezvous:
-        host, _, port = parameters.endpoint.rpartition(":")
+        endpoint = split_endpoint(parameters.endpoint)
         return CountingRendezvous(
-            host=host, port=int(port), hosts=parameters.max_nodes, run_id=parameters.run_id, deadline_s=deadline_s
+            host=endpoint.host,
+            port=endpoint.port,
+            hosts=parameters.max_nodes,
+            run_id=parameters.run_id,
+            deadline_s=deadline_s,
         )
 
     rendezvous_handler_registry.register(COUNTING, make)
@@ -113,7 +120,7 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int, required=True, help="file descriptor to write HOST:PORT to")
     arguments = parser.parse_args()
     store = serve_tcp_store(arguments.host, STORE_TIMEOUT)
-    os.write(arguments.ready_fd, f"{arguments.host}:{store.port}\n".encode())
+    os.write(arguments.ready_fd, f"{Endpoint(arguments.host, store.port)}\n".encode())
     os.close(arguments.ready_fd)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return EXIT_INTERRUPTED

@@ -7,10 +7,10 @@ from pathlib import Path
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.model_files import is_adapter
+from flowrt.runtime.addresses import parse_address
 
 CONFIG = "config.toml"
 """Name of the file with the configuration of a run, in its directory."""
-_ADDRESS = re.compile(r"tcp://\S+:\d+")
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -100,8 +100,12 @@ def read_address(run_dir: Path) -> str:
         raise
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; name the controller by tcp://HOST:PORT") from error
-    if not _ADDRESS.fullmatch(text):
-        raise ConfigError(f"{path} holds no address of a controller: {text[:80]!r}; name it by tcp://HOST:PORT")
+    try:
+        parse_address(text)
+    except ConfigError:
+        raise ConfigError(
+            f"{path} holds no address of a controller: {text[:80]!r}; name it by tcp://HOST:PORT"
+        ) from None
     return text
 
 

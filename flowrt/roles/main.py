@@ -38,6 +38,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.run_dir import address_file, model_dir, read_address
 from flowrt.runtime.bounds import seconds
+from flowrt.runtime.descriptors import raise_descriptor_limit
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.parent_death import die_with_parent
@@ -141,6 +142,7 @@ def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
     log_to_stderr()
     if "RANK" in os.environ:
         die_with_parent()  # a killed torchrun leaves its ranks running
+    raise_descriptor_limit()
     name = worker_name(role, arguments.name, os.environ)
     try:
         code = run_loop(_run_worker(arguments, name, role, run, drains))

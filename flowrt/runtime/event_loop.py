@@ -3,11 +3,11 @@
 import asyncio
 import gc
 import logging
-import resource
 from collections.abc import Coroutine
 from time import monotonic
 from typing import Any, TypeVar
 
+from flowrt.runtime.descriptors import raise_descriptor_limit
 from flowrt.runtime.waits import pause
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,7 @@ def serve_loop(work: Coroutine[Any, Any, Result]) -> Result:
     Raises the limit of open sockets to the largest that the system permits. Lets the cycle collector run rarely:
     reference counts free the millions of small records, and each full collection would delay all peers.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_descriptor_limit()
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 50, 1000)

@@ -2,33 +2,26 @@
 
 import contextlib
 import fcntl
-import ipaddress
 import os
-import re
 import socket
 import struct
 from pathlib import Path
 
 from flowrt.errors import ConfigError
+from flowrt.runtime.addresses import ANY_HOST, Endpoint, is_ipv6, is_loopback, parse_address, source_address
 
-_ADDRESS = re.compile(r"tcp://([^/\s]+):(\d{1,5})")
-_LARGEST_PORT = 65535
-ANY_HOST = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 (to be recognised, not to be bound)
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 16
-_DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)
-"""An address reserved for documentation (RFC 5737): its route is the default route."""
+_INET6_INTERFACES = Path("/proc/net/if_inet6")
+_GLOBAL_SCOPES = ("00", "10")
+"""Scopes of addresses that have no interface in them: global (or private), and the host's own."""
+_DOCUMENTATION_ADDRESSES = (Endpoint("192.0.2.1", 9), Endpoint("2001:db8::1", 9))
+"""Addresses reserved for documentation (RFC 5737, RFC 3849): their route is the default route."""
 
 
 def check_address(address: str, keyed: bool) -> None:
     """Raises ConfigError if the address is not ``tcp://HOST:PORT``, or not loopback while there are no keys."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or int(found[2]) > _LARGEST_PORT:
-        # ZeroMQ would read port 70000 as 4464.
-        raise ConfigError(
-            f"controller address {address!r} is malformed; write tcp://HOST:PORT, port 0 for any free one"
-        )
-    if not keyed and not is_loopback(found[1]):
+    if not is_loopback(parse_address(address).host) and not keyed:
         # No option allows this: every process that reaches an open controller can run the whole job.
         raise ConfigError(
             f"controller address {address} can be reached from other machines, and there are no keys: any process "
@@ -37,32 +30,44 @@ def check_address(address: str, keyed: bool) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is reachable from this machine only. The only name that is recognised is localhost."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one, by the interface's name."""
+    """The address of each network interface that has one, by the interface's name: IPv4, else IPv6 beyond its link."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[: _NAME_BYTES - 1])
             with contextlib.suppress(OSError):
                 found[name] = socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
+    for name, address in _inet6_addresses():
+        found.setdefault(name, address)
     return found
 
 
+def interface_of(address: str) -> str:
+    """The network interface with this address; empty if there is none."""
+    pairs = (*interfaces().items(), *_inet6_addresses(link_local=True))
+    plain = address.partition("%")[0]  # without the scope
+    return next((name for name, own in pairs if own == plain), "")
+
+
+def _inet6_addresses(*, link_local: bool = False) -> list[tuple[str, str]]:
+    """Pairs of an interface and its IPv6 address; with ``link_local`` also addresses of one link."""
+    with contextlib.suppress(OSError):
+        fields = [line.split() for line in _INET6_INTERFACES.read_text().splitlines()]
+        return [
+            (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
+            for address, _, _, scope, _, name in fields
+            if link_local or scope in _GLOBAL_SCOPES
+        ]
+    return []
+
+
 def own_address() -> str:
-    """The IPv4 address by which other hosts probably reach this host; 127.0.0.1 if there is no other."""
-    for address in (*_addresses_of_own_name(), *_default_route(), *interfaces().values()):
-        if not ipaddress.ip_address(address).is_loopback:
-            return address
+    """The address by which other hosts probably reach this host, IPv4 if there is one; 127.0.0.1 if there is none."""
+    for is_wanted in (lambda address: not is_ipv6(address), is_ipv6):
+        for address in (*_addresses_of_own_name(), *_default_routes(), *interfaces().values()):
+            if is_wanted(address) and not is_loopback(address):
+                return address
     return "127.0.0.1"
 
 
@@ -71,9 +76,8 @@ def local_address(controller: str) -> str:
 
     Raises ConfigError if there is no such route, or no such host.
     """
-    host, _, port = controller.removeprefix("tcp://").rpartition(":")
     try:
-        return _source_address((host, int(port)))
+        return source_address(parse_address(controller))[1]
     except OSError as error:
         raise ConfigError(
             f"host {socket.gethostname()!r} has no route to the controller at {controller}: {error.strerror}; check "
@@ -86,8 +90,9 @@ def reachable(bound: str, host: str) -> str:
 
     If the controller listens on all interfaces, the host of the address is ``host``, or `own_address` if that is empty.
     """
-    bound_host, _, port = bound.removeprefix("tcp://").rpartition(":")
-    return f"tcp://{host or own_address()}:{port}" if bound_host in ANY_HOST else bound
+    endpoint = parse_address(bound)
+    own = host.strip("[]") or own_address()
+    return Endpoint(own, endpoint.port).address if endpoint.host in ANY_HOST else bound
 
 
 def pid_namespace() -> str:
@@ -118,19 +123,14 @@ def _namespace(kind: str, prefix: str) -> str:
 
 def _addresses_of_own_name() -> list[str]:
     with contextlib.suppress(OSError):
-        return [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+        found = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        return [address for address in found if "%" not in address]
     return []
 
 
-def _default_route() -> list[str]:
-    with contextlib.suppress(OSError):
-        return [_source_address(_DOCUMENTATION_ADDRESS)]
-    return []
-
-
-def _source_address(destination: tuple[str, int]) -> str:
-    """The local address that packets to ``destination`` are sent from."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; the kernel only chooses a route.
-        probe.connect(destination)
-        return str(probe.getsockname()[0])
+def _default_routes() -> list[str]:
+    found = []
+    for endpoint in _DOCUMENTATION_ADDRESSES:
+        with contextlib.suppress(OSError):
+            found.append(source_address(endpoint)[1])
+    return found

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,12 @@ shift; exec "$@"
 class Hosts:
     """Hosts 1 to n with addresses 10.83.0.1 to 10.83.0.n, and the processes started on them."""
 
-    def __init__(self, count: int) -> None:
-        self._names = [f"flowrt-{os.getpid()}-{number}" for number in range(count + 1)]  # the first is the switch
+    def __init__(self, count: int, ipv6: bool = False) -> None:
+        """``ipv6``: the hosts have addresses fd83::N in place of 10.83.0.N, and no IPv4 beyond loopback."""
+        self._ipv6 = ipv6
+        family = 6 if ipv6 else 4
+        # The first is the switch.
+        self._names = [f"flowrt-{os.getpid()}-{family}-{number}" for number in range(count + 1)]
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def create(self) -> None:
@@ -43,7 +48,8 @@ class Hosts:
         for number, name in enumerate(self._names[1:], start=1):
             _ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "wire", "netns", name)
             _ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
-            _ip("-n", name, "addr", "add", f"{self.address(number)}/24", "dev", "wire")
+            own = [f"{self.address(number)}/64", "nodad"] if self._ipv6 else [f"{self.address(number)}/24"]
+            _ip("-n", name, "addr", "add", *own, "dev", "wire")
             _ip("-n", name, "link", "set", "wire", "up")
             known = [f"127.0.0.1 localhost\n127.0.1.1 {self.name(number)}\n"]
             known += [f"{self.address(n)} {self.name(n)}\n" for n in range(1, len(self._names)) if n != number]
@@ -51,7 +57,7 @@ class Hosts:
             (NETNS_CONFIG / name / "hosts").write_text("".join(known))
 
     def address(self, number: int) -> str:
-        return f"10.83.0.{number}"
+        return f"fd83::{number}" if self._ipv6 else f"10.83.0.{number}"
 
     def name(self, number: int) -> str:
         return f"host{number}"
@@ -113,14 +119,13 @@ def _ip(*command: str) -> None:
     subprocess.run(["ip", *command], check=True, capture_output=True, text=True, timeout=10)
 
 
-@pytest.fixture(scope="session")
-def hosts() -> Iterator[Hosts]:
-    """Three hosts."""
+@contextmanager
+def created(hosts: Hosts) -> Iterator[Hosts]:
+    """The hosts; skips the test where there can be none."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:
         pytest.skip("ip is not installed (package iproute2)")
-    hosts = Hosts(3)
     try:
         hosts.create()
     except subprocess.CalledProcessError as error:
@@ -128,6 +133,20 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
     yield hosts
     hosts.remove()
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Hosts]:
+    """Three hosts."""
+    with created(Hosts(3)) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="session")
+def ipv6_hosts() -> Iterator[Hosts]:
+    """Three hosts without IPv4."""
+    with created(Hosts(3, ipv6=True)) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="session")

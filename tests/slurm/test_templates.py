@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.recipes.run_dir import checkpoint_steps
+from tests.slurm.conftest import NPUS
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 CORES = 4  # per node: one for each worker
@@ -153,32 +155,36 @@ def test_each_device_has_a_worker_where_memory_is_a_resource(
     assert "has not joined" not in site.log(number)
 
 
+@pytest.fixture
+def reservation(cluster: Any) -> Iterator[str]:
+    """A reservation of one node."""
+    cluster.run("scontrol", "create", "reservation=week", "starttime=now", "duration=60", "users=root", "nodes=n1")
+    yield "week"
+    cluster.run("scontrol", "delete", "reservation=week")
+
+
 def test_sbatch_accepts_what_the_flags_write(cluster: Any, tmp_path: Path) -> None:
     """sbatch checks the options without submitting."""
-    cluster.run(
-        *[
-            "scontrol",
-            "create",
-            "reservation=week",
-            "starttime=now",
-            "duration=60",
-            "users=root",
-            "nodes=n1",
-            "flags=overlap",
-        ]
-    )
     flags = [
         *("--partition", "train", "--rollout-partition", "generate", "--nodes", "3", "--gpus", "2", "--cpus", "1"),
         *("--constraint", "fast", "--mem", "500M", "--extra-mem", "100M", "--time", "1-00:00:00", "--qos", "normal"),
         *("--requeue", "False", "--sbatch=--mail-type=FAIL", "--sbatch=--comment=mine"),
     ]
     Site(cluster, tmp_path / "all", *flags)
-    Site(cluster, tmp_path / "one", "--reservation", "week", "--exclude", "n[2-3]", "--npus", "npu:8", "--cpus", "1")
-    accepted = [*sorted((tmp_path / "all").glob("*.sbatch")), tmp_path / "one" / "one_node.sbatch"]
-    for path in accepted:
-        assert "to start at" in cluster.test(path), path
+    for name in ("one_node", "many_nodes", "hetjob", "extra_rollout"):
+        assert "to start at" in cluster.test(tmp_path / "all" / f"{name}.sbatch"), name
     Site(cluster, tmp_path / "none", "--constraint", "slow")
     assert "Invalid feature specification" in cluster.test(tmp_path / "none" / "one_node.sbatch")
+
+
+def test_sbatch_finds_the_reservation_and_the_npus(cluster: Any, reservation: str, tmp_path: Path) -> None:
+    flags = ["--exclude", "n[2-3]", "--npus", f"npu:{NPUS}", "--cpus", "1"]
+    Site(cluster, tmp_path / "here", "--reservation", reservation, *flags)
+    assert "to start at" in cluster.test(tmp_path / "here" / "one_node.sbatch")
+    Site(cluster, tmp_path / "other", "--reservation", "month", *flags)
+    assert "reservation is invalid" in cluster.test(tmp_path / "other" / "one_node.sbatch")
+    Site(cluster, tmp_path / "more", "--npus", f"npu:{NPUS + 1}")
+    assert "not available" in cluster.test(tmp_path / "more" / "one_node.sbatch")
 
 
 def test_a_run_in_a_container(cluster: Any, model: Path, tmp_path: Path) -> None:

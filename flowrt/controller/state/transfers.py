@@ -1,8 +1,8 @@
 """Lanes and their turns: the order of the transfers from each worker to each other one.
 
 A lane has a sender, a receiver and a kind. The controller numbers the transfers of each lane, so both ends run them in
-the same order. A lane that failed is never used again: the next transfer opens a new incarnation. The transport of an
-incarnation is chosen here, from the transports that both ends support.
+the same order. A lane that failed or was retired is never used again: the next transfer opens a new incarnation. The
+transport of an incarnation is chosen here, from the transports that both ends support.
 """
 
 import itertools
@@ -91,6 +91,15 @@ class Lanes:
         if state is not None and state[0] == turn.incarnation:
             self._failed[turn.sender, turn.receiver] += 1
             del self._state[key]
+
+    def retire(self, turn: LaneTurn) -> bool:
+        """Close the incarnation of this turn if it was the last one issued; returns whether it was."""
+        key = (WorkerId(turn.sender), WorkerId(turn.receiver), turn.kind)
+        state = self._state.get(key)
+        if state is None or state[:2] != (turn.incarnation, turn.sequence + 1):
+            return False
+        del self._state[key]
+        return True
 
     def forget(self, worker: WorkerId) -> list[WorkerId]:
         """Remove a worker and its lanes; returns the workers at the other ends."""

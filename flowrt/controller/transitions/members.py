@@ -152,6 +152,18 @@ def notice(state: State, env: Environment, worker: WorkerId, message: m.Notice, 
     return [LogEvent(NOTICES[message.kind], state.window.step, message.text[:MAX_REASON_CHARS])]
 
 
+def retire_lane(state: State, env: Environment, worker: WorkerId, message: m.RetireLane, now: float) -> list[Command]:
+    """Tell both ends of an idle lane to close it; nothing if a turn is on its way to the worker that asks.
+
+    Raises RemoteProtocolError for a lane of other workers.
+    """
+    turn = message.turn
+    if worker not in (turn.sender, turn.receiver):
+        raise RemoteProtocolError(f"{worker} retires a lane from {turn.sender!r:.80} to {turn.receiver!r:.80}")
+    ends = sorted({WorkerId(turn.sender), WorkerId(turn.receiver)}) if state.lanes.retire(turn) else []
+    return [Send(end, m.RetireLane(turn)) for end in ends]
+
+
 def rendezvous_key(
     state: State, env: Environment, worker: WorkerId, message: m.RendezvousKey, now: float
 ) -> list[Command]:

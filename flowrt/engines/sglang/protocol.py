@@ -15,6 +15,7 @@ from typing import Any
 
 from flowrt.engines.options import PauseMode, Truncation
 from flowrt.errors import EngineError
+from flowrt.runtime.addresses import bracketed
 
 OLDEST = (0, 5, 12)
 SESSIONS_SINCE = (0, 5, 21)
@@ -214,7 +215,7 @@ def join_group(group: str, host: str, port: int, ranks: int) -> Call:
     return Call(
         "/init_weights_update_group",
         {
-            "master_address": host,
+            "master_address": bracketed(host),  # it goes into a URL
             "master_port": port,
             "rank_offset": 1,
             "world_size": ranks,

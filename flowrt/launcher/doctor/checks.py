@@ -18,6 +18,7 @@ from flowrt.launcher.doctor.estimate import (
 from flowrt.launcher.doctor.facts import PACKAGES, Facts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.devices import named_accelerators, reference_device
+from flowrt.runtime.addresses import is_loopback
 
 MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 4096
@@ -159,7 +160,7 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
     others = ", ".join(f"{name} {address}" for name, address in facts.addresses.items() if name != "lo")
     yield finding(
         "address",
-        single_node or not facts.own_address.startswith("127."),
+        single_node or not is_loopback(facts.own_address),
         f"{facts.own_address} (of {others or 'none'})",
         "other nodes cannot reach it: bring up a network interface, or set controller.host",
     )

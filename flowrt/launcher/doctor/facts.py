@@ -18,6 +18,7 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_type
 
 from flowrt.errors import ConfigError
 from flowrt.protocol.messages import PROTOCOL
+from flowrt.runtime.addresses import is_ipv6
 from flowrt.runtime.host import interfaces, own_address
 from flowrt.runtime.waits import blocking
 
@@ -43,7 +44,7 @@ class Facts:
         free_memory_bytes: host memory that is available without swapping.
         free_disk_bytes: free space on the file system of the run directory.
         open_files: hard limit of the open files of a process.
-        addresses: IPv4 addresses by network interface.
+        addresses: one address of each network interface, by its name.
         lanes: transports that lanes can use.
         probe: name of this node's probe; empty if it measured nothing between nodes.
         round_trip_s: median round trip to the controller; None if it was not measured.
@@ -180,7 +181,8 @@ def _free_memory_bytes() -> int:
 def _port_error() -> str:
     """Why no port can be bound on the address of this node; empty if one can."""
     try:
-        with socket.create_server((own_address(), 0)):
+        address = own_address()
+        with socket.create_server((address, 0), family=socket.AF_INET6 if is_ipv6(address) else socket.AF_INET):
             return ""
     except OSError as error:
         return f"{own_address()}: {error.strerror}"

@@ -8,12 +8,13 @@
 """
 
 import hmac
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from aiohttp import web
+
+from flowrt.runtime.addresses import unmapped
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 HEADERS = {
@@ -80,10 +81,7 @@ class Access:
         here = None if request.transport is None else request.transport.get_extra_info("sockname")
         if not here:
             return False
-        try:
-            return _unmapped(name) == _unmapped(here[0])
-        except ValueError:
-            return False
+        return _plain(name) == _plain(here[0])
 
 
 def refuse(status: int, why: str, headers: dict[str, str] | None = None) -> web.Response:
@@ -97,9 +95,5 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     response.headers.pop("Server", None)
 
 
-def _unmapped(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The IP address in a text; an IPv4-mapped IPv6 address as IPv4. Raises ValueError if there is none."""
-    found = ipaddress.ip_address(text.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        return found.ipv4_mapped
-    return found
+def _plain(host: str) -> str:
+    return unmapped(host.partition("%")[0])

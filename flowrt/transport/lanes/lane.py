@@ -2,11 +2,13 @@
 
 Transports block, and some cannot be interrupted, so every lane has its own thread and channel: a peer that hangs stops
 one lane only, which fails at its deadline. A failed lane stays failed and closes its channel, which fails the other end
-too; the controller then opens a new incarnation.
+too; the controller then opens a new incarnation. Where a worker has nearly as many lanes as it may have open, those
+that have been idle for longest are retired in agreement with the controller (`flowrt.transport.lanes.open_lanes`).
 """
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 import os
 import queue
@@ -34,6 +36,7 @@ from flowrt.transport.lanes.channel import (
 )
 from flowrt.transport.lanes.device import HcclTransport, NcclTransport
 from flowrt.transport.lanes.gloo import GlooTransport
+from flowrt.transport.lanes.open_lanes import MAX_OPEN_LANES, OpenLanes
 from flowrt.transport.lanes.shared_memory import ShmTransport
 
 FAILURES = (*PROGRAMMING_ERRORS, OSError, FlowError)
@@ -79,8 +82,16 @@ class Lane:
         idle_s: float,
         rate_limit: TransferRateLimit,
         open_channel: Callable[[], Channel],
+        on_closed: Callable[[], None],
     ) -> None:
+        """``on_closed`` is called on the lane's thread when the channel that ``open_channel`` returned is closed."""
         self.name = name
+        self.last_turn: LaneTurn | None = None
+        self.is_retiring = False
+        """Whether the controller was asked to retire this lane."""
+        self.used_s = 0.0
+        """When the last turn was enqueued or done, on the clock of the event loop."""
+        self._on_closed = on_closed
         self.incarnation = incarnation
         self._idle_s = idle_s
         self._rate_limit = rate_limit
@@ -100,11 +111,17 @@ class Lane:
         """Whether the lane's thread still runs."""
         return self._thread.is_alive()
 
-    def enqueue(self, sequence: int, act: Callable[[Channel], Any]) -> asyncio.Future[Any]:
+    @property
+    def is_idle(self) -> bool:
+        """Whether all turns are done, and the lane has not failed."""
+        return self._broken is None and not self._waiting
+
+    def enqueue(self, turn: LaneTurn, act: Callable[[Channel], Any]) -> asyncio.Future[Any]:
         """Call ``act`` with the channel after all earlier turns; the future has its result, or raises TransferError."""
         done: asyncio.Future[Any] = self._loop.create_future()
-        if self._broken is None and sequence != self._next_sequence:
-            self._broken = f"received turn {sequence} in place of turn {self._next_sequence}"
+        self.last_turn, self.is_retiring, self.used_s = turn, False, self._loop.time()
+        if self._broken is None and turn.sequence != self._next_sequence:
+            self._broken = f"received turn {turn.sequence} in place of turn {self._next_sequence}"
         if self._broken is not None:
             done.set_exception(self._error())
             self._turns.put(None)
@@ -117,6 +134,7 @@ class Lane:
 
     def _on_turn_done(self, done: asyncio.Future[Any]) -> None:
         self._waiting.discard(done)
+        self.used_s = self._loop.time()
         if not done.cancelled() and done.exception() is not None:
             # Ends the thread of a broken lane, whatever the controller does next.
             self._turns.put(None)
@@ -131,8 +149,9 @@ class Lane:
         for done in list(self._waiting):
             complete(done, None, self._error())
         self._turns.put(None)
-        if self._channel is not None:
-            self._channel.interrupt()
+        channel = self._channel
+        if channel is not None:
+            channel.interrupt()
 
     def close(self) -> None:
         """End the thread after the turns that are queued; later turns fail."""
@@ -193,9 +212,12 @@ class Lane:
         self._close_channel()
 
     def _close_channel(self) -> None:
-        with contextlib.suppress(*FAILURES):  # the lane has ended already
-            if self._channel is not None:
-                self._channel.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            with contextlib.suppress(*FAILURES):  # the lane has ended already
+                channel.close()
+            del channel
+            self._on_closed()
 
     def _error(self) -> TransferError:
         return TransferError(f"lane {self.name} failed: {self._broken}")
@@ -219,6 +241,8 @@ class LaneSet:
         signal: Callable[[str, str, str, bytes], None],
         idle_s: float = IDLE_S,
         min_bytes_per_s: float = MIN_BYTES_PER_S,
+        most_open: int = MAX_OPEN_LANES,
+        ask_to_retire: Callable[[LaneTurn], None] | None = None,
     ) -> None:
         """Make an empty set.
 
@@ -229,7 +253,11 @@ class LaneSet:
             signal: sends (peer, lane, key, value) of a rendezvous to a peer, through the controller.
             idle_s: see IDLE_S.
             min_bytes_per_s: a turn that is slower than this beyond ``deadline_s`` fails.
+            most_open: number of lanes that may be open at a time.
+            ask_to_retire: asks the controller to retire the lane of this turn, its last one; None: lanes stay open.
         """
+        self._open_lanes = OpenLanes(most_open)
+        self._ask_to_retire = ask_to_retire
         self._worker = worker
         self._transports = transports
         self._deadline_s = deadline_s
@@ -284,6 +312,16 @@ class LaneSet:
         for ends in [ends for ends in self._lanes if peer in ends[:2]]:
             self._drop(self._lanes.pop(ends), f"{peer} has left the run")
 
+    def retire(self, turn: LaneTurn) -> None:
+        """Close the lane of this turn, its last one, after the turns that are queued."""
+        key = (turn.sender, turn.receiver, turn.kind)
+        lane = self._lanes.get(key)
+        if lane is not None and lane.incarnation == turn.incarnation:
+            del self._lanes[key]
+            self._stores.pop(lane.name, None)
+            lane.close()
+            self._retired = [*(one for one in self._retired if one.alive), lane]
+
     def drop_all(self, reason: str) -> None:
         """Fail every lane immediately, including those that are being opened."""
         lanes = list(self._lanes.values())
@@ -315,7 +353,26 @@ class LaneSet:
             if lane is not None:
                 self._drop(lane, "a newer incarnation was opened")
             lane = self._lanes[key] = self._open(turn)
-        return lane.enqueue(turn.sequence, act)
+            self._make_room()
+        done = lane.enqueue(turn, act)
+        done.add_done_callback(self._on_turn_done)
+        return done
+
+    def _on_turn_done(self, _: asyncio.Future[Any]) -> None:
+        if self._open_lanes.waiting:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Ask the controller to retire the lanes that have been idle for longest if nearly all that may be are open."""
+        excess = max(len(self._lanes) - self._open_lanes.most * 3 // 4, self._open_lanes.waiting)
+        if self._ask_to_retire is None or excess <= 0:
+            return
+        excess = max(excess - sum(lane.is_retiring for lane in self._lanes.values()), 0)
+        idle = [lane for lane in self._lanes.values() if lane.is_idle and not lane.is_retiring and lane.last_turn]
+        for lane in heapq.nsmallest(excess, idle, key=lambda lane: lane.used_s):
+            assert lane.last_turn is not None
+            lane.is_retiring = True
+            self._ask_to_retire(lane.last_turn)
 
     def _drop(self, lane: Lane, reason: str) -> None:
         store = self._stores.pop(lane.name, None)
@@ -335,7 +392,12 @@ class LaneSet:
         def open_channel() -> Channel:
             if transport is None:
                 raise TransferError(f"this worker has no transport {turn.transport!r}")
-            return transport.open(store, sending, rate_limit)
+            self._open_lanes.acquire(name, self._deadline_s)
+            try:
+                return transport.open(store, sending, rate_limit)
+            except BaseException:
+                self._open_lanes.release()
+                raise
 
         return Lane(
             name=name,
@@ -343,6 +405,7 @@ class LaneSet:
             idle_s=self._idle_s,
             rate_limit=rate_limit,
             open_channel=open_channel,
+            on_closed=self._open_lanes.release,
         )
 
     def _store(self, peer: str, lane: str) -> SignalStore:

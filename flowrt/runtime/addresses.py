@@ -1,0 +1,127 @@
+"""Addresses of hosts: the one place that splits and joins host and port, and knows the brackets of IPv6.
+
+``tcp://HOST:PORT`` names a controller. HOST is a name, an IPv4 address, an IPv6 address in brackets (``[::1]``, with a
+scope ``[fe80::1%eth0]``), or ``*`` for all interfaces.
+"""
+
+import contextlib
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from flowrt.errors import ConfigError
+
+SCHEME = "tcp://"
+ANY_HOST = ("*", "0.0.0.0", "::")  # noqa: S104 (to be recognised, not to be bound)
+MAX_PORT = 65535
+_ENDPOINT = re.compile(r"(?:\[([^\[\]\s/]+)\]|([^\[\]\s/:]+)):(\d{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host and a port; ``host`` has no brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{bracketed(self.host)}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """``tcp://HOST:PORT``."""
+        return f"{SCHEME}{self}"
+
+
+def bracketed(host: str) -> str:
+    """The host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def split_endpoint(text: str) -> Endpoint:
+    """Parse ``HOST:PORT``. Raises ConfigError if it is none."""
+    found = _ENDPOINT.fullmatch(text)
+    # ZeroMQ would read port 70000 as 4464.
+    if found is None or int(found[3]) > MAX_PORT or (found[1] and not is_ipv6(found[1])):
+        raise ConfigError(f"{text!r} is not HOST:PORT; write an IPv6 address in brackets, as [::1]:5555")
+    return Endpoint(found[1] or found[2], int(found[3]))
+
+
+def parse_address(text: str) -> Endpoint:
+    """Parse a controller's address ``tcp://HOST:PORT``. Raises ConfigError if it is malformed."""
+    if text.startswith(SCHEME):
+        with contextlib.suppress(ConfigError):
+            return split_endpoint(text.removeprefix(SCHEME))
+    raise ConfigError(
+        f"controller address {text!r} is malformed; write tcp://HOST:PORT, port 0 for any free one, and an IPv6 "
+        "address in brackets, as tcp://[::1]:0"
+    )
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether the host is an IPv6 address, without brackets."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).version == 6
+    return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is reachable from this machine only. The only name that is recognised is localhost."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def unmapped(host: str) -> str:
+    """An address in its usual form: IPv4 if it is an IPv6 address that maps one, as a socket of both families has it.
+
+    A name is returned unchanged.
+    """
+    with contextlib.suppress(ValueError):
+        found = ipaddress.ip_address(host)
+        mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+        return str(mapped or found)
+    return host
+
+
+def source_address(endpoint: Endpoint) -> tuple[socket.AddressFamily, str]:
+    """The family that reaches an endpoint, IPv4 if both do, and the address of this host that packets are sent from.
+
+    Raises OSError if there is no such host, or no route to it.
+    """
+    found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
+    failure = OSError(f"{endpoint.host} has no address")
+    for family, _, _, _, destination in sorted(found, key=lambda info: info[0] != socket.AF_INET):
+        try:
+            return family, _source(family, destination)
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def _source(family: socket.AddressFamily, destination: Any) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; the kernel only chooses a route.
+        probe.connect(destination)
+        return str(probe.getsockname()[0])
+
+
+def needs_ipv6(host: str) -> bool:
+    """Whether a socket must speak IPv6 to reach ``host``, or to listen on it: not if IPv4 does.
+
+    A name without an IPv4 route counts as IPv6, with which addresses of both families can be connected later.
+    """
+    if host in ANY_HOST:
+        return host != "0.0.0.0"  # noqa: S104
+    try:
+        return source_address(Endpoint(host, 1))[0] != socket.AF_INET
+    except OSError:
+        return not _is_ipv4(host)
+
+
+def _is_ipv4(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).version == 4
+    return False
