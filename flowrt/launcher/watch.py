@@ -76,7 +76,7 @@ async def _watch(options: WatchOptions, console: Console) -> int:
     token = run_token(options.run_dir)
     server = PageServer(reader, Access(token, _names(options.host)), prometheus_text, compared)
     port = await server.start(options.host, options.port)
-    _print(console, f"watching {options.run_dir} at {_url(options.host, port, token)}")
+    _print(console, f"watching {options.run_dir} at {page_url(options.host, port, token)}")
     if not is_loopback(options.host):
         _print(
             console,
@@ -153,7 +153,8 @@ def _is_every_address(host: str) -> bool:
     return not host
 
 
-def _url(host: str, port: int, token: str) -> str:
+def page_url(host: str, port: int, token: str) -> str:
+    """The address of the page that listens on ``host`` and ``port``, with its token."""
     shown = socket.gethostname() if _is_every_address(host) else host
     return f"http://{Endpoint(shown, port)}/?token={token}"
 

@@ -661,7 +661,6 @@ Message = (
     | SendSamples
     | TransferFailed
     | RendezvousKey
-    | RetireLane
     | Publish
     | SendWeights
     | ReceiveWeights
@@ -679,6 +678,7 @@ Message = (
     | SampleRecords
     | Notice
     | Follow
+    | RetireLane
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
 PROTOCOL = 12

@@ -16,7 +16,8 @@ import pytest
 from flowrt.errors import ConfigError
 from flowrt.net.curve_keys import controller_keys, raw_key, worker_keys
 from flowrt.recipes.config_io import defaults, to_toml
-from flowrt.runtime.host import check_address, is_loopback
+from flowrt.runtime.addresses import is_loopback
+from flowrt.runtime.host import check_address
 from tests.integration.conftest import wait_until
 
 FLOWRT = Path(sys.executable).with_name("flowrt")

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flowrt.runtime.host import is_loopback
+from flowrt.runtime.addresses import is_loopback
 from tests.integration.conftest import Launch
 
 Start = Callable[..., Launch]

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from flowrt.errors import ConfigError, FlowError
+from flowrt.launcher.watch import page_url
 from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.page.access import HEADERS, Access
 from flowrt.observability.page.server import STATIC, PageServer
@@ -89,6 +90,16 @@ async def raw(page: Page, request: str, *, half_close: bool = False) -> bytes:
 
 
 # ---- access
+
+
+async def test_a_page_at_an_ipv6_address_is_read_at_its_url(page: Page) -> None:
+    server = PageServer(RunReader(page.run_dir), Access(TOKEN), lambda *_: "")
+    port = await server.start("::1", 0)
+    try:
+        async with page.browser.get(page_url("::1", port, TOKEN), allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["Location"]) == (303, "/")
+    finally:
+        await server.close()
 
 
 async def test_the_token_moves_from_the_url_to_a_cookie(page: Page) -> None:
