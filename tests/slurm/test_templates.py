@@ -152,7 +152,6 @@ def test_each_device_has_a_worker_where_memory_is_a_resource(
     controller = (site.job(number) / "run" / "logs" / "controller.log").read_text()
     for name in ("trainer-0", "trainer-1", *(f"rollout-{index}" for index in range(4))):
         assert f"{name} joined" in controller, events
-    assert "has not joined" not in site.log(number)
 
 
 @pytest.fixture
