@@ -47,7 +47,7 @@ KillWait=5
 MpiDefault=none
 GresTypes=gpu,npu
 """
-NPUS = 8
+NPUS = 4
 GPUS = 4
 """Devices that SLURM assumes on each node; it only counts them."""
 MEMORY_MB = 2000
