@@ -55,7 +55,7 @@ def unused(
         config: of the run.
         environment: of the launcher; it may limit the visible devices.
         dev: directory of device files.
-        probe: says why torch does not have so many accelerators of a kind; default: `missing`.
+        probe: says why torch does not have this number of accelerators of a kind; default: `missing`.
     """
     launch = config.launch
     elsewhere = {TRAINER: launch.trainer, ROLLOUT: launch.rollout}

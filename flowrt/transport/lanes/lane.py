@@ -392,12 +392,14 @@ class LaneSet:
         def open_channel() -> Channel:
             if transport is None:
                 raise TransferError(f"this worker has no transport {turn.transport!r}")
-            self._open_lanes.acquire(name, self._deadline_s)
+            self._open_lanes.take(name, self._deadline_s)
+            channel: Channel | None = None
             try:
-                return transport.open(store, sending, rate_limit)
-            except BaseException:
-                self._open_lanes.release()
-                raise
+                channel = transport.open(store, sending, rate_limit)
+            finally:
+                if channel is None:
+                    self._open_lanes.give_back()
+            return channel
 
         return Lane(
             name=name,
@@ -405,7 +407,7 @@ class LaneSet:
             idle_s=self._idle_s,
             rate_limit=rate_limit,
             open_channel=open_channel,
-            on_closed=self._open_lanes.release,
+            on_closed=self._open_lanes.give_back,
         )
 
     def _store(self, peer: str, lane: str) -> SignalStore:

@@ -44,7 +44,7 @@ class OpenLanes:
         self._open = 0
         self._changed = threading.Condition()
 
-    def acquire(self, lane: str, deadline_s: float) -> None:
+    def take(self, lane: str, deadline_s: float) -> None:
         """Count one more; wait for room first. Raises TransferError if there is none within ``deadline_s`` seconds."""
         with self._changed:
             if self._open >= self.most:
@@ -64,7 +64,7 @@ class OpenLanes:
         finally:
             self.waiting -= 1
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         """Count one less."""
         with self._changed:
             self._open -= 1

@@ -20,7 +20,7 @@ sys.exit(7)
 """
 
 
-def test_a_log_beyond_its_quota_loses_lines_and_says_so_once(tmp_path: Path) -> None:
+def test_a_log_beyond_its_quota_names_what_it_has_lost(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
         ended = subprocess.run([sys.executable, "-c", LIMITED], stdout=subprocess.PIPE, stderr=output, timeout=60)
