@@ -70,7 +70,7 @@ def is_ipv6(host: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether ``host`` is reachable from this machine only. The only name that is recognised is localhost."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
 
 
