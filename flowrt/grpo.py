@@ -18,6 +18,7 @@ from flowrt.engines.training.forward import response_logprobs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.launcher import adapter_start, build_model
 from flowrt.launcher.controller_main import sample_store
+from flowrt.launcher.model_check import write_models
 from flowrt.recipes import grpo as recipe
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
@@ -110,6 +111,8 @@ def _prepare(config: RunConfig) -> None:
         build_model.build(config)
     elif has_adapters_to_merge(config):
         adapter_start.merge_starts(config)
+    if config.model_overrides:
+        write_models(config)
 
 
 def trainer_worker(make: Callable[[RunConfig], TrainEngine]) -> None:

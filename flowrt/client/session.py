@@ -29,6 +29,7 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.messages import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.host import clock_name
+from flowrt.runtime.progress import Progress
 from flowrt.runtime.timeline import Timeline
 from flowrt.runtime.waits import (
     CONTROLLER,
@@ -72,6 +73,8 @@ class Session:
         welcome = connection.welcome
         self.worker = worker
         self.timeline = Timeline(MonotonicClock())
+        self.progress = Progress()
+        """Whether the work of this worker advances, which extends its leases; the code that works reports it."""
         self._clock = ControllerClock(is_shared=welcome.clock == clock_name())
         self._reported_s = 0.0
         """Time on the controller's clock up to which this worker has reported its work."""
@@ -530,7 +533,7 @@ class Session:
         """Send heartbeats and reports until the session is closed."""
         while True:
             self.report()
-            await self._connection.heartbeat(m.Heartbeat(monotonic(), self._reported_s))
+            await self._connection.heartbeat(m.Heartbeat(monotonic(), self._reported_s, advances=self.progress.take()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` as a background task of the session."""

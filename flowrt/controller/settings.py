@@ -197,7 +197,7 @@ class Settings:
     source_roles: tuple[str, ...] = ()
     """Roles that may offer prompts and end a flow; if empty, all roles but the observer's."""
     preemption_save_timeout_s: float = 60.0
-    """Time to save a checkpoint when the run is preempted."""
+    """Time without progress of the trainers after which a preempted run ends without its checkpoint."""
     model: str = "policy"
     """Name of the model that generates samples; admission bounds its staleness."""
     more_models: tuple[str, ...] = ()
@@ -218,6 +218,7 @@ class Settings:
     budget_bytes: int = 0
     """Maximum bytes of their tensors, each counted once; an offer that would exceed it waits; 0: no limit."""
     lease_s: float = 600.0
+    """Time without progress of a worker after which its slots are given to another one."""
     worker_timeout_s: float = 30.0
     """Silence after which a worker is dismissed."""
     rejoin_timeout_s: float = 10.0

@@ -6,7 +6,7 @@
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -22,17 +22,58 @@ HALF_BYTES = 2
 ADAM_BYTES = 8
 """Both moments of AdamW, in float32."""
 DTYPE_BYTES: dict[Dtype, int] = {"float64": 8, "float32": FLOAT_BYTES, "bfloat16": HALF_BYTES}
-LAYER_TENSORS = 16
-"""Activations per token, each of about the hidden size, that a layer keeps for the backward pass."""
 WHOLE_LOGITS = 1 << 24
 """Elements of a pass's logits up to which all logits are computed at once; above it, the LM head is fused with the
 log-probabilities (`flowrt.algorithms.lm_head`)."""
-FUSED_HEAD_BYTES = 3 * 10**8
+ALLOCATOR_OVERHEAD = 1.1
+"""Memory of activations over the sum of their sizes."""
+PACKING_COPIES = 2
+"""Of the hidden size: what a layer keeps in addition when samples are packed, for their attention."""
+FUSED_HEAD_BYTES = 15 * 10**7
 """Memory of the fused head beyond hidden states, weights and their gradients (bench/objectives_rows/lm_head.py)."""
+ASSUMED_SUPPORT = 64
+"""Mean number of tokens of a support that top-p or min-p alone is assumed to have."""
+FUSED_SCORING_BYTES = 7 * 10**7
+"""The same without a backward pass: one tensor of WHOLE_LOGITS elements."""
 DELTA_SNAPSHOTS = 2
 """Versions that a trainer holds: the newest and the previous one, between which deltas are computed."""
 STAGED_VERSIONS = 2
 """Versions that a rollout worker holds besides its model: the arriving one, and the base of its delta."""
+
+
+def support_tokens(truncation: Truncation) -> int:
+    """Upper bound of the tokens of a support: top-k; without it, an assumed number for top-p and min-p."""
+    return truncation.top_k or (ASSUMED_SUPPORT if truncation.is_active else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptActivations:
+    """What a layer keeps of one token for the backward pass, as multiples of its sizes.
+
+    Counted with torch's hooks for saved tensors (tests/unit/launcher/test_model_shapes.py); the defaults are those
+    of Llama: two RMSNorms, queries, keys, values and the output of attention, and a gated feed-forward part.
+
+    Attributes:
+        norms: of the hidden size, by norms before and after attention and feed-forward.
+        attention: of the queries and of the keys.
+        feed_forward: of the intermediate size.
+        narrow_norms: in addition, in a dtype below float32, in which norms keep float32 copies.
+        narrow_attention: the same of norms of queries and keys.
+    """
+
+    norms: int = 6
+    attention: int = 2
+    feed_forward: int = 4
+    narrow_norms: int = 2
+    narrow_attention: int = 0
+
+    def elements(self, shape: "ModelShape", dtype: Dtype) -> int:
+        """Elements of one token in one layer."""
+        is_narrow = DTYPE_BYTES[dtype] < FLOAT_BYTES
+        norms = self.norms + self.narrow_norms * is_narrow
+        attention = self.attention + self.narrow_attention * is_narrow
+        heads = (shape.query_size or shape.hidden_size) + shape.kv_size
+        return norms * shape.hidden_size + attention * heads + self.feed_forward * shape.intermediate_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +88,38 @@ class ModelShape:
     vocab_size: int
     max_length: int
     intermediate_size: int
+    """Elements that the feed-forward part of a layer computes of one token; of a mixture, by all experts it uses."""
     has_plain_head: bool = True
     """Whether the fused LM head applies, instead of all logits at once (`flowrt.engines.training.fused_head`)."""
+    query_size: int = 0
+    """Elements of the queries of one token in one layer; 0: the hidden size."""
+    cache_layers: int = 0
+    """Number of layers with keys and values; 0: all."""
+    kept: "KeptActivations" = field(default_factory=lambda: KeptActivations())
+
+    @property
+    def cache_token_elements(self) -> int:
+        """Elements of the keys and values of one token in all layers."""
+        return (self.cache_layers or self.layers) * 2 * self.kv_size
+
+    def kept_bytes(self, dtype: Dtype, recompute: bool = False) -> int:
+        """Activations of one token that a training pass keeps for its backward pass, in bytes.
+
+        One layer is counted twice: the backward pass has the gradients of its activations.
+        """
+        layer = int(ALLOCATOR_OVERHEAD * (self.kept.elements(self, dtype) + PACKING_COPIES * self.hidden_size))
+        return DTYPE_BYTES[dtype] * (
+            (self.layers * self.hidden_size + 2 * layer) if recompute else (self.layers + 1) * layer
+        )
+
+    def computed_bytes(self, dtype: Dtype) -> int:
+        """Activations of one token in a pass without a backward pass, in bytes: those of one layer at a time."""
+        elements = 4 * self.hidden_size + 2 * (self._query_size + self.kv_size) + 3 * self.intermediate_size
+        return DTYPE_BYTES[dtype] * elements
+
+    @property
+    def _query_size(self) -> int:
+        return self.query_size or self.hidden_size
 
     @property
     def weight_bytes(self) -> int:
@@ -64,6 +135,12 @@ class ModelShape:
         """Memory in bytes of the LM head and the log-probabilities in a pass of this number of tokens."""
         is_whole = tokens * self.vocab_size <= WHOLE_LOGITS or not self.has_plain_head
         return tokens * self.logits_bytes if is_whole else FUSED_HEAD_BYTES
+
+    def scoring_bytes(self, tokens: int, dtype: Dtype) -> int:
+        """Memory in bytes of a pass of this number of tokens without a backward pass, with log-probabilities."""
+        is_whole = tokens * self.vocab_size <= WHOLE_LOGITS or not self.has_plain_head
+        head = tokens * self.logits_bytes if is_whole else FUSED_SCORING_BYTES
+        return tokens * self.computed_bytes(dtype) + head
 
     def adapter_parameters(self, lora: LoraOptions) -> int:
         """Upper bound of the number of adapter parameters: one adapter at each linear layer; 0 at rank 0."""
@@ -239,10 +316,10 @@ class TrainEngineDescriptor(ABC):
 
     def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
         """Estimated memory of a rank."""
-        token = shape.layers * LAYER_TENSORS * shape.hidden_size * FLOAT_BYTES
+        passes = trainer.forward_tokens * shape.kept_bytes("float32") + shape.head_bytes(trainer.forward_tokens)
         return TrainerMemory(
             model=shape.parameters * (3 * FLOAT_BYTES + ADAM_BYTES),  # a step concatenates the gradients
-            passes=trainer.forward_tokens * token + shape.head_bytes(trainer.forward_tokens),
+            passes=max(passes - FLOAT_BYTES * shape.parameters, 0),  # and has no activations then
             first_rank=DELTA_SNAPSHOTS * self.published(trainer).size_bytes(shape),
         )
 

@@ -44,6 +44,11 @@ def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.d
     return model.to(device)
 
 
+def weight_bytes(path: str | os.PathLike[str]) -> int:
+    """Size of the weight files of a checkpoint, in bytes; 0 without any."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """Load a checkpoint's tokenizer. Raises EngineError if there is none or it has no end token."""
     try:

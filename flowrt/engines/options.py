@@ -134,10 +134,11 @@ class SglangOptions:
     pause: PauseMode = "retract"
     """Running sequences on an in-flight update: recompute their KV cache, keep it, or abort and send them again."""
     start_s: Seconds = 300.0
-    """Time limit (seconds) for a server to become ready."""
+    """Time limit (seconds) for a server to become ready; 20 s longer for each GB of weights."""
     request_s: Seconds = 600.0
-    """Time limit (seconds) of one sequence, pauses included; a slower server counts as hung."""
+    """A server that gives no sign of life (/health_generate) for this long (seconds) while it generates counts as hung;
+    without that route, the time limit of one sequence."""
     update_s: Seconds = 120.0
-    """Time limit (seconds) of one weight update."""
+    """Time limit (seconds) of one weight update; 20 s longer for each GB of weights."""
     max_server_restarts: RestartCount = 3
     """Maximum restarts of a failed server (died, hung, or could not load weights) in a run."""

@@ -84,7 +84,7 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         config=text,
         run_dir=run_dir,
         heartbeat_s=times.heartbeat_s,
-        request_timeout_s=times.request_timeout_s,
+        request_timeout_s=grpo.request_timeout_s(config),
         clock=clock,
         ledger=ledger,
         keys=keys,

@@ -26,10 +26,11 @@ from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, ConfigError, FlowError, WaitExpired
 from flowrt.ids import OBSERVER, TRAINER
-from flowrt.launcher.accelerators import environments
+from flowrt.launcher.accelerators import DEV, environments, visible
 from flowrt.launcher.commands import check_machine, check_programs, worker_commands
 from flowrt.launcher.device_check import check_devices_here, unused
 from flowrt.launcher.exporters import ExporterProcesses, check_exporters
+from flowrt.launcher.memory_check import check_memory
 from flowrt.launcher.observer import Observer
 from flowrt.launcher.own_files import with_checked_task, with_own_needs
 from flowrt.launcher.processes import Child, Children
@@ -64,6 +65,7 @@ from flowrt.recipes.tasks.task_file import is_task_file, split
 from flowrt.rewards.functions import with_paths
 from flowrt.runtime.addresses import parse_address
 from flowrt.runtime.files import atomic_write, private_directory
+from flowrt.runtime.memory import total_bytes
 from flowrt.runtime.waits import pause
 
 READY_S = 30.0
@@ -195,6 +197,7 @@ def check_and_run(
     check_exporters(config)
     check_machine(config, os.cpu_count() or 1)
     check_devices_here(config)
+    check_memory(config, total_bytes(), bool(visible(os.environ, DEV)[1]))
     progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if unused_devices := unused(config, os.environ):
         progress(unused_devices)
@@ -214,7 +217,7 @@ async def _show_log(path: Path, view: LiveView) -> None:
 
 
 async def _run(config: RunConfig, console: Console, prepare: Sequence[str], page_port: int | None) -> int:
-    signals = Signals(config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0)
+    signals = Signals(bool(config.checkpoint.every and config.checkpoint.preemption_save_timeout_s))
     signals.install()  # before anything is written or started
     return await LocalRun(config, console, signals, prepare, page_port).run()
 

@@ -19,15 +19,23 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowrt.engines.hf import load_tokenizer, meta_model, parameter_shapes, unloadable
+from flowrt.engines.model_config import (
+    ROPE,
+    overwrite_config,
+    parse_overrides,
+    read_config,
+    text_table,
+    write_overridden,
+)
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.engines.training.lora import add_adapters
-from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError
+from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError, suggested
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.eval_sets import run_prompts
-from flowrt.recipes.model_files import weight_files
+from flowrt.recipes.model_files import is_adapter, weight_files
 from flowrt.recipes.prompt_limits import prompt_limits
 from flowrt.recipes.run_dir import model_dir, reference_model_dir
 from flowrt.recipes.tasks.registry import task_of
@@ -44,6 +52,8 @@ LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, Attribute
 def check_model(config: RunConfig) -> None:
     """Raises ConfigError if the model or reference.model cannot be loaded, or a prompt or top-k does not fit."""
     path = model_dir(config)
+    if config.model_overrides:
+        write_models(config)
     if config.trainer.lora.rank:
         add_adapters(meta_model(path, torch.float32), config.trainer.lora)
     if config.reference.model:
@@ -63,6 +73,33 @@ def check_model(config: RunConfig) -> None:
         form=config.data.prompt_format,
     )
     check_finite(path)
+
+
+def write_models(config: RunConfig) -> None:
+    """Make the checkpoints with overridden fields, from which all workers load.
+
+    Raises ConfigError for a field that the model does not have: it would have no effect.
+    """
+    overrides = parse_overrides(config.model_overrides)
+    sources = {config.model: model_dir(config), config.reference.model: reference_model_dir(config)}
+    for name, directory in sources.items():
+        if not name:
+            continue
+        merged = is_adapter(Path(name))  # written to the run directory before
+        source = directory if merged else Path(name)
+        table = read_config(source)
+        original = AutoConfig.from_pretrained(source, local_files_only=True)
+        for field in overrides:
+            whole, text = original.to_dict(), original.get_text_config()
+            if field not in {*table, *text_table(table), *whole, *ROPE} and not hasattr(text, field):
+                raise ConfigError(
+                    f"model_overrides has {field!r}, which the configuration of model {name} does not have"
+                    f"{suggested(field, [*whole, *text.to_dict()])}; it would have no effect"
+                )
+        if merged:
+            overwrite_config(directory, overrides)
+        else:
+            write_overridden(source, directory, overrides)
 
 
 def check_reference(config: RunConfig) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from flowrt.errors import EXIT_INTERRUPTED, WaitExpired
 from flowrt.launcher.supervision import RUN
 from flowrt.runtime.termination import termination_signals
-from flowrt.runtime.waits import cancel_and_wait, wait_any, wait_until
+from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_any, wait_until
 
 INTERRUPT_S = 8.0
+SAVED = BoundedElsewhere("checkpoint.preemption_save_timeout_s, in the controller, whose liveness is watched")
 
 
 class Signals:
@@ -19,9 +20,9 @@ class Signals:
     A second SIGTERM has no effect: schedulers and job scripts both send it. A second SIGINT kills what has not ended.
     """
 
-    def __init__(self, save_timeout_s: float) -> None:
-        """``save_timeout_s``: time limit for saving in seconds; 0: SIGTERM ends the run at once, like SIGINT."""
-        self._save_timeout_s = save_timeout_s
+    def __init__(self, saves: bool) -> None:
+        """``saves``: whether SIGTERM makes the run save; otherwise it ends the run at once, like SIGINT."""
+        self._saves = saves
         self._interrupted = asyncio.Event()
         self._killed = asyncio.Event()
         self._terminated = asyncio.Event()
@@ -31,7 +32,7 @@ class Signals:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         for number in termination_signals():
-            loop.add_signal_handler(number, (self._terminated if self._save_timeout_s else self._interrupted).set)
+            loop.add_signal_handler(number, (self._terminated if self._saves else self._interrupted).set)
 
     def _interrupt(self) -> None:
         (self._killed if self._interrupted.is_set() else self._interrupted).set()
@@ -56,9 +57,7 @@ class Signals:
         await wait_any({work, interrupted, terminated}, RUN, "the end of the run, or a signal", "the run")
         if terminated.done() and not interrupted.done() and not work.done() and forward(signal.SIGTERM):
             report("terminated: saving what is trained before the run ends (Ctrl-C or SIGINT ends it at once)")
-            with contextlib.suppress(WaitExpired):
-                limit_s = self._save_timeout_s + INTERRUPT_S
-                await wait_any({work, interrupted}, limit_s, "the terminated run to end", "the controller")
+            await wait_any({work, interrupted}, SAVED, "the terminated run to end", "the controller")
         interrupted.cancel()
         terminated.cancel()
         if not work.done():

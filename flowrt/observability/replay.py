@@ -75,7 +75,7 @@ class Replay:
         self._request_timeout_s = float("inf")
         if core is None:
             config = from_toml(header.inputs.config)
-            self._request_timeout_s = config.controller.request_timeout_s
+            self._request_timeout_s = grpo.request_timeout_s(config)
             core = grpo.core(config, header.inputs)
         self.core = core
         self.now = header.start_s

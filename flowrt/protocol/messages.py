@@ -128,8 +128,9 @@ class Weights:
 
 MAX_SIGNAL_BYTES = 16 * 1024
 """Limit of the value of a `RendezvousKey`; the longest known, the root info of HCCL, has 4108 bytes."""
-MAX_RECORD_BYTES = 256 * 1024
-"""Limit of the bytes in a tuple of bytes: of a record of a sample, in `SampleRecords`."""
+MAX_RECORD_BYTES = 1024 * 1024
+"""Limit of the bytes in a tuple of bytes: of a record of a sample, in `SampleRecords`. A sample of 32,000 tokens has
+200 to 400 KB."""
 GONE = "gone"
 """Key of a `RendezvousKey` from the controller: the peer has left the run, and all lanes with it have ended."""
 
@@ -333,6 +334,7 @@ class Heartbeat:
     sent_s: float = 0.0  # on the sender's monotonic clock; 0: unknown
     reported_s: float = 0.0  # the sender has reported its work up to this time of the controller's clock
     answered_s: float = 0.0  # on the controller's clock; 0 before the answer
+    advances: bool = False  # whether the sender's work has advanced since its last heartbeat: extends its leases
 
 
 @dataclass(slots=True)
@@ -607,7 +609,7 @@ class Report:
 
 @dataclass(slots=True)
 class SampleRecords:
-    """rollout, reward, trainer: records of stored samples, see `flowrt.protocol.sample_records`; at most 256 KiB."""
+    """rollout, reward, trainer: records of stored samples, see `flowrt.protocol.sample_records`; at most 1 MiB."""
 
     records: tuple[bytes, ...]
 

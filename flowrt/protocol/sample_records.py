@@ -16,8 +16,8 @@ from flowrt.errors import FlowError
 from flowrt.protocol.codec import from_blob, to_blob
 from flowrt.protocol.messages import LARGEST_PROMPT, MAX_RECORD_BYTES, Ints, SampleRecords
 
-MAX_MESSAGE_RECORD_BYTES = MAX_RECORD_BYTES
-"""Limit of the records of one message."""
+MAX_MESSAGE_RECORD_BYTES = 256 * 1024
+"""Limit of the records of one message, unless it has a single longer one."""
 MAX_TEXT_CHARS = 1_000_000
 """A longer text is cut in the middle."""
 SHORT_TEXT_CHARS = 20_000
@@ -78,6 +78,8 @@ class TrainedSample:
 
 
 SampleRecord = ScoredSample | GeneratedSample | TrainedSample
+_HEADER = struct.Struct("<?qq")
+"""Follows the first byte of a record: whether it is stored with its group, and the epoch and prompt of that."""
 _KINDS: dict[type, bytes] = {ScoredSample: b"s", GeneratedSample: b"g", TrainedSample: b"t"}
 """The first byte of a record."""
 
@@ -167,7 +169,8 @@ def encode_record(record: SampleRecord) -> bytes | None:
     A scored sample that is too long loses its token ids, then the middle of its texts; a trained sample its
     log-probabilities. This changes ``record``.
     """
-    kind = _KINDS[type(record)]
+    with_group = not isinstance(record, ScoredSample) or (record.flow == TRAIN and not record.is_single)
+    kind = _KINDS[type(record)] + _HEADER.pack(with_group, record.epoch, record.prompt)
     data = kind + to_blob(record)
     if len(data) > MAX_RECORD_BYTES and isinstance(record, ScoredSample):
         prompt, completion, _ = record.data
@@ -183,21 +186,33 @@ def encode_record(record: SampleRecord) -> bytes | None:
     return data if len(data) <= MAX_RECORD_BYTES else None
 
 
+def group_of(data: bytes) -> tuple[int, int] | None:
+    """Epoch and prompt of the group that a record is stored with; None if it is stored alone.
+
+    Raises FlowError if these bytes are too short for a record.
+    """
+    if len(data) < 1 + _HEADER.size:
+        raise FlowError(f"{len(data)} bytes are not a record of a sample")
+    with_group, epoch, prompt = _HEADER.unpack_from(data, 1)
+    return (epoch, prompt) if with_group else None
+
+
 def decode_record(data: bytes) -> SampleRecord:
     """The record of these bytes. Raises FlowError if they are not a valid record."""
+    blob = data[1 + _HEADER.size :]
     match data[:1]:
         case b"s":
-            scored = from_blob(ScoredSample, data[1:])
+            scored = from_blob(ScoredSample, blob)
             _check_scored(scored)
             return scored
         case b"g":
-            generated = from_blob(GeneratedSample, data[1:])
+            generated = from_blob(GeneratedSample, blob)
             _check_key(generated)
             if not 0 <= generated.generate_s < float("inf"):
                 raise FlowError("a record of a generated sample has an impossible time")
             return generated
         case b"t":
-            trained = from_blob(TrainedSample, data[1:])
+            trained = from_blob(TrainedSample, blob)
             _check_key(trained)
             if trained.step < 0 or not isfinite(trained.advantage) or any(len(one) % 2 for one in trained.data):
                 raise FlowError("a record of a trained sample has an impossible step, advantage or log-probability")
@@ -225,7 +240,7 @@ def _check_scored(record: ScoredSample) -> None:
 
 
 def messages(records: Iterable[bytes]) -> Iterator[SampleRecords]:
-    """The records in messages of at most MAX_MESSAGE_RECORD_BYTES of records each."""
+    """The records in messages of at most MAX_MESSAGE_RECORD_BYTES of records each; a longer record has its own."""
     batch: list[bytes] = []
     size = 0
     for record in records:

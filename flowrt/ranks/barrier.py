@@ -84,14 +84,23 @@ class RankBarrier:
             )
 
     @contextlib.contextmanager
-    def exempt(self) -> Iterator[None]:
-        """Within this block the other ranks wait for this rank as long as its process sends heartbeats."""
+    def exempt(self, limit_s: float = float("inf")) -> Iterator[None]:
+        """Within this block the other ranks wait for this rank as long as its process sends heartbeats.
+
+        It sends none after ``limit_s`` seconds.
+        """
         if self._ranks == 1:
             yield
             return
         self._is_exempt = True
+        end_s = monotonic() + limit_s
+
+        def beat() -> None:
+            if monotonic() < end_s:
+                self._beat()
+
         try:
-            with every(self._beat, self._timeout_s / POLLS_PER_TIMEOUT, "heartbeats"):
+            with every(beat, self._timeout_s / POLLS_PER_TIMEOUT, "heartbeats"):
                 yield
         finally:
             self._is_exempt = False
@@ -173,9 +182,11 @@ class RankCollectives:
         """
         return await self._run(call, what)
 
-    def exempt(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager for local work of unbounded duration: the other ranks wait while this process is alive."""
-        return self._barrier.exempt()
+    def exempt(self, limit_s: float = float("inf")) -> contextlib.AbstractContextManager[None]:
+        """Context manager for local work of any duration up to ``limit_s`` seconds: the other ranks wait while this
+        process is alive.
+        """
+        return self._barrier.exempt(limit_s)
 
     def _wait_for(self, worker: str) -> None:
         """Begin a span of waiting for ``worker``; it lasts until the next call or the end of the wait."""

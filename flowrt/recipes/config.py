@@ -576,9 +576,11 @@ class ControllerConfig:
     worker_drain_timeout_s: Seconds = 30.0
     """How long a worker that received SIGTERM keeps serving the tensors it holds."""
     lease_s: Seconds = 600.0
-    """How long a worker may hold a slot; after an expired lease the next worker gets twice as long."""
-    request_timeout_s: Seconds = 3600.0
-    """How long a worker waits for the reply to one request."""
+    """How long a worker may hold a slot without progress of its work; after an expired lease the next worker gets twice
+    as long."""
+    request_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 0.0
+    """How long a worker waits for the reply to one request; 0: follows the samples of a step and
+    rollout.max_new_tokens, and is an hour or more."""
     lanes: str = "auto"
     """Transport of tensors: gloo, shm, nccl, hccl; or auto: shared memory on one host, else nccl or hccl where devices
     are in use, else TCP (gloo)."""
@@ -590,8 +592,8 @@ class ControllerConfig:
     store_gb: Annotated[float, Interval(ge=0, le=1_000_000)] = 0.0
     """Maximum size of a worker's sample store, in GB; 0: unlimited."""
     no_progress_timeout_s: Seconds = 900.0
-    """A run without progress for this long ends with exit code 3 and reports what each worker waits for; keep it longer
-    than lease_s."""
+    """A run without progress for this long ends with exit code 3 and reports what each worker waits for; work that
+    goes on (a decoded token, a pass, a file) is progress; keep it longer than lease_s."""
     connect_timeout_s: Seconds = 120.0
     """How long a worker tries to reach the controller, and how long the controller waits for the next role to join."""
 
@@ -658,7 +660,8 @@ class CheckpointConfig:
     """Steps between models in the format of Hugging Face, as step-N in "hf" in the run directory, whether or not there
     is a checkpoint of the same step; 0: none."""
     preemption_save_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 60.0
-    """How long a run that received SIGTERM may take to save a checkpoint, in seconds; 0: end without saving."""
+    """How long a run that received SIGTERM may make no progress with its checkpoint, in seconds; 0: end without
+    saving."""
     best: str = ""
     """Result of evaluations, as held_out/avg@1, by which the best weights are kept, in "best" in the run directory; the
     trainer keeps each evaluated version in memory until its results are known; empty: none."""
@@ -751,6 +754,10 @@ class RunConfig:
     model: str = ""
     """Directory of the Hugging Face causal language model to start from, or of a LoRA adapter of one; empty: the
     embedded model."""
+    model_overrides: str = ""
+    """Fields in place of those of the model's config.json, as a JSON object, for every worker, reference.model and the
+    exported model: '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}';
+    empty: none."""
     device: str = ""
     """Device of trainer, rollout and reference workers without one of their own: cpu, cuda, npu, or auto (an
     accelerator if present, else cpu); empty: the default of each engine, which is cpu for torch."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, get_type_hints
 
+from flowrt.engines.model_config import parse_overrides
 from flowrt.engines.options import Dtype
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
@@ -35,6 +36,7 @@ from flowrt.recipes.tasks.task_file import is_task_file
 from flowrt.rewards.functions import LOCAL, REMOTE, parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.remote import check_remote
+from flowrt.runtime import time_limits
 from flowrt.runtime.bounds import advice, contains, interval_of
 
 STORED_TOKEN_BYTES = 12
@@ -73,8 +75,11 @@ def check(config: RunConfig) -> None:
             f"checkpoint.hf_every is {config.checkpoint.hf_every}, above steps ({config.steps}): no model would be "
             "written but the final one; use fewer, or 0"
         )
+    overrides = parse_overrides(config.model_overrides)
     if config.model:
-        check_model_files(Path(config.model), config.rollout.max_new_tokens)
+        check_model_files(Path(config.model), config.rollout.max_new_tokens, overrides)
+    elif overrides:
+        raise ConfigError("model_overrides is set, and there is no model: the embedded one has `build`; set --model")
 
 
 def check_bounds(config: Any, prefix: str = "") -> None:
@@ -317,7 +322,8 @@ def _check_reference(config: RunConfig) -> None:
     if needs_reference(config.algorithm):
         _check_refresh(config)
         if config.reference.model:
-            check_model_files(Path(config.reference.model), config.rollout.max_new_tokens)
+            overrides = parse_overrides(config.model_overrides)
+            check_model_files(Path(config.reference.model), config.rollout.max_new_tokens, overrides)
         return
     given = replace(config.reference, device="" if config.reference.device == "cpu" else config.reference.device)
     if given == default:
@@ -389,12 +395,13 @@ def _check_supports(config: RunConfig) -> None:
 def _check_samples(config: RunConfig) -> None:
     """Raise ConfigError for a sample store that cannot hold the samples of one step."""
     samples = config.samples
-    least = -(-samples.per_step * config.rollout.max_new_tokens * STORED_TOKEN_BYTES // 1_000_000)
+    most = max(samples.per_step, config.group_size) if samples.per_step else 0  # groups are stored whole
+    least = -(-most * config.rollout.max_new_tokens * STORED_TOKEN_BYTES // 1_000_000)
     if samples.mb < least:
         raise ConfigError(
-            f"samples.mb is {samples.mb}, and the samples of one step may take {least} MB (samples.per_step "
-            f"{samples.per_step} x rollout.max_new_tokens {config.rollout.max_new_tokens} x {STORED_TOKEN_BYTES} "
-            f"bytes); set it to at least {least}, or lower samples.per_step"
+            f"samples.mb is {samples.mb}, and the samples of one step may take {least} MB ({most} samples, the larger "
+            f"of samples.per_step and group_size, x rollout.max_new_tokens {config.rollout.max_new_tokens} x "
+            f"{STORED_TOKEN_BYTES} bytes); set it to at least {least}, or samples.per_step to 0"
         )
 
 
@@ -408,6 +415,24 @@ def _check_controller(config: RunConfig) -> None:
             f"controller.worker_timeout_s is {times.worker_timeout_s}, no longer than heartbeat_s "
             f"({times.heartbeat_s}): workers would count as lost between heartbeats; make it several times as long"
         )
+
+    least_s = time_limits.least_request_s(*open_samples(config))
+    if 0 < times.request_timeout_s < least_s:
+        raise ConfigError(
+            f"controller.request_timeout_s is {times.request_timeout_s:g}, and the samples of the open steps take at "
+            f"least {least_s:.0f} s (rollout.max_new_tokens {config.rollout.max_new_tokens} at "
+            f"{time_limits.MAX_TOKENS_PER_S:.0f} tokens/s): requests that wait for them would fail; use more, or 0"
+        )
+
+
+def open_samples(config: RunConfig) -> tuple[int, int, int]:
+    """The samples of the steps that are open at a time, the sequences that run at a time, and their longest response.
+
+    Arguments of `flowrt.runtime.time_limits.request_s`.
+    """
+    samples = (config.max_staleness + 1) * config.prompts_per_step * config.group_size
+    rows = config.rollout.workers * config.rollout.max_running_requests
+    return samples, rows, config.rollout.max_new_tokens
 
 
 def _check_hosts(config: RunConfig) -> None:

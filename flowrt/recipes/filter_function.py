@@ -82,6 +82,8 @@ class FilterFunction:
             raise ConfigError(f"{option}, and {path} is not a Python file; its name must end in .py")
         self._function = RewardFunction(name or FUNCTION, FILTER, f"{path}:{name or FUNCTION}")
         limit_s = options.function_timeout_s
+        self.longest_call_s = 2 * limit_s
+        """Longest duration of a decision, with the start of the process, in seconds."""
         self._pool = RewardPool(
             [self._function], RewardOptions(timeout_s=limit_s, load_timeout_s=limit_s, retries=0), output
         )

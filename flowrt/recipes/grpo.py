@@ -45,9 +45,11 @@ from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.protocol.messages import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
+from flowrt.recipes.constraints import open_samples
 from flowrt.recipes.data_sets import set_names
 from flowrt.recipes.guards import guard_rules
 from flowrt.rewards.scoring import reward_columns
+from flowrt.runtime import time_limits
 
 POLICY = "policy"
 TRAIN, EVAL = "train", "eval"
@@ -183,6 +185,11 @@ def refresh(config: WeightSyncConfig) -> WeightSyncPolicy:
         case "divergence":
             return Divergence(config.threshold, config.max_age)
     return DelayedUpdate()
+
+
+def request_timeout_s(config: RunConfig) -> float:
+    """How long a worker waits for the reply to one request, in seconds."""
+    return config.controller.request_timeout_s or time_limits.request_s(*open_samples(config))
 
 
 def settings(config: RunConfig) -> Settings:

@@ -8,9 +8,11 @@
 import json
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowrt.engines.model_config import position_limit, with_overrides
 from flowrt.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -18,6 +20,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TRAINER_STATE = "trainer_state.json"
 """In each checkpoint of a trainer: what the directory is."""
+GGUF = ".gguf"
 INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -26,27 +29,29 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16"
 """Bytes of an element, by dtype as safetensors names it; the sizes of tensors of other dtypes are not checked."""
 
 
-def check_model_files(path: Path, max_new_tokens: int) -> None:
+def check_model_files(path: Path, max_new_tokens: int, overrides: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError unless the directory is a complete Hugging Face checkpoint with a long enough context.
 
     Args:
         path: the directory; also one of a LoRA adapter, whose base model is checked too.
-        max_new_tokens: maximum length of a response, in tokens; must be below ``max_position_embeddings``.
+        max_new_tokens: maximum length of a response, in tokens; must be below the positions of the model.
+        overrides: fields in place of those of config.json.
     """
     try:
-        _check_files(path, max_new_tokens)
+        _check_files(path, max_new_tokens, overrides or {})
     except OSError as error:
         raise ConfigError(f"model {path} cannot be read: {error.strerror}, {error.filename}") from error
 
 
-def _check_files(path: Path, max_new_tokens: int) -> None:
+def _check_files(path: Path, max_new_tokens: int, overrides: Mapping[str, Any]) -> None:
+    _check_gguf(path)
     if not path.is_dir():
         raise ConfigError(f"model {path} is not a directory; give one with config.json, weights and a tokenizer")
     has_config = (path / "config.json").is_file()
     if is_adapter(path) or ((path / ADAPTER_CONFIG).is_file() and not has_config):
         base = _checked_base(path)
         if base != path:
-            _check_files(base, max_new_tokens)
+            _check_files(base, max_new_tokens, overrides)
             return
     elif not has_config and (path / TRAINER_STATE).is_file():
         raise ConfigError(
@@ -66,11 +71,22 @@ def _check_files(path: Path, max_new_tokens: int) -> None:
         raise ConfigError(f"model {path} has no tensor in its weights ({', '.join(headers)}); download them again")
     if (path / INDEX).is_file():
         _check_index(path, headers)
-    positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and max_new_tokens >= positions:
+    positions = position_limit(with_overrides(config, overrides))
+    if positions is not None and max_new_tokens >= positions:
         raise ConfigError(
             f"rollout.max_new_tokens is {max_new_tokens}, and model {path} has {positions} positions for prompt and "
-            f"response together (max_position_embeddings); use fewer"
+            f"response together; use fewer, or scale them with model_overrides, if its card says how"
+        )
+
+
+def _check_gguf(path: Path) -> None:
+    """Raise ConfigError for a GGUF file, and for a directory of such files."""
+    file = path if path.suffix == GGUF else next(iter(sorted(path.glob(f"*{GGUF}"))), path)
+    if file.suffix == GGUF and file.is_file() and not weight_files(path):
+        raise ConfigError(
+            f"model {path} is in GGUF, the format of llama.cpp, which cannot be trained; use the checkpoint that it "
+            f"was made from, or convert it: AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, "
+            f"gguf_file={file.name!r}).save_pretrained(DIRECTORY), and AutoTokenizer likewise"
         )
 
 

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flowrt.engines.model_config import parse_overrides, position_limit, with_overrides
 from flowrt.recipes.config import RunConfig
 
 
@@ -54,7 +55,7 @@ def prompt_limits(config: RunConfig, model_config: Any) -> PromptLimits:
         model_config: transformers' configuration of the model (of its text part).
     """
     return PromptLimits(
-        positions=getattr(model_config, "max_position_embeddings", None),
+        positions=position_limit(with_overrides(model_config.to_dict(), parse_overrides(config.model_overrides))),
         vocab_size=getattr(model_config, "vocab_size", None) or sys.maxsize,
         max_new_tokens=config.rollout.max_new_tokens,
         max_prompt_tokens=config.data.max_prompt_tokens,

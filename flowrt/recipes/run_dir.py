@@ -17,9 +17,11 @@ _STEP = re.compile(r"step-(\d{6,})")
 def model_dir(config: RunConfig) -> Path:
     """The directory of the initial model: the user's, or one that is built before the workers start.
 
-    Built are the embedded model, and the base model with the adapter of a user who starts from an adapter.
+    Built are the embedded model, the base model with the adapter of a user who starts from an adapter, and a model with
+    other fields of config.json (``model_overrides``).
     """
-    return built_model_dir(Path(config.run_dir)) if builds_model(config) else Path(config.model)
+    is_built = builds_model(config) or config.model_overrides
+    return built_model_dir(Path(config.run_dir)) if is_built else Path(config.model)
 
 
 def builds_model(config: RunConfig) -> bool:
@@ -53,7 +55,7 @@ def kept_model_dir(run_dir: Path) -> Path:
 
 def reference_model_dir(config: RunConfig) -> Path:
     """The directory of the initial reference model: ``reference.model``, or the initial model of the run."""
-    if config.reference.model and is_adapter(Path(config.reference.model)):
+    if config.reference.model and (config.model_overrides or is_adapter(Path(config.reference.model))):
         return built_reference_dir(Path(config.run_dir))
     return Path(config.reference.model) if config.reference.model else model_dir(config)
 

@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from flowrt.client.session import Session
 from flowrt.engines.base import TrainEngine
+from flowrt.engines.hf import weight_bytes
 from flowrt.errors import EngineError
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.checkpoint_checksums import check_checkpoint, write_checksums
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.model_files import TRAINER_STATE
+from flowrt.recipes.model_files import TRAINER_STATE, is_adapter
 from flowrt.recipes.run_dir import (
     checkpoint_dir,
     checkpoint_steps,
@@ -29,6 +30,7 @@ from flowrt.recipes.run_dir import (
     reference_model_dir,
 )
 from flowrt.runtime.files import delete_directory, fsync, fsync_tree, partial_path
+from flowrt.runtime.time_limits import state_s
 
 log = logging.getLogger("flowrt")
 
@@ -42,6 +44,7 @@ class Checkpoints:
         self._config = config
         self._engine = engine
         self._run_dir = Path(config.run_dir)
+        self._limit_s = state_s(weight_bytes(model_dir(config)))
         self._saved_step = session.welcome.position.step  # step of the newest checkpoint
         self._is_leader = not dist.is_initialized() or dist.get_rank() == 0
 
@@ -52,7 +55,11 @@ class Checkpoints:
         """
         step = self._session.welcome.position.step
         if step:
-            with self._session.timeline.busy("load"), self._ranks.exempt():
+            with (
+                self._session.timeline.busy("load"),
+                self._session.progress.expected(self._limit_s),
+                self._ranks.exempt(),
+            ):
                 directory = checkpoint_dir(self._run_dir, step)
                 if self._is_leader:
                     await asyncio.to_thread(check_checkpoint, self._run_dir, step)
@@ -76,7 +83,12 @@ class Checkpoints:
         partial = partial_path(final)
         fix = f"earlier checkpoints are complete: free disk space, then flowrt resume {self._run_dir}"
         # Exempt from rank_timeout_s: writing time depends on the disk, and rank 0 does most of it alone.
-        with self._session.timeline.busy("save"), disk_errors(f"checkpoint {final}", fix), self._ranks.exempt():
+        with (
+            self._session.timeline.busy("save"),
+            self._session.progress.expected(self._limit_s),
+            disk_errors(f"checkpoint {final}", fix),
+            self._ranks.exempt(),
+        ):
             if self._is_leader:
                 await asyncio.to_thread(self._prepare, partial)
             if dist.is_initialized():
@@ -96,10 +108,17 @@ class Checkpoints:
             shutil.rmtree(incomplete)
         partial.mkdir()
         own = self._run_dir.resolve()  # with the models that were built
-        if (model := model_dir(self._config)).resolve().parent != own:
+        if (model := self._source(self._config.model, model_dir(self._config))).resolve().parent != own:
             keep_model(model, kept_model_dir(self._run_dir))
-        if self._config.reference.model and (model := reference_model_dir(self._config)).resolve().parent != own:
-            keep_model(model, kept_reference_dir(self._run_dir))
+        if given := self._config.reference.model:
+            model = self._source(given, reference_model_dir(self._config))
+            if model.resolve().parent != own:
+                keep_model(model, kept_reference_dir(self._run_dir))
+
+    def _source(self, given: str, used: Path) -> Path:
+        """The directory with the files of a model: with ``model_overrides`` the one in use has links to them."""
+        links = given and self._config.model_overrides and not is_adapter(Path(given))
+        return Path(given) if links else used
 
     def _complete(self, partial: Path, step: int) -> None:
         about = {

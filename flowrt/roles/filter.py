@@ -66,7 +66,7 @@ async def _decide(session: Session, function: FilterFunction, batch: Batch, rows
         lengths=[sum(batch.grant.spans[row][1::2]) for row in rows],
         version=min(batch.oldest_version(row) for row in rows),
     )
-    with session.timeline.busy("filter"):
+    with session.timeline.busy("filter"), session.progress.expected(function.longest_call_s):
         decision = await function.decide(rewards, facts)
     slots, leases = [batch.slots[row] for row in rows], [batch.leases[row] for row in rows]
     await session.commit("filter", slots, leases, inline={DECISION: [decision] * len(rows)})

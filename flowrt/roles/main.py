@@ -190,7 +190,7 @@ async def _run_worker(arguments: argparse.Namespace, name: str, role: str, run: 
         check_reach(config, role == TRAINER)
         if drains and (drain_s := _drain_s(role, config)):
             for number in termination_signals():
-                asyncio.get_running_loop().add_signal_handler(number, _drain, session, drain_s)
+                asyncio.get_running_loop().add_signal_handler(number, _drain, session, drain_s, role == TRAINER)
         await _run_role(run(session, config), session)
     except (Exception, BaseExceptionGroup) as raised:
         # The first exception of a group is the cause, the others its consequences.
@@ -252,11 +252,23 @@ def _drain_s(role: str, config: RunConfig) -> float:
     return config.controller.worker_drain_timeout_s
 
 
-def _drain(session: Session, deadline_s: float) -> None:
-    """Start a drain; end the session after ``deadline_s`` seconds even if the drain is not complete."""
+def _drain(session: Session, deadline_s: float, saves: bool) -> None:
+    """Start a drain; end the session after ``deadline_s`` seconds even if the drain is not complete.
+
+    Of a trainer, which saves what it has trained: after that time without progress.
+    """
     session.drain()
     expired = Stopped(f"terminated; tensors of this worker were still needed after {deadline_s:.0f} s", EXIT_OK)
-    asyncio.get_running_loop().call_later(deadline_s, session.end, expired)
+    loop = asyncio.get_running_loop()
+
+    def end_if_idle() -> None:
+        left_s = deadline_s - session.progress.idle_s if saves else 0.0
+        if left_s > 0.0:
+            loop.call_later(left_s, end_if_idle)
+        else:
+            session.end(expired)
+
+    loop.call_later(deadline_s, end_if_idle)
 
 
 def _first(error: BaseException) -> BaseException:

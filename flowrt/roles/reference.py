@@ -9,7 +9,7 @@ import torch
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, run_stage
-from flowrt.engines.hf import load_model
+from flowrt.engines.hf import load_model, weight_bytes
 from flowrt.engines.training.forward import enable_packing, score
 from flowrt.engines.training.fused_head import enable_fused_head
 from flowrt.ids import REFERENCE
@@ -19,6 +19,7 @@ from flowrt.recipes.devices import reference_device
 from flowrt.recipes.run_dir import reference_model_dir
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import RefreshedModel, refresh_step
+from flowrt.runtime.time_limits import pass_s, weights_s
 from flowrt.transport.devices import Device, own_device
 
 MAX_PULL_SLOTS = 64
@@ -32,7 +33,8 @@ async def run(session: Session, config: RunConfig) -> None:
     device = own_device(reference_device(config))
     if config.deterministic:
         device.compute_deterministically()
-    with session.timeline.busy("load"):
+    model_bytes = weight_bytes(reference_model_dir(config))
+    with session.timeline.busy("load"), session.progress.expected(weights_s(model_bytes)):
         model = await asyncio.to_thread(load_reference, config, device)
     refreshed, every = RefreshedModel(config, model), config.reference.refresh
     # One sample per pass: shapes, and hence rounding, do not depend on the other samples of the pull.
@@ -40,7 +42,10 @@ async def run(session: Session, config: RunConfig) -> None:
 
     async def score_batch(batch: Batch) -> StageOutput:
         steps = [refresh_step(batch.oldest_version(row), every) if every else 0 for row in range(len(batch))]
-        with session.timeline.busy("reference"):
+        tokens = sum(map(len, batch.tensors["prompt"])) + sum(map(len, batch.tensors["response"]))
+        # Weights may be loaded first, to score by a refreshed reference.
+        limit_s = pass_s(tokens, model_bytes) + len(set(steps)) * weights_s(model_bytes)
+        with session.timeline.busy("reference"), session.progress.expected(limit_s):
             logprobs = await asyncio.to_thread(
                 score_by_refresh,
                 device,

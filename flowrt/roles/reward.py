@@ -23,6 +23,7 @@ from flowrt.recipes.tasks.registry import task_of
 from flowrt.recipes.tasks.task_reward import is_scored_by_task, row_of, task_reward
 from flowrt.rewards.check import check_here
 from flowrt.rewards.functions import parse_functions
+from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
 from flowrt.roles.filter import with_filter
 from flowrt.roles.main import main
@@ -91,6 +92,7 @@ class FunctionRewards:
         )
         self._samples = ScoredSamples(session, config, stop)
         self._most = most_slots(config)
+        self._call_s = longest_call_s(config.reward)
         self._open = 0
         """Number of slots that are being scored."""
         self._has_room = asyncio.Event()
@@ -137,7 +139,8 @@ class FunctionRewards:
             }
             try:
                 while scoring:
-                    done = await wait_any(scoring.keys(), CALLS, "rewards", "reward functions")
+                    with self._session.progress.expected(self._call_s):  # each call has a deadline of its own
+                        done = await wait_any(scoring.keys(), CALLS, "rewards", "reward functions")
                     ready = [one for one in scoring if one in done]
                     found = {scoring.pop(one): one.result() for one in ready}
                     await self._commit(batch, dict(sorted(found.items())))
@@ -180,15 +183,22 @@ def _score(one: SampleReward) -> Score:
 
 
 def most_slots(config: RunConfig) -> int:
-    """Maximum number of slots that are scored at a time.
+    """Maximum number of slots that are scored at a time: those whose functions run at the same time, and more.
 
-    With it, scoring takes at most `LEASE_SHARE` of a lease even if every call takes until its deadline.
+    With more, scoring takes at most `LEASE_SHARE` of a lease even if every call takes until its deadline.
     """
     reward, functions = config.reward, parse_functions(config.reward.functions)
     requests = sum(one.is_remote for one in functions)
     slot_s = reward.timeout_s * (len(functions) - requests) / reward.workers
     slot_s += reward.timeout_s * requests * (reward.retries + 1) / reward.concurrency
-    return max(1, min(MAX_PULL_SLOTS, int(LEASE_SHARE * config.controller.lease_s / slot_s)))
+    at_once = reward.workers if requests < len(functions) else reward.concurrency
+    return min(MAX_PULL_SLOTS, max(at_once // len(functions), int(LEASE_SHARE * config.controller.lease_s / slot_s), 1))
+
+
+def longest_call_s(reward: RewardOptions) -> float:
+    """Longest duration of scoring a sample, with starts and repetitions of each function, in seconds."""
+    calls = len(reward.functions) * (reward.retries + 1)
+    return calls * (reward.timeout_s + reward.load_timeout_s)
 
 
 def start() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from flowrt.algorithms.support import Support
@@ -11,24 +12,30 @@ from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.client.weights import StagedWeights
 from flowrt.engines.base import ExternalEngine, Prompt, Response, RolloutEngine, SupportsInFlightUpdate, sample_seed
+from flowrt.engines.hf import weight_bytes
 from flowrt.engines.options import SamplingOptions
 from flowrt.errors import Drained, EngineError
 from flowrt.ids import ROLLOUT
 from flowrt.protocol.messages import NO_VERSION
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
+from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.engines import rollout_engine
 from flowrt.roles.main import main
 from flowrt.roles.samples import GeneratedSamples
+from flowrt.runtime.time_limits import pass_s, weights_s
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_any
 
 LEASE = BoundedElsewhere("the lease on the running slots")
+PROBE_S = 10.0
+PROBE_SHARE = 0.25
+"""Share of the duration of a lease after which the engine is interrupted."""
 PULL = BoundedElsewhere("the deadline of the pull, or the end of the session")
 
 
 async def run(session: Session, config: RunConfig) -> None:
     """Generate with the configured engine until the run ends."""
-    with session.timeline.busy("load"):
+    with session.timeline.busy("load"), session.progress.expected(weights_s(weight_bytes(model_dir(config)))):
         engine = await asyncio.to_thread(rollout_engine, config, session.worker)
     await generate(session, config, engine)
 
@@ -38,10 +45,13 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
 
     ``engine`` must hold the run's initial weights (version 0) once it is started.
     """
+    model_bytes = weight_bytes(model_dir(config))
     with contextlib.ExitStack() as stack:
         if isinstance(engine, ExternalEngine):
             stack.callback(engine.close)
-            with session.timeline.busy("load"):
+            starts = 1 + config.rollout.sglang.max_server_restarts
+            limit_s = starts * (config.rollout.sglang.start_s + weights_s(model_bytes))
+            with session.timeline.busy("load"), session.progress.expected(limit_s):
                 await session.unless_ended(asyncio.to_thread(engine.start))
         session.params.applied(POLICY, 0)
         async with asyncio.TaskGroup() as tasks:
@@ -56,7 +66,36 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
                 with_support=with_support,
                 eval_sampling=config.eval.sampling(config.rollout.temperature),
                 samples=GeneratedSamples(session, config),
+                limits=GenerationLimits(
+                    model_bytes=model_bytes,
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    probe_s=min(PROBE_S, PROBE_SHARE * config.controller.lease_s),
+                ),
             ).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationLimits:
+    """Time limits of the work of a rollout worker that does not report progress.
+
+    Attributes:
+        model_bytes: size of the weights.
+        max_new_tokens: maximum length of a response, in tokens.
+        probe_s: the engine is interrupted after this many seconds without a finished sequence; that it returns shows
+            that its sequences advance.
+    """
+
+    model_bytes: int = 0
+    max_new_tokens: int = 0
+    probe_s: float = PROBE_S
+
+    def prefill_s(self, tokens: int) -> float:
+        """Limit of the computation of new prompts of this many tokens."""
+        return pass_s(tokens, self.model_bytes) if tokens else 0.0
+
+    def swap_s(self, sequences: int) -> float:
+        """Limit of a swap: weights are loaded, and keys and values of running sequences computed again."""
+        return weights_s(self.model_bytes) + pass_s(sequences * self.max_new_tokens, self.model_bytes)
 
 
 class RolloutLoop:
@@ -70,6 +109,7 @@ class RolloutLoop:
     ``with_support``: the sampling is truncated, so the tokens that could be drawn are committed too.
     ``eval_sampling``: sampling of evaluations; None: greedy.
     ``samples``: sends the generation times of stored samples; None: no samples are stored.
+    ``limits``: time limits of work that does not report progress.
     """
 
     def __init__(
@@ -83,6 +123,7 @@ class RolloutLoop:
         with_support: bool = False,
         eval_sampling: SamplingOptions | None = None,
         samples: GeneratedSamples | None = None,
+        limits: "GenerationLimits | None" = None,
     ) -> None:
         self._session = session
         self._engine = engine
@@ -92,6 +133,8 @@ class RolloutLoop:
         self._with_support = with_support
         self._eval_sampling = eval_sampling
         self._samples = samples
+        self._limits = limits or GenerationLimits()
+        self._new_tokens = 0  # of prompts that the engine got since it last returned
         self._version = 0  # version of the weights in use
         self._exact: set[int] = set()  # keys of running sequences of an evaluation
         self._interrupt = threading.Event()
@@ -122,9 +165,19 @@ class RolloutLoop:
         in_flight = self._may_swap_in_flight
         if (staged and in_flight) or (not staged and self._pull is not None and self._pull.done()):
             return
-        with self._session.timeline.busy("generate", rows=len(self._running)):
-            run = asyncio.to_thread(self._engine.run, self._interrupt)
-            finished = await (self._interrupt_when_staged(run) if in_flight else run)
+        # The engine may compute all new prompts before it checks the interrupt for the first time.
+        prefill_s = self._limits.prefill_s(self._new_tokens)
+        probe = asyncio.get_running_loop().call_later(self._limits.probe_s, self._interrupt.set)
+        try:
+            with (
+                self._session.timeline.busy("generate", rows=len(self._running)),
+                self._session.progress.expected(prefill_s),
+            ):
+                run = asyncio.to_thread(self._engine.run, self._interrupt)
+                finished = await (self._interrupt_when_staged(run) if in_flight else run)
+        finally:
+            probe.cancel()
+        self._new_tokens = 0
         if finished:
             self._exact.difference_update(response.key for response in finished)
             self._tasks.create_task(self._commit(finished))
@@ -160,7 +213,10 @@ class RolloutLoop:
         if staged is None or self._exact or (self._in_flight and await self._is_preparing(staged)):
             return
         if self._may_swap_in_flight or not self._engine.running:
-            with self._session.timeline.busy("swap"):
+            with (
+                self._session.timeline.busy("swap"),
+                self._session.progress.expected(self._limits.swap_s(self._engine.running)),
+            ):
                 await asyncio.to_thread(self._engine.swap, staged.snapshot)
             self._session.params.applied(staged.model, staged.snapshot.version)
             self._version = staged.snapshot.version
@@ -185,7 +241,8 @@ class RolloutLoop:
         if self._preparing is not None:
             if self._engine.running and not self._preparing.done():
                 return True
-            await _wait_prepared(self._preparing)
+            with self._session.progress.expected(self._limits.swap_s(self._engine.running)):
+                await _wait_prepared(self._preparing)
             self._preparing.result()
             self._preparing = None
         if not isinstance(self._engine, SupportsInFlightUpdate):
@@ -243,6 +300,7 @@ class RolloutLoop:
             prompt, is_eval = batch.tensors["prompt"][row], batch.flows[row] == EVAL
             greedy, sampling = is_eval and self._eval_sampling is None, self._eval_sampling if is_eval else None
             prompts.append(Prompt(self._last_key, prompt, seed, greedy=greedy, sampling=sampling))
+        self._new_tokens += sum(len(one.tokens) for one in prompts)
         self._engine.add(prompts)
 
     async def _commit(self, finished: list[Response]) -> None:

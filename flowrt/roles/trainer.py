@@ -1,6 +1,7 @@
 """The trainer role: one process, or data-parallel ranks under torchrun, each pulling micro-batches on demand."""
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from flowrt.algorithms.support import Support
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import AppliesSupports, TrainEngine, TrainingBatch
+from flowrt.engines.hf import weight_bytes
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
 from flowrt.errors import ConfigError, Drained, EngineError
@@ -24,6 +26,7 @@ from flowrt.protocol.messages import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.config import AlgorithmConfig, RunConfig
 from flowrt.recipes.grpo import POLICY
+from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.algorithm import algorithm
 from flowrt.roles.best_weights import BestDirectory, BestWeights
 from flowrt.roles.checkpoints import Checkpoints, disk_errors
@@ -32,6 +35,7 @@ from flowrt.roles.main import main
 from flowrt.roles.reference_weights import resume_refreshes, write_refresh
 from flowrt.roles.samples import TrainedSamples
 from flowrt.roles.written_models import WrittenModels
+from flowrt.runtime.time_limits import BASE_S, pass_s, state_s, weights_s
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -42,7 +46,7 @@ UNTIL_STOPPED = BoundedElsewhere("the end of the session")
 
 async def run(session: Session, config: RunConfig) -> None:
     """Train with the configured engine until the steps of the run are done."""
-    with session.timeline.busy("load"):
+    with session.timeline.busy("load"), session.progress.expected(weights_s(weight_bytes(model_dir(config)))):
         engine = await asyncio.to_thread(train_engine, config)
     await train(session, config, engine)
 
@@ -56,6 +60,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     is_leader = int(os.environ.get("RANK", "0")) == 0
     check_supports(config, engine)
     objective = algorithm(config)
+    update_s, step_s = step_limits(config, objective)
     ranks = RankCollectives(session.timeline, session.worker)
     checkpoints = Checkpoints(session, config, engine, ranks)
     done = await checkpoints.load()
@@ -65,7 +70,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         await asyncio.to_thread(resume_refreshes, config, done)
     best = await best_weights(session, config, engine, ranks, done, is_leader)
     if done:
-        await publish(session, engine, ranks, done, is_leader, best=best)
+        await publish(session, engine, ranks, done, is_leader, best=best, limit_s=update_s)
     writing = None if best is None else asyncio.create_task(best.run())
     samples = TrainedSamples(session, config)
     preempted = False
@@ -73,7 +78,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         micro_batches = await train_step(session, config, engine, ranks, step, objective, samples)
         if preempted := micro_batches is None:
             break
-        with session.timeline.busy("step"):
+        with session.timeline.busy("step"), session.progress.expected(step_s):
             metrics = await collective_call(ranks, config, engine.step, f"step {step}")
         if not metrics and micro_batches:
             raise EngineError(f"step {step}: the engine got {micro_batches} micro-batches and reports no metrics")
@@ -84,19 +89,32 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
             session.step_done(step, metrics)
         if config.reference.refresh and done % config.reference.refresh == 0:
             await refresh_reference(session, config, engine, ranks, done, is_leader)
-        await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step), best)
+        await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step), best, update_s)
         samples.send(step)
         if writing is not None and writing.done():
             writing.result()  # raises the error of a failed write
         await checkpoints.save_if_due(done)
-        await models.write_if_due(done)
+        with session.progress.expected(update_s):
+            await models.write_if_due(done)
     await checkpoints.save(done)
     if config.trainer.save and not preempted:
-        await models.write_final()
+        with session.progress.expected(update_s):
+            await models.write_final()
     await session.params.wait_published()
     if writing is not None and not preempted:
         await wait_until(writing, UNTIL_STOPPED, "the results of the last evaluation", SOURCE)
     session.finished()
+
+
+def step_limits(config: RunConfig, objective: Algorithm) -> tuple[float, float]:
+    """Time limits in seconds of work on the whole state, and of the end of a step.
+
+    With several updates, or statistics of the step, its passes follow the last sample.
+    """
+    model_bytes, plan = weight_bytes(model_dir(config)), config.algorithm.plan
+    tokens = config.prompts_per_step * config.group_size * config.rollout.max_new_tokens
+    passes = plan.epochs if plan.updates * plan.epochs > 1 or objective.needs.scope == "step" else 0
+    return state_s(model_bytes), state_s(model_bytes) + passes * pass_s(tokens, model_bytes)
 
 
 def check_supports(config: RunConfig, engine: object) -> None:
@@ -130,13 +148,14 @@ async def publish(
     is_leader: bool,
     kl: Mapping[int, float] | None = None,
     best: BestWeights | None = None,
+    limit_s: float = BASE_S,
 ) -> None:
     """Publish a snapshot of the current weights as ``version``. Collective: all ranks call it; rank 0 publishes.
 
     ``kl`` has the measured KL (nats per token) of earlier versions by version, for weight-sync policies; ``best`` keeps
-    versions that are evaluated.
+    versions that are evaluated; ``limit_s`` is the time limit of the snapshot in seconds.
     """
-    with session.timeline.busy("snapshot"):
+    with session.timeline.busy("snapshot"), session.progress.expected(limit_s):
         tensors = await ranks.call(engine.parameters, f"version {version}")
         snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if is_leader else None
     if snapshot is not None:
@@ -177,7 +196,13 @@ async def refresh_reference(
     Raises EngineError if writing fails.
     """
     fix = f"free disk space, then flowrt resume {config.run_dir}"
-    with session.timeline.busy("save"), disk_errors(f"the reference of step {step}", fix), ranks.exempt():
+    limit_s = weights_s(weight_bytes(model_dir(config)))
+    with (
+        session.timeline.busy("save"),
+        session.progress.expected(limit_s),
+        disk_errors(f"the reference of step {step}", fix),
+        ranks.exempt(),
+    ):
         tensors = await ranks.call(engine.parameters, f"the weights of step {step}")
         if is_leader:
             await asyncio.to_thread(write_refresh, config, step, tensors)
@@ -241,12 +266,18 @@ async def accumulate(
     with ranks.exempt():
         batch = await pull()
     micro_batches = 0
+    model_bytes = weight_bytes(model_dir(config))
+    lock_step = TRAIN_ENGINES[config.trainer.engine].is_lock_step(config.trainer)
     while not batch.closed:
         micro_batches += 1
         following = pull()
         with session.timeline.busy("train"):
             ready = to_training_batch(batch, config, step, objective, samples)
-            await ranks.local_call(partial(engine.accumulate, ready), f"a pass of step {step}")
+            limit_s = pass_s(sum(map(len, (*ready.prompts, *ready.responses))), model_bytes)
+            # The other ranks wait for this one even if it takes longer than trainer.rank_timeout_s.
+            exempt = contextlib.nullcontext() if lock_step else ranks.exempt(limit_s)
+            with session.progress.expected(limit_s), exempt:
+                await ranks.local_call(partial(engine.accumulate, ready), f"a pass of step {step}")
         with ranks.exempt():
             batch = await following
     return micro_batches

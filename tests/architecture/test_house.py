@@ -89,7 +89,7 @@ def test_no_message_can_carry_a_tensor() -> None:
         if "bytes" in str(get_type_hints(kind)[field.name])
     ]
     assert fields == ["RendezvousKey.value", "SampleRecords.records"]
-    assert (MAX_SIGNAL_BYTES, MAX_RECORD_BYTES) == (16 * 1024, 256 * 1024)
+    assert (MAX_SIGNAL_BYTES, MAX_RECORD_BYTES) == (16 * 1024, 1024 * 1024)
     longest = RendezvousKey("reward0", "lane", "key", bytes(MAX_SIGNAL_BYTES))
     assert decode(encode(longest)) == longest
     with pytest.raises(RemoteProtocolError, match=r"RendezvousKey\.value must be at most 16384 bytes"):

@@ -21,6 +21,7 @@ SELF_CONTAINED = (
     "curve",
     "decoding",
     "deltas",
+    "estimate",
     "faults",
     "main_job",
     "metadata",

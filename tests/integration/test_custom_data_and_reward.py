@@ -1,6 +1,7 @@
 """Recipe custom, and weight sync by divergence: real runs of a tiny model from a data file."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,27 @@ def test_training_uses_the_given_reward_function(launch: Callable[..., Any], fla
     assert max(rewards[-5:]) > rewards[0] + 0.2  # truncated responses are scored, too
     summary = json.loads((launched.run_dir / "summary.json").read_text())
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
+
+
+def test_overridden_positions_reach_every_worker_and_the_exported_model(
+    launch: Callable[..., Any], flags: list[str], untrained_model: Path, tmp_path: Path
+) -> None:
+    """Responses are longer than the positions of the model's own config.json."""
+    table = json.loads((untrained_model / "config.json").read_text())
+    short = Path(shutil.copytree(untrained_model, tmp_path / "short"))
+    (short / "config.json").write_text(json.dumps({**table, "max_position_embeddings": 16}))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    launched = launch(
+        *(*flags, "--model", str(short), "--rollout.max-new-tokens", "32", "--steps", "2"),
+        *("--algorithm.kl.coef", "0.01", "--model-overrides", json.dumps({"rope_scaling": yarn})),
+    )
+    assert launched.wait(120.0) == 0, launched.output
+    exported = json.loads((launched.run_dir / "final" / "config.json").read_text())
+    assert yarn.items() <= exported["rope_parameters"].items()
+    first = lines(launched)[0]
+    assert first["response_length"] > 16
+    assert abs(first["mismatch_kl_k3"]) < 1e-5, "rollout and trainer compute different positions"
+    assert abs(first["kl"]) < 1e-5, "the reference computes other positions"
 
 
 @pytest.mark.long

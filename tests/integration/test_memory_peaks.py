@@ -7,7 +7,8 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrt.launcher.doctor.estimate import ResourceEstimate, built_shape, estimate
+from flowrt.launcher.doctor.estimate import ResourceEstimate, estimate
+from flowrt.launcher.doctor.model_shape import built_shape
 from flowrt.recipes.config_io import parse
 
 BUILD = [

@@ -146,7 +146,7 @@ def test_short_preemption_save_timeout_ends_the_run(launch: Callable[..., Any], 
     run.signal(signal.SIGTERM)
     assert run.wait(EXIT_WITHIN_S) == 130, run.output
     assert (
-        "is not saved: no end of it within 1 s (checkpoint.preemption_save_timeout_s): trainer has not saved"
+        "is not saved: no progress of it for 1 s (checkpoint.preemption_save_timeout_s): trainer has not saved"
         in run.words
     )
 

@@ -18,7 +18,7 @@ from tests.simulation.preempted_runs import PreemptedCluster, run_with_preemptio
 from tests.simulation.run_invariants import assert_exact
 from tests.simulation.scenario import Scenario
 
-TIMED_OUT = "no end of it within"
+TIMED_OUT = "no progress of it for"
 
 
 @settings(RUNS, max_examples=examples(60))

@@ -53,6 +53,8 @@ class Member:
     host: str
     seen_s: float
     """Time of the last sign of life."""
+    advanced_s: float = float("-inf")
+    """Time of the last report that its work advances."""
     standing: Standing = Standing.ACTIVE
     finished: bool = False
     """Whether it has completed its role."""
@@ -108,6 +110,15 @@ class Membership:
         if member is not None:
             member.seen_s = now
         return member is not None
+
+    def note_advance(self, worker: WorkerId, now: float) -> None:
+        """Record that the work of a member advances."""
+        self._members[worker].advanced_s = now
+
+    def advanced_s(self, worker: WorkerId) -> float:
+        """When the work of a member last advanced; minus infinity if it never reported that, or is no member."""
+        member = self._members.get(worker)
+        return float("-inf") if member is None else member.advanced_s
 
     def role(self, worker: WorkerId) -> str:
         """The role of a member. Raises KeyError for a worker that is no member."""

@@ -186,6 +186,11 @@ class SampleTable:
                 self.ready_groups[stage].pop(slot.group.id, None)
         return lease
 
+    def extend(self, lease: Lease, deadline_s: float) -> None:
+        """Move the deadline of a lease, and the lease to the end of the order of deadlines."""
+        lease.deadline_s = deadline_s
+        self.leases[lease.id] = self.leases.pop(lease.id)
+
     def expire(self, lease: Lease) -> None:
         """Count the expiry of a lease on its slots, whose next lease is longer."""
         for slot in lease.slots.values():

@@ -2,6 +2,8 @@
 
 - The event loop buffers the records that workers send, within a rate and a size, and passes them to the thread at each
   tick. Records above the rate or the size are counted and left out.
+- Groups are stored whole: a group whose first record is accepted is accepted to its end, even if that exceeds the rate;
+  no other group begins until the rate has made up for it. One whose first record is left out is left out.
 - A scored sample comes from a reward worker, the time of its generation from a rollout worker, its advantage and
   log-probabilities from a trainer, and the end of its prompt from the ledger's records; they are joined by epoch,
   prompt, member and attempt, in any order of arrival.
@@ -29,14 +31,15 @@ from time import monotonic
 from typing import NamedTuple
 
 from flowrt.errors import FlowError
+from flowrt.protocol.messages import MAX_RECORD_BYTES
 from flowrt.protocol.sample_records import (
     EVAL,
-    MAX_MESSAGE_RECORD_BYTES,
     TRAIN,
     GeneratedSample,
     ScoredSample,
     TrainedSample,
     decode_record,
+    group_of,
     stored_text,
 )
 from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
@@ -82,7 +85,12 @@ BYTES_PER_S = 1_000_000.0
 BURST_BYTES = 4_000_000
 """Bytes of records that are accepted at once."""
 MAX_WAITING_BYTES = 16_000_000
-"""Maximum bytes of records that wait for the thread; further records are left out."""
+"""Bytes of records that wait for the thread above which no group begins."""
+MAX_GROUP_BYTES = 256_000_000
+"""Bytes by which records of groups that have begun may exceed the rate, and that may wait for the thread; a group of 64
+samples of 32,000 tokens has 23 MB."""
+MAX_GROUPS = 8192
+"""Number of groups, the newest, of which is known whether they are accepted."""
 MAX_SINGLES = 8
 """Maximum number of truncated samples of a step that are stored although their group is not."""
 RECENT_STEPS = 50
@@ -168,6 +176,8 @@ class SampleStore:
         self._size = 0
         self._allowed = float(BURST_BYTES)
         self._allowed_at_s: float | None = None
+        self._groups: OrderedDict[tuple[int, int], str] = OrderedDict()
+        """Why the records of a group are left out; empty if they are accepted."""
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._notices: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._waiting = 0
@@ -184,7 +194,7 @@ class SampleStore:
         self._thread.start()
 
     def add(self, records: Sequence[bytes], step: int, now: float) -> None:
-        """Buffer the records of a message; all are left out and counted if they exceed the rate or the size limit.
+        """Buffer the records of a message; those that exceed the rate or the size limit are left out and counted.
 
         Args:
             records: of one `SampleRecords` message.
@@ -194,17 +204,37 @@ class SampleStore:
         before_s = now if self._allowed_at_s is None else self._allowed_at_s
         self._allowed = min(self._allowed + (now - before_s) * BYTES_PER_S, BURST_BYTES)
         self._allowed_at_s = now
-        size = sum(map(len, records))
-        if size > MAX_MESSAGE_RECORD_BYTES:
+        if sum(map(len, records)) > MAX_RECORD_BYTES:
             self._left_out[MALFORMED] += len(records)
-        elif size > self._allowed:
-            self._left_out[OVER_RATE] += len(records)
-        elif self._waiting + self._size + size > MAX_WAITING_BYTES:
-            self._left_out[SLOW_DISK] += len(records)
-        else:
-            self._allowed -= size
-            self._size += size
-            self._records += [(record, step) for record in records]
+            return
+        for record in records:
+            try:
+                group = group_of(record)
+            except FlowError:
+                self._left_out[MALFORMED] += 1
+                continue
+            if why := self._why_left_out(group, len(record)):
+                self._left_out[why] += 1
+            else:
+                self._allowed -= len(record)
+                self._size += len(record)
+                self._records.append((record, step))
+
+    def _why_left_out(self, group: tuple[int, int] | None, size: int) -> str:
+        """Why a record of this size is left out; empty if it is accepted. Decides on a group with its first record."""
+        waiting = self._waiting + self._size + size
+        begins = OVER_RATE if size > self._allowed else SLOW_DISK if waiting > MAX_WAITING_BYTES else ""
+        if group is None:
+            return begins
+        if group not in self._groups:
+            self._groups[group] = begins
+            if len(self._groups) > MAX_GROUPS:
+                self._groups.popitem(last=False)
+        if why := self._groups[group]:
+            return why
+        if self._allowed - size < -MAX_GROUP_BYTES:
+            return OVER_RATE
+        return SLOW_DISK if waiting > MAX_GROUP_BYTES else ""
 
     def ended(self, outcome: GroupEnd) -> None:
         """Buffer the end of a prompt that was trained or dropped."""

@@ -119,7 +119,13 @@ def role_completed(
 
 
 def heartbeat(state: State, env: Environment, worker: WorkerId, message: m.Heartbeat, now: float) -> list[Command]:
-    """Answer a sign of life with the controller's time, from which the sender finds the offset of its own clock."""
+    """Answer a sign of life with the controller's time, from which the sender finds the offset of its own clock.
+
+    Work that advances is progress of the run, and extends the leases of the sender (`rollback.expire_leases`).
+    """
+    if message.advances:
+        state.membership.note_advance(worker, now)
+        state.note_progress(now)
     return [Send(worker, m.Heartbeat(message.sent_s, message.reported_s, now))]
 
 

@@ -41,12 +41,12 @@ def advance(state: State, env: Environment, now: float) -> list[Command]:
     if not unsaved:
         preemption.save()
         return state.end(f"{order.reason}; saved after {preemption.steps} steps", order.code)
-    if now < preemption.until_s:
+    timeout_s = env.settings.preemption_save_timeout_s
+    if now < preemption.until_s or any(now < one.advanced_s + timeout_s for one in unsaved):
         return []
     waits = "; ".join(f"{one.id} has not saved" for one in unsaved)
     return state.end(
-        f"no end of it within {env.settings.preemption_save_timeout_s:.0f} s "
-        f"(checkpoint.preemption_save_timeout_s): {waits}",
+        f"no progress of it for {timeout_s:.0f} s (checkpoint.preemption_save_timeout_s): {waits}",
         order.code,
     )
 

@@ -314,8 +314,11 @@ def release_lease(state: State, env: Environment, worker: WorkerId, message: Rel
 
 
 def expire_leases(state: State, env: Environment, now: float) -> list[Command]:
-    """Give expired leases back; the next lease on each of their slots lasts twice as long."""
-    expired = []
+    """Give expired leases back; the next lease on each of their slots lasts twice as long.
+
+    A lease is extended instead while the work of its worker has advanced within the duration of a lease.
+    """
+    expired, membership, lease_s = [], state.membership, env.settings.lease_s
     # Leases are in order of their deadlines, except longer leases, and leases of trainers, which have no deadline.
     for lease in state.table.leases.values():
         if lease.deadline_s <= now:
@@ -324,6 +327,10 @@ def expire_leases(state: State, env: Environment, now: float) -> list[Command]:
             break
     commands: list[Command] = []
     for lease in expired:
+        # One that is extended follows leases that may end later: it is then found late, by less than a lease.
+        if (deadline_s := membership.advanced_s(lease.worker) + lease_s) > now:
+            state.table.extend(lease, deadline_s)
+            continue
         state.table.expire(lease)
         commands += give_back_lease(state, env, lease)
     return commands

@@ -7,7 +7,6 @@ from flowrt.engines.descriptor import (
     DELTA_SNAPSHOTS,
     DTYPE_BYTES,
     FLOAT_BYTES,
-    LAYER_TENSORS,
     ModelShape,
     PublishedWeights,
     TrainEngineDescriptor,
@@ -63,12 +62,11 @@ class FsdpTraining(TrainEngineDescriptor):
         shards = wide * held + 3 * wide * trained  # gradients and both moments
         gathered = narrow * held + wide * trained  # parameters and gradients
         whole = gathered if trainer.fsdp.gather == "step" else gathered // max(shape.layers, 1)
-        tensors = shape.layers + LAYER_TENSORS if trainer.fsdp.recompute else shape.layers * LAYER_TENSORS
+        kept = shape.kept_bytes(trainer.fsdp.dtype, trainer.fsdp.recompute)
         published = DELTA_SNAPSHOTS * self.published(trainer).size_bytes(shape)
         return TrainerMemory(
             model=shards // trainer.ranks + whole,
-            passes=trainer.forward_tokens * tensors * shape.hidden_size * narrow
-            + shape.head_bytes(trainer.forward_tokens),
+            passes=trainer.forward_tokens * kept + shape.head_bytes(trainer.forward_tokens),
             first_rank=max(wide * held, published),  # only rank 0 reads and writes the whole model
         )
 

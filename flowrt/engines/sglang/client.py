@@ -14,6 +14,8 @@ from flowrt.runtime.waits import pause, tracked
 
 PROBE_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.25
+GENERATION_CHECK = "/health_generate"
+"""Answers when the scheduler has produced output since the request, for this request or for others."""
 MAX_MESSAGE_CHARACTERS = 500
 SERVER_ERRORS = 500
 """Status codes from here on mean that the server failed, not that the request is wrong."""
@@ -65,6 +67,14 @@ class SglangClient:
                 reason = str(error) or type(error).__name__
             await pause(POLL_INTERVAL_S)
         raise EngineGone(f"waited {deadline_s:.0f} s for the SGLang server at {self.url} to be ready: {reason}")
+
+    async def is_generating(self, deadline_s: float) -> bool:
+        """Whether the server's scheduler gives a sign of life within ``deadline_s`` seconds."""
+        try:
+            await self.get(GENERATION_CHECK, deadline_s)
+        except EngineError:
+            return False
+        return True
 
     async def close(self) -> None:
         await self._http.close()

@@ -285,7 +285,7 @@ class SglangRollout:
                 version=version,
             )
             try:
-                answer = await supervisor.generate(call)
+                answer = await supervisor.generate(call, self._sampling.max_new_tokens - len(sequence.tokens))
             except EngineGone as gone:
                 await supervisor.replace(incarnation, gone)
                 continue

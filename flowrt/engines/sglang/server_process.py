@@ -22,11 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from transformers import AutoConfig
-
+from flowrt.engines.model_config import position_limit, read_config
 from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang.protocol import KEY_VARIABLE
-from flowrt.errors import EngineError
+from flowrt.errors import ConfigError, EngineError
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.waits import blocking, join_thread
 
@@ -189,12 +188,14 @@ class SglangServer:
 
 
 def _positions(model: Path) -> int | None:
-    """The maximum length of a sequence of a checkpoint; None if the checkpoint does not state it."""
+    """The maximum length of a sequence of a checkpoint, scaled positions included; None if it does not state it.
+
+    SGLang does not scale it where the original length is given.
+    """
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError):  # the server reports what is wrong
+        return position_limit(read_config(model))
+    except (OSError, ConfigError):  # the server reports what is wrong
         return None
-    return getattr(config, "max_position_embeddings", None)
 
 
 class ServerLog:

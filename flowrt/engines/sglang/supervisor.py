@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrt.engines.hf import load_model, named_parameters, parameter_shapes
+from flowrt.engines.hf import load_model, named_parameters, parameter_shapes, weight_bytes
 from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang import protocol
 from flowrt.engines.sglang.client import SglangClient
@@ -22,11 +22,15 @@ from flowrt.engines.sglang.layout import ExpectedChecksums, Layout
 from flowrt.engines.sglang.server_process import SglangServer, given_key
 from flowrt.engines.sglang.weights import Staged, WeightTransfer, weight_transfer
 from flowrt.errors import ConfigError, EngineError, EngineGone, WaitExpired
-from flowrt.runtime.waits import BoundedElsewhere, locked, wait_until
+from flowrt.runtime.time_limits import MIN_BYTES_PER_S, generation_limit_s
+from flowrt.runtime.waits import BoundedElsewhere, LivenessTimeout, cancel_and_wait, locked, pause, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
 log = logging.getLogger("flowrt")
 LOCK = BoundedElsewhere("start_s, request_s or update_s of rollout.sglang, for each server that is tried")
+SIGNS_PER_TIMEOUT = 16
+"""Requests for a sign of life within ``request_s``."""
+CLOSE_TIMEOUT_S = 5.0
 EARLIER_WORK = "earlier work on the SGLang server"
 
 
@@ -61,6 +65,10 @@ class SglangSupervisor:
         self._server = server
         self._needs_tokenizer = needs_tokenizer
         self._layout = Layout(parameter_shapes(model))
+        extra_s = weight_bytes(model) / MIN_BYTES_PER_S
+        self._start_s, self._update_s = options.start_s + extra_s, options.update_s + extra_s
+        self._signs = LivenessTimeout(options.request_s)
+        self._watch: asyncio.Task[None] | None = None
         self.version = 0
         self.incarnation = 0
         self.aborts = 0
@@ -96,14 +104,38 @@ class SglangSupervisor:
             await self._reset()
             self.serving.set()
 
-    async def generate(self, call: protocol.Call) -> Any:
-        """Send a request for a sequence. Returns the decoded response. Errors are those of `SglangClient.post`."""
+    async def generate(self, call: protocol.Call, max_new_tokens: int) -> Any:
+        """Send a request for a sequence. Returns the decoded response.
+
+        Args:
+            call: the request.
+            max_new_tokens: maximum number of tokens that it may generate.
+
+        Raises:
+            EngineGone: if the server fails, gives no sign of life for ``request_s`` seconds, or generates the sequence
+                at less than a token per second.
+            EngineError: if the server refuses the request.
+        """
         assert self._client is not None
         self._requests += 1
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._watch_server())
+        what = "a generated sequence"
         try:
-            return await self._client.post(call, self._options.request_s)
+            answer = self._client.post(call, generation_limit_s(self._options.request_s, max_new_tokens))
+            return await wait_until(answer, self._signs, what, f"the SGLang server at {self.url}")
+        except WaitExpired as late:
+            raise EngineGone(f"{late}, which gives no sign of life") from None
         finally:
             self._requests -= 1
+
+    async def _watch_server(self) -> None:
+        """Extend the time limit of all requests with each sign of life of the server, while there are requests."""
+        interval_s = self._options.request_s / SIGNS_PER_TIMEOUT
+        while self._requests:
+            if self._client is not None and await self._client.is_generating(interval_s):
+                self._signs.renew()
+            await pause(interval_s)
 
     def has_tried_staging(self, snapshot: Snapshot) -> bool:
         """Whether `stage` was called with this snapshot."""
@@ -151,6 +183,8 @@ class SglangSupervisor:
     async def close(self) -> None:
         """Close the connections; the server keeps running."""
         self._restarts_left = 0
+        if self._watch is not None:
+            await cancel_and_wait([self._watch], CLOSE_TIMEOUT_S)
         self._unstage()
         if self._client is not None:
             if self._server is None and self._transfer is not None:
@@ -186,26 +220,26 @@ class SglangSupervisor:
         url, key = (options.url[0], given_key(os.environ)) if server is None else (server.start(), server.key)
         self._client = SglangClient(url, key)
         try:
-            await self._client.wait_healthy(options.start_s, (lambda: True) if server is None else server.alive)
+            await self._client.wait_healthy(self._start_s, (lambda: True) if server is None else server.alive)
         except EngineGone as gone:
             raise EngineGone(f"{gone}; {server.exit_summary()}" if server is not None else str(gone)) from None
         await self._probe()
         if server is not None:
             server.on_ready()
         else:
-            await self._client.post(protocol.pause("abort"), options.update_s)  # ends requests of an earlier worker
+            await self._client.post(protocol.pause("abort"), self._update_s)  # ends requests of an earlier worker
             if self.can.update_session:
                 await self._end_session()
         if self._snapshot is not None:
             await self._load(self._snapshot, flush=True)
         if server is None:
-            await self._client.post(protocol.resume(), options.update_s)
+            await self._client.post(protocol.resume(), self._update_s)
 
     async def _end_session(self) -> None:
         """End the session that an interrupted update, of this or an earlier worker, may have left open."""
         assert self._client is not None
         try:
-            await self._client.post(protocol.end_session(), self._options.update_s)
+            await self._client.post(protocol.end_session(), self._update_s)
         except EngineGone:
             raise
         except EngineError as refused:
@@ -247,9 +281,7 @@ class SglangSupervisor:
         """Update the weights, with one deadline for the whole update."""
         what = f"version {snapshot.version} to be loaded"
         try:
-            await wait_until(
-                self._update_weights(snapshot), self._options.update_s, what, f"the SGLang server at {self.url}"
-            )
+            await wait_until(self._update_weights(snapshot), self._update_s, what, f"the SGLang server at {self.url}")
         except WaitExpired as late:
             raise EngineGone(str(late)) from None
 
@@ -257,7 +289,7 @@ class SglangSupervisor:
         """Stage, pause running sequences, load, verify, resume."""
         assert self._client is not None
         await self._ensure_staged(snapshot)
-        deadline_s = self._options.update_s
+        deadline_s = self._update_s
         # Without versions of tokens, running sequences are aborted, so that a response has only one version.
         mode = self._options.pause if self.can.token_versions else "abort"
         running = self._requests > 0
@@ -272,7 +304,7 @@ class SglangSupervisor:
     async def _load(self, snapshot: Snapshot, *, flush: bool) -> None:
         """Load all weights and compare their checksums."""
         assert self._client is not None
-        client, deadline_s = self._client, self._options.update_s
+        client, deadline_s = self._client, self._update_s
         update = await self._ensure_staged(snapshot)
         with self._naming(snapshot):
             try:
@@ -290,7 +322,7 @@ class SglangSupervisor:
             self._unstage()
             what = f"version {snapshot.version} to be staged"
             with self._naming(snapshot):
-                self._staged = await wait_until(self._stage(snapshot), self._options.update_s, what, self.url)
+                self._staged = await wait_until(self._stage(snapshot), self._update_s, what, self.url)
         return self._staged
 
     async def _stage(self, snapshot: Snapshot) -> _StagedUpdate:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from flowrt.engines.descriptor import (
     DTYPE_BYTES,
-    LAYER_TENSORS,
+    FLOAT_BYTES,
     STAGED_VERSIONS,
     ModelShape,
     PublishedWeights,
@@ -16,6 +16,7 @@ from flowrt.engines.descriptor import (
     TrainerMemory,
     TrainerSettings,
     TrainerSetup,
+    support_tokens,
 )
 from flowrt.engines.options import Dtype
 from flowrt.errors import ConfigError
@@ -29,6 +30,12 @@ PREFILL_TOKENS = 2048
 """Largest number of tokens, padding included, of a forward pass of a prefill."""
 SCORE_ELEMENTS = 1 << 24
 """Largest number of elements of such a pass's attention mask, and of its scores where attention computes them whole."""
+SEQUENCE_TOKEN_BYTES = 12
+"""A token of a running sequence: its id, its log-probability and its random number."""
+DRAWN_ELEMENTS = 1 << 24
+"""Largest number of log-probabilities that are computed at once when tokens are drawn."""
+DRAWING_TENSORS = 3
+"""Tensors of that size."""
 
 
 class TorchTraining(TrainEngineDescriptor):
@@ -61,10 +68,10 @@ class TorchTraining(TrainEngineDescriptor):
         narrow, wide = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[_wide(trainer.dtype)]
         state = 5 * wide * shape.parameters  # parameters, gradients, their concatenation, both moments
         copies = narrow * shape.parameters if narrow < wide else 0
-        token = shape.layers * LAYER_TENSORS * shape.hidden_size * narrow
+        passes = trainer.forward_tokens * shape.kept_bytes(trainer.dtype) + shape.head_bytes(trainer.forward_tokens)
         return TrainerMemory(
             model=state + copies,
-            passes=trainer.forward_tokens * token + shape.head_bytes(trainer.forward_tokens),
+            passes=max(passes - wide * shape.parameters, 0),
             first_rank=memory.first_rank,
         )
 
@@ -105,10 +112,18 @@ class TorchGeneration(RolloutEngineDescriptor):
         # An in-flight update with recomputation needs a second model and a second KV cache.
         copies = 2 if rollout.weight_update == "in_flight" and rollout.recompute_kv_on_update else 1
         adapters = shape.adapter_parameters(published.lora) if published.lora else 0
-        model = (shape.parameters + adapters + cache_elements) * DTYPE_BYTES[_model_dtype(rollout, published)]
+        dtype = _model_dtype(rollout, published)
+        model = (shape.parameters + adapters + cache_elements) * DTYPE_BYTES[dtype]
         versions = STAGED_VERSIONS * published.size_bytes(shape)
-        sequence = shape.logits_bytes + rollout.max_new_tokens * rollout.truncation.top_k * TOKEN_BYTES
+        support = TOKEN_BYTES * support_tokens(rollout.truncation)
+        sequence = shape.vocab_size * DTYPE_BYTES[dtype] + rollout.max_new_tokens * (SEQUENCE_TOKEN_BYTES + support)
+        drawing = (
+            DRAWING_TENSORS
+            * FLOAT_BYTES
+            * min(rollout.max_running_requests * shape.vocab_size, max(DRAWN_ELEMENTS, shape.vocab_size))
+        )
         computing = copies * model + rollout.max_running_requests * sequence
+        computing += max(drawing, PREFILL_TOKENS * shape.computed_bytes(dtype))
         if self.device(rollout) == "cpu":
             return RolloutMemory(host=computing + versions)
         return RolloutMemory(host=versions, device=computing)

@@ -24,8 +24,9 @@ from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, Settings
 from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError, WaitExpired
 from flowrt.launcher.doctor.checks import Finding, Verdict, is_well, judge, wanted
-from flowrt.launcher.doctor.estimate import estimate, shape_of
+from flowrt.launcher.doctor.estimate import estimate
 from flowrt.launcher.doctor.facts import START_S, Facts, collect, from_json, lanes_s
+from flowrt.launcher.doctor.model_shape import shape_of
 from flowrt.launcher.observer import locate
 from flowrt.net.curve_keys import controller_keys
 from flowrt.recipes import grpo

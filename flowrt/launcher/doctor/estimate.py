@@ -4,31 +4,40 @@
 - `tests/integration/test_memory_peaks.py` compares it with measured peaks.
 """
 
-import json
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrt.engines.descriptor import ADAM_BYTES, DTYPE_BYTES, FLOAT_BYTES, ModelShape
+from flowrt.engines.descriptor import (
+    ADAM_BYTES,
+    DTYPE_BYTES,
+    FLOAT_BYTES,
+    ModelShape,
+    TrainerSettings,
+    support_tokens,
+)
+from flowrt.engines.model_config import parse_overrides
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
-from flowrt.errors import ConfigError
+from flowrt.launcher.doctor.model_shape import read_shape
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.constraints import reference_dtype
+from flowrt.recipes.constraints import open_samples, reference_dtype
 from flowrt.recipes.devices import reference_device, rollout_device, training_device, with_devices
-from flowrt.recipes.model_files import base_model_dir, read_header, weight_files
+from flowrt.recipes.model_files import base_model_dir
 
-PROCESS_BYTES = 700 * 10**6
+PROCESS_BYTES = 340 * 10**6
 """Memory of a process that has imported torch and transformers."""
-SMALL_PROCESS_BYTES = 200 * 10**6
+SMALL_PROCESS_BYTES = 480 * 10**6
+"""Memory of controller, launcher and fork server together."""
 TOKEN_BYTES = 12
 """Memory of one token of a sample in a tensor store."""
-HEAD_DIM = 32
-"""Size of an attention head of the embedded model."""
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of a model's config.json for operations after its LM head; such a model computes all logits at once."""
-SAVING_BYTES = 500 * 10**6
-"""Memory to write a checkpoint: two copies of one of its files (`flowrt.engines.training.state.FILE_BYTES`)."""
+PROMPT_TOKENS = 512
+"""Assumed length of prompts, unless data.max_prompt_tokens limits it."""
+PULLED_SAMPLES = 64
+"""Samples that a reference worker scores at a time (`flowrt.roles.reference.MAX_PULL_SLOTS`)."""
+FILE_BYTES = 250 * 10**6
+"""Largest file of a checkpoint, of which two copies are in memory while it is written."""
 
 
 @dataclass(frozen=True)
@@ -44,52 +53,6 @@ class ResourceEstimate:
     reference_device: int  # of each reference worker, on its accelerator; without one, in host memory
     small: int  # controller, source and reward together, with the live samples
     disk: int
-
-
-def built_shape(config: RunConfig) -> ModelShape:
-    """The shape of the embedded model, as built by `flowrt.engines.tiny_model.build_model`."""
-    build = config.build
-    hidden = build.hidden_size
-    heads = build.heads
-    kv_heads = max(heads // 2, 1)
-    attention = hidden * HEAD_DIM * (2 * heads + 2 * kv_heads) + 2 * HEAD_DIM
-    layer = attention + 3 * hidden * build.intermediate_size + 2 * hidden
-    parameters = build.vocab_size * hidden + build.layers * layer + hidden
-    return ModelShape(
-        parameters=parameters,
-        layers=build.layers,
-        hidden_size=hidden,
-        kv_size=kv_heads * HEAD_DIM,
-        vocab_size=build.vocab_size,
-        max_length=build.max_length,
-        intermediate_size=build.intermediate_size,
-    )
-
-
-def read_shape(path: Path) -> ModelShape:
-    """The shape of a checkpoint. Raises ConfigError if its config.json is not that of a causal LM."""
-    try:
-        table = json.loads((path / "config.json").read_text())
-        heads = int(table["num_attention_heads"])
-        hidden = int(table["hidden_size"])
-        head_dim = int(table.get("head_dim") or hidden // heads)
-        return ModelShape(
-            parameters=sum(map(_parameters, weight_files(path))),
-            layers=int(table["num_hidden_layers"]),
-            hidden_size=hidden,
-            kv_size=int(table.get("num_key_value_heads") or heads) * head_dim,
-            vocab_size=int(table["vocab_size"]),
-            max_length=int(table.get("max_position_embeddings", 0)),
-            intermediate_size=int(table.get("intermediate_size") or 4 * hidden),
-            has_plain_head=not any(table.get(name) for name in LOGIT_CHANGES),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} has no config.json of a causal LM: {type(error).__name__} {error}") from None
-
-
-def shape_of(config: RunConfig) -> ModelShape:
-    """The shape of the model that the run starts from: the user's, or the embedded one."""
-    return read_shape(base_model_dir(Path(config.model))) if config.model else built_shape(config)
 
 
 def accelerated(config: RunConfig, there: bool) -> tuple[bool, bool]:
@@ -116,30 +79,50 @@ def model_bytes(config: RunConfig, shape: ModelShape) -> int:
     return TRAIN_ENGINES[config.trainer.engine].memory(config.trainer, shape).model
 
 
+def prompt_tokens(config: RunConfig, shape: ModelShape) -> int:
+    """Length of the longest prompt that is assumed, in tokens."""
+    left = max(shape.max_length - config.rollout.max_new_tokens, 1) if shape.max_length else PROMPT_TOKENS
+    return min(left, config.data.max_prompt_tokens or PROMPT_TOKENS)
+
+
+def pass_settings(config: RunConfig, shape: ModelShape) -> TrainerSettings:
+    """The trainer's configuration with the number of tokens that its largest pass has.
+
+    A step may have fewer tokens than ``forward_tokens``, and a single sample has more if it is longer.
+    """
+    trainer, longest = config.trainer, config.rollout.max_new_tokens + prompt_tokens(config, shape)
+    step = config.prompts_per_step * config.group_size * longest
+    most = max(min(trainer.forward_tokens, step), longest)
+    return dataclasses.replace(trainer, forward_tokens=most)
+
+
 def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     """The peak memory of each process of this run, and the disk space of the run."""
-    trainer, rollout = config.trainer, with_devices(config).rollout
-    training = TRAIN_ENGINES[trainer.engine]
+    trainer, rollout = pass_settings(config, shape), with_devices(config).rollout
+    training = TRAIN_ENGINES[config.trainer.engine]
     memory = training.memory(trainer, shape)
-    length = min(shape.max_length or config.build.max_length, config.build.max_length)
-    cache_elements = rollout.max_running_requests * length * shape.layers * 2 * shape.kv_size
+    length = prompt_tokens(config, shape) + rollout.max_new_tokens
+    cache_elements = rollout.max_running_requests * length * shape.cache_token_elements
     published = training.published(trainer)
     generating = ROLLOUT_ENGINES[rollout.engine].memory(rollout, shape, published, cache_elements)
-    live = (config.max_staleness + 1) * config.prompts_per_step * config.group_size
-    samples = live * (rollout.max_new_tokens + length) * TOKEN_BYTES
+    live, _, _ = open_samples(config)
+    samples = live * length * (TOKEN_BYTES + TOKEN_BYTES // 3 * support_tokens(rollout.truncation))
     saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0
     trained_bytes = training.trained_parameters(trainer, shape) * (FLOAT_BYTES + ADAM_BYTES)
-    scored = read_shape(base_model_dir(Path(config.reference.model))) if config.reference.model else shape
+    overrides = parse_overrides(config.model_overrides)
+    scored = read_shape(base_model_dir(Path(config.reference.model)), overrides) if config.reference.model else shape
     averaging = 2 * FLOAT_BYTES * shape.parameters if config.reference.average != 1.0 else 0
+    scoring = min(trainer.forward_tokens, PULLED_SAMPLES * length)
+    dtype = reference_dtype(config)
+    saving = max(2 * min(FILE_BYTES, trained_bytes) - memory.passes, 0) if saved else 0  # without activations
     return ResourceEstimate(
-        trainer_rank=PROCESS_BYTES + (SAVING_BYTES if saved else 0),
+        trainer_rank=PROCESS_BYTES + saving + samples,
         trainer_first=max(memory.first_rank, averaging) + evaluated_bytes(config, shape),
         trainer_device=memory.model + memory.passes,
-        rollout=PROCESS_BYTES + generating.host + samples,
+        rollout=PROCESS_BYTES + generating.host + samples // rollout.workers,
         server=generating.device,
         reference=PROCESS_BYTES,
-        reference_device=scored.parameters * DTYPE_BYTES[reference_dtype(config)]
-        + scored.head_bytes(trainer.forward_tokens),
+        reference_device=scored.parameters * DTYPE_BYTES[dtype] + scored.scoring_bytes(scoring, dtype),
         small=SMALL_PROCESS_BYTES + 2 * PROCESS_BYTES + samples,
         disk=saved * trained_bytes + 2 * shape.weight_bytes + refresh_bytes(config, shape),
     )
@@ -211,8 +194,3 @@ def device_bytes(config: RunConfig, needs: ResourceEstimate, devices: bool) -> i
         needs.server if serving else 0,
         needs.reference_device if scoring else 0,
     )
-
-
-def _parameters(path: Path) -> int:
-    """The number of elements in a safetensors file, from its header."""
-    return sum(math.prod(entry["shape"]) for entry in read_header(path).values())

@@ -20,6 +20,7 @@ from flowrt.errors import ConfigError
 from flowrt.protocol.messages import PROTOCOL
 from flowrt.runtime.addresses import is_ipv6
 from flowrt.runtime.host import interfaces, own_address
+from flowrt.runtime.memory import available_bytes
 from flowrt.runtime.waits import blocking
 
 PACKAGES = ("flowrt", "torch", "transformers", "pyzmq", "msgpack", "numpy", "safetensors")
@@ -146,7 +147,7 @@ def collect(directory: Path, model: str, probe: list[str], limit_s: float) -> Fa
         versions={name: _version(name) for name in PACKAGES},
         protocol=PROTOCOL,
         cores=len(os.sched_getaffinity(0)),
-        free_memory_bytes=_free_memory_bytes(),
+        free_memory_bytes=available_bytes(),
         free_disk_bytes=shutil.disk_usage(existing).free,
         directory_error="" if os.access(existing, os.W_OK) else f"{existing} is not writable",
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
@@ -168,14 +169,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _free_memory_bytes() -> int:
-    """Memory available without swapping; 0 if it is not known."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _port_error() -> str:

@@ -45,6 +45,7 @@ from flowrt.roles import checkpoints, trainer
 from flowrt.roles.checkpoints import Checkpoints
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.progress import Progress
 from flowrt.runtime.timeline import Timeline
 from flowrt.transport.devices import choose
 
@@ -58,6 +59,7 @@ class StubSession:
 
     def __init__(self, gap_s: float = 0.0) -> None:
         self.welcome = SimpleNamespace(position=Position(0))
+        self.progress = Progress()
         self.timeline = self
         self._gap_s = gap_s
         self._pulls = 0

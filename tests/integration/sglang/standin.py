@@ -45,6 +45,7 @@ class Standin:
         self.session = False
         self.paused = ""
         self.aborts = 0
+        self.is_stuck = False  # a request hangs in the scheduler
         self.fail_next = ""  # route: the next request for it fails
         self.status = 400  # of the failing request; 0: no response
         self.routes: list[str] = []
@@ -56,6 +57,8 @@ class Standin:
         route = request.path
         if self.key and route != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if route == "/health_generate":  # answers as the scheduler does, which may hang in a request
+            return web.json_response({}, status=503 if self.is_stuck else 200)
         self.routes.append(route)
         body = await request.json() if request.can_read_body else {}
         if route in ("/health", "/server_info", "/routes", "/bodies", "/loaded", "/fail_next"):
@@ -69,6 +72,7 @@ class Standin:
         if route == self.fail_next:
             self.fail_next = ""
             if not self.status:
+                self.is_stuck = True
                 await asyncio.Event().wait()
             return web.json_response({"success": False, "message": f"{route} was told to fail"}, status=self.status)
         if route == "/generate":

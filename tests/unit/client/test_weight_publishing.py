@@ -15,6 +15,7 @@ from flowrt.protocol.messages import Message, Publish
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.roles import trainer
 from flowrt.runtime.clock import DrivenClock
+from flowrt.runtime.progress import Progress
 from flowrt.runtime.timeline import Timeline
 from flowrt.transport.lanes.lane import LaneSet
 from flowrt.transport.weights.snapshot import Snapshot
@@ -64,7 +65,7 @@ async def test_a_trainer_may_change_its_weights_once_they_are_copied(monkeypatch
     monkeypatch.setattr(Snapshot, "take", take_and_block)
     lanes = LaneSet("trainer", {}, 1.0, lambda *_: None)
     params = WeightTransfers(lanes, sent.append, lambda work: spawned.append(asyncio.create_task(work)), WAIT_S)
-    session: Any = SimpleNamespace(params=params, timeline=Timeline(DrivenClock()))
+    session: Any = SimpleNamespace(params=params, timeline=Timeline(DrivenClock()), progress=Progress())
     weights = {"w": torch.full((100,), 1.0)}
     engine: Any = SimpleNamespace(parameters=lambda: weights)
     async with asyncio.timeout(WAIT_S / 2):

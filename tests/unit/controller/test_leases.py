@@ -1,5 +1,6 @@
-"""Leases: their numbers after a controller restart, and their duration relative to the no-progress timeout."""
+"""Leases: their numbers after a restart of the controller, and their extension while the work of a worker advances."""
 
+from flowrt.controller.events import Tick
 from flowrt.controller.settings import Settings
 from flowrt.protocol import messages as m
 from flowrt.recipes.config_io import parse
@@ -25,3 +26,73 @@ def test_leases_expire_before_the_no_progress_timeout() -> None:
     controller = parse([]).controller
     assert controller.lease_s < controller.no_progress_timeout_s
     assert Settings().lease_s < Settings().no_progress_timeout_s
+
+
+HOUR_S = 3600
+LEASE_S = 600.0
+BEAT_S = 100
+"""Interval of the heartbeats of these tests, in seconds."""
+
+
+def _beat(driver: CoreDriver, worker: str, *, hours: float, advances: bool) -> None:
+    """Heartbeats of a worker for some hours; the other workers are alive, too."""
+    end_s = driver.now + hours * HOUR_S
+    while driver.now < end_s:
+        driver.now += BEAT_S
+        for member in driver.core.state.membership.members():
+            driver.send(member.id, m.Heartbeat(advances=advances and member.id == worker))
+        driver.event(Tick())
+
+
+def _ended(driver: CoreDriver) -> int:
+    """The exit code of the run; 0 while it goes on."""
+    return 0 if driver.core.ended is None else driver.core.ended.code
+
+
+def test_a_sample_that_takes_hours_is_generated_once() -> None:
+    driver = CoreDriver()
+    driver.configure(lease_s=LEASE_S)
+    driver.offer()
+    grant = driver.pull("rollout0", "rollout")
+    assert grant is not None
+    _beat(driver, "rollout0", hours=4, advances=True)
+    assert driver.core.ended is None, "the run makes progress"
+    assert not driver.core.state.table.count_ready("rollout"), "the sample would be generated a second time"
+    [(_, committed)] = driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)
+    assert committed.refused == ()
+    scored = driver.pull("reward0", "reward")
+    assert scored is not None
+    _beat(driver, "reward0", hours=4, advances=True)
+    assert not driver.core.state.table.count_ready("reward"), "a slow judge would be asked a second time"
+
+
+def test_a_worker_without_progress_loses_its_lease() -> None:
+    driver = CoreDriver()
+    driver.configure(lease_s=LEASE_S, no_progress_timeout_s=10 * HOUR_S)
+    driver.offer()
+    assert driver.pull("rollout0", "rollout") is not None
+    _beat(driver, "rollout0", hours=1, advances=True)
+    assert not driver.core.state.table.count_ready("rollout")
+    _beat(driver, "rollout0", hours=LEASE_S / HOUR_S, advances=False)
+    assert driver.core.state.table.count_ready("rollout") == 1, "the work hangs, and its lease did not expire"
+    assert driver.pull("rollout1", "rollout") is not None
+
+
+def test_progress_of_another_worker_extends_no_lease() -> None:
+    driver = CoreDriver()
+    driver.configure(lease_s=LEASE_S)
+    driver.offer()
+    assert driver.pull("rollout0", "rollout") is not None
+    _beat(driver, "rollout1", hours=1, advances=True)
+    assert driver.core.state.table.count_ready("rollout") == 1
+
+
+def test_a_step_of_hours_is_no_stall_and_a_hung_one_is() -> None:
+    """The trainer reports progress, and nothing else happens."""
+    driver = CoreDriver()
+    driver.configure(no_progress_timeout_s=900.0)
+    driver.offer()
+    _beat(driver, "trainer0", hours=3, advances=True)
+    assert not _ended(driver)
+    _beat(driver, "trainer0", hours=1, advances=False)
+    assert _ended(driver) == 3

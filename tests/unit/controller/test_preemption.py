@@ -101,9 +101,20 @@ def test_the_save_timeout_ends_the_run_and_names_the_trainer_without_a_save(trai
     [end] = end_commands(trained.event(Tick()))
     assert end.code == 130
     assert end.reason == (
-        "interrupted (SIGTERM), and what was trained since the last checkpoint is not saved: no end of it within 60 s "
-        "(checkpoint.preemption_save_timeout_s): trainer0 has not saved"
+        "interrupted (SIGTERM), and what was trained since the last checkpoint is not saved: no progress of it for "
+        "60 s (checkpoint.preemption_save_timeout_s): trainer0 has not saved"
     )
+
+
+def test_a_checkpoint_that_takes_long_is_waited_for_while_it_makes_progress(trained: CoreDriver) -> None:
+    """140 GB at 100 MB/s take 23 minutes."""
+    preempt(trained)
+    for _ in range(23):
+        trained.now += SAVE_TIMEOUT_S - 1
+        trained.send("trainer0", m.Heartbeat(advances=True))
+        assert end_commands(trained.event(Tick())) == []
+    trained.now += SAVE_TIMEOUT_S
+    assert len(end_commands(trained.send("trainer0", m.Heartbeat()))) == 1, "the save hangs"
 
 
 def test_a_stop_during_preemption_is_part_of_the_reason(trained: CoreDriver) -> None:

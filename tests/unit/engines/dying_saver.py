@@ -25,6 +25,7 @@ from flowrt.recipes.config import CheckpointConfig, RunConfig
 from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.roles.checkpoints import Checkpoints
+from flowrt.runtime.progress import Progress
 
 CHANGES = {"os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree"}
 STEPS = 3
@@ -37,6 +38,7 @@ class StubSession:
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
         self.welcome = SimpleNamespace(position=Position(step))
+        self.progress = Progress()
         self.timeline = self
 
     @contextlib.contextmanager

@@ -13,8 +13,8 @@ from flowrt.errors import ConfigError
 from flowrt.launcher.doctor import checks
 from flowrt.launcher.doctor.checks import Finding, Verdict, Wanted, judge
 from flowrt.launcher.doctor.command import merge_good, with_unique_names
-from flowrt.launcher.doctor.estimate import built_shape, read_shape
 from flowrt.launcher.doctor.facts import PACKAGES, Accelerator, Facts, from_json, rounds
+from flowrt.launcher.doctor.model_shape import built_shape, read_shape
 from flowrt.launcher.doctor.probe import FIRST_BYTES, GROWTH, MAX_BYTES, bandwidth, next_size
 from flowrt.recipes.config_io import parse
 

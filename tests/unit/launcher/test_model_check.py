@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from flowrt.engines.hf import load_model
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.errors import ConfigError
-from flowrt.launcher.model_check import check_finite, check_reference, check_sampling, check_weights
+from flowrt.launcher.model_check import check_finite, check_reference, check_sampling, check_weights, write_models
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
@@ -139,6 +139,35 @@ def test_damaged_files_are_named(model: Path, damage: Callable[[Path], object], 
     damage(model)
     with pytest.raises(ConfigError, match=message):
         check_model_files(model, 16)
+
+
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": POSITIONS}}
+
+
+def test_scaled_positions_are_the_limit_of_the_response(intact: Path) -> None:
+    check_model_files(intact, 4 * POSITIONS - 1, YARN)
+    with pytest.raises(ConfigError, match=rf"max_new_tokens is {4 * POSITIONS}, and model .* has {4 * POSITIONS} pos"):
+        check_model_files(intact, 4 * POSITIONS, YARN)
+
+
+def test_an_override_without_effect_is_refused(intact: Path, tmp_path: Path) -> None:
+    flags = ["custom", "--model", str(intact), "--reward", "exact", "--run-dir", str(tmp_path / "run")]
+    flags += ["--rollout.max-new-tokens", "16"]
+    with pytest.raises(ConfigError, match=r"model_overrides has 'max_positions', which .* does not have"):
+        write_models(parse([*flags, "--model-overrides", '{"max_positions": 128}']))
+    assert not (tmp_path / "run").exists()
+    write_models(parse([*flags, "--model-overrides", json.dumps(YARN)]))
+    assert check_weights(tmp_path / "run" / "model").rope_parameters["rope_type"] == "yarn"
+    with pytest.raises(ConfigError, match="there is no model"):
+        parse(["--model-overrides", json.dumps(YARN)])
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_gguf_file_is_named_with_the_way_out(tmp_path: Path, is_file: bool) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"is in GGUF, .* gguf_file='model-Q4_K_M.gguf'\).save_pretrained"):
+        check_model_files(file if is_file else tmp_path, 16)
 
 
 def test_responses_longer_than_the_model_positions_are_refused(intact: Path) -> None:

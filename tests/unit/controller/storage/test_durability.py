@@ -22,6 +22,7 @@ from flowrt.recipes.config import CheckpointConfig, RunConfig
 from flowrt.recipes.run_dir import checkpoint_dir
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.roles.checkpoints import Checkpoints, keep_model
+from flowrt.runtime.progress import Progress
 
 Entries = dict[Path, int]
 
@@ -65,6 +66,7 @@ class Session:
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         self.welcome = SimpleNamespace(position=Position(0))
+        self.progress = Progress()
         self.timeline = self
         self.saved_steps: list[int] = []
 

@@ -1,11 +1,13 @@
 """The sample store: joined records, resumed runs, its size, and failures of the disk."""
 
+import random
 import sqlite3
 import stat
 import struct
 import threading
 import zlib
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +17,8 @@ from flowrt.controller.storage import sample_store
 from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleStore, SampleWriter
 from flowrt.errors import FlowError
 from flowrt.observability.samples import ANY_EVALUATION, SampleFilter, SampleReader, SampleRow
+from flowrt.protocol.messages import MAX_RECORD_BYTES
 from flowrt.protocol.sample_records import (
-    MAX_MESSAGE_RECORD_BYTES,
     GeneratedSample,
     GroupChoice,
     SampleRecord,
@@ -278,10 +280,60 @@ def test_records_over_the_rate_limit_are_counted_and_not_queued(tmp_path: Path) 
     assert SampleReader(tmp_path).left_out() == {"over the rate": 100 - taken}
 
 
+MEMBERS, LENGTH = 64, 32_000
+KEYS = random.Random(0)
+LONG_TEXT = KEYS.randbytes(LENGTH * 2).hex()
+"""Four characters a token; it compresses to about half, as answers do."""
+LONG_IDS = KEYS.randbytes(LENGTH * 4)
+LONG_LOGPROBS = KEYS.randbytes(LENGTH * 2)
+
+
+def long_group(prompt: int) -> tuple[list[bytes], list[bytes]]:
+    """Records of a group of 64 samples of 32,000 tokens: of the reward worker, and of the trainer."""
+    text = pack_text(LONG_TEXT)
+    one = replace(scored(prompt), spans=(0, LENGTH), data=(pack_text("a prompt"), text, LONG_IDS))
+    other = replace(trained(prompt), data=(LONG_LOGPROBS, LONG_LOGPROBS))
+    members = range(MEMBERS)
+    return [data(replace(one, member=member)) for member in members], [
+        data(replace(other, member=member)) for member in members
+    ]
+
+
+def test_a_group_of_64_long_samples_is_stored_whole(tmp_path: Path) -> None:
+    """All of it arrives at once, which is far more than the rate allows; a second group does not begin."""
+    store = SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30)
+    store.begin(1, 0)
+    (first, first_trained), (second, second_trained) = long_group(1), long_group(2)
+    assert sum(map(len, first)) > 3 * sample_store.BURST_BYTES
+    for records in (first, second, first_trained, second_trained):
+        for message in messages(records):
+            store.add(message.records, 0, now=10.0)
+    assert store.close() == []
+    with closing(sqlite3.connect(tmp_path / SAMPLES)) as database:
+        stored = database.execute("SELECT prompt, member, ids, logprobs, trainer_logprobs FROM samples").fetchall()
+    assert [(prompt, member) for prompt, member, *_ in stored] == [(1, member) for member in range(MEMBERS)]
+    assert {tuple(columns) for _, _, *columns in stored} == {(LONG_IDS, LONG_LOGPROBS, LONG_LOGPROBS)}
+    assert SampleReader(tmp_path).left_out() == {"over the rate": 2 * MEMBERS}
+
+
+def test_a_group_waits_until_the_rate_permits_it(tmp_path: Path) -> None:
+    store = SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30)
+    (first, _), (_, _) = long_group(1), long_group(2)
+    for record in first:
+        store.add([record], 0, now=0.0)
+    debt_s = (sum(map(len, first)) - sample_store.BURST_BYTES) / sample_store.BYTES_PER_S
+    store.add([data(scored(2))], 0, now=debt_s)
+    store.add([data(scored(3))], 0, now=debt_s + 1.0)
+    store.add([data(scored(2, 1))], 0, now=1e6)  # its first record was left out: it stays so
+    store.begin(1, 0)
+    assert store.close() == []
+    assert {one.prompt for one in rows(tmp_path)} == {1, 3}
+
+
 def test_a_message_that_is_too_long_is_counted(tmp_path: Path) -> None:
     store = SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30)
     store.begin(1, 0)
-    store.add([bytes(MAX_MESSAGE_RECORD_BYTES), b"x"], 0, now=0.0)
+    store.add([bytes(MAX_RECORD_BYTES), b"x"], 0, now=0.0)
     store.close()
     assert SampleReader(tmp_path).left_out() == {"malformed": 2}
 
@@ -296,13 +348,11 @@ def test_records_are_sent_in_messages_of_limited_length() -> None:
 def test_long_texts_and_tokens_are_cut_to_fit_a_record() -> None:
     text = "".join(chr(0x4E00 + number * 7919 % 20_000) for number in range(400_000))
     found = decode_record(
-        data(
-            replace(scored(completion=text), spans=(0, 100_000), data=(pack_text("p"), pack_text(text), bytes(400_000)))
-        )
+        data(replace(scored(), spans=(0, 200_000), data=(pack_text("p"), pack_text(text), bytes(800_000))))
     )
     assert isinstance(found, ScoredSample)
     assert found.data[2] == b""
-    long = decode_record(data(replace(trained(), data=(bytes(200_000), bytes(200_000)))))
+    long = decode_record(data(replace(trained(), data=(bytes(600_000), bytes(600_000)))))
     assert isinstance(long, TrainedSample)
     assert long.data == (b"", b"")
 

@@ -1,0 +1,122 @@
+"""config.json of a checkpoint, read without transformers: the part of the language model, positions, overrides."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import ConfigError
+from flowrt.runtime.files import atomic_write, partial_path, replace_directory
+
+CONFIG_FILE = "config.json"
+TEXT_TABLES = ("text_config", "llm_config", "language_config")
+"""Names of the part of the language model in the configuration of a multimodal model."""
+POSITIONS = ("max_position_embeddings", "n_positions")
+ROPE = ("rope_parameters", "rope_scaling")
+"""Names of the settings of rotary positions, in transformers 5 and before."""
+SCALED_TYPES = ("yarn", "linear", "dynamic")
+"""Types of rotary positions of which ``max_position_embeddings`` may be the length before scaling. Those of the others
+(llama3, longrope) is the length after it."""
+FIXED = ("architectures", "auto_map", "model_type", "quantization_config")
+"""Fields that say what the weights are, so that others would not load."""
+
+
+def text_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the language model: a part of that of a multimodal model, or the whole."""
+    return next((table[name] for name in TEXT_TABLES if isinstance(table.get(name), dict)), table)
+
+
+def position_limit(table: Mapping[str, Any]) -> int | None:
+    """Number of positions of a model, for prompt and response together, in tokens; None: unlimited or unknown.
+
+    That of scaled rotary positions is ``factor`` times the original length, as vLLM derives it, if that is more than
+    ``max_position_embeddings``.
+    """
+    text = text_table(table)
+    declared: int | None = next((text[name] for name in POSITIONS if isinstance(text.get(name), int)), None)
+    rope = next((text[name] for name in ROPE if text.get(name)), None)
+    if declared is None or not isinstance(rope, dict):
+        return declared
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    # The factor of Gemma 3 applies to some layers, and its max_position_embeddings is the length after scaling.
+    if kind not in SCALED_TYPES or not isinstance(factor, int | float) or "gemma3" in str(text.get("model_type")):
+        return declared
+    original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    return max(declared, int(factor * (original if isinstance(original, int) else declared)))
+
+
+def parse_overrides(text: str) -> dict[str, Any]:
+    """The fields of ``model_overrides``, JSON text; empty for none.
+
+    Raises ConfigError if it is not a JSON object, or has a field that says what the weights are.
+    """
+    try:
+        table = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model_overrides is {text!r:.80}, which is not JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"model_overrides is {text!r:.80}; make it a JSON object of fields of config.json")
+    if fixed := next((name for name in FIXED if name in table), ""):
+        raise ConfigError(f"model_overrides has {fixed!r}, which says what the weights are; leave it out")
+    return table
+
+
+def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with these fields in place of its own.
+
+    Tables are merged field by field. A field of a multimodal model is that of its language model, unless it is a field
+    of the whole. Both names of the settings of rotary positions mean the one that the configuration has.
+    """
+    name = next((name for name in TEXT_TABLES if isinstance(table.get(name), dict)), "")
+    if name and name not in overrides:
+        own = {key: value for key, value in overrides.items() if key in table}
+        of_text = {key: value for key, value in overrides.items() if key not in table}
+        return {**_merged(table, own), name: with_overrides(table[name], of_text)}
+    rope = next((one for one in ROPE if table.get(one)), "")
+    renamed = {rope if rope and key in ROPE else key: value for key, value in overrides.items()}
+    if rope == ROPE[0] and "rope_theta" in renamed and "rope_theta" not in table:
+        renamed[rope] = {**renamed.get(rope, {}), "rope_theta": renamed.pop("rope_theta")}
+    return _merged(table, renamed)
+
+
+def _merged(table: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(table)
+    for key, value in others.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def write_overridden(source: Path, directory: Path, overrides: Mapping[str, Any]) -> None:
+    """Make ``directory`` the checkpoint ``source`` with overridden fields: links to its files, and another config.json.
+
+    Raises OSError if it cannot be written, ConfigError if config.json is not a JSON object.
+    """
+    partial = partial_path(directory)
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    partial.mkdir(parents=True, mode=0o700)
+    for file in source.iterdir():
+        if file.name != CONFIG_FILE and file.is_file():
+            (partial / file.name).symlink_to(file.resolve())
+    table = with_overrides(read_config(source), overrides)
+    (partial / CONFIG_FILE).write_text(json.dumps(table, indent=2) + "\n")
+    replace_directory(partial, directory)
+
+
+def overwrite_config(directory: Path, overrides: Mapping[str, Any]) -> None:
+    """Put fields into config.json of a checkpoint that was written for this run. Raises as `write_overridden`."""
+    atomic_write(
+        directory / CONFIG_FILE, json.dumps(with_overrides(read_config(directory), overrides), indent=2) + "\n"
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of config.json of a checkpoint. Raises OSError, and ConfigError if it is not a JSON object."""
+    try:
+        table = json.loads((path / CONFIG_FILE).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path / CONFIG_FILE} is not JSON: {str(error)[:120]}; download it again") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path / CONFIG_FILE} is {type(table).__name__}, not a JSON object; download it again")
+    return table

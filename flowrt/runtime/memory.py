@@ -1,0 +1,59 @@
+"""Memory of this host that a process may use: of the machine, or of its control group (containers, SLURM)."""
+
+from pathlib import Path
+
+MEMINFO = Path("/proc/meminfo")
+GROUPS = Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 60
+"""Larger limits of a control group mean none."""
+
+
+def total_bytes() -> int:
+    """The most memory that the processes of this host may use together; 0 if it is not known."""
+    limits = [limit for limit, _ in _group_limits()]
+    return min([*limits, _meminfo("MemTotal:")])
+
+
+def available_bytes() -> int:
+    """Memory that is available without swapping; 0 if it is not known."""
+    left = [max(limit - used, 0) for limit, used in _group_limits()]
+    return min([*left, _meminfo("MemAvailable:")])
+
+
+def _meminfo(name: str) -> int:
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+
+
+def _group_limits() -> list[tuple[int, int]]:
+    """Limit and use of the memory of each control group that contains this process, in bytes."""
+    try:
+        groups = [line.split(":", 2) for line in GROUPS.read_text().splitlines()]
+    except OSError:
+        return []
+    found = []
+    for _, controllers, path in groups:
+        if controllers in ("", "memory"):  # version 2, version 1
+            version_2 = not controllers
+            root = MOUNT if version_2 else MOUNT / "memory"
+            names = (
+                ("memory.max", "memory.current") if version_2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            )
+            own = root / path.lstrip("/")
+            for folder in {root, own, *(one for one in own.parents if one.is_relative_to(root))}:
+                limit, used = (_number(folder / name) for name in names)
+                if limit is not None and limit < UNLIMITED:
+                    found.append((limit, used or 0))
+    return found
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

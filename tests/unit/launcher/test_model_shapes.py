@@ -1,0 +1,131 @@
+"""Sizes of models from config.json and the names of their weights, and what their layers keep for the backward pass."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MptConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from flowrt.engines.descriptor import DTYPE_BYTES, ModelShape
+from flowrt.engines.options import Dtype
+from flowrt.launcher.doctor.model_shape import read_shape
+
+TOKENS = 64
+TOLERANCE = 0.1
+LAYERS = 2
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**COMMON),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen3": Qwen3Config(**COMMON, head_dim=64),
+    "gemma2": Gemma2Config(**COMMON, head_dim=64),
+    "gemma3": Gemma3TextConfig(**COMMON, head_dim=64),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=128, n_layer=LAYERS, n_head=4, bos_token_id=1, eos_token_id=1),
+    "qwen3_moe": Qwen3MoeConfig(**COMMON, head_dim=64, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2),
+}
+
+
+def shape_of(config: Any, path: Path) -> tuple[Any, ModelShape]:
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return model, read_shape(path)
+
+
+def kept(model: Any, layers: int) -> int:
+    """Bytes a token that the first ``layers`` decoder layers keep for a backward pass, without weights."""
+    weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # an address is given again otherwise
+        return tensor
+
+    decoder = model.base_model
+    blocks = decoder.h if hasattr(decoder, "h") else decoder.layers
+    del blocks[layers:]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        decoder(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False)
+    return sum(found.values()) // TOKENS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kept_activations_are_those_that_autograd_saves(name: str, dtype: Dtype, tmp_path: Path) -> None:
+    if name == "gemma2" or (name == "gpt2" and dtype == "bfloat16"):
+        pytest.skip("attention with soft-capping keeps its scores, and GELU of several operations float32 copies")
+    model, shape = shape_of(CONFIGS[name], tmp_path)
+    model.to(getattr(torch, dtype)).train()
+    two = kept(model, 2)
+    layer = two - kept(model, 1)
+    expected = shape.kept.elements(shape, dtype) * DTYPE_BYTES[dtype]
+    assert expected == pytest.approx(layer, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_are_those_of_the_cache_and_the_weights(name: str, tmp_path: Path) -> None:
+    model, shape = shape_of(CONFIGS[name], tmp_path)
+    assert shape.parameters == sum(one.numel() for one in model.parameters())
+    cache = model(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=True).past_key_values
+    elements = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert shape.cache_token_elements == elements // TOKENS
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=4),
+        MptConfig(vocab_size=64, d_model=64, n_layers=2, n_heads=4),
+    ],
+    ids=["bloom", "mpt"],
+)
+def test_other_names_of_sizes_are_known(config: Any, tmp_path: Path) -> None:
+    model, shape = shape_of(config, tmp_path)
+    assert (shape.layers, shape.hidden_size, shape.kv_size) == (2, 64, 64)
+    assert shape.parameters == sum(one.numel() for one in model.parameters())
+
+
+def test_the_language_model_of_a_multimodal_model_counts(tmp_path: Path) -> None:
+    text = Gemma3TextConfig(**COMMON, head_dim=64)
+    _, single = shape_of(text, tmp_path)
+    table = Gemma3Config(text_config=text).to_dict()
+    del table["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(table, default=str))
+    nested = read_shape(tmp_path)
+    assert (nested.layers, nested.kv_size, nested.parameters) == (single.layers, single.kv_size, single.parameters)
+    assert nested.kept == single.kept
+
+
+def test_layers_without_keys_and_values_have_no_cache(tmp_path: Path) -> None:
+    shape_of(CONFIGS["llama"], tmp_path)
+    table = json.loads((tmp_path / "config.json").read_text())
+    table["layer_types"] = ["linear_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    assert read_shape(tmp_path).cache_token_elements == 2 * 64
