@@ -64,7 +64,8 @@ def plain_logprobs(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> 
     """Log-probabilities of a response by one forward pass of transformers over the whole sequence."""
     tokens = torch.cat([prompt, response]).long()
     logits = model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return logits.double().log_softmax(-1).gather(1, response.long().unsqueeze(1)).squeeze(1)
+    logprobs: torch.Tensor = logits.double().log_softmax(-1).gather(1, response.long().unsqueeze(1)).squeeze(1)
+    return logprobs
 
 
 def test_template_and_stop_tokens_are_those_of_the_model(

@@ -19,7 +19,7 @@ from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.training.lora import add_adapters, write_adapters
 from flowrt.errors import ConfigError
 from flowrt.launcher.adapter_start import merge_starts
-from flowrt.launcher.doctor.estimate import read_shape, shape_of
+from flowrt.launcher.doctor.model_shape import read_shape, shape_of
 from flowrt.launcher.model_check import check_model
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
