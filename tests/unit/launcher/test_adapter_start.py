@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flowrt.cli import main
 from flowrt.engines.hf import load_model, save_model
 from flowrt.engines.options import LoraOptions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
@@ -111,6 +112,14 @@ def test_the_base_model_is_found_from_the_directory_of_the_adapter(base: Path, a
     shutil.copyfile(base / "tokenizer.json", adapter / "tokenizer.json")
     assert tokenizer_dir(adapter) == adapter
     check_model_files(adapter, 8)
+
+
+def test_data_check_reads_the_base_model(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(9)))
+    flags = ["--data", str(rows), "--data.eval-prompts", "0", "--rollout.max-new-tokens", "8"]
+    assert main(["data", "check", "--model", str(adapter), *flags]) == 0
+    assert "rows          9: 9 to train on" in capsys.readouterr().out
 
 
 def rename_tensors(adapter: Path) -> None:
