@@ -6,7 +6,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,8 +15,8 @@ import pytest
 
 from flowrt.recipes.config_io import defaults, to_toml
 from tests.integration.helpers.forked import run_flowrt, start_fork_server
+from tests.integration.helpers.forked_flowrt import FLOWRT, ForkedFlowrt, run_module
 
-FLOWRT = Path(sys.executable).with_name("flowrt")
 LONGEST_SENTENCE = 450
 TOKEN = "TOKEN_OF_TEST"  # not FLOWRT_…: those variables are not passed on to servers
 POLL_INTERVAL_S = 0.05
@@ -32,24 +31,36 @@ def wait_until(condition: Callable[[], object], deadline_s: float, what: Callabl
 
 
 class Launch:
-    """One `flowrt` command. Every process it starts, at any depth, carries a token in its environment."""
+    """One `flowrt` command. Every process it starts carries a token in its environment, or is in the directory."""
 
-    def __init__(self, arguments: Sequence[str], directory: Path, resume: Path | None = None) -> None:
-        """``flowrt run``, or ``flowrt resume`` of a run directory."""
+    def __init__(
+        self, arguments: Sequence[str], directory: Path, resume: Path | None = None, new_interpreter: bool = False
+    ) -> None:
+        """``flowrt run``, or ``flowrt resume`` of a run directory.
+
+        The command is forked from a process with all imports, unless it is to have a ``new_interpreter``.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self.run_dir = resume or directory / "run"
         self._token = f"{directory.name}-{os.getpid()}-{time.monotonic_ns()}"
         self._output = directory / "output.txt"
         self._segments_before = _segments()
         self._signalled_s = 0.0
+        self._directory = str(directory.resolve())
+        words = [*(("resume",) if resume else ("run", "--run-dir")), str(self.run_dir), *arguments]
+        environment = {**os.environ, TOKEN: self._token}
+        self._popen: ForkedFlowrt | subprocess.Popen[bytes]
         with self._output.open("wb") as output:
+            if not new_interpreter:
+                self._popen = ForkedFlowrt(words, directory, environment, output.fileno())
+                return
             self._popen = subprocess.Popen(
-                [str(FLOWRT), *(("resume",) if resume else ("run", "--run-dir")), str(self.run_dir), *arguments],
+                [str(FLOWRT), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 cwd=directory,
-                env={**os.environ, TOKEN: self._token},
+                env=environment,
                 start_new_session=True,
             )
 
@@ -76,7 +87,9 @@ class Launch:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(TOKEN) == self._token and process.status() != psutil.STATUS_ZOMBIE:
+                # A forked process shows the environment of the one that it was forked from.
+                is_own = process.environ().get(TOKEN) == self._token or process.cwd() == self._directory
+                if is_own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
@@ -189,11 +202,11 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
     """
     launched: list[Launch] = []
 
-    def start(*arguments: str, resume: Path | None = None) -> Launch:
+    def start(*arguments: str, resume: Path | None = None, new_interpreter: bool = False) -> Launch:
         # At most one run at a time: these machines have few cores.
         for earlier in launched:
             earlier.close()
-        launched.append(Launch(arguments, tmp_path_factory.mktemp("launch"), resume))
+        launched.append(Launch(arguments, tmp_path_factory.mktemp("launch"), resume, new_interpreter))
         return launched[-1]
 
     yield start
@@ -212,8 +225,8 @@ def prepare(run_dir: Path, **sft: int) -> Path:
     )
     path = run_dir / "config.toml"
     path.write_text(to_toml(config))
-    command = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(path)]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    built = run_module("flowrt.launcher.build_model", "--config", str(path), timeout_s=300.0)
+    assert built.returncode == 0, built.stdout
     return run_dir / "model"
 
 
