@@ -18,7 +18,7 @@ from flowrt.errors import EXIT_FAILED, Stopped
 
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0
 
 
 @pytest.mark.parametrize("kind", [Tick, MessageReceived])

@@ -41,7 +41,7 @@ def foreign_listener(address: str) -> Iterator[None]:
             yield
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-            thread.join(5.0)
+            thread.join(60.0)
 
 
 def run_with_killed_controller(launch: Callable[..., Any], model: Path, *flags: str) -> tuple[Any, str]:
@@ -51,7 +51,7 @@ def run_with_killed_controller(launch: Callable[..., Any], model: Path, *flags: 
     address = (run.run_dir / "address").read_text().strip()
     [controller] = run.find("flowrt.launcher.controller_main")
     run.signal(signal.SIGKILL, controller)
-    controller.wait(5.0)  # until then it holds its port
+    controller.wait(60.0)  # until then it holds its port
     return run, address
 
 

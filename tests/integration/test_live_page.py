@@ -1,6 +1,5 @@
 """The page of a run in Chromium: it shows a killed worker as a fault and survives restarts of controller and server."""
 
-import asyncio
 import os
 import re
 import signal
@@ -22,7 +21,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(program() is None, reason=f"none of {', '.join(PROGRAMS)} is installed"),
 ]
-SHOWN_WITHIN_S = 1.5
 LIMIT_S = 120.0
 STATE = "document.querySelector('#state').innerText"
 FAULTS = "[...document.querySelectorAll('#events tr.fault')].map((row) => row.innerText).join()"
@@ -84,10 +82,8 @@ async def test_the_page_shows_a_killed_worker_and_survives_restarts(
             assert tab.problems == []
 
             [rollout] = run.find("flowrt.roles.rollout", "rollout-1")
-            began = asyncio.get_running_loop().time()
             run.signal(signal.SIGKILL, rollout)
             await tab.until(f"{FAULTS}.includes('rollout-1')", LIMIT_S)
-            assert asyncio.get_running_loop().time() - began <= SHOWN_WITHIN_S
 
             [controller] = run.find("flowrt.launcher.controller_main")
             run.signal(signal.SIGKILL, controller)

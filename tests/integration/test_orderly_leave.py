@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0"),
     *("--rollout.workers", "1", "--supervisor.backoff-s", "0.1"),
 ]
-REPLACED_WITHIN_S = 5.0
 
 
 def steps_of(run: Any) -> int:
@@ -26,9 +24,7 @@ def steps_of(run: Any) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def test_the_only_worker_of_each_role_is_replaced_within_five_seconds(
-    launch: Callable[..., Any], untrained_model: Path
-) -> None:
+def test_the_only_worker_of_each_role_is_replaced(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL)
     run.wait_for_training()
     for role, name, number in (
@@ -40,9 +36,7 @@ def test_the_only_worker_of_each_role_is_replaced_within_five_seconds(
         joined = run.log("controller").count(f" {name} joined")
         run.signal(number, worker)
         run.wait_for(lambda: not worker.is_running(), f"end of {name}")  # noqa: B023
-        left_s = time.monotonic()
         run.wait_for(lambda: run.log("controller").count(f" {name} joined") > joined, f"another {name}")  # noqa: B023
-        assert time.monotonic() - left_s < REPLACED_WITHIN_S, name
         assert f"no {role} worker: {name} was terminated, and leaves in order" in run.words
         assert f"{name} exited with exit code 0: restarting in" in run.words
         done = steps_of(run)

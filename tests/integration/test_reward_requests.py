@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -309,16 +308,14 @@ def test_reward_check_shows_the_outcomes_of_each_function(tmp_path: Path, capsys
     reward_file.write_text(
         "import time\n"
         "def reward(response, answer):\n"
-        "    if len(response) == 100_000: time.sleep(99)\n"
+        "    if len(response) == 100_000: time.sleep(1e6)\n"
         "    return float(response == str(answer))\n"
         "def fussy(response):\n"
         "    return 1 / len(response.strip()) if response != '\\x1b' else None\n"
     )
     command = ["reward", "check", "--data", str(data), "--limit", "3", "--reward", str(reward_file)]
     more = ["--reward", f"{reward_file}:fussy", "--reward", "exact", "--reward.timeout-s", "1", "--reward.workers", "2"]
-    begin_s = monotonic()
     assert main([*command, *more]) == 0
-    assert monotonic() - begin_s < 60.0
     text = capsys.readouterr().out
     lines = {tuple(line.split()[:2]): line for line in text.splitlines()}
     assert "outcomes (3 rows)" in text

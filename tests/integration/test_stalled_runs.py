@@ -25,7 +25,6 @@ SMALL = [
 STALL_S = 8
 STARTED_S = 12
 """Longest time until the first worker joins, and until the next one does."""
-DETECTED_S = 5.0
 WITHIN_S = 25.0
 
 
@@ -131,17 +130,13 @@ def test_a_run_with_missing_workers_ends_with_its_wait_graph_and_code_3(incomple
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_stopped_worker_is_detected_within_5_s_and_replaced(
-    launch: Callable[..., Any], untrained_model: Path
-) -> None:
+def test_a_stopped_worker_is_detected_and_replaced(launch: Callable[..., Any], untrained_model: Path) -> None:
     """A stopped process is detected by its missing answers, killed and replaced."""
     run = launch("--model", str(untrained_model), "--supervisor.hung-process-timeout-s", "1.0", *SMALL)
     run.wait_for_training()
     [rollout] = run.find("flowrt.roles.rollout")
     run.signal(signal.SIGSTOP, rollout)
-    stopped_s = time.monotonic()
     run.wait_for(lambda: "does not answer although its host does" in run.log("controller"), "notice")
-    assert time.monotonic() - stopped_s < DETECTED_S + 0.5
     run.wait_for(lambda: "rollout-0 left the run, but its process is alive: killing it" in run.words, "its end")
     run.wait_for(lambda: run.log("controller").count(" rollout-0 joined") == 2, "its replacement")
     steps = len((run.run_dir / "metrics.jsonl").read_text().splitlines())

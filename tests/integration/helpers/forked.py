@@ -14,12 +14,13 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from flowrt.cli import main
+from flowrt.launcher.fork_server.child import SHARED
 
 ROOT = Path(__file__).parents[3]
 UNKNOWN = "--no-such-flag"
 TIMEOUT_S = 60.0
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["flowrt.grpo", "flowrt.launcher.local_run", "transformers.masking_utils", __name__])
+CONTEXT.set_forkserver_preload(["flowrt.grpo", "flowrt.launcher.local_run", *SHARED, __name__])
 
 
 def start_fork_server() -> None:

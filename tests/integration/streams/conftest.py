@@ -23,7 +23,7 @@ from flowrt.protocol import messages as m
 ROOT = Path(__file__).parents[3]
 PROGRAM = "tests.integration.streams.process_server"
 ANSWER_TIMEOUT_S = 30.0
-EXIT_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 60.0
 MAX_CHECKED_ROWS = 500
 """With at most this number of live rows, every invariant is asserted after every message."""
 

@@ -1,11 +1,10 @@
 """Leased rows of a consumer that dies, stops or is late: they are requeued, and no row is committed twice."""
 
 import signal
-import time
 
 from tests.integration.streams.conftest import Peer, Run, Start, Stream
 
-REQUEUE_S = 1.0
+LONG_LEASE_S = 600.0
 SHORT_LEASE_S = 0.6
 
 
@@ -32,13 +31,11 @@ async def read_requeued_rows(stream: Stream, second: Peer) -> None:
 
 
 async def test_rows_of_a_killed_consumer_are_requeued_immediately(run: Run, session_peer: Start) -> None:
-    async with run() as stream:
+    async with run(lease_s=LONG_LEASE_S) as stream:
         first, second, _ = await lease_five_rows(stream, session_peer)
-        killed_s = time.monotonic()
         first.signal(signal.SIGKILL)
-        await stream.until(lambda: not stream.waits, REQUEUE_S)
+        await stream.until(lambda: not stream.waits)
         await read_requeued_rows(stream, second)
-        assert time.monotonic() - killed_s < REQUEUE_S
 
 
 async def test_rows_of_a_stopped_consumer_are_requeued_when_its_lease_expires(run: Run, session_peer: Start) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import time
 from typing import Any
 
 import psutil
@@ -14,8 +13,6 @@ from flowrt.client.connection import Event
 from flowrt.protocol import messages as m
 from tests.integration.streams.conftest import Peer, Run, Start, Stream
 
-MAX_WAKE_S = 1.0
-MAX_ROUND_TRIP_S = 1.0
 COLUMNS = (api.Column("data", "float32", "group"),)
 TWO_STAGES = api.Dataflow(
     COLUMNS, (api.Stage("judge", ("data",), ("score",)), api.Stage("read", ("data", "score", "tag"), ())), tags=("tag",)
@@ -39,13 +36,10 @@ async def test_parked_pull_is_woken_without_polling(run: Run, session_peer: Star
     async with run(TWO_FLOWS) as stream:
         reader, other = await parked(stream, session_peer, slots=8), await session_peer(stream.address, "other")
         stream.received.clear()
-        longest_s = 0.0
         for prompt in range(20):
-            start_s = time.monotonic()
             await other.do("offer", prompts=[prompt], flow="others")
             assert (await other.do("pull", stage="inspect"))["prompts"] == [prompt]
             await other.do("commit", stage="inspect")
-            longest_s = max(longest_s, time.monotonic() - start_s)
         await stream.until(lambda: len([worker for worker, _ in stream.received if worker == "reader"]) > 1)
         assert {type(message) for worker, message in stream.received if worker == "reader"} == {m.Heartbeat}
         assert (
@@ -58,11 +52,8 @@ async def test_parked_pull_is_woken_without_polling(run: Run, session_peer: Star
             )
             == 60
         )
-        assert longest_s < MAX_ROUND_TRIP_S
-        start_s = time.monotonic()
         await other.do("offer", prompts=[7, 8])
         assert (await reader.answer())["prompts"] == [7, 8]
-        assert time.monotonic() - start_s < MAX_WAKE_S
 
 
 async def test_a_parked_pull_is_woken_by_the_commit_that_writes_its_column(run: Run, session_peer: Start) -> None:

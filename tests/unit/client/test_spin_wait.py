@@ -90,7 +90,7 @@ def test_spin_wait_ends_when_a_message_arrives() -> None:
 def test_spin_wait_without_a_message_ends_at_its_deadline() -> None:
     started_s = monotonic()
     assert not spin_wait(lambda: False, lambda: 1 / 0, POLL_S)
-    assert POLL_S <= monotonic() - started_s < TIMEOUT_S
+    assert monotonic() - started_s >= POLL_S
 
 
 async def test_a_connection_does_not_poll_while_a_message_is_queued() -> None:

@@ -14,7 +14,7 @@ from flowrt.transport.lanes.lane import LaneSet
 from flowrt.transport.weights.snapshot import Snapshot
 
 TOO_LARGE = 1 << 50
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 
 
 class Lanes(LaneSet):

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -183,11 +182,10 @@ def test_the_final_number_pattern_agrees_with_the_backtracking_one(text: str) ->
     assert (found and found[1]) == (expected and expected[1])
 
 
-def test_the_reward_of_200000_digits_takes_less_than_a_second(file: Path) -> None:
-    response = "#### " + "1" * 200_000 + "x"
-    before_s = time.process_time()
+def test_the_reward_of_two_million_digits_takes_linear_time(file: Path) -> None:
+    """In quadratic time it would take hours."""
+    response = "#### " + "1" * 2_000_000 + "x"
     assert gsm8k_task(file).reward(response, "7") == 0.0
-    assert time.process_time() - before_s < 1.0
 
 
 class Echo(Task):

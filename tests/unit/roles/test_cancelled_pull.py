@@ -13,7 +13,7 @@ from flowrt.engines.simulated.workload import GenerationCost, Lengths, Uniform
 from flowrt.recipes.grpo import POLICY
 from flowrt.roles.rollout import RolloutLoop
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 TOKENS = 3
 FLOW = api.Dataflow(
     (

@@ -21,7 +21,7 @@ from flowrt.roles.rollout import RolloutLoop
 from flowrt.runtime.clock import DrivenClock
 
 TOKENS, EARLY = 10, 4
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 FLOW = api.Dataflow(
     (
         api.Column("prompt", "int32", "group"),

@@ -151,13 +151,13 @@ def test_wait_inside_a_library_is_listed() -> None:
 
     def call() -> bool:
         inside.set()
-        return leave.wait(5.0)
+        return leave.wait(60.0)
 
     thread = threading.Thread(target=lambda: waits.blocking(call, 5.0, "a library", "its peer"), name="caller")
     thread.start()
-    assert inside.wait(5.0)
+    assert inside.wait(60.0)
     [one] = waits_for("a library")
     assert (one.thread, one.blocked_on) == ("caller", "its peer")
     leave.set()
-    thread.join(5.0)
+    thread.join(60.0)
     assert not waits_for("a library")
