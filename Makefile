@@ -17,9 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)
 	$(BIN)/flowrt run $(ARGS)
 
-# What needs nothing but this machine, within 20 minutes: runs with time limits one after the other, all else two at a
-# time, or three where it mostly waits. Runs that take longest are left to test-long; the rest needs servers, a cluster
-# or root.
+# What needs nothing but this machine, within 13 minutes: pure tests two at a time, those with processes three at a time,
+# because they often wait. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
 REAL := gemma or sglang or slurm or netns or chromium or gpu or npu
 PURE := tests/unit tests/property tests/architecture
 
@@ -35,9 +34,8 @@ UNSTABLE := build/unstable.txt
 test: $(STAMP)
 	rm -f $(UNSTABLE)
 	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 2 --dist worksteal -m "not long" $(PURE) $(ARGS)
-	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 3 --dist loadfile -m "not ($(REAL) or long or slow)" tests/integration $(ARGS)
-	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 2 --dist loadfile -m "slow and parallel and not ($(REAL) or long)" tests/integration $(ARGS)
-	$(BIN)/python -m pytest --unstable $(UNSTABLE) -m "slow and not ($(REAL) or long or parallel)" tests/integration tests/fault $(ARGS)
+	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 3 --dist loadfile -m "not ($(REAL) or long)" \
+		tests/integration tests/fault $(ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile thorough -m "not long" $(PURE) $(ARGS)

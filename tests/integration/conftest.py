@@ -14,9 +14,11 @@ import psutil
 import pytest
 
 from flowrt.recipes.config_io import defaults, to_toml
+from tests.integration.helpers import forked_flowrt
 from tests.integration.helpers.forked import run_flowrt, start_fork_server
-from tests.integration.helpers.forked_flowrt import FLOWRT, ForkedFlowrt, run_module
+from tests.integration.helpers.forked_flowrt import ForkedFlowrt, run_module
 
+FLOWRT = forked_flowrt.FLOWRT
 LONGEST_SENTENCE = 450
 TOKEN = "TOKEN_OF_TEST"  # not FLOWRT_…: those variables are not passed on to servers
 POLL_INTERVAL_S = 0.05

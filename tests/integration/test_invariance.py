@@ -36,7 +36,6 @@ def test_another_algorithm_has_another_gradient() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
-@pytest.mark.timeout(520)
 def test_two_ranks_of_both_engines_compute_the_gradient_of_a_plain_loop() -> None:
     torch.set_num_threads(1)
     found = measure_all(QUICK[:3])

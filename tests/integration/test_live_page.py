@@ -18,7 +18,6 @@ from tests.integration.conftest import FLOWRT
 pytestmark = [
     pytest.mark.chromium,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(program() is None, reason=f"none of {', '.join(PROGRAMS)} is installed"),
 ]
 LIMIT_S = 120.0

@@ -24,7 +24,7 @@ RUN = [
 MIN_FRACTION = 0.5
 """Smallest peak, as a fraction of the estimate, which also covers accelerators and the largest possible step."""
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long]
 
 
 MODULES = ("flowrt.roles.", "flowrt.ranks.", "flowrt.runtime.parent_death")

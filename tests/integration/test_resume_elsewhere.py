@@ -21,7 +21,7 @@ RUN = [
     *("--prompts-per-step", "4", "--group-size", "4", "--trainer.micro-batch-tokens", "100", "--rollout.workers", "1"),
 ]
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long]
 
 
 def parameters(path: Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from flowrt.protocol import messages as m
 
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 OLD_ZMTP = b"\x01\x00" + b"\x02\x00x" * 1000
 FLOODING_CLIENTS = """
 import socket, sys, threading, time

@@ -55,6 +55,7 @@ class Forks:
                 start_new_session=True,
             )
         assert self._receive(READY_TIMEOUT_S) == {"unsafe": ""}
+        atexit.register(self._close)
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], output: int) -> int:
         """Fork a process for ``python -m MODULE ARGUMENTS``; returns its id."""
@@ -72,6 +73,11 @@ class Forks:
         while pid not in self._codes and self._receive(max(end_s - time.monotonic(), 0.0)):
             pass
         return self._codes.get(pid)
+
+    def _close(self) -> None:
+        """End the server, and with it what it has forked."""
+        self._orders.close()
+        self._server.wait(READY_TIMEOUT_S)
 
     def _receive(self, timeout_s: float) -> dict[str, int | str]:
         """The next message of the server; empty if there is none within the timeout."""
