@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flowrt-installed
 
-.PHONY: run fast test test-long test-real check bench venv clean
+.PHONY: run fast test test-long test-real check bench bench-peers venv clean
 
 venv: $(STAMP)
 
@@ -51,6 +51,31 @@ bench: $(STAMP)
 	$(BIN)/python bench/main_job.py --quick --json bench/results/main_job_quick.json
 	$(BIN)/python bench/weights.py --quick --json bench/results/weights_quick.json
 	$(BIN)/python bench/faults.py --quick --json bench/results/faults_quick.json
+
+# Benchmarks that need a peer, which this builds: TRL and TransferQueue, each with an environment in the user's cache. Torch
+# is installed first, in the version of this project: a peer alone would choose another one.
+PEERS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/flowrt/peers
+TRL := $(PEERS)/trl-1.16
+TRANSFER_QUEUE := $(PEERS)/transfer-queue-0.1.11
+
+$(TRL)/.installed: PEER := trl==1.16.*
+$(TRANSFER_QUEUE)/.installed: PEER := TransferQueue==0.1.11
+$(PEERS)/%/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) '$(PEER)'
+	touch $@
+
+TORCH = $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)
+QUICK := --quick
+
+bench-peers: $(STAMP) $(TRL)/.installed $(TRANSFER_QUEUE)/.installed
+	$(BIN)/python bench/compare_trl.py $(QUICK) --baseline-python $(TRL)/bin/python \
+		--json bench/results/compare_trl$(if $(QUICK),_quick).json
+	$(BIN)/python bench/metadata.py $(QUICK) --baseline-python $(TRANSFER_QUEUE)/bin/python \
+		--json bench/results/metadata$(if $(QUICK),_quick).json
+	$(BIN)/python bench/tensors.py $(QUICK) --baseline-python $(TRANSFER_QUEUE)/bin/python \
+		--json bench/results/tensors$(if $(QUICK),_quick).json
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -1,12 +1,17 @@
 """TRL's GRPO trainer and flowrt on the same model, problems, group size, lengths and steps, all cores for each.
 
-    python bench/compare_trl.py --baseline-python PYTHON [--steps 40] [--json PATH]     # a Python that has TRL
+    python bench/compare_trl.py --baseline-python PYTHON [--seeds 0 1 2 3 4] [--json PATH]     # a Python that has TRL
 
 A Qwen2 of a million parameters learns to write the kind of characters that its prompt asks for
-(`end_to_end/task.py`). It has no end token, so every response has ``--new-tokens`` tokens. Both start from the same
+(`end_to_end/task.py`). A response ends with its end token, or after ``--new-tokens`` tokens. Both start from the same
 random weights. TRL generates and trains in turns, in one process with as many threads as there are cores; flowrt runs
-one rollout worker and two trainer ranks in parallel, with a thread each, at staleness 1. Samples per second
+one rollout worker and two trainer ranks in parallel, with a thread each, at ``--staleness`` 1. Samples per second
 count from the end of the first step.
+
+Speed that costs reward is no speed: ``seconds_to_reward`` is the time from the end of the first step until the mean
+reward of five steps in a row is at least ``--target``. The medians are over the ``--seeds``; where a side does not
+reach the target with half of them, its median is not reported, and ``reached`` is the share of those that do.
+``reward_min`` is the lowest final reward of all seeds.
 
 ``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
 that its own rollout workers and its trainer ranks were busy, over the same steps.
@@ -24,6 +29,7 @@ Samples of the second step that flowrt has generated before the first one ends a
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -33,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.report import Samples, write
+from common.report import write
 from end_to_end.task import make_data, make_model
 from rich.console import Console
 from rich.table import Table
@@ -47,10 +53,13 @@ from flowrt.recipes.tasks.registry import task_of
 from flowrt.runtime.timeline import Span, busy_fraction
 
 TIMEOUT_S = 900.0
-WINDOW = 10
+WINDOW, SMOOTHED = 10, 5
+"""Steps of the final reward, and of the mean that has to reach the target."""
 LR, WARMUP_STEPS = 1e-3, 3
 FLOAT32: Dtype = "float32"
 DTYPES: list[Dtype] = [FLOAT32, "bfloat16"]
+FIGURES = ("samples_per_s", "reward", "seconds_to_reward")
+ABOUT = ("steps", "new_tokens", "seeds", "staleness", "target", "compile", "dtypes")
 BASELINE = Path(__file__).parent / "end_to_end" / "trl_baseline.py"
 REWARD = Path(__file__).parent / "end_to_end" / "reward.py"
 MICRO_BATCH_TOKENS, FORWARD_TOKENS = 2048, 2560
@@ -64,6 +73,7 @@ def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConf
         base,
         seed=arguments.seed,
         steps=arguments.steps,
+        max_staleness=arguments.staleness,
         run_dir=str(folder / f"run-{dtype}"),
         model=str(folder / "model"),
         data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), eval_prompts=0),
@@ -103,10 +113,26 @@ def flowrt(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[st
     subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     samples = sum(line["samples"] for line in lines[1:])
+    rewards, ends_s = [line["reward"] for line in lines], [line["wall_s"] for line in lines]
+    bound = {"bound_samples_per_s": samples / busiest_s(list(read_timeline(run_dir)))}
+    return {**curve_figures(rewards, ends_s, samples, arguments.target), **bound}
+
+
+def curve_figures(rewards: Sequence[float], ends_s: Sequence[float], samples: int, target: float) -> dict[str, float]:
+    """Figures of one run.
+
+    Args:
+        rewards: mean reward of each step.
+        ends_s: end of each step.
+        samples: of all steps but the first.
+        target: reward to reach.
+    """
+    means = {step: statistics.fmean(rewards[step - SMOOTHED : step]) for step in range(SMOOTHED, len(rewards) + 1)}
+    reached_s = (ends_s[step - 1] - ends_s[0] for step, mean in means.items() if mean >= target)
     return {
-        "samples_per_s": samples / (lines[-1]["wall_s"] - lines[0]["wall_s"]),
-        "bound_samples_per_s": samples / busiest_s(list(read_timeline(run_dir))),
-        "reward": statistics.fmean(line["reward"] for line in lines[-WINDOW:]),
+        "samples_per_s": samples / (ends_s[-1] - ends_s[0]),
+        "reward": statistics.fmean(rewards[-WINDOW:]),
+        "seconds_to_reward": next(reached_s, math.inf),
     }
 
 
@@ -137,7 +163,6 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
         "threads": os.cpu_count(),
         "compile": arguments.compile,
         "dtype": dtype,
-        "window": WINDOW,
         "max_new_tokens": run_config.rollout.max_new_tokens,
         **{name: getattr(run_config, name) for name in ("steps", "prompts_per_step", "group_size", "seed")},
         **{name: getattr(run_config.trainer, name) for name in ("lr", "beta2", "warmup_steps")},
@@ -149,12 +174,13 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
     ended = subprocess.run(command, check=False, timeout=TIMEOUT_S, capture_output=True, text=True)
     if ended.returncode:
         raise SystemExit(f"TRL failed: {ended.stderr.strip()[-2000:]}")
-    measured: dict[str, float] = json.loads(ended.stdout.strip().splitlines()[-1])
-    return measured
+    curve = json.loads(ended.stdout.strip().splitlines()[-1])
+    samples = run_config.prompts_per_step * run_config.group_size * (run_config.steps - 1)
+    return curve_figures(curve["rewards"], curve["ends_s"], samples, arguments.target)
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, float]:
-    """The figures of one round: each side in each type, one run after the other."""
+    """The figures of one seed: each side in each type, one run after the other."""
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name)
         make_model(folder / "model", arguments.seed)
@@ -167,19 +193,36 @@ def measured(arguments: argparse.Namespace) -> dict[str, float]:
         "ratio": best["samples_per_s"] / baseline["samples_per_s"],
         "ratio_to_bound": best["samples_per_s"] / best["bound_samples_per_s"],
         "baseline_reward": baseline["reward"],
+        "baseline_seconds_to_reward": baseline["seconds_to_reward"],
     }
     for dtype in arguments.dtypes:
         found[f"{dtype}_ratio"] = mine[dtype]["samples_per_s"] / theirs[dtype]["samples_per_s"]
         for side, runs in (("", mine), ("baseline_", theirs)):
-            found |= {f"{side}{dtype}_{name}": runs[dtype][name] for name in ("samples_per_s", "reward")}
+            found |= {f"{side}{dtype}_{name}": runs[dtype][name] for name in FIGURES}
     return found
+
+
+def summary(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Medians over the seeds, the lowest final reward, and the share of the seeds that reach the target."""
+    metrics = {name: statistics.median(values) for name, values in samples.items()}
+    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    for name, values in samples.items():
+        side, _, figure = name.rpartition("reward")
+        if not figure and side.endswith("seconds_to_"):
+            reached = [math.isfinite(value) for value in values]
+            metrics[f"{side.removesuffix('seconds_to_')}reached"] = statistics.fmean(reached)
+        elif not figure:
+            metrics[f"{name}_min"] = min(values)
+    if {"seconds_to_reward", "baseline_seconds_to_reward"} <= metrics.keys():
+        metrics["seconds_ratio"] = metrics["baseline_seconds_to_reward"] / metrics["seconds_to_reward"]
+    return metrics
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--baseline-python", required=True, help="a Python that has TRL")
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="10 steps, one round")
+    parser.add_argument("--quick", action="store_true", help="10 steps, the first seed")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
@@ -187,22 +230,20 @@ def main() -> None:
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile on both sides"
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of each side's passes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=3, help="each with a seed of its own; medians are reported")
+    parser.add_argument("--staleness", type=int, default=1, help="of flowrt, in weight versions; 0: synchronous")
+    parser.add_argument("--target", type=float, default=0.8, help="reward whose time is measured, at most 1")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="medians over them are reported")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.steps, arguments.rounds = 10, 1
-    samples = Samples()
-    for seed in range(arguments.seed, arguments.seed + arguments.rounds):
-        for name, value in measured(argparse.Namespace(**{**vars(arguments), "seed": seed})).items():
-            samples.add(name, value)
-    metrics = samples.medians()
-    title = f"{arguments.steps} steps of GRPO, flowrt and TRL, medians of {arguments.rounds}"
+        arguments.steps, arguments.seeds = 10, arguments.seeds[:1]
+    rounds = [measured(argparse.Namespace(**{**vars(arguments), "seed": seed})) for seed in arguments.seeds]
+    metrics = summary({name: [one[name] for one in rounds] for name in rounds[0]})
+    title = f"{arguments.steps} steps of GRPO, flowrt and TRL, medians of {len(rounds)}"
     table = Table("metric", "value", title=title)
     for key, value in metrics.items():
         table.add_row(key, f"{value:.4g}")
     Console().print(table)
-    about = {name: getattr(arguments, name) for name in ("steps", "new_tokens", "rounds", "compile", "dtypes")}
+    about = {name: getattr(arguments, name) for name in ABOUT}
     write(arguments.json, metrics, **about)
 
 

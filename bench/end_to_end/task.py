@@ -15,14 +15,14 @@ PROBLEMS = 4096
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """A Qwen2 of a million parameters with a token for each character. Its end token is outside its vocabulary."""
+    """A Qwen2 of a million parameters with a token for each character, and an end token."""
     tokens = ["<pad>", *CHARACTERS, "<eos>"]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(tokens) - 1,
+        vocab_size=len(tokens),
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=5,
