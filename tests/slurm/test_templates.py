@@ -16,6 +16,7 @@ from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.recipes.run_dir import checkpoint_steps
+from tests.netns.runs import make_keys_and_model, tiny_model
 from tests.slurm.conftest import NPUS
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
@@ -38,6 +39,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(path)]
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     return run_dir / "model"
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that learns nothing in a few steps."""
+    return make_keys_and_model(tmp_path_factory.mktemp("untrained"), tiny_model())[1]
 
 
 class Site:
@@ -142,11 +149,11 @@ SEVERAL_SMALL = [*SMALL, "--steps", "12", "--device", "cpu"]
     ],
 )
 def test_each_device_has_a_worker_where_memory_is_a_resource(
-    cluster: Any, model: Path, tmp_path: Path, template: str, options: list[str]
+    cluster: Any, untrained: Path, tmp_path: Path, template: str, options: list[str]
 ) -> None:
     """Each node has two GPUs: two ranks train, four workers generate."""
     site = Site(cluster, tmp_path, *SEVERAL, *options)
-    number = site.submit(template, "--model", model, *SEVERAL_SMALL)
+    number = site.submit(template, "--model", untrained, *SEVERAL_SMALL)
     site.finish(number, learns=False)
     events = (site.job(number) / "run" / "events.jsonl").read_text()
     controller = (site.job(number) / "run" / "logs" / "controller.log").read_text()
@@ -184,7 +191,7 @@ def test_sbatch_finds_the_reservation_and_the_npus(cluster: Any, reservation: st
     assert "reservation is invalid" in cluster.test(tmp_path / "other" / "one_node.sbatch")
 
 
-def test_a_run_in_a_container(cluster: Any, model: Path, tmp_path: Path) -> None:
+def test_a_run_in_a_container(cluster: Any, untrained: Path, tmp_path: Path) -> None:
     """A program in place of apptainer notes its arguments and runs the command outside of any container."""
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -195,7 +202,7 @@ def test_a_run_in_a_container(cluster: Any, model: Path, tmp_path: Path) -> None
     site = Site(cluster, tmp_path / "site", "--nodes", "3", *options)
     text = (site.directory / "many_nodes.sbatch").read_text()
     (site.directory / "many_nodes.sbatch").write_text(text.replace("export PATH=", f"export PATH={programs}:", 1))
-    number = site.submit("many_nodes.sbatch", "--model", model, *SMALL, "--steps", "12")
+    number = site.submit("many_nodes.sbatch", "--model", untrained, *SMALL, "--steps", "12")
     site.finish(number, learns=False)
     used = (tmp_path / "used").read_text().splitlines()
     assert len(used) == 3
