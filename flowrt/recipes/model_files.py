@@ -114,7 +114,7 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory has an adapter and its weights, alone or beside those of a model."""
+    """Whether a directory has an adapter and its weights, alone or with those of a model."""
     return (path / ADAPTER_CONFIG).is_file() and (path / ADAPTER_WEIGHTS).is_file()
 
 
@@ -131,8 +131,8 @@ def base_model_dir(path: Path) -> Path:
             f"adapter {path} names no base model: set base_model_name_or_path in its {ADAPTER_CONFIG} to the directory "
             "of the base model"
         )
-    beside = path / name
-    return beside if not Path(name).is_dir() and beside.is_dir() else Path(name)
+    sibling = path / name
+    return sibling if not Path(name).is_dir() and sibling.is_dir() else Path(name)
 
 
 def tokenizer_dir(path: Path) -> Path:

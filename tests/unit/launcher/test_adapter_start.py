@@ -92,15 +92,15 @@ def test_weights_beside_an_adapter_are_its_base(base: Path, adapter: Path, tmp_p
     """As for transformers, whatever base_model_name_or_path says."""
     run = config(adapter, tmp_path / "run")
     merge_starts(run)
-    beside = Path(shutil.copytree(base, tmp_path / "beside"))
-    shutil.copytree(adapter, beside, dirs_exist_ok=True)
-    change(beside, base_model_name_or_path="/nowhere")
-    assert torch.equal(logits(beside), logits(base)), "an engine never applies an adapter by itself"
-    other = config(beside, tmp_path / "other")
+    both = Path(shutil.copytree(base, tmp_path / "both"))
+    shutil.copytree(adapter, both, dirs_exist_ok=True)
+    change(both, base_model_name_or_path="/nowhere")
+    assert torch.equal(logits(both), logits(base)), "an engine never applies an adapter by itself"
+    other = config(both, tmp_path / "other")
     merge_starts(other)
     assert torch.equal(logits(model_dir(other)), logits(model_dir(run)))
-    (beside / "adapter_model.safetensors").unlink()  # a merged model with a file that was left
-    left = config(beside, tmp_path / "left")
+    (both / "adapter_model.safetensors").unlink()  # a merged model with a file that was left
+    left = config(both, tmp_path / "left")
     assert not has_adapters_to_merge(left)
     assert torch.equal(logits(model_dir(left)), logits(base))
 
