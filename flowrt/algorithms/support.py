@@ -82,12 +82,17 @@ def support_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0 (greedy rollouts have no log-probability)")
+    selected_E = logits_UV[prediction_T[support.position_E], support.tokens_E.long()]
+    scaled_E = selected_E.to(torch.promote_types(logits_UV.dtype, torch.float32)) / temperature
+    return normalise_over_support(scaled_E, target_T, support)
+
+
+def normalise_over_support(scaled_E: Tensor, target_T: Tensor, support: Support) -> Tensor:
+    """As `support_logprobs`, from the logits of the supports' entries over temperature, in float32 or wider."""
     position_E = support.position_E
     drawn_T = (support.tokens_E == target_T[position_E]).nonzero().squeeze(1)
     if not torch.equal(position_E[drawn_T], torch.arange(len(target_T), device=position_E.device)):
         raise ValueError(f"a token of {len(target_T)} is not in its support; every sampled token must be")
-    selected_E = logits_UV[prediction_T[position_E], support.tokens_E.long()]
-    scaled_E = selected_E.to(torch.promote_types(logits_UV.dtype, torch.float32)) / temperature
     # Softmax is invariant to a common offset, but logit - logsumexp loses precision if logits are large.
     peak_T = scaled_E.new_full((len(target_T),), -torch.inf)
     peak_T = peak_T.scatter_reduce(0, position_E, scaled_E.detach(), "amax")

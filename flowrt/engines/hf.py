@@ -3,6 +3,8 @@
 import os
 import re
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,20 @@ def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.d
 def weight_bytes(path: str | os.PathLike[str]) -> int:
     """Size of the weight files of a checkpoint, in bytes; 0 without any."""
     return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
+@contextmanager
+def head_on(model: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Within it, the LM head of the model is called on ``select`` of its input, the last hidden states [B, L, D].
+
+    So logits are computed at the selected positions only, and the model does with them what it does with all logits
+    (soft-capping, scaling).
+    """
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: select(inputs[0]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:

@@ -92,9 +92,9 @@ def load_reference(config: RunConfig, device: Device) -> Any:
     device.use()
     dtype: torch.dtype = getattr(torch, reference_dtype(config))
     model = load_model(reference_model_dir(config), str(device.torch), dtype).eval()
+    enable_fused_head(model)
     if config.trainer.share_prompts:
         enable_packing(model)
-    enable_fused_head(model)
     return model
 
 

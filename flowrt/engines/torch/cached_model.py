@@ -22,14 +22,13 @@ import copy
 import inspect
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from flowrt.engines.hf import named_parameters
+from flowrt.engines.hf import head_on, named_parameters
 from flowrt.engines.torch.descriptor import PREFILL_TOKENS, SCORE_ELEMENTS
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -219,24 +218,6 @@ Step = Callable[["CachedModel", torch.Tensor], torch.Tensor]
 """Decode step: logits [R, V] of a model after tokens [R] of its cache's first rows, at the cache's positions."""
 
 
-@contextmanager
-def _head_at(model: Any, places_P: torch.Tensor) -> Iterator[None]:
-    """Within it, the model calls its LM head at position ``places_P`` of each row only, and returns logits [P, 1, V].
-
-    What the model does with its logits (soft-capping, scaling) it does with these.
-    """
-
-    def gather(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-        hidden_PLD = inputs[0]
-        return hidden_PLD[torch.arange(len(places_P), device=places_P.device), places_P].unsqueeze(1)
-
-    hook = model.get_output_embeddings().register_forward_pre_hook(gather)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 class CachedModel:
     """A model and its KV cache, one row per running sequence. Sequences of token ids are on the CPU."""
 
@@ -279,7 +260,8 @@ class CachedModel:
         if places_P is None:
             logits = self.model(**inputs).logits
         else:
-            with _head_at(self.model, places_P):
+            rows_P = torch.arange(len(places_P), device=self.device)
+            with head_on(self.model, lambda hidden_PLD: hidden_PLD[rows_P, places_P].unsqueeze(1)):
                 logits = self.model(**inputs).logits
         return logits[:, 0]
 

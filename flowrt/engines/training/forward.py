@@ -4,6 +4,7 @@ Packed samples share the prompts of their groups; attention over them works for 
 attention functions, after a trial of the model at the start (`enable_packing`).
 """
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,11 +23,13 @@ from flowrt.algorithms import (
     pack_samples,
     pad_samples,
     predicted_logprobs,
-    selected_logprobs,
 )
 from flowrt.algorithms.support import Support, join_supports, support_logprobs
+from flowrt.engines.hf import head_on
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.fused_head import ResponseTokens, enable_fused_head, fused_pass, uses_fused_head
+
+log = logging.getLogger("flowrt")
 
 NAME = "flowrt_packed"
 NO_MASK = (1, 1, 1, 1)
@@ -41,7 +44,9 @@ NARROW = frozenset({torch.bfloat16, torch.float16})
 """On a CPU, attention in these dtypes is computed in float32: PyTorch's native backward pass is several times slower.
 Passes without gradients do the same, so that a reference with the trainer's weights finds the trainer's values."""
 PROBE_PROMPTS = (5, 3)
-"""Lengths (tokens) of the prompts in the check of `enable_packing`; its responses are cut to the model's positions."""
+"""Lengths (tokens) of the prompts in the check of `enable_packing`; the second is longer by a sliding window."""
+PROBE_RESPONSES = (4, 7, 1, 6)
+"""Lengths (tokens) of the responses, cut to the model's positions; short, as logits are computed for them."""
 MAX_WINDOW = 1024
 """Largest supported sliding window (tokens): the check of `enable_packing` needs a sample longer than the window."""
 
@@ -76,17 +81,27 @@ def packed_predictions(
         "logits_to_keep": packed.predicts_U,
         "packed": packed,
     } | ({"native_attention": True} if native_attention else {})
-    if supports is None and uses_fused_head(model, len(packed.predicts_U)):
-        asked = ResponseTokens(None, packed.prediction_T, packed.target_T, temperature)
+    support = None if supports is None else join_supports(supports).to(packed.tokens_F.device)
+    if uses_fused_head(model, len(packed.predicts_U)):
+        tokens = packed.prediction_T, packed.target_T
+        asked = ResponseTokens(None, *tokens, temperature, support=support, entropy=entropy)
         logprobs_T, entropy_T = fused_pass(model, asked, **inputs)
         return logprobs_T, entropy_T if entropy else None, packed
     logits_UV = model(**inputs).logits[0]
-    if supports is None:
-        logprobs_T = predicted_logprobs(logits_UV, packed.prediction_T, packed.target_T, temperature)
-    else:
-        support = join_supports(supports).to(logits_UV.device)
-        logprobs_T = support_logprobs(logits_UV, packed.prediction_T, packed.target_T, support, temperature)
+    logprobs_T = _logprobs(logits_UV, packed.prediction_T, packed.target_T, support, temperature)
     return logprobs_T, logits_entropy(logits_UV, temperature)[packed.prediction_T] if entropy else None, packed
+
+
+def _logprobs(
+    logits_UV: torch.Tensor,
+    prediction_T: torch.Tensor,
+    target_T: torch.Tensor,
+    support: Support | None,
+    temperature: float,
+) -> torch.Tensor:
+    if support is None:
+        return predicted_logprobs(logits_UV, prediction_T, target_T, temperature)
+    return support_logprobs(logits_UV, prediction_T, target_T, support, temperature)
 
 
 def padded_predictions(
@@ -102,25 +117,19 @@ def padded_predictions(
     padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
     padded = padded.to(next(model.parameters()).device)
     # Models call their head at all B x L positions; only positions that predict response tokens are used.
-    if supports is None and uses_fused_head(model, padded.tokens_BL.numel()):
-        target_T = padded.tokens_BL[padded.response_mask_BL]
-        prediction_T = torch.arange(len(target_T), device=target_T.device)
-        predicts_T = padded.response_mask_BL.flatten().nonzero().squeeze(-1) - 1
-        asked = ResponseTokens(predicts_T, prediction_T, target_T, temperature)
-        logprobs_T, entropy_T = fused_pass(model, asked, input_ids=padded.tokens_BL, use_cache=False)
+    target_T = padded.tokens_BL[padded.response_mask_BL]
+    prediction_T = torch.arange(len(target_T), device=target_T.device)
+    predicts_T = padded.response_mask_BL.flatten().nonzero().squeeze(-1) - 1
+    support = None if supports is None else join_supports(supports).to(target_T.device)
+    inputs = {"input_ids": padded.tokens_BL, "use_cache": False}
+    if uses_fused_head(model, len(target_T)):
+        asked = ResponseTokens(predicts_T, prediction_T, target_T, temperature, support=support, entropy=entropy)
+        logprobs_T, entropy_T = fused_pass(model, asked, **inputs)
         return logprobs_T, entropy_T if entropy else None, padded
-    logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
-    if supports is None:
-        logprobs_T = padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature))
-    else:
-        support = join_supports(supports).to(logits_BLV.device)
-        place_T = padded.response_mask_BL.flatten().nonzero().squeeze(1)  # predicted at the preceding position
-        target_T = padded.tokens_BL.flatten()[place_T]
-        logprobs_T = support_logprobs(logits_BLV.flatten(0, 1), place_T - 1, target_T, support, temperature)
-    if not entropy:
-        return logprobs_T, None, padded
-    entropy_BL = logits_entropy(logits_BLV.flatten(0, 1), temperature).view(padded.tokens_BL.shape)
-    return logprobs_T, padded.response_T(entropy_BL[:, :-1]), padded
+    with head_on(model, lambda hidden_BLD: hidden_BLD.flatten(0, 1).index_select(0, predicts_T).unsqueeze(0)):
+        logits_TV = model(**inputs).logits[0]
+    logprobs_T = _logprobs(logits_TV, prediction_T, target_T, support, temperature)
+    return logprobs_T, logits_entropy(logits_TV, temperature) if entropy else None, padded
 
 
 @torch.no_grad()
@@ -132,17 +141,30 @@ def enable_packing(model: Any) -> bool:
     """
     if is_packing_enabled(model):
         return True
-    if not getattr(model, "_supports_attention_backend", False):
+    reason = _why_not_packed(model)
+    if reason:
+        log.info("samples of %s are padded, each with its own prompt: %s", type(model).__name__, reason)
         return False
+    model.config.get_text_config()._attn_implementation = NAME
+    return True
+
+
+def _why_not_packed(model: Any) -> str:
+    """Why samples of this model cannot be packed; empty if they can."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or LAYERS)
     window = getattr(config, "sliding_window", None) or 0
-    if config._attn_implementation != "sdpa" or not layers <= LAYERS or window > MAX_WINDOW:
-        return False
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention functions cannot be replaced"
+    if config._attn_implementation != "sdpa":
+        return f"its attention is {config._attn_implementation}, not sdpa"
+    if not layers <= LAYERS:
+        return f"it has layers of type {', '.join(sorted(layers - LAYERS))}"
+    if window > MAX_WINDOW:
+        return f"its sliding window of {window} tokens is above {MAX_WINDOW}"
     if not _agrees(model, config, window):
-        return False
-    config._attn_implementation = NAME
-    return True
+        return "log-probabilities of packed samples differ from those of padded ones"
+    return ""
 
 
 def _agrees(model: Any, config: Any, window: int) -> bool:
@@ -150,9 +172,10 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
     if positions <= PROBE_PROMPTS[0]:
         return False  # no room for a response after the prompt of the check
     generator = torch.Generator().manual_seed(0)
-    prompt, other = (torch.randint(config.vocab_size, (length,), generator=generator) for length in PROBE_PROMPTS)
+    prompt_lengths = PROBE_PROMPTS[0], min(PROBE_PROMPTS[1] + window, positions - 1)
+    prompt, other = (torch.randint(config.vocab_size, (length,), generator=generator) for length in prompt_lengths)
     prompts = [prompt, other, prompt, prompt]
-    lengths = [min(length, positions - len(one)) for one, length in zip(prompts, (4, window + 7, 1, 6), strict=True)]
+    lengths = [min(length, positions - len(one)) for one, length in zip(prompts, PROBE_RESPONSES, strict=True)]
     responses = [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
     together = response_logprobs(model, prompts, responses, 1.0)[0]
     each = [response_logprobs(model, [one], [two], 1.0)[0] for one, two in zip(prompts, responses, strict=True)]
@@ -165,7 +188,8 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
         return False  # the layers need inputs that packed samples do not provide
     finally:
         config._attn_implementation = "sdpa"
-    computed_in = model(input_ids=prompt.unsqueeze(0).to(packed.device), use_cache=False).logits.dtype
+    with head_on(model, lambda hidden_BLD: hidden_BLD[:, -1:]):
+        computed_in = model(input_ids=prompt.unsqueeze(0).to(packed.device), use_cache=False).logits.dtype
     return packed.shape == together.shape and bool((packed - together).abs().max() <= allowed_nats(computed_in, noise))
 
 
@@ -228,9 +252,9 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 def apply_optimizations(model: Any, options: TrainOptions) -> Any:
     """Apply the enabled optimisations. Returns the model. Collective for a sharded model."""
+    enable_fused_head(model)
     if options.share_prompts:
         enable_packing(model)
-    enable_fused_head(model)
     if options.compile:
         for layer in decoder_layers(model):
             for module in layer.modules():

@@ -3,20 +3,29 @@
 The model's own forward pass runs, up to and including the call of its LM head, so that hooks, sharding and adapters of
 the model work as in any other pass. The head itself returns log-probabilities and entropies in place of logits.
 
-A model that changes the logits after its head (soft-capping, scaling) is detected by a trial at the start, and computes
-all logits.
+With supports it computes the logits of their tokens alone. A model that changes the logits after its head is compared
+at the start with the changes that its configuration may mean (`LogitChange`); if it does none of them, it computes all
+logits.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrt.algorithms.lm_head import fused_logprobs
+from flowrt.algorithms.lm_head import UNCHANGED, LogitChange, fused_logprobs, fused_support_logprobs
+from flowrt.algorithms.support import Support
 from flowrt.engines.descriptor import WHOLE_LOGITS
 
 TRIAL_TOKENS = 4
+TRIAL_LOGITS = (-40.0, -6.0, -1.3, -0.2, 0.3, 2.0, 9.0, 50.0)
+"""Two for each token of the trial: what the head returns in it."""
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+"""Settings of transformers' models that multiply or divide the logits."""
+CAP = "final_logit_softcapping"
 TRIAL_ERRORS = (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError)
 """Exceptions of a model whose operations on its logits fail on the output of the fused head."""
 
@@ -30,18 +39,24 @@ class ResponseTokens:
         prediction_T: index into the U predictions of each token's prediction.
         target_T: the token ids.
         temperature: divides the logits.
+        support: of all tokens, over which log-probabilities are renormalised; None: over the whole vocabulary.
+        entropy: whether entropies are computed; with a support they are 0 otherwise.
     """
 
     rows_U: Tensor | None
     prediction_T: Tensor
     target_T: Tensor
     temperature: float
+    support: Support | None = None
+    entropy: bool = True
 
 
 class FusedHead(torch.nn.Linear):
     """An LM head that returns logits, or, while ``asked`` is set, log-probabilities and entropies [1, T, 2] in nats."""
 
+    change: LogitChange = UNCHANGED
     asked: ResponseTokens | None = None
+    trial: Tensor | None = None
     given: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:  # torch.nn.Linear calls this argument ``input``
@@ -52,17 +67,23 @@ class FusedHead(torch.nn.Linear):
         hidden_UD = hidden.flatten(0, -2)
         if self.asked.rows_U is not None:
             hidden_UD = hidden_UD.index_select(0, self.asked.rows_U)
-        logprobs_T, entropy_U = fused_logprobs(
-            hidden_UD,
-            self.weight,
-            self.asked.prediction_T,
-            self.asked.target_T,
-            self.asked.temperature,
-            bias_V=self.bias,
-        )
-        predictions = logprobs_T.unsqueeze(0), entropy_U[self.asked.prediction_T].unsqueeze(0)
-        self.given = torch.stack(predictions, -1)  # not a view, for the hooks of FSDP2
+        predictions = self._predictions(hidden_UD, self.asked)
+        self.given = predictions if self.trial is None else self.trial.to(hidden)
         return self.given
+
+    def _predictions(self, hidden_UD: Tensor, asked: ResponseTokens) -> Tensor:
+        """Log-probabilities and entropies [1, T, 2] of the tokens."""
+        tokens = self.weight, asked.prediction_T, asked.target_T
+        rest: dict[str, Any] = {"bias_V": self.bias, "change": self.change}
+        entropy_T = None
+        if asked.support is None or asked.entropy:
+            logprobs_T, entropy_U = fused_logprobs(hidden_UD, *tokens, asked.temperature, **rest)
+            entropy_T = entropy_U[asked.prediction_T]
+        if asked.support is not None:
+            logprobs_T = fused_support_logprobs(hidden_UD, *tokens, asked.support, asked.temperature, **rest)
+        if entropy_T is None:
+            entropy_T = torch.zeros_like(logprobs_T)
+        return torch.stack([logprobs_T.unsqueeze(0), entropy_T.unsqueeze(0)], -1)  # no view, for the hooks of FSDP2
 
 
 def is_head_fused(model: Any) -> bool:
@@ -81,7 +102,9 @@ def fused_pass(model: Any, asked: ResponseTokens, **inputs: Any) -> tuple[Tensor
 
     Raises RuntimeError if the model does not call its head exactly once.
     """
-    given, _ = _call(model, asked, inputs)
+    given, returned = _call(model, asked, inputs)
+    if returned is not given:  # the hooks of FSDP2 need a gradient of what the model returns
+        given = given + 0 * returned
     logprobs_T, entropy_T = given[0].unbind(-1)
     return logprobs_T, entropy_T
 
@@ -90,8 +113,8 @@ def fused_pass(model: Any, asked: ResponseTokens, **inputs: Any) -> tuple[Tensor
 def enable_fused_head(model: Any) -> bool:
     """Enable the fused head for this model, if the model supports it. Returns whether it does.
 
-    The model's head must be a plain linear layer without hooks, whose output the model returns unchanged. Collective
-    for a sharded model.
+    The model's head must be a plain linear layer without hooks, whose output the model returns unchanged, or scaled and
+    capped as its configuration says. Collective for a sharded model.
     """
     head = _head(model)
     if isinstance(head, FusedHead):
@@ -99,22 +122,41 @@ def enable_fused_head(model: Any) -> bool:
     if type(head) is not torch.nn.Linear or head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
         return False
     head.__class__ = FusedHead
-    if _is_returned(model):
-        return True
-    head.__class__ = torch.nn.Linear
-    return False
+    change = _change_of(model)
+    if change is None:
+        head.__class__ = torch.nn.Linear
+        return False
+    _head(model).change = change
+    return True
 
 
-def _is_returned(model: Any) -> bool:
-    """Whether the model returns the output of its head unchanged, from a trial with a few tokens."""
-    device = next(model.parameters()).device
-    tokens_1L = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=device)
-    asked = ResponseTokens(None, torch.arange(TRIAL_TOKENS, device=device), tokens_1L[0], 1.0)
+def _change_of(model: Any) -> LogitChange | None:
+    """What the model does with the output of its head, from a trial with a few tokens; None if it is not known."""
+    head = _head(model)
+    tokens_1L = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
+    asked = ResponseTokens(None, torch.arange(TRIAL_TOKENS, device=tokens_1L.device), tokens_1L[0], 1.0)
+    head.trial = torch.tensor(TRIAL_LOGITS, dtype=head.weight.dtype).view(1, TRIAL_TOKENS, 2)
     try:
         given, returned = _call(model, asked, {"input_ids": tokens_1L, "use_cache": False})
     except TRIAL_ERRORS:
-        return False
-    return returned is given
+        return None
+    finally:
+        head.trial = None
+    if returned is given:
+        return UNCHANGED
+    if head.out_features != model.config.get_text_config().vocab_size:
+        return None  # it may leave out some of them
+    return next((change for change in _changes(model) if torch.equal(change.apply(given), returned.to(given))), None)
+
+
+def _changes(model: Any) -> Iterator[LogitChange]:
+    """The changes of logits that the settings of the model may mean."""
+    config = model.config.get_text_config()
+    scales = {float(value) for name in SCALES if (value := getattr(config, name, None))} - {1.0}
+    caps = [float(getattr(config, CAP, None) or 0.0), 0.0]
+    for scale, cap in product([1.0, *scales], caps):
+        yield LogitChange(factor=scale, cap=cap)
+        yield LogitChange(divisor=scale, cap=cap)
 
 
 def _call(model: Any, asked: ResponseTokens, inputs: dict[str, Any]) -> tuple[Tensor, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM, Qwen2ForCausalLM
 
-from flowrt.algorithms.lm_head import fused_logprobs
+from flowrt.algorithms.lm_head import LogitChange, fused_logprobs, fused_support_logprobs
 from flowrt.algorithms.objective import Objective
+from flowrt.algorithms.support import Support
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.hf import disable_dropout, save_model
@@ -24,6 +25,7 @@ from flowrt.engines.training.lora import add_adapters
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.transport.devices import choose
 from tests.decoders import COMMON, DECODERS
+from tests.unit.engines.test_prefill import LargestTensor
 
 VOCABULARY = COMMON["vocab_size"]
 CAPPED = "gemma2"
@@ -138,14 +140,97 @@ def test_adapters_are_trained_through_a_frozen_head(monkeypatch: pytest.MonkeyPa
     assert all(".lora_" in name for name in outputs_and_gradients(model)[1])
 
 
-UNSUPPORTED = {
+CHANGED = {
     "capped": lambda: build(*DECODERS[CAPPED], attention="eager"),
-    "scaled": lambda: build(CohereForCausalLM, CohereConfig(**COMMON, logit_scale=0.5)),
+    "scaled": lambda: build(CohereForCausalLM, CohereConfig(**COMMON, logit_scale=0.3)),
     "divided": lambda: build(GraniteForCausalLM, GraniteConfig(**COMMON, logits_scaling=3.0)),
+}
+CHANGES = {"capped": LogitChange(cap=2.0), "scaled": LogitChange(factor=0.3), "divided": LogitChange(divisor=3.0)}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_model_that_scales_or_caps_its_logits_has_a_fused_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CHANGED[name]()
+    assert_fusing_changes_nothing(model, monkeypatch)
+    assert model.get_output_embeddings().change == CHANGES[name]
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["llama", "biased", *CHANGED])
+def test_supports_need_only_the_logits_of_their_tokens(
+    name: str, packed: bool, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities and gradients are those of whole logits."""
+    model = CHANGED[name]() if name in CHANGED else build(*DECODERS["llama"])
+    if name == "biased":
+        model.lm_head = torch.nn.Linear(32, VOCABULARY, bias=True, dtype=torch.float64)
+        torch.nn.init.normal_(model.lm_head.bias)
+    if packed and not enable_packing(model):
+        return
+    supports = [random_support(response) for response in samples()[1]]
+
+    def outputs() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model.zero_grad()
+        logprobs_T, entropy_T, _ = response_predictions(model, *samples(), 0.8, entropy=entropy, supports=supports)
+        values = [logprobs_T] if entropy_T is None else [logprobs_T, entropy_T]
+        torch.stack([(one * torch.arange(len(one))).sum() for one in values]).sum().backward()
+        return [one.detach() for one in values], [
+            one.grad.clone() for one in model.parameters() if one.grad is not None
+        ]
+
+    expected, expected_gradients = outputs()
+    assert enable_fused_head(model)
+    monkeypatch.setattr(WHOLE_LOGITS_LIMIT, 0)
+    with WidestOutput() as widest:
+        values, gradients = outputs()
+    assert widest.width < VOCABULARY
+    torch.testing.assert_close(values, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
+
+
+def random_support(response_T: torch.Tensor) -> Support:
+    """The token itself and up to six others at each position."""
+    generator = torch.Generator().manual_seed(len(response_T))
+    tokens = []
+    for token in response_T.tolist():
+        others = torch.randperm(VOCABULARY, generator=generator)[: int(torch.randint(7, (), generator=generator))]
+        tokens.append(torch.cat([torch.tensor([token]), others[others != token]]))
+    counts_T = torch.tensor([len(one) for one in tokens], dtype=torch.int64)
+    return Support(torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64), counts_T)
+
+
+def test_a_support_at_a_real_vocabulary_needs_no_tensor_of_its_size() -> None:
+    """2,048 tokens, 262k words, 20 candidates each: but for the matrix and its gradient, a small chunk."""
+    vocabulary, width, count = 262_144, 8, 2048
+    generator = torch.Generator().manual_seed(0)
+    hidden_UD = torch.randn(count, width, generator=generator, requires_grad=True)
+    weight_VD = torch.randn(vocabulary, width, generator=generator, requires_grad=True)
+    tokens_TK = torch.randint(vocabulary, (count, 20), generator=generator)
+    support = Support(tokens_TK.flatten(), torch.full((count,), 20))
+    with LargestTensor() as largest:
+        fused_support_logprobs(hidden_UD, weight_VD, torch.arange(count), tokens_TK[:, 0], support).sum().backward()
+    assert largest.elements <= max(vocabulary * width, count * 20 * width)
+
+
+UNSUPPORTED = {
+    "scaled by an unknown setting": lambda: scaled(build(*DECODERS["llama"])),
     "adapted": lambda: add_adapters(build(*DECODERS["llama"]), LoraOptions(rank=4, targets="q_proj,lm_head")),
     "hooked": lambda: hooked(build(*DECODERS["llama"])),
     "shifted": lambda: build(Shifted, DECODERS["qwen2"][1]),
 }
+
+
+def scaled(model: Any) -> Any:
+    forward = model.forward
+
+    def changed(*arguments: Any, **named: Any) -> Any:
+        out = forward(*arguments, **named)
+        out.logits = out.logits * 0.7
+        return out
+
+    model.forward = changed
+    return model
 
 
 def hooked(model: Any) -> Any:
@@ -262,6 +347,24 @@ def test_engines_reach_the_same_weights_with_the_fused_head(
     calls = count_fused_passes(monkeypatch)
     monkeypatch.setattr(WHOLE_LOGITS_LIMIT, 0)
     weights = train(engine(name, checkpoint))
+    assert len(calls) > 6
+    for key, weight in expected.items():
+        torch.testing.assert_close(weights[key], weight, atol=2e-5, rtol=0, msg=key)
+
+
+@pytest.mark.usefixtures("checkpoint")
+@pytest.mark.parametrize("gather", ["step", "pass"])
+def test_a_scaled_head_is_fused_in_a_sharded_model(
+    gather: Literal["step", "pass"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = CHANGED["divided"]().float()
+    save_model(model, wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
+    expected = train(TorchTrainer(model, OPTIONS, Objective(), temperature=1.0))
+    calls = count_fused_passes(monkeypatch)
+    monkeypatch.setattr(WHOLE_LOGITS_LIMIT, 0)
+    fsdp = FsdpOptions(gather=gather)
+    place = tmp_path / "model", choose("cpu", 0)
+    weights = train(FsdpTrainer(*place, OPTIONS, Objective(), fsdp=fsdp, lora=LoraOptions(), temperature=1.0))
     assert len(calls) > 6
     for key, weight in expected.items():
         torch.testing.assert_close(weights[key], weight, atol=2e-5, rtol=0, msg=key)

@@ -38,7 +38,9 @@ from flowrt.engines.training.forward import (
     response_logprobs,
     score,
 )
+from flowrt.engines.training.fused_head import is_head_fused
 from tests.decoders import COMMON, DECODERS
+from tests.unit.engines.test_prefill import LargestTensor
 
 UNSUPPORTED = {"gemma2": "its scores are capped, which SDPA does not support"}
 GROUP_SIZE = 4
@@ -110,6 +112,31 @@ def test_a_model_with_different_windows_in_mask_and_attention_is_not_packed(mode
 
 def test_a_model_with_a_window_too_wide_to_verify_is_not_packed() -> None:
     assert not enable_packing(build(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=MAX_WINDOW + 1)))
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_the_check_of_packing_computes_few_logits(is_scaled: bool) -> None:
+    """Vocabulary 262k and a window of 512 tokens, with a fused head and, changed in an unknown way, without."""
+    vocabulary = 262_144
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 1024}
+    config = MistralConfig(**COMMON | sizes | {"vocab_size": vocabulary}, sliding_window=512)
+    model = build(MistralForCausalLM, config)
+    if is_scaled:
+        model.register_forward_hook(lambda _, __, out: setattr(out, "logits", out.logits * 0.7))
+    with LargestTensor() as largest:
+        apply_optimizations(model, TrainOptions())
+    assert is_head_fused(model) is not is_scaled
+    assert is_packing_enabled(model)
+    assert largest.elements <= 20 * vocabulary
+
+
+def test_a_model_that_is_not_packed_is_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "flowrt"):
+        assert not enable_packing(build(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=MAX_WINDOW + 1)))
+        assert enable_packing(build(*DECODERS["llama"]))
+    (line,) = caplog.messages
+    assert line.startswith("samples of MistralForCausalLM are padded")
+    assert line.endswith("its sliding window of 1025 tokens is above 1024")
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
