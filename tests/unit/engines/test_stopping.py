@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.descriptor import PublishedWeights, RolloutSetup
@@ -25,6 +27,7 @@ from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.roles import reward
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.timeline import Timeline
+from tests.effort import examples
 
 MAX_NEW_TOKENS = 60
 
@@ -229,3 +232,49 @@ async def test_the_reward_role_uses_the_truncated_flag_not_the_last_token(
     with pytest.raises(Stopped):
         await reward.run(cast(Any, Session()), parse(["--model", str(checkpoint), "--samples.per-step", "0"]))
     assert scored_texts == ["12", "12", "", ""]
+
+
+class ByteTokenizer:
+    """Token i is the i-th of a few byte strings: parts of characters, several characters, nothing. Counts its work."""
+
+    parts = (b"", b"a", b"b", b"ab", b"aab", "é".encode()[:1], "é".encode()[1:], b"\n", b" ")
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        self.decoded += len(tokens)
+        return b"".join(self.parts[token] for token in tokens).decode(errors="replace")
+
+
+@given(
+    st.lists(st.integers(0, len(ByteTokenizer.parts) - 1), max_size=40),
+    st.lists(st.sampled_from(["aba", "bb", "é", "aé\n", "a" * 9, "b é"]), min_size=1, max_size=3, unique=True),
+    st.integers(0, 40),
+)
+@settings(max_examples=examples(300))
+def test_stop_strings_are_found_where_the_whole_text_first_has_one(
+    tokens: list[int], strings: list[str], begin: int
+) -> None:
+    """Also in characters split over tokens, in tokens without text, and from any token before it on."""
+    tokenizer = ByteTokenizer()
+    stop = StopConditions((), tuple(strings), tokenizer)
+    texts = [tokenizer.decode(tokens[:count], skip_special_tokens=False) for count in range(len(tokens) + 1)]
+    ends = [count for count, text in enumerate(texts) if any(string in text for string in strings)]
+    first = ends[0] if ends else None
+    assert stop.end_of(tokens) == first
+    assert stop.end_of(tokens, min(begin, len(tokens) if first is None else first - 1)) == first
+    last = len(tokens) if first is None else first
+    assert [stop.complete_string(tokens[:count]) for count in range(last + 1)] == [
+        count == first for count in range(last + 1)
+    ]
+
+
+def test_the_cost_of_a_stop_string_is_that_of_its_length() -> None:
+    tokenizer = ByteTokenizer()
+    stop = StopConditions((), ("bbé",), tokenizer)
+    tokens = [1] * 32_000
+    assert not stop.complete_string(tokens)
+    assert stop.complete_string([*tokens, 2, 2, 5, 6])
+    assert tokenizer.decoded < 30
