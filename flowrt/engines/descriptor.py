@@ -89,8 +89,6 @@ class ModelShape:
     max_length: int
     intermediate_size: int
     """Elements that the feed-forward part of a layer computes of one token; of a mixture, by all experts it uses."""
-    has_plain_head: bool = True
-    """Whether the fused LM head applies, instead of all logits at once (`flowrt.engines.training.fused_head`)."""
     query_size: int = 0
     """Elements of the queries of one token in one layer; 0: the hidden size."""
     cache_layers: int = 0
@@ -133,12 +131,12 @@ class ModelShape:
 
     def head_bytes(self, tokens: int) -> int:
         """Memory in bytes of the LM head and the log-probabilities in a pass of this number of tokens."""
-        is_whole = tokens * self.vocab_size <= WHOLE_LOGITS or not self.has_plain_head
+        is_whole = tokens * self.vocab_size <= WHOLE_LOGITS
         return tokens * self.logits_bytes if is_whole else FUSED_HEAD_BYTES
 
     def scoring_bytes(self, tokens: int, dtype: Dtype) -> int:
         """Memory in bytes of a pass of this number of tokens without a backward pass, with log-probabilities."""
-        is_whole = tokens * self.vocab_size <= WHOLE_LOGITS or not self.has_plain_head
+        is_whole = tokens * self.vocab_size <= WHOLE_LOGITS
         head = tokens * self.logits_bytes if is_whole else FUSED_SCORING_BYTES
         return tokens * self.computed_bytes(dtype) + head
 

@@ -18,8 +18,6 @@ from flowrt.recipes.model_files import base_model_dir, read_header, weight_files
 
 HEAD_DIM = 32
 """Size of an attention head of the embedded model."""
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of a model's config.json for operations after its LM head; such a model computes all logits at once."""
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -80,7 +78,6 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
             vocab_size=int(table["vocab_size"]),
             max_length=position_limit(whole) or 0,
             intermediate_size=_intermediate(table, hidden),
-            has_plain_head=not any(table.get(name) for name in LOGIT_CHANGES),
             cache_layers=sum(kind in ATTENTION_LAYERS for kind in kinds),
             kept=_kept(table, sizes),
         )
