@@ -16,6 +16,8 @@ from flowrt.launcher.views.waits import duration, grouped
 
 HISTORY = 60
 """Steps in the reward bars."""
+SLOW_RATE = 10.0
+"""Samples a second below which the rate has decimals."""
 MIN_SHARE = 0.005
 """Share of a role's time below which it is not shown."""
 PRINT_EVERY = 10
@@ -130,7 +132,7 @@ def _line(status: Mapping[str, Any]) -> str:
         f"reward {latest.get('reward', float('nan')):.3f}",
         f"length {latest.get('response_length', float('nan')):.1f}",
         f"staleness {latest['staleness_mean']:.2f} (max {latest['staleness_max']})",
-        f"{latest['samples_per_s']:.0f} samples/s",
+        f"{rate:.0f} samples/s" if (rate := latest["samples_per_s"]) >= SLOW_RATE else f"{rate:.2g} samples/s",
     ]
     if status.get("eta_s"):
         parts.append(f"{duration(status['eta_s'])} left")
