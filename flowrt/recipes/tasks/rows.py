@@ -48,7 +48,7 @@ def first_held_out(rows: int, held_out: int, path: Path) -> int:
     """
     if rows <= held_out:
         raise ConfigError(
-            f"data file {path} has {rows} rows, no more than data.eval_prompts={held_out} that are held out of training; "
+            f"data file {path} has {rows} rows, no more than data.eval_prompts={held_out} that are held out; "
             "set it to fewer than there are rows, to 0, or name other data to evaluate with eval.data"
         )
     return rows - held_out
