@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flowrt-installed
 
-.PHONY: run fast test test-long test-real check bench bench-peers venv clean
+.PHONY: run fast test test-long test-install test-real check bench bench-peers venv clean
 
 venv: $(STAMP)
 
@@ -43,6 +43,10 @@ test-long: $(STAMP)
 
 test-real: $(STAMP)
 	$(BIN)/python -m pytest -m "$(REAL)" $(ARGS)
+
+# The wheel, installed without extras, with the newest and the oldest allowed dependencies: about 2.5 GB in /tmp.
+test-install: $(STAMP)
+	$(BIN)/python bench/wheel.py $(ARGS)
 
 check: $(STAMP)
 	scripts/check

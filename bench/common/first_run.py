@@ -21,7 +21,7 @@ def first_step(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes seconds)
     """Seconds of `flowrt data check`, and from the command of a run to the end of its first step."""
     with tempfile.TemporaryDirectory() as folder:
         model, data, run_dir = (Path(folder) / name for name in ("model", "rows.jsonl", "run"))
-        _write_model(model)
+        write_model(model)
         with data.open("w") as file:
             for n in range(ROWS):
                 prompt = [{"role": "user", "content": f"What is {n} plus one?"}]
@@ -51,7 +51,7 @@ def _until_first_step(run: "subprocess.Popen[bytes]", metrics: Path, start_s: fl
     return time.monotonic() - start_s
 
 
-def _write_model(path: Path) -> None:
+def write_model(path: Path) -> None:
     tokenizer = chat_tokenizer(FAMILIES["qwen"])
     model = build_model(
         vocab_size=len(tokenizer), hidden_size=64, layers=2, heads=2, intermediate_size=128, max_length=512, seed=0

@@ -31,6 +31,7 @@ SELF_CONTAINED = (
     "tasks",
     "tensors",
     "weights",
+    "wheel",
 )
 """Scripts without further requirements; comparisons with TransferQueue are skipped."""
 WITH_REQUIREMENTS = ("compare_trl", "gpu", "gsm8k", "sglang_updates")
