@@ -80,7 +80,7 @@ CASES = (
     case("flowrt export job --prometheus -", says="flowrt_reward"),
     case("flowrt time job", says="trainer"),
     case("flowrt ledger job", says="trained"),
-    case("flowrt replay job --at 1", says="rollout"),
+    case("flowrt replay job --at 1", says="ends in"),
     case("flowrt status job", code=1, says="has ended with exit code 0"),
     case("flowrt eval job --limit 2", says="avg@"),
     case("flowrt doctor", says="torch"),
