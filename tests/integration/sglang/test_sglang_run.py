@@ -1,5 +1,6 @@
 """Whole GRPO runs with real SGLang servers on a CPU: one that is killed during the run, and two running ones."""
 
+import asyncio
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from flowrt.engines.options import SglangOptions
+from flowrt.engines.sglang.client import SglangClient
 from flowrt.engines.sglang.server_process import SglangServer
 
 from .conftest import NOT_HERE, PYTHON, ROWS, START_S
@@ -105,11 +107,18 @@ def test_the_servers_log_is_in_the_run_directory(run: Any) -> None:
     assert " ERROR " not in run.log("rollout-0")
 
 
+async def _ready(url: str, server: SglangServer) -> None:
+    async with SglangClient(url, KEY) as client:
+        await client.wait_healthy(START_S, server.alive)
+
+
 def test_two_workers_generate_on_two_running_servers(
     launch: Callable[..., Any], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One for each worker, with stop strings, merged adapters, weights by broadcast, and an evaluation that samples."""
     monkeypatch.setenv("SGLANG_API_KEY", KEY)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{one}+5=", "answer": str(one + 5)}) + "\n" for one in range(40)))
     settings = tmp_path / "server.yaml"
     settings.write_text(f"api-key: {KEY}\n")
     options = SglangOptions(
@@ -121,8 +130,21 @@ def test_two_workers_generate_on_two_running_servers(
     ]
     try:
         urls = [one.start() for one in servers]
+        for url, one in zip(urls, servers, strict=True):  # otherwise one worker could do all of the run alone
+            asyncio.run(_ready(url, one))
         launched = launch(
-            *("--model", str(checkpoint), "--rollout.engine", "sglang", "--rollout.workers", "2"),
+            *(
+                "--model",
+                str(checkpoint),
+                "--data",
+                str(rows),
+                "--reward",
+                "format:.*[3-9].*",
+                "--rollout.engine",
+                "sglang",
+                "--rollout.workers",
+                "2",
+            ),
             *("--rollout.sglang.url", *urls, "--rollout.sglang.weights", "broadcast"),
             *("--rollout.sglang.start-s", str(START_S), "--controller.no-progress-timeout-s", str(START_S + 100)),
             *("--rollout.stop", "1", "2", "--trainer.engine", "fsdp", "--trainer.lora.rank", "4"),
@@ -136,6 +158,7 @@ def test_two_workers_generate_on_two_running_servers(
             one.kill()
     lines = _lines(launched.run_dir / "metrics.jsonl")
     assert len(lines) == 3
+    assert any(line["grad_norm"] > 0 for line in lines)
     assert all(line["mismatch_kl_k3"] < ROUNDING for line in lines), [line["mismatch_kl_k3"] for line in lines]
     for index in range(2):
         assert f"SGLang 0.5.21 on cpu at {urls[index]}" in launched.log(f"rollout-{index}")
