@@ -282,7 +282,7 @@ def test_wrong_type_on_a_flag(refused: Callable[..., Any], flag: str, value: str
 
 
 def test_unknown_command_names_the_right_one() -> None:
-    completed = subprocess.run([str(FLOWRT), "ran"], timeout=30, capture_output=True, text=True)
+    completed = subprocess.run([str(FLOWRT), "ran"], timeout=600, capture_output=True, text=True)
     assert completed.returncode == 2
     [error] = completed.stderr.splitlines()
     assert "'ran'" in error

@@ -25,7 +25,7 @@ def doctor(*arguments: object, deadline_s: float = 150.0) -> subprocess.Complete
 def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Three nodes that probe each other, with keys: the completed command, and each node's line of facts."""
     folder = tmp_path_factory.mktemp("doctor")
-    subprocess.run([str(FLOWRT), "keys", str(folder / "keys")], check=True, timeout=60, capture_output=True)
+    subprocess.run([str(FLOWRT), "keys", str(folder / "keys")], check=True, timeout=600, capture_output=True)
     script = folder / "everywhere"
     starts = "\n".join(f'SLURMD_NODENAME={name} "$@" | tee {folder}/{name}.json &' for name in NODES)
     script.write_text(f"#!/bin/sh\n{starts}\nwait\n")

@@ -65,7 +65,7 @@ def assert_training_continues(run: Any) -> None:
 
 def drain(run: Any, worker: str) -> subprocess.CompletedProcess[str]:
     command = [str(FLOWRT), "drain", worker, "--run", str(run.run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def stop_and_assert_nothing_lost(run: Any) -> None:

@@ -35,7 +35,7 @@ def without_time(results: dict[str, Any]) -> dict[str, Any]:
 def evaluate(run_dir: Path, *arguments: str) -> dict[str, Any]:
     out = run_dir.parent / "results.json"
     command = [str(FLOWRT), "eval", str(run_dir), "--json", str(out), *arguments]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     found: dict[str, Any] = json.loads(out.read_text())
     return found
@@ -165,7 +165,7 @@ def test_a_complete_run_without_a_summary_is_resumed(evaluated: Path, tmp_path: 
     shutil.copytree(evaluated, directory)
     (directory / "summary.json").unlink()
     command = [str(FLOWRT), "resume", str(directory)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "protocol violation" not in completed.stdout + completed.stderr
     assert json.loads((directory / "summary.json").read_text())["evaluations"]["held_out"]["version"] == 6

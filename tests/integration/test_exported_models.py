@@ -144,7 +144,7 @@ def assert_policy(
         "answers": [[conversation(n), list(one.ids)] for n, one in zip(numbers, of_run, strict=True)],
     }
     command = [sys.executable, "-c", READER, str(directory)]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     output: dict[str, Any] = json.loads(done.stdout)
     prompts = [torch.tensor(prompt) for _, prompt, _ in output["found"]]

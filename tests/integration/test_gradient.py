@@ -47,7 +47,7 @@ def test_two_ranks_compute_the_gradient_of_one_rank(tmp_path: Path, dtype: str) 
     subprocess.run(
         [*command, str(out), dtype],
         check=True,
-        timeout=120,
+        timeout=600,
         env=environment,
         capture_output=True,
     )

@@ -28,7 +28,7 @@ WORKER_S = 60.0
 
 
 def flowrt(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(FLOWRT), *map(str, arguments)], timeout=60, capture_output=True, text=True)
+    return subprocess.run([str(FLOWRT), *map(str, arguments)], timeout=600, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -120,6 +120,6 @@ def test_a_worker_raises_its_soft_limit() -> None:
 def test_a_limit_that_cannot_hold_a_worker_is_refused_by_name() -> None:
     code = "from flowrt.transport.lanes.open_lanes import most_open_lanes; most_open_lanes()"
     ended = subprocess.run(
-        ["sh", "-c", f"ulimit -n 50; exec {sys.executable} -c '{code}'"], capture_output=True, text=True, timeout=60
+        ["sh", "-c", f"ulimit -n 50; exec {sys.executable} -c '{code}'"], capture_output=True, text=True, timeout=600
     )
     assert "is 50, and a worker needs 64; raise it (ulimit -n" in ended.stderr

@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "--quiet", "--dest", str(folder)]
     try:
-        download = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        download = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired:
         pytest.skip(f"{WHEEL} could not be downloaded within 60 s")
     found = list(folder.glob("*.whl"))

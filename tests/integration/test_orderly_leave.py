@@ -59,7 +59,7 @@ def test_status_names_the_vacant_role(launch: Callable[..., Any], untrained_mode
 
     def status() -> str:
         command = [str(FLOWRT), "status", str(run.run_dir)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30.0).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=600).stdout
 
     run.wait_for(lambda: "no reward worker for" in status(), "vacancy in the status")
     assert run.wait(40.0) == 1, run.output

@@ -45,7 +45,7 @@ def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path) -> Non
     for program in blocks("python"):
         name = program.splitlines()[0].removeprefix("# ")
         (tmp_path / name).write_text(program)
-    subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True, timeout=600)
     commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
     subcommands = [command[1] for command in commands]
     assert subcommands == ["data", "run", "run", "run", "run", "reward", "run"]
@@ -57,7 +57,7 @@ def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path) -> Non
             line = [word.replace("/models/qwen", str(tmp_path / "model")) for word in line]
             line = [word.replace("https://judge.example", address) for word in line]
             environment = {**os.environ, "JUDGE_KEY": KEY}
-            ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environment)
+            ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)
             assert ended.returncode == 0, ended.stdout + ended.stderr
     runs = [number for number, command in enumerate(commands) if command[1] == "run" and "--help" not in command]
     for number in runs:

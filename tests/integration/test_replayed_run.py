@@ -70,7 +70,7 @@ def flowrt(*arguments: str) -> tuple[int, str]:
     """Exit code and output of the command, under another hash seed."""
     environment = {**os.environ, "PYTHONHASHSEED": "4", "COLUMNS": "200"}
     ended = subprocess.run(
-        [str(FLOWRT), *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [str(FLOWRT), *arguments], capture_output=True, text=True, timeout=600, check=False, env=environment
     )
     return ended.returncode, ended.stdout + ended.stderr
 

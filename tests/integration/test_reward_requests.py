@@ -406,7 +406,7 @@ def test_reward_check_help_lists_its_flags() -> None:
         [sys.executable, "-m", "flowrt.cli", "reward", "check", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0

@@ -47,7 +47,7 @@ def run_samples(run_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[
         [str(FLOWRT), "samples", str(run_dir), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         env={**os.environ, "COLUMNS": "160"},
     )

@@ -16,7 +16,7 @@ PRINT_TRANSPORT = [
 
 
 def stdout_of(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout.strip()
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def status(*arguments: str) -> subprocess.CompletedProcess[str]:
         [str(FLOWRT), "status", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={**os.environ, "COLUMNS": "200"},
     )
 

@@ -138,7 +138,7 @@ def test_a_worker_that_does_not_join_is_named_with_its_reason(
         [str(Path(sys.executable).with_name("flowrt")), "status", str(run.run_dir)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={**os.environ, "COLUMNS": "1000"},
     )
     assert re.search(line, shown.stdout), shown

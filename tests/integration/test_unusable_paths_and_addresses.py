@@ -128,7 +128,7 @@ def run_worker(address: str) -> tuple[int, str]:
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     ended = subprocess.run(
         [sys.executable, "-m", "flowrt.roles.reward", "--controller", address, "--connect-timeout-s", "1"],
-        timeout=90,
+        timeout=600,
         capture_output=True,
         text=True,
         env=environment,

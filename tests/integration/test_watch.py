@@ -148,7 +148,7 @@ def test_comparing_with_a_directory_that_is_not_a_run_is_refused(tmp_path: Path)
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     for command in (["watch"], ["export", "--html", str(tmp_path / "run.html")]):
         arguments = [str(FLOWRT), *command, str(tmp_path / "run"), "--compare", str(tmp_path / "none")]
-        completed = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+        completed = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
         assert (completed.returncode, len(completed.stderr.splitlines())) == (2, 1)
         assert f"{tmp_path / 'none'} is not a run directory" in completed.stderr
     assert not (tmp_path / "run.html").exists()
@@ -158,7 +158,7 @@ def test_comparing_with_a_directory_that_is_not_a_run_is_refused(tmp_path: Path)
 @pytest.mark.parametrize(("options", "expected"), [(["--port", "70000"], "no port"), (["--port", "x"], "whole number")])
 def test_a_malformed_port_is_refused_with_one_sentence(tmp_path: Path, options: list[str], expected: str) -> None:
     completed = subprocess.run(
-        [str(FLOWRT), "watch", str(tmp_path), *options], capture_output=True, text=True, timeout=60
+        [str(FLOWRT), "watch", str(tmp_path), *options], capture_output=True, text=True, timeout=600
     )
     assert (completed.returncode, len(completed.stderr.splitlines())) == (2, 1)
     assert expected in completed.stderr

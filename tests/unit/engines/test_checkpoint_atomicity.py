@@ -14,7 +14,7 @@ FIRST, LAST = 1, 3
 @pytest.mark.slow
 def test_a_complete_checkpoint_remains_wherever_the_trainer_crashes(tmp_path: Path) -> None:
     completed = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path)], capture_output=True, text=True, timeout=200
+        [sys.executable, str(PROGRAM), str(tmp_path)], capture_output=True, text=True, timeout=600
     )
     assert completed.returncode == 0, completed.stderr
     crashes = [json.loads(line) for line in completed.stdout.splitlines()]

@@ -87,7 +87,7 @@ def test_a_broken_pipe_does_not_change_the_exit_code(where: str) -> None:
         [FLOWRT, *arguments],
         stdout=write if where == "stdout" else subprocess.PIPE,
         stderr=write if where == "stderr" else subprocess.PIPE,
-        timeout=60,
+        timeout=600,
     )
     os.close(write)
     assert result.returncode == code
@@ -100,7 +100,7 @@ def test_a_broken_pipe_does_not_change_the_exit_code(where: str) -> None:
 def test_closed_standard_streams_do_not_change_the_exit_code(closed: str, tmp_path: Path) -> None:
     for arguments, code in (("--help", 0), ("run --steps 0", 2)):
         result = subprocess.run(
-            ["sh", "-c", f"{FLOWRT} {arguments} {closed}"], cwd=tmp_path, capture_output=True, timeout=60
+            ["sh", "-c", f"{FLOWRT} {arguments} {closed}"], cwd=tmp_path, capture_output=True, timeout=600
         )
         assert result.returncode == code
         assert b"Traceback" not in result.stderr
@@ -123,7 +123,7 @@ def test_tables_are_printed_to_an_ascii_terminal(tmp_path: Path) -> None:
         [sys.executable, "-c", code, summary, b"caf\xc3\xa9"],
         env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
         capture_output=True,
-        timeout=60,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     assert b"0.000 ? 1.000" in result.stdout

@@ -267,7 +267,7 @@ def test_a_recording_is_exported_as_a_test(run_dir: Path, tmp_path: Path, capsys
 
 
 def pytest_exit_code(path: Path) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", str(path)], timeout=90, check=False).returncode
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", str(path)], timeout=600, check=False).returncode
 
 
 def test_the_test_of_a_long_recording_refers_to_its_path(

@@ -412,7 +412,7 @@ def help_text() -> str:
     result = subprocess.run(
         [str(FLOWRT), "run", "--help"],
         check=True,
-        timeout=60,
+        timeout=600,
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "100"},

@@ -37,7 +37,7 @@ def offline_value(entry_point: tuple[str, ...], **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | variables
     command = [sys.executable, "-c", PROBE, *entry_point]
     completed = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environment, cwd=Path(__file__).parents[3]
+        command, capture_output=True, text=True, timeout=600, env=environment, cwd=Path(__file__).parents[3]
     )
     assert completed.returncode == 0, completed.stderr
     return completed.stdout

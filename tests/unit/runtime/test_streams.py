@@ -23,7 +23,7 @@ sys.exit(7)
 def test_a_log_beyond_its_quota_names_what_it_has_lost(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
-        ended = subprocess.run([sys.executable, "-c", LIMITED], stdout=subprocess.PIPE, stderr=output, timeout=60)
+        ended = subprocess.run([sys.executable, "-c", LIMITED], stdout=subprocess.PIPE, stderr=output, timeout=600)
     assert ended.returncode == 7
     assert ended.stdout == b"flowrt: standard error cannot be written and is dropped: File too large\ndone\n"
     lines = log.read_text().splitlines()
@@ -36,10 +36,10 @@ def test_a_log_beyond_its_quota_names_what_it_has_lost(tmp_path: Path) -> None:
 
 def test_a_command_whose_result_is_its_output_fails_on_a_full_disk() -> None:
     with open("/dev/full", "wb") as full:
-        ended = subprocess.run([FLOWRT, "--version"], stdout=full, stderr=subprocess.PIPE, timeout=60)
+        ended = subprocess.run([FLOWRT, "--version"], stdout=full, stderr=subprocess.PIPE, timeout=600)
         assert (ended.returncode, ended.stderr) == (
             1,
             b"flowrt: standard output cannot be written and is dropped: No space left on device\n",
         )
-        ended = subprocess.run([FLOWRT, "run", "--steps", "0"], stdout=full, stderr=full, timeout=60)
+        ended = subprocess.run([FLOWRT, "run", "--steps", "0"], stdout=full, stderr=full, timeout=600)
         assert ended.returncode == 2

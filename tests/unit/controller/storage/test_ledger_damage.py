@@ -175,7 +175,7 @@ def test_resume_reports_the_error_of_its_controller(damage: Callable[[Path], Non
     damage(run_dir / LEDGER)
     before = ledger_files(run_dir)
     command = [str(Path(sys.executable).with_name("flowrt")), "resume", str(run_dir)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 2, result.stdout + result.stderr
     [line] = result.stderr.splitlines()
     assert f"ledger {run_dir / LEDGER} " in line

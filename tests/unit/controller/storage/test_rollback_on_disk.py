@@ -215,9 +215,9 @@ def test_a_run_directory_is_locked_by_one_process(tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
     with pytest.raises(ConfigError, match="still in progress"):
         RunLock(tmp_path)
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode != 0
+    assert subprocess.run(command, capture_output=True, timeout=600).returncode != 0
     lock.release()
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run(command, capture_output=True, timeout=600).returncode == 0
     RunLock(tmp_path).release()
     with pytest.raises(ConfigError, match="cannot be opened"):
         RunLock(tmp_path / "nowhere")

@@ -32,7 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def export(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "flowrt.cli", "export", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
 
 def assert_equal(found: Numbers, run_dir: Path, names: Iterable[tuple[str, str]] = (), *, exact: bool) -> None:

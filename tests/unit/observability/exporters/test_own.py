@@ -29,7 +29,7 @@ def test_the_command_writes_all_steps_with_their_worst_samples(tmp_path: Path) -
     fill(run_dir)
     words = [sys.executable, "-m", "flowrt.cli", "export", str(run_dir), "--exporter", SPEC]
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, env={"STEPS_CSV": str(tmp_path / "steps.csv")}
+        words, capture_output=True, text=True, timeout=600, env={"STEPS_CSV": str(tmp_path / "steps.csv")}
     )
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path / "steps.csv")
