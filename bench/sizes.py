@@ -13,8 +13,9 @@ process after its imports, before it builds a model. ``memory_ratio_CASE`` is th
   (weights, gradient twice, AdamW) + one pass.
 
 Weights, cache and parameters are sizes of tensors. One chunk is measured, in another process: the peak of the same job
-with only the prompts of its largest chunk (lengths_256: prompts of 234 to 241 tokens; prompt_32k and prompts_16k: the
-last piece of a prompt, in an empty cache; catch_up: one sequence), less its own weights and cache. One pass is the peak
+with only the prompts of its largest chunk (lengths_256: the chunk with the most prompts and so the most logits;
+prompt_32k and prompts_16k: the last piece of a prompt, in an empty cache; catch_up: one sequence), less its own weights
+and cache. One pass is the peak
 of the same update with a vocabulary of 4,096, less its 20 bytes a parameter. So a ratio is 1 if memory does not grow
 with the number of prompts, of their lengths, with positions, or with the vocabulary, but for what has to grow.
 
@@ -78,12 +79,13 @@ def prompts(lengths: Sequence[int]) -> list[Prompt]:
 
 
 def weight_bytes(built: Any) -> int:
-    return sum(one.numel() * FLOAT_BYTES for one in built.parameters())
+    return int(sum(one.numel() * FLOAT_BYTES for one in built.parameters()))
 
 
 def cache_bytes(built: Any, rows: int, length: int) -> int:
     config = built.config
-    return 2 * config.num_hidden_layers * rows * length * config.num_key_value_heads * config.head_dim * FLOAT_BYTES
+    kv_size = int(config.num_key_value_heads * config.head_dim)
+    return 2 * int(config.num_hidden_layers) * rows * length * kv_size * FLOAT_BYTES
 
 
 def engine_of(built: Any, rows: int, new_tokens: int = 1) -> TorchRollout:
@@ -167,7 +169,7 @@ def top_k(vocabulary: int, tokens: int) -> int:
         )
     )
     trainer.step()
-    return 20 * sum(one.numel() for one in built.parameters())
+    return 20 * weight_bytes(built) // FLOAT_BYTES
 
 
 def lengths_ratio(rounds: int) -> float:
@@ -189,13 +191,13 @@ def lengths_ratio(rounds: int) -> float:
 
 
 def largest_chunk(lengths: Sequence[int]) -> list[int]:
-    """The lengths of the chunk with the most prompts times its length."""
+    """The lengths of the chunk with the most prompts, and so the most logits."""
     cached, left, chunks = CachedModel(model(NARROW, 8), 1), sorted(lengths), []
     while left:
         count = cached.chunk(left)
         chunks.append(left[:count])
         left = left[count:]
-    return max(chunks, key=lambda one: len(one) * max(one))
+    return max(chunks, key=len)
 
 
 def jobs(*, quick: bool) -> dict[str, tuple[Callable[[], int], Callable[[], int]]]:

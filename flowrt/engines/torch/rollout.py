@@ -24,6 +24,9 @@ from flowrt.engines.torch.cached_model import CPU, CachedModel, ShadowModel
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
 
+CPU_DRAW_ELEMENTS = 1 << 21
+"""On a CPU, logits that are drawn from at a time: 8 MiB, as the overhead of a slice is small."""
+
 
 def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverse transform sampling, with a number in [0, 1) for each row.
@@ -287,7 +290,8 @@ class TorchRollout:
 
     def _sample(self, rows: slice, logits_PV: torch.Tensor, sources: Sequence[int]) -> None:
         """Append a token to each row, from the logits ``sources[i]``; for a few rows at a time, to save memory."""
-        height = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
+        elements = CPU_DRAW_ELEMENTS if logits_PV.is_cpu else CHUNK_ELEMENTS
+        height = max(1, elements // logits_PV.shape[1])
         for start in range(0, len(sources), height):
             some = sources[start : start + height]
             logits_RV = logits_PV[some.start : some.stop] if isinstance(some, range) else logits_PV[some]
