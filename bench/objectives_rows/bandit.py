@@ -29,7 +29,7 @@ from flowrt.algorithms.advantages import GroupAdvantages
 from flowrt.algorithms.algorithm import Groups
 from flowrt.algorithms.objective import Correction, Kl, Objective
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
-from flowrt.engines.hf import disable_dropout
+from flowrt.engines.hf import set_training_mode
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
@@ -81,7 +81,7 @@ def make_model(seed: int) -> GPT2LMHeadModel:
     """A GPT-2 of one layer with one token for each arm, without dropout."""
     config = GPT2Config(vocab_size=ARMS, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
     torch.manual_seed(seed)
-    model: GPT2LMHeadModel = disable_dropout(GPT2LMHeadModel(config))
+    model: GPT2LMHeadModel = set_training_mode(GPT2LMHeadModel(config))
     with torch.no_grad():
         model.transformer.wte.weight.mul_(4.0)  # a reference that is not uniform
     return model

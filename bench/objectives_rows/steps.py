@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from flowrt.algorithms.algorithm import Algorithm, Groups, StepTokens, Tokens
 from flowrt.engines.base import TrainEngine, TrainingBatch
-from flowrt.engines.hf import disable_dropout
+from flowrt.engines.hf import set_training_mode
 from flowrt.engines.options import TrainOptions
 
 VOCABULARY, LIMIT, TEMPERATURE = 40, 12, 0.7
@@ -39,7 +39,7 @@ def make_model() -> Any:
         initializer_range=0.2,
     )
     torch.manual_seed(7)
-    return disable_dropout(GPT2LMHeadModel(config).double())
+    return set_training_mode(GPT2LMHeadModel(config).double())
 
 
 def save_model(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: load with `from_pretrained`, write with `save_pretrained`."""
 
+import logging
 import os
 import re
 import threading
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from flowrt.errors import EngineError
 from flowrt.runtime.files import partial_path, replace_directory
 
+log = logging.getLogger("flowrt")
 TOKENIZER_PACKAGES = frozenset({"protobuf", "sentencepiece", "tiktoken"})
 """Packages that read a tokenizer which is not in tokenizer.json: the extra ``tokenizers``."""
 _REQUIRED = re.compile(
@@ -136,18 +138,66 @@ def export_dtype(path: str | os.PathLike[str], wanted: str) -> torch.dtype:
     return config.dtype or torch.float32
 
 
-def disable_dropout(model: Any) -> Any:
-    """Set every dropout to 0, so that the trained policy equals the sampled one. Returns the model.
+DROPOUT = "drop"
+RANDOM_RATE = re.compile(f"{DROPOUT}|jitter|noise")
+"""Names of attributes with a rate of random changes of a forward pass: dropout, layer dropout, noise of a router."""
 
-    The model's configuration, and so the exported model, keeps its dropout settings.
+
+def random_rates(model: Any) -> dict[str, float]:
+    """Rates above 0 of random changes of a model's forward passes in training mode, by their name in its modules."""
+    rates: dict[str, float] = {}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            rates["dropout"] = max(float(module.p), rates.get("dropout", 0.0))
+        rates |= {name: float(value) for name, value in _rates_of(module).items() if value}
+    return rates
+
+
+def set_training_mode(model: Any, *, dropout: bool = False) -> Any:
+    """Make a forward pass of training a function of the tokens, so that the trained policy equals the sampled one.
+
+    All modules are in evaluation mode, without dropout and noise of routers. Only layers with activation checkpointing
+    are in training mode, which they need, and dropout rates are 0 for them. The model's configuration, and so the
+    exported model, keeps its settings.
+
+    Args:
+        model: a causal LM.
+        dropout: keep all rates, and set the model to training mode.
+
+    Returns:
+        The model.
     """
+    if dropout:
+        rates = ", ".join(f"{name} {value:g}" for name, value in sorted(random_rates(model).items()))
+        log.warning("trainer.dropout is on: %s", rates or "the model has no rate above 0")
+        return model.train()
+    model.eval()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Functional attention reads its dropout from an attribute.
-        elif isinstance(getattr(module, "attention_dropout", None), int | float):
-            module.attention_dropout = 0.0
+        for name in _rates_of(module):
+            if DROPOUT in name:  # the noise of a router also sets a threshold in evaluation mode
+                setattr(module, name, 0.0)
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
     return model
+
+
+def _rates_of(module: torch.nn.Module) -> dict[str, float]:
+    """Numbers among the attributes of a module that are rates of random changes, such as attention_dropout."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and RANDOM_RATE.search(name)
+    }
+
+
+def model_name(model: Any) -> str:
+    """The directory of a model and the type of its configuration, for messages."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", "") or type(model).__name__
+    path = str(getattr(model, "name_or_path", ""))
+    return f"{path} ({kind})" if path else str(kind)
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
         TrainerSetup(
             model=model_dir(config),
             device=device,
-            options=with_decay_steps(config),
+            options=train_options(config),
             settings=trainer,
             algorithm=algorithm(config),
             temperature=config.rollout.temperature,
@@ -69,10 +69,30 @@ def rollout_engine(config: RunConfig, worker: str = f"{ROLLOUT}-0") -> RolloutEn
     )
 
 
-def with_decay_steps(config: RunConfig) -> TrainOptions:
-    """The trainer's options; if ``decay_steps`` is 0, the learning rate decays over all steps after the warm-up."""
+EXACT = ("float32", "float64")
+EXACT_SHARE = 0.01
+"""Share of ``trainer.max_initial_mismatch`` that is allowed where rollout and trainer compute in `EXACT` dtypes."""
+
+
+def train_options(config: RunConfig) -> TrainOptions:
+    """The trainer's options, with what they leave to the run.
+
+    If ``decay_steps`` is 0, the learning rate decays over all steps after the warm-up.
+    """
     options: TrainOptions = config.trainer
+    options = dataclasses.replace(options, max_initial_mismatch=initial_mismatch_limit(config))
     if options.decay_steps:
         return options
     # Without a warm-up the first step has the full rate too, so that one step fewer is left for the decay.
     return dataclasses.replace(options, decay_steps=max(config.steps - max(options.warmup_steps, 1), 1))
+
+
+def initial_mismatch_limit(config: RunConfig) -> float:
+    """Largest divergence (k3, nats per token) of rollout and trainer at equal weights; 0: not checked."""
+    descriptor = TRAIN_ENGINES[config.trainer.engine]
+    computed_in = descriptor.forward_dtype(config.trainer)
+    generated_in = (
+        descriptor.published(config.trainer).dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    )
+    is_exact = ROLLOUT_ENGINES[config.rollout.engine].is_in_worker and {computed_in, generated_in} <= set(EXACT)
+    return config.trainer.max_initial_mismatch * (EXACT_SHARE if is_exact else 1.0)

@@ -23,7 +23,7 @@ from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.exported_model import ADAPTER, write_weights
 from flowrt.engines.fsdp import checkpoint, sharding
-from flowrt.engines.hf import disable_dropout, export_dtype
+from flowrt.engines.hf import export_dtype, model_name, set_training_mode
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
@@ -76,12 +76,14 @@ class FsdpTrainer:
         self._fsdp = fsdp or FsdpOptions()
         self._lora = lora or LoraOptions()
         self._passes = LossPasses(algorithm, temperature=temperature, forward_tokens=options.forward_tokens)
-        self.model = disable_dropout(sharding.load_sharded(source, device, self._fsdp, self._lora, seed)).train()
+        model = sharding.load_sharded(source, device, self._fsdp, self._lora, seed)
+        self.model = set_training_mode(model, dropout=options.dropout)
         # The optimiser works on the shards, whether or not the modules hold gathered parameters at the moment.
         self._shards = {name: shard for name, shard in self.model.named_parameters() if shard.requires_grad}
         self._optimizer = adamw(list(self._shards.values()), options, device.kind)
         self._deferred = DeferredStep(self._passes)
         self._steps = 0
+        self._is_checked = False  # whether rollout and trainer were compared at equal weights
         self._lr = 0.0
         self._barrier = RankBarrier("passes")
         self._final_dtype = export_dtype(source, options.final_dtype)
@@ -135,6 +137,9 @@ class FsdpTrainer:
 
     def _update(self, divisor: float, number: int = 0) -> float:
         """Make one optimiser update with the gradient over ``divisor``. Returns its norm. Collective."""
+        if not self._is_checked:
+            self._passes.check_equal_weights(self._options.max_initial_mismatch, model_name(self.model))
+            self._is_checked = True
         gradients = [sharding.local_shard(shard.grad) for shard in self._shards.values() if shard.grad is not None]
         for gradient in gradients:
             gradient /= divisor

@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.exported_model import GENERATION
-from flowrt.engines.hf import disable_dropout, export_dtype, named_parameters
+from flowrt.engines.hf import export_dtype, model_name, named_parameters, set_training_mode
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
@@ -108,13 +108,14 @@ class TorchTrainer:
     ) -> None:
         wide: torch.dtype = model.dtype
         self._masters = MasterParameters(model, narrow) if narrow not in (None, wide) else None
-        self.model = apply_optimizations(disable_dropout(model), options).train()
+        self.model = apply_optimizations(set_training_mode(model, dropout=options.dropout), options)
         self._options = options
         self._passes = LossPasses(algorithm, temperature=temperature, forward_tokens=options.forward_tokens)
         self._parameters = [self._master(one) for one in model.parameters() if one.requires_grad]
         self._optimizer = adamw(self._parameters, options, next(model.parameters()).device.type)
         self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each step's global gradient
         self._steps = 0
+        self._is_checked = False  # whether rollout and trainer were compared at equal weights
         self._lr = 0.0
         self._deferred = DeferredStep(self._passes)
         # Read now: the initial checkpoint may be deleted before training ends.
@@ -159,6 +160,9 @@ class TorchTrainer:
 
     def _update(self, divisor: float, number: int = 0) -> float:
         """Make one optimiser update with the gradient over ``divisor``. Returns its norm. Collective."""
+        if not self._is_checked:
+            self._passes.check_equal_weights(self._options.max_initial_mismatch, model_name(self.model))
+            self._is_checked = True
         gradient = torch.cat([self._gradient(parameter).reshape(-1) for parameter in self._parameters])
         if ranks() > 1:
             dist.all_reduce(gradient)

@@ -27,6 +27,7 @@ from flowrt.algorithms import (
 from flowrt.algorithms.support import Support, join_supports, support_logprobs
 from flowrt.engines.hf import head_on
 from flowrt.engines.options import TrainOptions
+from flowrt.engines.training.architecture import check_training
 from flowrt.engines.training.fused_head import ResponseTokens, enable_fused_head, fused_pass, uses_fused_head
 
 log = logging.getLogger("flowrt")
@@ -251,7 +252,12 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def apply_optimizations(model: Any, options: TrainOptions) -> Any:
-    """Apply the enabled optimisations. Returns the model. Collective for a sharded model."""
+    """Check the model, and apply the enabled optimisations. Returns the model. Collective for a sharded model.
+
+    Raises ConfigError for a model that cannot be trained (`check_training`); with dropout it is not checked.
+    """
+    if not options.dropout:
+        check_training(model)
     enable_fused_head(model)
     if options.share_prompts:
         enable_packing(model)

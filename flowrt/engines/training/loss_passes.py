@@ -21,6 +21,7 @@ from flowrt.algorithms.losses import clamped_log_ratio_T
 from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import Capture, TrainingBatch
 from flowrt.engines.training.forward import cut_into_passes, response_predictions
+from flowrt.errors import ConfigError
 
 if TYPE_CHECKING:
     from flowrt.engines.training.deferred import DeferredPass
@@ -195,6 +196,31 @@ class LossPasses:
         ratio_T = clamped_log_ratio_T(trainer_T, rollout_T).cpu().double()
         k3_T = ratio_T.expm1() - ratio_T
         self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, torch.ones_like(k3_T)]))
+
+    def check_equal_weights(self, limit: float, model: str) -> None:
+        """Check the rollout's log-probabilities of tokens that were generated with the present weights. Collective.
+
+        For the first update of an engine, after its passes and before the update.
+
+        Args:
+            limit: largest KL divergence (k3 estimate of KL(rollout || trainer), in nats per token); 0: no check.
+            model: name of the model, for the error.
+
+        Raises:
+            ConfigError: on all ranks, if the divergence is above the limit, or not a number.
+        """
+        if not limit:
+            return
+        totals = self._of_age[:, 0].clone()
+        if ranks() > 1:
+            dist.all_reduce(totals)
+        k3, tokens = totals.tolist()
+        if tokens and not k3 / tokens <= limit:
+            raise ConfigError(
+                f"model {model}: rollout and trainer disagree by {k3 / tokens:.2g} nats a token at equal weights, over "
+                f"{tokens:,.0f} tokens; trainer.max_initial_mismatch allows {limit:g}, so nothing was trained: compare "
+                "their dtypes, use another rollout engine, or raise the limit"
+            )
 
     def note_batch(self) -> None:
         """Count a micro-batch, also if none of its samples is trained."""

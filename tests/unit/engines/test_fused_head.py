@@ -15,7 +15,7 @@ from flowrt.algorithms.objective import Objective
 from flowrt.algorithms.support import Support
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.fsdp.trainer import FsdpTrainer
-from flowrt.engines.hf import disable_dropout, save_model
+from flowrt.engines.hf import save_model, set_training_mode
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.tiny_model import wrap_tokenizer
 from flowrt.engines.torch.trainer import TorchTrainer
@@ -37,7 +37,7 @@ def build(model_class: Any, config: Any, attention: str = "sdpa") -> Any:
     """In float64: in float32 the rounding of the layers' gradients exceeds the tolerances of these tests."""
     torch.manual_seed(0)
     config._attn_implementation = attention
-    return disable_dropout(model_class(config).double())
+    return set_training_mode(model_class(config).double())
 
 
 def samples(seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -9,7 +9,7 @@ from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.optimizer import learning_rate
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
-from flowrt.roles.engines import with_decay_steps
+from flowrt.roles.engines import train_options
 
 
 def rates(**options: Any) -> list[float]:
@@ -45,7 +45,7 @@ def test_the_cosine_schedule_is_at_half_the_rate_in_the_middle() -> None:
 def test_the_rate_reaches_its_minimum_just_after_the_last_step(schedule: str, warmup: int, min_lr: float) -> None:
     flags = ["--trainer.schedule", schedule, "--trainer.warmup-steps", str(warmup), "--trainer.lr", "0.001"]
     config = parse([*flags, "--steps", "10", "--trainer.min-lr", str(min_lr)])
-    options = with_decay_steps(config)
+    options = train_options(config)
     found = [learning_rate(options, step) for step in range(10)]
     peak = max(warmup, 1) - 1
     assert min(found) > 0

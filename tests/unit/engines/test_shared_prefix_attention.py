@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from flowrt.algorithms import pack_samples
 from flowrt.algorithms.objective import Objective
 from flowrt.engines.base import TrainingBatch
-from flowrt.engines.hf import disable_dropout
+from flowrt.engines.hf import set_training_mode
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.engines.training.forward import (
@@ -59,7 +59,7 @@ def samples(seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def build(model_class: Any, config: Any, attention: str = "sdpa") -> Any:
     torch.manual_seed(0)
     config._attn_implementation = attention
-    return disable_dropout(model_class(config).float())
+    return set_training_mode(model_class(config).float())
 
 
 def logprobs_and_gradients(

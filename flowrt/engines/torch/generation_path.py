@@ -1,0 +1,117 @@
+"""The way in which the rollout engine generates with a model: rows of keys and values, or a cache for each sequence.
+
+Decided by the model's own kind of cache, and by a check: a few tokens are generated in each way, with sequences of
+unequal lengths, and compared with a plain forward pass over each whole sequence. A model for which neither way gives
+the same log-probabilities is refused.
+
+Shapes: N samples, L tokens, T tokens of a response, V vocabulary.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from flowrt.engines.hf import model_name
+from flowrt.engines.torch.cached_model import CachedModel, Step
+from flowrt.engines.torch.generating import GeneratingModel
+from flowrt.engines.torch.sequence_model import SequenceModel
+from flowrt.engines.training.architecture import (
+    FAILURES,
+    expected_difference,
+    padding_noise,
+    plain_logprobs,
+    sample_sequences,
+)
+from flowrt.engines.training.forward import LAYERS, allowed_nats
+from flowrt.errors import ConfigError
+
+log = logging.getLogger("flowrt")
+STEPS = 4
+"""Tokens after each prompt of the check; the last two are computed by `GeneratingModel.extend`."""
+
+
+def has_rows(model: Any) -> bool:
+    """Whether the state of a sequence is a row of keys and values in every layer, by transformers' cache for it."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or LAYERS)
+    if getattr(model, "_is_stateful", False) or not kinds <= LAYERS:
+        return False
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except FAILURES:
+        return False
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def generating_model(model: Any, rows: int, step: Step | None = None) -> GeneratingModel:
+    """The model with its rows, in the fastest way that gives the log-probabilities of a plain forward pass.
+
+    Args:
+        model: a causal LM in evaluation mode, on the device of the engine.
+        rows: maximum number of running sequences.
+        step: a compiled decode step, for rows of keys and values.
+
+    Raises:
+        ConfigError: if no way does, or only one that has no compiled step.
+    """
+    if not (sequences := sample_sequences(model)):
+        return CachedModel(model, rows, step)
+    plain = plain_logprobs(model, sequences)
+    limit = allowed_nats(model.dtype, padding_noise(model, sequences, plain))
+    way = "rows of keys and values"
+    if has_rows(model):
+        off = disagreement(lambda: CachedModel(model, len(sequences)), sequences, plain)
+        if off <= limit:
+            return CachedModel(model, rows, step)
+        way = f"rows of keys and values (off by {off:.2g} nats)"
+    off = disagreement(lambda: SequenceModel(model, len(sequences)), sequences, plain)
+    if not off <= limit:
+        raise ConfigError(
+            f"model {model_name(model)}: the torch rollout engine would sample from another distribution than that of "
+            f"a forward pass over the whole sequence (off by {off:.2g} nats a token); use --rollout.engine sglang"
+        )
+    if step is not None:
+        raise ConfigError(f"model {model_name(model)} has no {way}, which rollout.compile needs; leave it out")
+    log.warning(
+        "model %s does not generate with %s: each sequence has a cache of its own, which is slower; --rollout.engine "
+        "sglang is faster",
+        model_name(model),
+        way,
+    )
+    return SequenceModel(model, rows)
+
+
+@torch.inference_mode()
+def disagreement(
+    build: Callable[[], GeneratingModel], sequences: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]
+) -> float:
+    """Largest `expected_difference` (nats) of generation in batches from ``plain``; infinite if it fails.
+
+    Prompts are prefilled together, decoded together, and caught up with, as after an update of the weights.
+    """
+    try:
+        generating = build()
+        prompts = [one[:-STEPS] for one in sequences]
+        rows = range(len(sequences))
+        count = generating.chunk([len(prompt) for prompt in prompts])
+        chunks = [rows[first : first + count] for first in range(0, len(rows), count)]
+        found = [torch.cat([generating.prefill([prompts[row] for row in chunk], chunk) for chunk in chunks])]
+        lengths_N = torch.tensor([len(prompt) for prompt in prompts], device=generating.device)
+        for step in range(STEPS - 2):
+            tokens_N = torch.stack([one[step - STEPS] for one in sequences]).to(generating.device)
+            found.append(generating.decode(tokens_N, lengths_N + step, int(lengths_N.max()) + step + 1))
+        found.append(generating.extend([one[:-1] for one in sequences], 1))
+        generating.fill([one[:-2] for one in sequences], rows)
+        found.append(generating.extend(list(sequences), 2))
+    except FAILURES as error:
+        log.debug("generation with %s failed: %s", build, error)
+        return math.inf
+    wanted = [torch.stack([one[place - STEPS - 1] for one in plain]) for place in range(STEPS + 1)]
+    return max(
+        expected_difference(logits.float().log_softmax(-1), plain_NV)
+        for logits, plain_NV in zip(found, wanted, strict=True)
+    )
