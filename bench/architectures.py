@@ -11,6 +11,7 @@ or refused with a reason, or counted as wrong.
 
 import argparse
 import json
+import logging
 import multiprocessing
 import resource
 import sys
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=FAMILIES, metavar="FAMILY", help="only these families")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     families = arguments.only or (QUICK if arguments.quick else FAMILIES)

@@ -13,7 +13,7 @@ from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters, set_training_mode
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.stopping import StopConditions
-from flowrt.engines.torch.generation_path import generating_model
+from flowrt.engines.torch.generation_path import has_right_rows
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.sequence_model import SequenceModel
 from flowrt.engines.training.architecture import check_training
@@ -24,6 +24,7 @@ from flowrt.transport.weights.snapshot import Snapshot
 PROMPTS = (5, 29, 12, 20, 12)
 """Lengths (tokens); the third and the last prompt are equal, as those of a group."""
 NEW = 14
+TEMPERATURE = 0.7
 UPDATE_AFTER = 4
 """Generated tokens of the longest sequence after which weights are updated in flight."""
 TOLERANCE = 2e-3
@@ -57,19 +58,22 @@ class Result:
 
 def examine(family: str) -> Result:
     """The result of this family. Raises what a run would show as a traceback."""
-    model = build(family)
+    try:
+        model = build(family)
+    except ImportError as error:
+        return Result("refused", "refused", "refused", reason=str(error).strip().partition("\n")[0][:160])
     try:
         check_training(model)
     except ConfigError as error:
         return Result("refused", "refused", "refused", reason=str(error))
     offs = {}
     try:
-        is_general = isinstance(generating_model(model, len(PROMPTS)), SequenceModel)
+        has_rows = has_right_rows(model)
     except ConfigError as error:
         found = Result("refused", "refused", reason=str(error))
     else:
-        found = Result("right", "sequences" if is_general else "rows")
-        offs = generation_errors(model)
+        found = Result("right", "rows" if has_rows else "sequences")
+        offs = generation_errors(model, has_rows)
     trained, of_training = training_errors(model)
     offs |= of_training
     wrong = {
@@ -92,10 +96,9 @@ def prompts_of(model: Any) -> list[torch.Tensor]:
     return prompts
 
 
-def engine(model: Any, rows: int) -> TorchRollout:
-    return TorchRollout(
-        model, generating=generating_model(model, rows), stop=NO_STOP, rows=rows, max_new_tokens=NEW, temperature=0.7
-    )
+def engine(model: Any, rows: int, has_rows: bool) -> TorchRollout:
+    generating = model if has_rows else SequenceModel(model, rows)
+    return TorchRollout(generating, stop=NO_STOP, rows=rows, max_new_tokens=NEW, temperature=TEMPERATURE)
 
 
 def generate(rollout: TorchRollout, todo: Sequence[Prompt], updates: str = "") -> list[Response]:
@@ -135,13 +138,13 @@ def off_by(model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[Resp
     """The largest error (nats) of a recorded log-probability."""
     most = 0.0
     for prompt, response in zip(prompts, responses, strict=True):
-        plain_TV = plain_logprobs(model, prompt, response.tokens, 0.7)
+        plain_TV = plain_logprobs(model, prompt, response.tokens, TEMPERATURE)
         expected_T = plain_TV.gather(1, response.tokens.long().unsqueeze(1))[:, 0]
         most = max(most, float((response.logprobs - expected_T).abs().nan_to_num(torch.inf).max()))
     return most
 
 
-def generation_errors(model: Any) -> dict[str, float]:
+def generation_errors(model: Any, has_rows: bool) -> dict[str, float]:
     prompts = prompts_of(model)
     todo = [Prompt(key, tokens, seed=key) for key, tokens in enumerate(prompts)]
     errors = {}
@@ -152,8 +155,8 @@ def generation_errors(model: Any) -> dict[str, float]:
         ("an update at once", len(prompts), "at once"),
         ("an update in flight", len(prompts), "prepared"),
     ):
-        errors[name] = off_by(model, prompts, generate(engine(model, rows), todo, updates))
-    greedy = generate(engine(model, len(prompts)), [replace(one, greedy=True) for one in todo])
+        errors[name] = off_by(model, prompts, generate(engine(model, rows, has_rows), todo, updates))
+    greedy = generate(engine(model, len(prompts), has_rows), [replace(one, greedy=True) for one in todo])
     errors["greedy tokens"] = max(greedy_error(model, *pair) for pair in zip(prompts, greedy, strict=True))
     return errors
 
@@ -173,13 +176,13 @@ def training_errors(model: Any) -> tuple[str, dict[str, float]]:
     responses = [torch.randint(3, vocabulary, (length,), generator=dice) for length in lengths]
     expected_T = torch.cat(
         [
-            plain_logprobs(model, prompt, response, 0.7).gather(1, response.unsqueeze(1))[:, 0]
+            plain_logprobs(model, prompt, response, TEMPERATURE).gather(1, response.unsqueeze(1))[:, 0]
             for prompt, response in zip(prompts, responses, strict=True)
         ]
     )
     alone = copy.deepcopy(model)
     for prompt, response in zip(prompts, responses, strict=True):
-        response_logprobs(alone, [prompt], [response], 0.7)[0].sum().backward()
+        response_logprobs(alone, [prompt], [response], TEMPERATURE)[0].sum().backward()
     wanted = gradient_of(alone)
     errors: dict[str, float] = {}
     trained = ""
@@ -189,7 +192,7 @@ def training_errors(model: Any) -> tuple[str, dict[str, float]]:
         if form == trained:
             continue  # packing is not supported
         trained = form
-        found_T = response_logprobs(copied, prompts, responses, 0.7)[0]
+        found_T = response_logprobs(copied, prompts, responses, TEMPERATURE)[0]
         errors[f"{form} training"] = float((found_T.detach() - expected_T).abs().nan_to_num(torch.inf).max())
         found_T.sum().backward()
         errors[f"gradient of {form} training"] = float((gradient_of(copied) - wanted).norm() / wanted.norm())

@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flowrt.engines.hf import head_on, named_parameters
 from flowrt.engines.torch.descriptor import PREFILL_TOKENS, SCORE_ELEMENTS
+from flowrt.engines.torch.generating import GeneratingModel
 from flowrt.transport.weights.snapshot import Snapshot
 
 CPU = torch.device("cpu")
@@ -224,7 +225,7 @@ class CachedModel:
     def __init__(self, model: Any, rows: int, step: Step | None = None) -> None:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
-        self.cache = RowCache(model.config.num_hidden_layers, rows, self.device)
+        self.cache = RowCache(model.config.get_text_config().num_hidden_layers, rows, self.device)
         self.step = step
         config = model.config.get_text_config()
         # The name of the cache's argument since transformers 5.24, and before.
@@ -237,6 +238,10 @@ class CachedModel:
         self._key_elements = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         self._window: int | None = getattr(config, "sliding_window", None)
         self._kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+
+    def twin(self, model: Any) -> "CachedModel":
+        """The same for another copy of the model, with empty rows."""
+        return CachedModel(model, self.cache.rows, self.step)
 
     def forward(
         self,
@@ -411,11 +416,11 @@ class ShadowModel:
     Used by one thread at a time.
     """
 
-    def __init__(self, first: CachedModel, published: torch.dtype | None = None) -> None:
+    def __init__(self, first: GeneratingModel, published: torch.dtype | None = None) -> None:
         """``published``: dtype of the versions, if it differs from the model's."""
         self._original = first
         self._published = published
-        self.cached: CachedModel | None = None
+        self.cached: GeneratingModel | None = None
         self.version = -1
         self._rounds = 0
         self._is_loaded = False
@@ -448,7 +453,7 @@ class ShadowModel:
         if self.cached is None:
             with torch.inference_mode(False):
                 model = copy.deepcopy(self._original.model)
-                self.cached = CachedModel(model, self._original.cache.rows, self._original.step)
+                self.cached = self._original.twin(model)
         if not self._is_loaded:
             snapshot.restore(named_parameters(self.cached.model), self._published)
             self._is_loaded = True
@@ -462,7 +467,7 @@ class ShadowModel:
             self._rounds += 1
             self._goals = {}
 
-    def _compute_chunk(self, cached: CachedModel, sequences: Mapping[int, torch.Tensor]) -> int:
+    def _compute_chunk(self, cached: GeneratingModel, sequences: Mapping[int, torch.Tensor]) -> int:
         """Compute missing tokens of some sequences that are below their goals. Returns their number."""
         keys, all_tokens = list(sequences), list(sequences.values())
         computed = [self._computed[key] for key in keys]
@@ -486,7 +491,7 @@ class ShadowModel:
         return sum(len(all_tokens[row]) - computed[row] for row in rows)
 
     def _block(
-        self, cached: CachedModel, sequences: Sequence[torch.Tensor], computed: Sequence[int], first: int
+        self, cached: GeneratingModel, sequences: Sequence[torch.Tensor], computed: Sequence[int], first: int
     ) -> range:
         """Rows from ``first`` on whose missing tokens fit into one pass; all of them have tokens in the cache."""
         missing = longest = 0
@@ -497,7 +502,7 @@ class ShadowModel:
                 return range(first, row)
         return range(first, len(sequences))
 
-    def _arrange(self, cached: CachedModel, sequences: Mapping[int, torch.Tensor]) -> None:
+    def _arrange(self, cached: GeneratingModel, sequences: Mapping[int, torch.Tensor]) -> None:
         """Reorder rows. New sequences have no tokens in the cache."""
         old_rows = {key: row for row, key in enumerate(self._computed)}
         sources = {row: old_rows[key] for row, key in enumerate(sequences) if key in old_rows}
@@ -505,7 +510,7 @@ class ShadowModel:
         self._computed = {key: self._computed.get(key, 0) for key in sequences}
 
     @torch.inference_mode()
-    def swap_in(self, replaced: CachedModel, sequences: Mapping[int, torch.Tensor]) -> tuple[CachedModel, int]:
+    def swap_in(self, replaced: GeneratingModel, sequences: Mapping[int, torch.Tensor]) -> tuple[GeneratingModel, int]:
         """Exchange models: returns the copy and the largest number of missing tokens of its rows.
 
         ``replaced``, the model used so far, becomes the copy for the next update.

@@ -133,7 +133,9 @@ class TorchGeneration(RolloutEngineDescriptor):
 
         from flowrt.engines.hf import load_model
         from flowrt.engines.stopping import StopConditions
+        from flowrt.engines.torch.generation_path import has_right_rows
         from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
+        from flowrt.engines.torch.sequence_model import SequenceModel
         from flowrt.engines.training.lora import add_adapters
         from flowrt.transport.devices import own_device
 
@@ -145,11 +147,13 @@ class TorchGeneration(RolloutEngineDescriptor):
         model = load_model(setup.model, str(device.torch), getattr(torch, _model_dtype(rollout, published)))
         if published.lora:
             model = add_adapters(model, published.lora).to(device.torch, model.dtype)
+        # Memory layout changes rounding: a deterministic run keeps the layout of a plain loop.
+        model = (model if setup.deterministic else optimize_layout(model)).eval()
+        rows = 1 if setup.deterministic else rollout.max_running_requests
         return TorchRollout(
-            # Memory layout changes rounding: a deterministic run keeps the layout of a plain loop.
-            model if setup.deterministic else optimize_layout(model),
+            model if has_right_rows(model, compiled=rollout.compile) else SequenceModel(model, rows),
             stop=StopConditions.of(setup.model, rollout.stop, setup.chat_template),
-            rows=1 if setup.deterministic else rollout.max_running_requests,
+            rows=rows,
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
             truncation=rollout.truncation,

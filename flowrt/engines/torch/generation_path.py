@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from flowrt.engines.hf import model_name
-from flowrt.engines.torch.cached_model import CachedModel, Step
+from flowrt.engines.torch.cached_model import CachedModel
 from flowrt.engines.torch.generating import GeneratingModel
 from flowrt.engines.torch.sequence_model import SequenceModel
 from flowrt.engines.training.architecture import (
@@ -47,42 +47,38 @@ def has_rows(model: Any) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def generating_model(model: Any, rows: int, step: Step | None = None) -> GeneratingModel:
-    """The model with its rows, in the fastest way that gives the log-probabilities of a plain forward pass.
+def has_right_rows(model: Any, *, compiled: bool = False) -> bool:
+    """Whether rows of keys and values give the log-probabilities of a plain forward pass (`CachedModel`).
+
+    If not, a cache for each sequence does (`SequenceModel`), which a line of the log says.
 
     Args:
         model: a causal LM in evaluation mode, on the device of the engine.
-        rows: maximum number of running sequences.
-        step: a compiled decode step, for rows of keys and values.
+        compiled: whether the decode step is to be compiled, which needs rows of keys and values.
 
     Raises:
-        ConfigError: if no way does, or only one that has no compiled step.
+        ConfigError: if neither does, or only a way that cannot be compiled.
     """
     if not (sequences := sample_sequences(model)):
-        return CachedModel(model, rows, step)
+        return True
     plain = plain_logprobs(model, sequences)
     limit = allowed_nats(model.dtype, padding_noise(model, sequences, plain))
-    way = "rows of keys and values"
+    name, why = model_name(model), "its state is not rows of keys and values"
     if has_rows(model):
         off = disagreement(lambda: CachedModel(model, len(sequences)), sequences, plain)
         if off <= limit:
-            return CachedModel(model, rows, step)
-        way = f"rows of keys and values (off by {off:.2g} nats)"
+            return True
+        why = f"rows of keys and values are off by {off:.2g} nats a token"
     off = disagreement(lambda: SequenceModel(model, len(sequences)), sequences, plain)
     if not off <= limit:
         raise ConfigError(
-            f"model {model_name(model)}: the torch rollout engine would sample from another distribution than that of "
-            f"a forward pass over the whole sequence (off by {off:.2g} nats a token); use --rollout.engine sglang"
+            f"model {name}: the torch rollout engine would sample from another distribution than that of a forward "
+            f"pass over the whole sequence (off by {off:.2g} nats a token); use --rollout.engine sglang"
         )
-    if step is not None:
-        raise ConfigError(f"model {model_name(model)} has no {way}, which rollout.compile needs; leave it out")
-    log.warning(
-        "model %s does not generate with %s: each sequence has a cache of its own, which is slower; --rollout.engine "
-        "sglang is faster",
-        model_name(model),
-        way,
-    )
-    return SequenceModel(model, rows)
+    if compiled:
+        raise ConfigError(f"rollout.compile needs rows of keys and values, and of model {name} {why}; leave it out")
+    log.warning("model %s: %s, so each sequence has a cache of its own; --rollout.engine sglang is faster", name, why)
+    return False
 
 
 @torch.inference_mode()

@@ -21,6 +21,8 @@ from flowrt.engines.hf import named_parameters
 from flowrt.engines.options import SamplingOptions, Truncation
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.cached_model import CPU, CachedModel, ShadowModel
+from flowrt.engines.torch.generating import GeneratingModel
+from flowrt.engines.torch.sequence_model import SequenceModel
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -88,7 +90,8 @@ class TorchRollout:
     Weights may be swapped while sequences run.
 
     Args:
-        model: a transformers causal LM, on the device of the engine.
+        model: a transformers causal LM, on the device of the engine, which has rows of keys and values, or one with
+            rows of another kind (`flowrt.engines.torch.generation_path`).
         stop: stop tokens and stop strings.
         rows: maximum number of running sequences.
         max_new_tokens: maximum length of a response, in tokens.
@@ -117,15 +120,9 @@ class TorchRollout:
     ) -> None:
         if temperature <= 0:
             raise EngineError(f"rollout temperature is {temperature}; use a value above 0 (prompts can be greedy)")
-        step = None
-        if compiled:
-            # Imported here: the compiler is slow to import.
-            from flowrt.engines.torch.compile import compile_decode_step
-
-            step = compile_decode_step(model.eval(), single_row=rows == 1)
-        self._cached = CachedModel(model.eval(), rows, step)
+        self._cached: GeneratingModel = model if isinstance(model, SequenceModel) else _with_rows(model, rows, compiled)
         self._device = device = self._cached.device
-        self._published = published if published != model.dtype else None
+        self._published = published if published != self._cached.model.dtype else None
         self._shadow = ShadowModel(self._cached, self._published)
         self._missing_tokens = 0  # per row, before its last token; computed by the next decode step as well
         self._stop = stop
@@ -397,6 +394,16 @@ class TorchRollout:
         self._supports.pop()
         self._generated.pop()
         self._host_tokens.pop()
+
+
+def _with_rows(model: Any, rows: int, compiled: bool) -> CachedModel:
+    step = None
+    if compiled:
+        # Imported here: the compiler is slow to import.
+        from flowrt.engines.torch.compile import compile_decode_step
+
+        step = compile_decode_step(model.eval(), single_row=rows == 1)
+    return CachedModel(model.eval(), rows, step)
 
 
 def _position(prompt: Prompt, generated: int) -> int:
