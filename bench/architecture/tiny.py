@@ -32,7 +32,8 @@ SMALL = (
     | _of(16, "laurel_rank mamba_dt_rank time_step_rank hc_lowrank hidden_size_per_layer_input router_hidden_size")
     | _of(16, "mamba_d_state ssm_state_size state_size mamba_d_head attention_chunk_size")
     | _of(4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads num_query_groups")
-    | _of(4, "encoder_attention_heads linear_num_value_heads linear_num_heads index_n_heads mamba_n_heads")
+    | _of(4, "encoder_attention_heads linear_num_value_heads linear_num_heads mamba_n_heads")
+    | _of(16, "index_n_heads")  # fewer would often choose among keys of equal score, 0
     | _of(4, "swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads mamba_num_heads")
     | _of(2, "num_key_value_heads num_kv_heads linear_num_key_heads swa_num_key_value_heads n_groups n_group")
     | _of(2, "num_experts_per_tok num_experts_per_token moe_topk num_expert_group")

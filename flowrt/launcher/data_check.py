@@ -1,6 +1,6 @@
 """``flowrt data check``: check data sets as a run would read them, without a process or a model in memory.
 
-The command reads the rows, and the tokenizer and configuration of the model, but not its weights.
+The command reads the rows, and the tokenizer and configuration of the model; with ``--deep`` also its weights.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,13 @@ from flowrt.recipes.tasks.rows import data_path
 
 ABOUT = (
     "Checks the data sets of flowrt run custom against its model, without a process or a model in memory. Takes every "
-    "flag of that command, of which those listed here have an effect, and --show N: print the first N prompts."
+    "flag of that command, of which those listed here have an effect, and --show N: print the first N prompts. With "
+    "--deep it loads the model and compares its rollout with its training, as a run does before its first step."
 )
+DEEP = "--deep"
 QUANTILES = (0.5, 0.9, 0.99)
+MAX_COMPARED = 100
+"""Prompts of each data set among which --deep looks for short and long ones."""
 MAX_SHOWN_TOKENS = 64
 """Token ids of a prompt that are printed."""
 MAX_SHOWN_TEXT = 2_000
@@ -54,12 +58,14 @@ class Prompts:
     first_shared: str
 
 
-def read_arguments(words: Sequence[str]) -> tuple[RunConfig, int]:
-    """The configuration of the run that is checked, from the flags of ``flowrt run custom``, and the value of --show.
+def read_arguments(words: Sequence[str]) -> tuple[RunConfig, int, bool]:
+    """The configuration of the run that is checked, from the flags of ``flowrt run custom``, the value of --show, and
+    whether --deep is given.
 
     Raises ConfigError for invalid values. Exits with code 2 on unknown flags, and after printing --help.
     """
-    show, rest = take("--show", list(words))
+    is_deep = DEEP in words
+    show, rest = take("--show", [word for word in words if word != DEEP])
     if show and not (show.isascii() and show.isdecimal()):
         raise ConfigError(f"--show {show!r:.40} is not a whole number")
     config = read(rest, "flowrt data check", default="custom", about=ABOUT, is_listed=_is_listed)
@@ -69,23 +75,24 @@ def read_arguments(words: Sequence[str]) -> tuple[RunConfig, int]:
         raise ConfigError("flowrt data check needs --model DIRECTORY, with a tokenizer and config.json")
     if not config.data.sets:
         data_path(config)
-    return config, int(show or "0")
+    return config, int(show or "0"), is_deep
 
 
 def _is_listed(name: str) -> bool:
     return name in ("model", "rollout.max_new_tokens") or (name.startswith("data.") and "reward" not in name)
 
 
-def check_data(config: RunConfig, show: int, console: Console) -> int:
+def check_data(config: RunConfig, show: int, is_deep: bool, console: Console) -> int:
     """Print the data sets' rows, lengths, stop tokens and duplicates, and their first prompts.
 
     Args:
         config: of the run; its model directory needs only a tokenizer and config.json.
         show: number of prompts to print.
+        is_deep: whether rollout and trainer are compared on a few prompts; the directory then needs weights.
         console: receives the report.
 
     Returns:
-        The exit code: `EXIT_BAD_INPUT` if a run would refuse the data.
+        The exit code: `EXIT_BAD_INPUT` if a run would refuse the data, or end before its first step.
 
     Raises ConfigError for rows that cannot be used, and for a model without tokenizer or config.json.
     """
@@ -95,9 +102,12 @@ def check_data(config: RunConfig, show: int, console: Console) -> int:
     sets = open_sets(config.data)
     check_rows(sets, replace(config.data, allow_overlap=True))
     try:
-        return _report(config, sets, show, console)
+        code = _report(config, sets, show, console)
+        if is_deep and code == EXIT_OK:
+            code = _compare(config, sets, console)
     except EngineError as error:
         raise ConfigError(str(error)) from error
+    return code
 
 
 def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: Console) -> int:
@@ -141,6 +151,21 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
         _show(problem, encoder, tokenizer, console)
     is_refused = (found.overlong and limits.overlong == "error") or (found.shared and not config.data.allow_overlap)
     return EXIT_BAD_INPUT if is_refused else EXIT_OK
+
+
+def _compare(config: RunConfig, sets: Sequence[ProblemSet], console: Console) -> int:
+    """Print how far rollout and trainer disagree on the first prompts of each data set; returns the exit code."""
+    from flowrt.engines.prompts import PromptEncoder
+    from flowrt.launcher.deep_check import compare
+
+    tokenizer, model_config = _model(base_model_dir(Path(config.model)), tokenizer_dir(Path(config.model)))
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format)
+    most = prompt_limits(config, model_config).most
+    first = [one.training[place] for one in sets for place in range(min(MAX_COMPARED, len(one.training)))]
+    encoded = [encoder(one.prompt, one.messages) for one in first]
+    found = compare(config, [ids for ids in encoded if len(ids) <= most])
+    console.print(f"{'policies':<14}{found}", soft_wrap=True)
+    return EXIT_BAD_INPUT if found.is_refused else EXIT_OK
 
 
 def _model(path: Path, with_tokenizer: Path) -> tuple[Any, Any]:

@@ -18,7 +18,14 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flowrt.engines.hf import load_tokenizer, meta_model, parameter_shapes, unloadable
+from flowrt.engines.hf import (
+    load_model,
+    load_tokenizer,
+    meta_model,
+    parameter_shapes,
+    set_training_mode,
+    unloadable,
+)
 from flowrt.engines.model_config import (
     ROPE,
     overwrite_config,
@@ -29,6 +36,9 @@ from flowrt.engines.model_config import (
 )
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import stop_token_ids
+from flowrt.engines.table import ROLLOUT_ENGINES
+from flowrt.engines.torch.generation_path import has_right_rows
+from flowrt.engines.training.architecture import check_training
 from flowrt.engines.training.lora import add_adapters
 from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError, suggested
 from flowrt.launcher.prompt_check import check_prompts
@@ -45,6 +55,8 @@ log = logging.getLogger("flowrt")
 MAX_NAMES = 3
 MAX_SCANNED_BYTES = 4 * 10**9
 """Larger weights are not searched for NaN and infinity: it would take too long."""
+MAX_LOADED_BYTES = 5 * 10**8
+"""Models with larger weights are not loaded before the run starts: they would take as much memory twice."""
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
 """Exceptions of transformers for a checkpoint that it cannot load."""
 
@@ -73,6 +85,9 @@ def check_model(config: RunConfig) -> None:
         form=config.data.prompt_format,
     )
     check_finite(path)
+    check_architecture(
+        path, generates=ROLLOUT_ENGINES[config.rollout.engine].is_in_worker, compiled=config.rollout.compile
+    )
 
 
 def write_models(config: RunConfig) -> None:
@@ -139,6 +154,7 @@ def check_reference(config: RunConfig) -> None:
         form=config.data.prompt_format,
     )
     check_finite(path)
+    check_architecture(path, generates=False)
 
 
 def check_sampling(config: RunConfig, vocab_size: int, what: str) -> None:
@@ -198,6 +214,24 @@ def check_finite(path: Path) -> None:
                             f"weights {file}: {name} contains {least if not least.isfinite() else most}: they are "
                             "damaged, or from a training that diverged; use others"
                         )
+
+
+def check_architecture(path: Path, *, generates: bool, compiled: bool = False) -> None:
+    """Raises ConfigError for a model that cannot be trained, or that the torch rollout engine cannot generate with.
+
+    Does nothing above `MAX_LOADED_BYTES`: then the trainer and the rollout workers find it when they load the model.
+
+    Args:
+        path: directory of the model.
+        generates: whether the rollout engine computes with transformers, in the workers.
+        compiled: whether its decode step is compiled.
+    """
+    if sum(file.stat().st_size for file in weight_files(path)) > MAX_LOADED_BYTES:
+        return
+    model = set_training_mode(load_model(path))
+    check_training(model)
+    if generates:
+        has_right_rows(model, compiled=compiled)
 
 
 def _headers(path: Path) -> dict[str, torch.Tensor]:

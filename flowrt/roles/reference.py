@@ -10,6 +10,7 @@ from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, run_stage
 from flowrt.engines.hf import load_model, weight_bytes
+from flowrt.engines.training.architecture import check_training
 from flowrt.engines.training.forward import enable_packing, score
 from flowrt.engines.training.fused_head import enable_fused_head
 from flowrt.ids import REFERENCE
@@ -92,6 +93,7 @@ def load_reference(config: RunConfig, device: Device) -> Any:
     device.use()
     dtype: torch.dtype = getattr(torch, reference_dtype(config))
     model = load_model(reference_model_dir(config), str(device.torch), dtype).eval()
+    check_training(model)
     enable_fused_head(model)
     if config.trainer.share_prompts:
         enable_packing(model)

@@ -12,6 +12,7 @@ from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.stopping import StopConditions
+from flowrt.engines.torch.cached_model import CachedModel
 from flowrt.engines.torch.graphs import GraphedStep
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
@@ -63,6 +64,7 @@ def test_cuda_graphs_give_the_results_of_the_plain_step(kind: str, accelerator: 
     if accelerator.kind != "cuda":
         pytest.skip("graphs are for CUDA")
     rollout = engine(model(kind).to(accelerator.torch), compiled=True)
+    assert isinstance(rollout._cached, CachedModel)
     assert isinstance(rollout._cached.step, GraphedStep)
     rollout.add(prompts()[:ROWS])
     done = {one.key: one for one in rollout.run(After(5))}

@@ -157,6 +157,8 @@ def test_the_configuration_enables_compilation(tmp_path: Path) -> None:
     compiled, plain = (rollout_engine(parse([*flags, "--rollout.compile", one])) for one in ("True", "False"))
     assert isinstance(compiled, TorchRollout)
     assert isinstance(plain, TorchRollout)
+    assert isinstance(compiled._cached, CachedModel)
+    assert isinstance(plain._cached, CachedModel)
     assert compiled._cached.step is compiled_steps.step_compiled
     assert plain._cached.step is None
 

@@ -64,6 +64,7 @@ def answers(step: GraphedStep | None, *, update: bool, rows: int = 5) -> dict[in
     engine = TorchRollout(
         make_model(0), stop=StopConditions((1,)), rows=rows, max_new_tokens=NEW_TOKENS, temperature=1.0
     )
+    assert isinstance(engine._cached, CachedModel)
     engine._cached.step = step
     todo, done = prompts(), dict[int, Response]()
     snapshots = [Snapshot.take(one, named_parameters(make_model(one))) for one in (1, 2)] if update else []
