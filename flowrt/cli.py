@@ -590,7 +590,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "drain": Subcommand("remove a worker from a running job without losing a sample", _drain, _drain_arguments),
     "keys": Subcommand("make keys for the controller and the workers", _keys, _keys_arguments),
     "doctor": Subcommand("check this machine, or all nodes of a job, before a run", _doctor, _doctor_arguments),
-    "data": Subcommand("check a data set: flowrt data check --model DIR --data PATH [--show N]", _data),
+    "data": Subcommand("check a data set: flowrt data check --model DIR --data PATH [--show N] [--deep]", _data),
     "reward": Subcommand(
         "check reward functions: flowrt reward check --data PATH --reward FUNCTION [--limit N]", _reward
     ),

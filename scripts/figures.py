@@ -1,11 +1,12 @@
 """Write the measured figures into the documents, each between its two markers, from the files in bench/results.
 
-Run without arguments; it rewrites README.md, docs/benchmarks.md and docs/objectives.md. A test compares the documents
-with its output.
+Run without arguments; it rewrites README.md, docs/benchmarks.md, docs/objectives.md and docs/guides/models.md. A test
+compares the documents with its output.
 """
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -550,6 +551,41 @@ def _staleness_of(measured: dict[str, float]) -> list[str]:
     ]
 
 
+def architectures() -> str:
+    """The tables of docs/guides/models.md: families by the way in which they generate and train, and those refused."""
+    found = result("architectures")
+    families: dict[str, dict[str, Any]] = found["families"]
+    version = found["machine"]["transformers"]
+    counts = {name.removeprefix("arch_"): f"{value:.0f}" for name, value in found["metrics"].items()}
+    generation = {"rows": "rows of keys and values", "sequences": "a cache for each sequence", "refused": "with SGLang"}
+    lines = [
+        f"Of the {len(families)} families of transformers {version}, {counts['right']} are right in all paths, "
+        f"{counts['refused']} are refused, {counts['wrong']} are wrong, and {counts['tracebacks']} end in a traceback.",
+        "",
+        "| the torch rollout engine generates with | samples are trained | families |",
+        "|---|---|---|",
+    ]
+    for way, text in generation.items():
+        for form in ("packed", "padded"):
+            paths = {"generation": way, "training": form}
+            names = [name for name, one in families.items() if paths.items() <= one.items()]
+            if names:
+                lines.append(f"| {text} | {form} | {', '.join(f'`{name}`' for name in names)} |")
+    reasons: dict[str, list[str]] = {}
+    for name, one in families.items():
+        if one["state"] == "refused" and one["training"] == "refused":
+            reasons.setdefault(_general(one["reason"], name), []).append(name)
+    lines += ["", "| refused because | families |", "|---|---|"]
+    lines += [f"| {why} | {', '.join(f'`{name}`' for name in names)} |" for why, names in sorted(reasons.items())]
+    return "\n".join([*lines, ""])
+
+
+def _general(reason: str, family: str) -> str:
+    """The reason of a refusal without the family's own name and number."""
+    text = reason.removeprefix(f"model {family}").lstrip(": ").replace("|", "/")
+    return re.sub(r"by [\d.e+-]+ nats", "by some nats", text)
+
+
 SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], str], list[str]], str], ...] = (
     ("Default job", main_job, "main_job.py --other-seeds 2"),
     ("GSM8K", gsm8k, "gsm8k.py --data problems.jsonl"),
@@ -575,6 +611,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "README.md": headline,
     "docs/benchmarks.md": tables,
     "docs/objectives.md": objectives,
+    "docs/guides/models.md": architectures,
 }
 
 

@@ -71,7 +71,7 @@ def compare(config: RunConfig, prompts: Sequence[Sequence[int]]) -> Disagreement
     """
     if not ROLLOUT_ENGINES[config.rollout.engine].is_in_worker:
         raise ConfigError(
-            f"--deep generates in this process, and rollout.engine {config.rollout.engine} in a server of its own; leave "
+            f"--deep generates in this process, and rollout.engine {config.rollout.engine} in a server; leave "
             "out --deep (a run makes the same comparison before its first step), or use --rollout.engine torch"
         )
     if not prompts:
