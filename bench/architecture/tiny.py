@@ -59,6 +59,8 @@ DERIVED += " transformers_version attention_layers"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},

@@ -235,7 +235,7 @@ class CachedModel:
         )  # adds the mask to the scores, so it must be float
         heads = int(getattr(config, "num_attention_heads", None) or 1)
         self._score_heads = heads if self._adds_mask else 1  # SDPA keeps no scores, and its mask is for all heads
-        self._key_elements = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self._key_elements = heads * (vars(config).get("head_dim") or config.hidden_size // heads)
         self._window: int | None = getattr(config, "sliding_window", None)
         self._kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
 

@@ -22,12 +22,12 @@ from flowrt.engines.torch.generating import GeneratingModel
 from flowrt.engines.torch.sequence_model import SequenceModel
 from flowrt.engines.training.architecture import (
     FAILURES,
+    allowed_difference,
     expected_difference,
-    padding_noise,
     plain_logprobs,
     sample_sequences,
 )
-from flowrt.engines.training.forward import LAYERS, allowed_nats
+from flowrt.engines.training.forward import LAYERS
 from flowrt.errors import ConfigError
 
 log = logging.getLogger("flowrt")
@@ -62,50 +62,61 @@ def has_right_rows(model: Any, *, compiled: bool = False) -> bool:
     if not (sequences := sample_sequences(model)):
         return True
     plain = plain_logprobs(model, sequences)
-    limit = allowed_nats(model.dtype, padding_noise(model, sequences, plain))
+    limit = allowed_difference(model, sequences[1], plain[1])
     name, why = model_name(model), "its state is not rows of keys and values"
     if has_rows(model):
-        off = disagreement(lambda: CachedModel(model, len(sequences)), sequences, plain)
+        off, how = _tried(lambda: CachedModel(model, len(sequences)), sequences, plain)
         if off <= limit:
             return True
-        why = f"rows of keys and values are off by {off:.2g} nats a token"
-    off = disagreement(lambda: SequenceModel(model, len(sequences)), sequences, plain)
+        why = f"generation with rows of keys and values {how}"
+    off, how = _tried(lambda: SequenceModel(model, len(sequences)), sequences, plain)
     if not off <= limit:
         raise ConfigError(
-            f"model {name}: the torch rollout engine would sample from another distribution than that of a forward "
-            f"pass over the whole sequence (off by {off:.2g} nats a token); use --rollout.engine sglang"
+            f"model {name} cannot generate with the torch rollout engine: {why}, and a cache for each sequence {how}; "
+            "use --rollout.engine sglang"
         )
     if compiled:
-        raise ConfigError(f"rollout.compile needs rows of keys and values, and of model {name} {why}; leave it out")
+        raise ConfigError(
+            f"rollout.compile needs rows of keys and values, and model {name} has none that are right: {why}; leave it "
+            "out"
+        )
     log.warning("model %s: %s, so each sequence has a cache of its own; --rollout.engine sglang is faster", name, why)
     return False
+
+
+def _tried(
+    build: Callable[[], GeneratingModel], sequences: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]
+) -> tuple[float, str]:
+    """The `disagreement` (nats) of a way to generate, infinite if it fails; and what is wrong with it, as text."""
+    try:
+        off = disagreement(build, sequences, plain)
+    except FAILURES as error:
+        return math.inf, f"fails ({str(error).strip().partition(chr(10))[0][:160]})"
+    return off, f"is off by {off:.2g} nats a token from a plain forward pass"
 
 
 @torch.inference_mode()
 def disagreement(
     build: Callable[[], GeneratingModel], sequences: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]
 ) -> float:
-    """Largest `expected_difference` (nats) of generation in batches from ``plain``; infinite if it fails.
+    """Largest `expected_difference` (nats) of generation in batches from ``plain``.
 
-    Prompts are prefilled together, decoded together, and caught up with, as after an update of the weights.
+    Prompts are prefilled together, decoded together, and caught up with, as after an update of the weights. Raises what
+    the model raises.
     """
-    try:
-        generating = build()
-        prompts = [one[:-STEPS] for one in sequences]
-        rows = range(len(sequences))
-        count = generating.chunk([len(prompt) for prompt in prompts])
-        chunks = [rows[first : first + count] for first in range(0, len(rows), count)]
-        found = [torch.cat([generating.prefill([prompts[row] for row in chunk], chunk) for chunk in chunks])]
-        lengths_N = torch.tensor([len(prompt) for prompt in prompts], device=generating.device)
-        for step in range(STEPS - 2):
-            tokens_N = torch.stack([one[step - STEPS] for one in sequences]).to(generating.device)
-            found.append(generating.decode(tokens_N, lengths_N + step, int(lengths_N.max()) + step + 1))
-        found.append(generating.extend([one[:-1] for one in sequences], 1))
-        generating.fill([one[:-2] for one in sequences], rows)
-        found.append(generating.extend(list(sequences), 2))
-    except FAILURES as error:
-        log.debug("generation with %s failed: %s", build, error)
-        return math.inf
+    generating = build()
+    prompts = [one[:-STEPS] for one in sequences]
+    rows = range(len(sequences))
+    count = generating.chunk([len(prompt) for prompt in prompts])
+    chunks = [rows[first : first + count] for first in range(0, len(rows), count)]
+    found = [torch.cat([generating.prefill([prompts[row] for row in chunk], chunk) for chunk in chunks])]
+    lengths_N = torch.tensor([len(prompt) for prompt in prompts], device=generating.device)
+    for step in range(STEPS - 2):
+        tokens_N = torch.stack([one[step - STEPS] for one in sequences]).to(generating.device)
+        found.append(generating.decode(tokens_N, lengths_N + step, int(lengths_N.max()) + step + 1))
+    found.append(generating.extend([one[:-1] for one in sequences], 1))
+    generating.fill([one[:-2] for one in sequences], rows)
+    found.append(generating.extend(list(sequences), 2))
     wanted = [torch.stack([one[place - STEPS - 1] for one in plain]) for place in range(STEPS + 1)]
     return max(
         expected_difference(logits.float().log_softmax(-1), plain_NV)

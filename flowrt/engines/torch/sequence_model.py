@@ -60,6 +60,7 @@ class SequenceModel:
             raise EngineError(f"{type(model).__name__} takes no cache, so it cannot generate token by token")
         self._argument = names[0]
         self._keeps_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._takes_positions = "position_ids" in parameters
 
     def twin(self, model: Any) -> "SequenceModel":
         return SequenceModel(model, self.cache.rows)
@@ -119,9 +120,13 @@ class SequenceModel:
 
     def _step(self, tokens_L: torch.Tensor, row: int) -> torch.Tensor:
         """Logits [1, V] after the next tokens of this row."""
-        state = self.cache.states[row]
-        before = {} if state is None else {self._argument: state}
-        out = self.model(input_ids=tokens_L.long().unsqueeze(0), use_cache=True, **before, **self._keeps_last)
+        state, start = self.cache.states[row], self.cache.lengths[row]
+        given: dict[str, Any] = {"use_cache": True, **self._keeps_last}
+        if state is not None:
+            given[self._argument] = state
+            if self._takes_positions:  # some models derive them from the first layer's cache, which may have no length
+                given["position_ids"] = torch.arange(start, start + len(tokens_L), device=self.device).unsqueeze(0)
+        out = self.model(input_ids=tokens_L.long().unsqueeze(0), **given)
         self.cache.states[row] = getattr(out, self._argument)
         self.cache.lengths[row] += len(tokens_L)
         logits_1V: torch.Tensor = out.logits[:, -1]

@@ -50,7 +50,7 @@ def trainer(limit: float) -> TorchTrainer:
         (0.02, 0, 0.1, False),  # k3 of 0.1 nats is 0.005
         (0.02, 0, 0.35, True),
         (0.001, 0, 0.1, True),
-        (0.0, 0, 5.0, False),  # no check
+        (0.0, 0, 0.9, False),  # no check
         (0.02, 1, 0.35, False),  # generated with older weights
     ],
 )
