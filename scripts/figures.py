@@ -557,7 +557,8 @@ def architectures() -> str:
     families: dict[str, dict[str, Any]] = found["families"]
     version = found["machine"]["transformers"]
     counts = {name.removeprefix("arch_"): f"{value:.0f}" for name, value in found["metrics"].items()}
-    generation = {"rows": "rows of keys and values", "sequences": "a cache for each sequence", "refused": "with SGLang"}
+    generation = {"rows": "rows of keys and values", "sequences": "a cache for each sequence"}
+    generation |= {"anew": "the whole sequence for each token", "refused": "not at all; use SGLang"}
     lines = [
         f"Of the {len(families)} families of transformers {version}, {counts['right']} are right in all paths, "
         f"{counts['refused']} are refused, {counts['wrong']} are wrong, and {counts['tracebacks']} end in a traceback.",

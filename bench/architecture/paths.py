@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from architecture.tiny import build
+from architecture.tiny import build, default_error
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters, set_training_mode
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.stopping import StopConditions
-from flowrt.engines.torch.generation_path import has_right_rows
+from flowrt.engines.torch.generation_path import Way, right_way
 from flowrt.engines.torch.rollout import TorchRollout
-from flowrt.engines.torch.sequence_model import SequenceModel
 from flowrt.engines.training.architecture import check_training
 from flowrt.engines.training.forward import apply_optimizations, is_packing_enabled, response_logprobs
 from flowrt.errors import ConfigError
@@ -40,7 +39,7 @@ class Result:
 
     Attributes:
         state: right, refused, wrong or traceback.
-        generation: rows (of keys and values), sequences (a cache for each), or refused.
+        generation: `Way`, or refused.
         training: packed, padded, or refused.
         off_nats: the largest error of a log-probability that was accepted.
         reason: why it was refused, or what is wrong.
@@ -60,20 +59,22 @@ def examine(family: str) -> Result:
     """The result of this family. Raises what a run would show as a traceback."""
     try:
         model = build(family)
-    except ImportError as error:
-        return Result("refused", "refused", "refused", reason=str(error).strip().partition("\n")[0][:160])
+    except Exception:
+        if reason := default_error(family):
+            return Result("refused", "refused", "refused", reason=reason)
+        raise
     try:
         check_training(model)
     except ConfigError as error:
         return Result("refused", "refused", "refused", reason=str(error))
     offs = {}
     try:
-        has_rows = has_right_rows(model)
+        way = right_way(model)
     except ConfigError as error:
         found = Result("refused", "refused", reason=str(error))
     else:
-        found = Result("right", "rows" if has_rows else "sequences")
-        offs = generation_errors(model, has_rows)
+        found = Result("right", way.value)
+        offs = generation_errors(model, way)
     trained, of_training = training_errors(model)
     offs |= of_training
     wrong = {
@@ -96,8 +97,8 @@ def prompts_of(model: Any) -> list[torch.Tensor]:
     return prompts
 
 
-def engine(model: Any, rows: int, has_rows: bool) -> TorchRollout:
-    generating = model if has_rows else SequenceModel(model, rows)
+def engine(model: Any, rows: int, way: Way) -> TorchRollout:
+    generating = way.of(model, rows)
     return TorchRollout(generating, stop=NO_STOP, rows=rows, max_new_tokens=NEW, temperature=TEMPERATURE)
 
 
@@ -145,14 +146,14 @@ def off_by(model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[Resp
     return most
 
 
-def generation_errors(model: Any, has_rows: bool) -> dict[str, float]:
+def generation_errors(model: Any, way: Way) -> dict[str, float]:
     """Errors (nats) of recorded log-probabilities, by the way in which they were generated."""
     prompts = prompts_of(model)
     todo = [Prompt(key, tokens, seed=key, greedy=key == 1) for key, tokens in enumerate(prompts)]
-    batch = generate(engine(model, len(prompts), has_rows), todo)
-    prepared = generate(engine(model, len(prompts), has_rows), todo, "prepared")
-    few = generate(engine(model, 2, has_rows), todo, "at once")
-    alone = generate(engine(model, 1, has_rows), todo[1:2])
+    batch = generate(engine(model, len(prompts), way), todo)
+    prepared = generate(engine(model, len(prompts), way), todo, "prepared")
+    few = generate(engine(model, 2, way), todo, "at once")
+    alone = generate(engine(model, 1, way), todo[1:2])
     return {
         "a batch": off_by(model, prompts, batch),
         "greedy tokens": greedy_error(model, prompts[1], batch[1]),

@@ -42,7 +42,7 @@ SMALL = (
     | _of(8, "swa_v_head_dim mamba_head_dim num_experts n_routed_experts num_local_experts moe_num_experts")
     | _of(8, "sliding_window sliding_window_size attention_window_size window_size index_topk")
     | _of(8, "mamba_chunk_size chunk_size")
-    | _of(VOCABULARY, "vocab_size vocab_size_per_layer_input")
+    | _of(VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size")
     | _of(1, "topk_group max_window_layers")
     | _of(0, "num_kv_shared_layers")
 )
@@ -59,6 +59,8 @@ DERIVED += " transformers_version attention_layers"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "dots3_note": {"text_config": {"num_hidden_layers": 42}},  # some layers, by number, have fields of their own
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},
@@ -107,6 +109,16 @@ def _fields(config: Any, own: dict[str, Any]) -> dict[str, Any]:
     if "num_key_value_heads" in fields and given["num_key_value_heads"] == given.get("num_attention_heads"):
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     return fields | {name: value for name, value in own.items() if name not in fields or not isinstance(value, dict)}
+
+
+def default_error(family: str) -> str:
+    """Why transformers cannot build the model of a family's default configuration; empty if it can."""
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(CONFIG_MAPPING[family]())
+    except Exception as error:  # noqa: BLE001 (any error of a run's first check refuses the model)
+        return f"transformers cannot build it: {' '.join(str(error).split())[:160]}"
+    return ""
 
 
 def build(family: str) -> Any:

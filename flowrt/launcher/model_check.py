@@ -37,7 +37,7 @@ from flowrt.engines.model_config import (
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.engines.table import ROLLOUT_ENGINES
-from flowrt.engines.torch.generation_path import has_right_rows
+from flowrt.engines.torch.generation_path import right_way
 from flowrt.engines.training.architecture import check_training
 from flowrt.engines.training.lora import add_adapters
 from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError, suggested
@@ -231,7 +231,7 @@ def check_architecture(path: Path, *, generates: bool, compiled: bool = False) -
     model = set_training_mode(load_model(path))
     check_training(model)
     if generates:
-        has_right_rows(model, compiled=compiled)
+        right_way(model, compiled=compiled)
 
 
 def _headers(path: Path) -> dict[str, torch.Tensor]:

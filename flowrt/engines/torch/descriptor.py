@@ -133,9 +133,8 @@ class TorchGeneration(RolloutEngineDescriptor):
 
         from flowrt.engines.hf import load_model
         from flowrt.engines.stopping import StopConditions
-        from flowrt.engines.torch.generation_path import has_right_rows
+        from flowrt.engines.torch.generation_path import Way, right_way
         from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
-        from flowrt.engines.torch.sequence_model import SequenceModel
         from flowrt.engines.training.lora import add_adapters
         from flowrt.transport.devices import own_device
 
@@ -150,8 +149,9 @@ class TorchGeneration(RolloutEngineDescriptor):
         # Memory layout changes rounding: a deterministic run keeps the layout of a plain loop.
         model = (model if setup.deterministic else optimize_layout(model)).eval()
         rows = 1 if setup.deterministic else rollout.max_running_requests
+        way = right_way(model, compiled=rollout.compile)
         return TorchRollout(
-            model if has_right_rows(model, compiled=rollout.compile) else SequenceModel(model, rows),
+            model if way is Way.ROWS else way.of(model, rows),
             stop=StopConditions.of(setup.model, rollout.stop, setup.chat_template),
             rows=rows,
             max_new_tokens=rollout.max_new_tokens,

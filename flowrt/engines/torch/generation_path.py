@@ -10,6 +10,7 @@ Shapes: N samples, L tokens, T tokens of a response, V vocabulary.
 import logging
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -47,41 +48,66 @@ def has_rows(model: Any) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def has_right_rows(model: Any, *, compiled: bool = False) -> bool:
-    """Whether rows of keys and values give the log-probabilities of a plain forward pass (`CachedModel`).
+class Way(Enum):
+    """A way in which the torch rollout engine generates, the fastest first."""
 
-    If not, a cache for each sequence does (`SequenceModel`), which a line of the log says.
+    ROWS = "rows"
+    """Rows of keys and values; all running sequences share a decode step."""
+    SEQUENCES = "sequences"
+    """A cache for each sequence, of the model's own class."""
+    ANEW = "anew"
+    """No cache: each token is computed with the whole sequence before it."""
+
+    def of(self, model: Any, rows: int) -> GeneratingModel:
+        """The model with empty rows."""
+        return (
+            CachedModel(model, rows) if self is Way.ROWS else SequenceModel(model, rows, is_cached=self is not Way.ANEW)
+        )
+
+
+MEANING = {
+    Way.ROWS: "rows of keys and values",
+    Way.SEQUENCES: "a cache for each sequence",
+    Way.ANEW: "each token computed with the whole sequence before it",
+}
+
+
+def right_way(model: Any, *, compiled: bool = False) -> Way:
+    """The fastest way that gives the log-probabilities of a plain forward pass. If it is not rows, the log says why.
 
     Args:
         model: a causal LM in evaluation mode, on the device of the engine.
         compiled: whether the decode step is to be compiled, which needs rows of keys and values.
 
     Raises:
-        ConfigError: if neither does, or only a way that cannot be compiled.
+        ConfigError: if no way does, or only one that cannot be compiled.
     """
     if not (sequences := sample_sequences(model)):
-        return True
+        return Way.ROWS
     plain = plain_logprobs(model, sequences)
     limit = allowed_difference(model, sequences[1], plain[1])
-    name, why = model_name(model), "its state is not rows of keys and values"
-    if has_rows(model):
-        off, how = _tried(lambda: CachedModel(model, len(sequences)), sequences, plain)
+    name = model_name(model)
+    wrong = [] if has_rows(model) else [f"{MEANING[Way.ROWS]} are not its state"]
+    for way in list(Way)[len(wrong) :]:
+        off, how = _tried(lambda way=way: way.of(model, len(sequences)), sequences, plain)  # type: ignore[misc]
         if off <= limit:
-            return True
-        why = f"generation with rows of keys and values {how}"
-    off, how = _tried(lambda: SequenceModel(model, len(sequences)), sequences, plain)
-    if not off <= limit:
+            break
+        wrong.append(f"{MEANING[way]}: {how}")
+    else:
         raise ConfigError(
-            f"model {name} cannot generate with the torch rollout engine: {why}, and a cache for each sequence {how}; "
-            "use --rollout.engine sglang"
+            f"model {name} cannot generate with the torch rollout engine ({'; '.join(wrong)}); use --rollout.engine "
+            "sglang"
         )
-    if compiled:
-        raise ConfigError(
-            f"rollout.compile needs rows of keys and values, and model {name} has none that are right: {why}; leave it "
-            "out"
+    if wrong and compiled:
+        raise ConfigError(f"rollout.compile needs a model with {MEANING[Way.ROWS]}; {name}: {wrong[0]}; leave it out")
+    if wrong:
+        log.warning(
+            "model %s generates slowly, with %s (%s); use --rollout.engine sglang if it has this model",
+            name,
+            MEANING[way],
+            "; ".join(wrong),
         )
-    log.warning("model %s: %s, so each sequence has a cache of its own; --rollout.engine sglang is faster", name, why)
-    return False
+    return way
 
 
 def _tried(
@@ -91,8 +117,8 @@ def _tried(
     try:
         off = disagreement(build, sequences, plain)
     except FAILURES as error:
-        return math.inf, f"fails ({str(error).strip().partition(chr(10))[0][:160]})"
-    return off, f"is off by {off:.2g} nats a token from a plain forward pass"
+        return math.inf, f"it fails ({str(error).strip().partition(chr(10))[0][:160]})"
+    return off, f"off by {off:.2g} nats a token from a plain forward pass"
 
 
 @torch.inference_mode()

@@ -45,25 +45,32 @@ class SequenceStates:
 
 
 class SequenceModel:
-    """A causal LM and a cache of its own class for each row. Implements `GeneratingModel`.
+    """A causal LM and a state for each row. Implements `GeneratingModel`.
 
-    Raises EngineError if the model takes no state.
+    Args:
+        model: the model.
+        rows: maximum number of running sequences.
+        is_cached: whether a state is a cache of the model's own class, else the tokens themselves: each token is then
+            computed with the whole sequence before it.
+
+    Raises EngineError if the model takes no cache.
     """
 
-    def __init__(self, model: Any, rows: int) -> None:
+    def __init__(self, model: Any, rows: int, *, is_cached: bool = True) -> None:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
         self.cache = SequenceStates(rows, self.device)
         parameters = inspect.signature(model.forward).parameters
+        self._is_cached = is_cached
         names = [name for name in STATE_ARGUMENTS if name in parameters]
-        if not names:
+        if is_cached and not names:
             raise EngineError(f"{type(model).__name__} takes no cache, so it cannot generate token by token")
-        self._argument = names[0]
+        self._argument = names[0] if is_cached else ""
         self._keeps_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_positions = "position_ids" in parameters
 
     def twin(self, model: Any) -> "SequenceModel":
-        return SequenceModel(model, self.cache.rows)
+        return SequenceModel(model, self.cache.rows, is_cached=self._is_cached)
 
     def chunk(self, lengths: Sequence[int]) -> int:  # noqa: ARG002
         return 1
@@ -106,7 +113,7 @@ class SequenceModel:
     def _extend_row(self, sequence: torch.Tensor, row: int) -> torch.Tensor:
         """Logits [1, V] after a sequence of which the row has the first tokens."""
         missing = len(sequence) - self.cache.lengths[row]
-        if not 0 < missing <= MAX_STEPS:
+        if not 0 < missing <= (MAX_STEPS if self._is_cached else 1):
             return self._compute(sequence, row)
         for token_1 in sequence[-missing:].to(self.device).split(1):
             logits_1V = self._step(token_1, row)
@@ -120,7 +127,14 @@ class SequenceModel:
 
     def _step(self, tokens_L: torch.Tensor, row: int) -> torch.Tensor:
         """Logits [1, V] after the next tokens of this row."""
+        logits_1V: torch.Tensor
         state, start = self.cache.states[row], self.cache.lengths[row]
+        self.cache.lengths[row] += len(tokens_L)
+        if not self._is_cached:
+            whole_L = tokens_L.long() if state is None else torch.cat([state, tokens_L.long()])
+            self.cache.states[row] = whole_L
+            logits_1V = self.model(input_ids=whole_L.unsqueeze(0), use_cache=False, **self._keeps_last).logits[:, -1]
+            return logits_1V
         given: dict[str, Any] = {"use_cache": True, **self._keeps_last}
         if state is not None:
             given[self._argument] = state
@@ -128,6 +142,5 @@ class SequenceModel:
                 given["position_ids"] = torch.arange(start, start + len(tokens_L), device=self.device).unsqueeze(0)
         out = self.model(input_ids=tokens_L.long().unsqueeze(0), **given)
         self.cache.states[row] = getattr(out, self._argument)
-        self.cache.lengths[row] += len(tokens_L)
-        logits_1V: torch.Tensor = out.logits[:, -1]
+        logits_1V = out.logits[:, -1]
         return logits_1V
