@@ -69,7 +69,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
     parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} families")
-    parser.add_argument("--only", nargs="+", default=[], choices=FAMILIES, metavar="FAMILY", help="only these families")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=FAMILIES,
+        metavar="FAMILY",
+        help="only these families; others keep their results in the file of --json",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -87,6 +94,9 @@ def main() -> int:
     for family, one in results.items():
         table.add_row(family, one.state, one.generation, one.training, f"{one.off_nats:.1e}", one.reason)
     console.print(table)
+    if arguments.only and arguments.json is not None and arguments.json.is_file():
+        earlier = json.loads(arguments.json.read_text())["families"]
+        results = {family: Result(**one) for family, one in earlier.items()} | results
     counts = Counter(one.state for one in results.values())
     metrics = {
         "arch_right": float(counts["right"]),

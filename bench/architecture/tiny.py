@@ -57,10 +57,35 @@ DERIVED += " full_attn_idxs num_attention_heads_per_layer layer_rope_theta activ
 DERIVED += " transformers_version attention_layers"
 """Fields that a configuration computes from others; they are left to it."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+INDEXER = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "ngram_vocab_size_base": 64,
+    "split_ngram_parts": 1,
+    "make_ngram_vocab_size_divisible_by": 8,
+}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "dots3_note": {"text_config": {"num_hidden_layers": 42}},  # some layers, by number, have fields of their own
+    "zamba": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],
+    },
+    "zamba2": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_headdim": 8,
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],
+        "hybrid_layer_ids": [1, 3],
+    },
+    "qwen4_exp_text": INDEXER,
+    "qwen4_exp": {"text_config": INDEXER},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},

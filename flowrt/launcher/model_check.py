@@ -57,7 +57,17 @@ MAX_SCANNED_BYTES = 4 * 10**9
 """Larger weights are not searched for NaN and infinity: it would take too long."""
 MAX_LOADED_BYTES = 5 * 10**8
 """Models with larger weights are not loaded before the run starts: they would take as much memory twice."""
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
+LOAD_ERRORS = (
+    AssertionError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    SafetensorError,
+)
 """Exceptions of transformers for a checkpoint that it cannot load."""
 
 

@@ -14,16 +14,10 @@ from flowrt.engines.hf import save_model
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 
-SMALL = ("--prompts-per-step", "4", "--group-size", "4", "--rollout.workers", "1", "--data.eval-prompts", "0")
-SMALL += (
-    "--eval.at-start",
-    "False",
-    "--eval.at-end",
-    "False",
-    "--checkpoint.every",
-    "0",
-    "--rollout.max-new-tokens",
-    "8",
+TOKENS = ("--rollout.max-new-tokens", "8")
+SMALL = (
+    *("--prompts-per-step", "4", "--group-size", "4", "--rollout.workers", "1", "--data.eval-prompts", "0", *TOKENS),
+    *("--eval.at-start", "False", "--eval.at-end", "False", "--checkpoint.every", "0"),
 )
 
 

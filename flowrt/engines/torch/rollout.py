@@ -120,7 +120,8 @@ class TorchRollout:
     ) -> None:
         if temperature <= 0:
             raise EngineError(f"rollout temperature is {temperature}; use a value above 0 (prompts can be greedy)")
-        self._cached: GeneratingModel = model if isinstance(model, SequenceModel) else _with_rows(model, rows, compiled)
+        is_ready = isinstance(model, CachedModel | SequenceModel)
+        self._cached: GeneratingModel = model if is_ready else _with_rows(model, rows, compiled)
         self._device = device = self._cached.device
         self._published = published if published != self._cached.model.dtype else None
         self._shadow = ShadowModel(self._cached, self._published)

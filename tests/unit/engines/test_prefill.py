@@ -202,5 +202,6 @@ def test_a_catch_up_takes_the_memory_of_a_chunk() -> None:
             engine.run(After(4 if chunks % 8 == 0 else 1))
     engine.swap(snapshot)
     assert chunks >= 8
+    assert isinstance(engine._cached, CachedModel)
     cache_elements = engine._cached.cache.layers[0].keys.numel()
     assert largest.elements <= max(cache_elements, PREFILL_TOKENS * 1100)
