@@ -35,6 +35,7 @@ def sample_sequences(model: Any) -> list[torch.Tensor]:
     """Random token ids [L] of unequal lengths, on the CPU; none for a model without room for them."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    positions = positions if positions > 0 else sys.maxsize  # XLNet has -1
     if positions < MIN_POSITIONS:
         return []
     generator = torch.Generator().manual_seed(0)
