@@ -15,9 +15,12 @@ TEXT_TABLES = ("text_config", "llm_config", "language_config")
 POSITIONS = ("max_position_embeddings", "n_positions")
 ROPE = ("rope_parameters", "rope_scaling")
 """Names of the settings of rotary positions, in transformers 5 and before."""
-SCALED_TYPES = ("yarn", "linear", "dynamic")
-"""Types of rotary positions of which ``max_position_embeddings`` may be the length before scaling. Those of the others
-(llama3, longrope) is the length after it."""
+SCALED_TYPES = ("yarn", "linear")
+"""Types of rotary positions of which ``max_position_embeddings`` may be the length before scaling. That of the others
+(llama3) is the length after it."""
+CALL_TYPES = ("dynamic", "longrope", "su")
+"""Types of rotary positions that, above the original length, depend on the longest sequence of a call: one sequence
+would change the others of its batch, and rollout and trainer would differ."""
 FIXED = ("architectures", "auto_map", "model_type", "quantization_config")
 """Fields that say what the weights are, so that others would not load."""
 
@@ -31,13 +34,18 @@ def position_limit(table: Mapping[str, Any]) -> int | None:
     """Number of positions of a model, for prompt and response together, in tokens; None: unlimited or unknown.
 
     That of scaled rotary positions is ``factor`` times the original length, as vLLM derives it, if that is more than
-    ``max_position_embeddings``.
+    ``max_position_embeddings``; that of positions that depend on the longest sequence of a call (`CALL_TYPES`) is the
+    original length.
     """
     text = text_table(table)
     declared: int | None = next((text[name] for name in POSITIONS if isinstance(text.get(name), int)), None)
     rope = next((text[name] for name in ROPE if text.get(name)), None)
     if declared is None or not isinstance(rope, dict):
         return declared
+    of_layers = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    if any(one.get("rope_type", one.get("type")) in CALL_TYPES for one in of_layers):
+        originals = [one.get("original_max_position_embeddings") for one in (text, *of_layers)]
+        return min([declared, *(length for length in originals if isinstance(length, int))])
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
     # The factor of Gemma 3 applies to some layers, and its max_position_embeddings is the length after scaling.
     if kind not in SCALED_TYPES or not isinstance(factor, int | float) or "gemma3" in str(text.get("model_type")):

@@ -57,8 +57,9 @@ TABLES: dict[str, tuple[dict[str, Any], int | None]] = {
             "original_max_position_embeddings": 4096,
             "rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]},
         },
-        131072,
+        4096,  # above, one long sequence would change the others of its batch
     ),
+    "dynamic": ({"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, 4096),
     "Vicuna 16k": ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
     "YaRN without a factor": ({"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": None}}, 64),
     "Gemma 3": (Gemma3Config().to_dict(), 131072),
