@@ -18,7 +18,7 @@ from flowrt.launcher.fork_server.child import SHARED
 
 ROOT = Path(__file__).parents[3]
 UNKNOWN = "--no-such-flag"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 600.0
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["flowrt.grpo", "flowrt.launcher.local_run", *SHARED, __name__])
 
