@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 
 from flowrt.engines.hf import load_model, named_parameters
 from flowrt.transport.weights.snapshot import Snapshot
-from tests.integration.conftest import FLOWRT, Launch
+from tests.integration.conftest import Launch
+from tests.integration.helpers.forked_flowrt import run_flowrt
 
 SMALL = [
     *("--sft.steps", "30", "--sft.answer-only-steps", "0", "--rollout.max-new-tokens", "8"),
@@ -34,9 +34,8 @@ def without_time(results: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate(run_dir: Path, *arguments: str) -> dict[str, Any]:
     out = run_dir.parent / "results.json"
-    command = [str(FLOWRT), "eval", str(run_dir), "--json", str(out), *arguments]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = run_flowrt("eval", str(run_dir), "--json", str(out), *arguments)
+    assert completed.returncode == 0, completed.stdout
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -45,9 +44,8 @@ def evaluate(run_dir: Path, *arguments: str) -> dict[str, Any]:
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with evaluations of the versions 0, 2, 4 and 6."""
     directory = tmp_path_factory.mktemp("evaluated")
-    command = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory / "run"), *SMALL, *EVERY_TWO]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = run_flowrt("run", "arithmetic", "--run-dir", str(directory / "run"), *SMALL, *EVERY_TWO)
+    assert completed.returncode == 0, completed.stdout
     return directory / "run"
 
 
@@ -164,8 +162,7 @@ def test_a_complete_run_without_a_summary_is_resumed(evaluated: Path, tmp_path: 
     directory = tmp_path / "run"
     shutil.copytree(evaluated, directory)
     (directory / "summary.json").unlink()
-    command = [str(FLOWRT), "resume", str(directory)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert "protocol violation" not in completed.stdout + completed.stderr
+    completed = run_flowrt("resume", str(directory))
+    assert completed.returncode == 0, completed.stdout
+    assert "protocol violation" not in completed.stdout
     assert json.loads((directory / "summary.json").read_text())["evaluations"]["held_out"]["version"] == 6

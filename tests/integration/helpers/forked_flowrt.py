@@ -126,6 +126,14 @@ class ForkedFlowrt:
         return self.returncode
 
 
+def run_flowrt(*arguments: str, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
+    """Run ``flowrt ARGUMENTS`` in a forked process; its output is on stdout. Raises TimeoutExpired."""
+    with tempfile.TemporaryFile() as output:
+        code = ForkedFlowrt(arguments, Path.cwd(), os.environ, output.fileno()).wait(timeout_s)
+        output.seek(0)
+        return subprocess.CompletedProcess(["flowrt", *arguments], code, output.read().decode())
+
+
 class EarlyForkServer(ForkServer):
     """A fork server that has been forked before the event loop began; another one is started with python."""
 
