@@ -171,7 +171,8 @@ class Launch:
 
 
 def _segments() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Shared memory; without the semaphores of multiprocessing, which flowrt does not use and other programs leave."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def _used(path: str) -> bool:

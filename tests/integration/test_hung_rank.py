@@ -1,6 +1,7 @@
 """A trainer with two ranks, one of which hangs: the run names it and restarts from its last checkpoint."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -54,4 +55,4 @@ def test_live_rank_missing_at_the_barrier_is_named() -> None:
     ended = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 1, ended.stderr
     [message] = ended.stdout.splitlines()
-    assert message == "rank 0 waited 2 s for step 4 with the other ranks: rank 1 did not arrive"
+    assert re.fullmatch(r"rank 0 waited \d+ s for step 4 with the other ranks: rank 1 did not arrive", message)

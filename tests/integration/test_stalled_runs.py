@@ -30,7 +30,7 @@ WITHIN_S = 25.0
 
 def status(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(FLOWRT), "status", *arguments],
+        [str(FLOWRT), "status", "--deadline-s", "120", *arguments],
         capture_output=True,
         text=True,
         timeout=600,
@@ -72,7 +72,7 @@ class IncompleteRun:
         return self._log.read_text()
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        end_s = time.monotonic() + 60.0
+        end_s = time.monotonic() + 300.0
         while not condition():
             assert self.controller.poll() is None, self.log
             assert time.monotonic() < end_s, self.log
@@ -81,7 +81,7 @@ class IncompleteRun:
     def close(self) -> None:
         for process in (self.controller, self.source):
             process.kill()
-            process.wait(10.0)
+            process.wait(60.0)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def test_status_names_waiting_workers_and_the_deadlock(incomplete_run: Incomplet
 @pytest.mark.slow
 def test_a_run_with_missing_workers_ends_with_its_wait_graph_and_code_3(incomplete_run: IncompleteRun) -> None:
     """A run without progress ends after no_progress_timeout_s instead of being monitored for hours."""
-    assert incomplete_run.controller.wait(STALL_S + 60.0) == 3, incomplete_run.log
-    assert incomplete_run.source.wait(WITHIN_S) == 0
+    assert incomplete_run.controller.wait(STALL_S + 300.0) == 3, incomplete_run.log
+    assert incomplete_run.source.wait(300.0) == 0
     assert f"no worker of these roles has joined within {STALL_S} s: rollout, " in incomplete_run.log
     assert "stalled: source waits" in incomplete_run.log
     assert "no worker can satisfy this" in incomplete_run.log

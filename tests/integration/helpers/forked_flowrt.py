@@ -196,6 +196,7 @@ async def write_page(run_dir: Path) -> str:
 def set_environment(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it is that of the process from which this one was forked
 
 
 def main() -> NoReturn:
