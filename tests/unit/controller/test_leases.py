@@ -1,9 +1,14 @@
 """Leases: their numbers after a restart of the controller, and their extension while the work of a worker advances."""
 
+import pytest
+
 from flowrt.controller.events import Tick
 from flowrt.controller.settings import Settings
+from flowrt.errors import ConfigError
 from flowrt.protocol import messages as m
 from flowrt.recipes.config_io import parse
+from flowrt.recipes.grpo import request_timeout_s
+from flowrt.runtime import time_limits
 from tests.simulation.core_driver import CoreDriver
 
 
@@ -96,3 +101,12 @@ def test_a_step_of_hours_is_no_stall_and_a_hung_one_is() -> None:
     assert not _ended(driver)
     _beat(driver, "trainer0", hours=1, advances=False)
     assert _ended(driver) == 3
+
+
+def test_the_request_timeout_follows_the_step_and_a_shorter_one_is_refused() -> None:
+    long = ["--build.max-length", "40000", "--rollout.max-new-tokens", "32000", "--group-size", "64"]
+    assert request_timeout_s(parse([])) == time_limits.MIN_REQUEST_S
+    assert request_timeout_s(parse([*long, "--controller.request-timeout-s", "90000"])) == 90_000
+    assert request_timeout_s(parse(long)) > 16 * 32_000 / 50, "16 sequences at 50 tokens/s, one after the other"
+    with pytest.raises(ConfigError, match=r"request_timeout_s is 60, and .* at least \d+ s \(rollout"):
+        parse([*long, "--controller.request-timeout-s", "60"])
