@@ -89,7 +89,7 @@ def check(batch: api.Batch) -> None:
 async def test_rows_use_the_chosen_transport(tmp_path: Path, lanes: str) -> None:
     async with running(tmp_path, lanes) as run:
         reward = await run.join("reward")
-        batch = await reward.pull("reward", ROWS, deadline_s=10)
+        batch = await reward.pull("reward", ROWS, deadline_s=120)
         check(batch)
         assert [one.turn.transport for one in batch.grant.incoming] == ["shm" if lanes == "auto" else lanes]
         packed = batch.tensors.packed("response")
@@ -127,11 +127,11 @@ async def test_owner_without_file_descriptors_is_named_and_nothing_is_lost(tmp_p
 async def test_rows_of_a_hung_owner_come_from_another_worker(tmp_path: Path, lanes: str) -> None:
     async with running(tmp_path, lanes) as run:
         reward, reader = await run.join("reward"), await run.join("reader")
-        scored = await reward.pull("reward", ROWS, deadline_s=10)
+        scored = await reward.pull("reward", ROWS, deadline_s=120)
         await reward.commit("reward", scored.slots, scored.leases, inline={"score": [1.0] * ROWS})
         run.kill(signal.SIGSTOP)  # which the controller has not detected yet
         async with asyncio.timeout(WORKER_TIMEOUT_S):
-            batch = await reader.pull("read", ROWS, deadline_s=10)
+            batch = await reader.pull("read", ROWS, deadline_s=120)
         check(batch)
         assert {one.turn.sender for one in batch.grant.incoming} == {"reward"}
 
@@ -143,9 +143,9 @@ async def test_pull_over_the_budget_fails_and_smaller_pulls_work(tmp_path: Path,
         reward = await run.join("reward")
         reward.store.put("response", 10**9, torch.zeros(75_000))
         with pytest.raises(TransferError, match="do not fit into this worker's store: 300000 are held"):
-            await reward.pull("reward", ROWS, deadline_s=10)
+            await reward.pull("reward", ROWS, deadline_s=120)
         for _ in range(ROWS):
-            batch = await reward.pull("reward", 1, deadline_s=10)
+            batch = await reward.pull("reward", 1, deadline_s=120)
             assert {one.turn.transport for one in batch.grant.incoming} == {lanes}
             expected = lane_maker.response_of(batch.slots[0])
             assert torch.equal(batch.tensors["response"][0], expected)

@@ -84,7 +84,7 @@ async def test_cancelled_offer_unblocks_later_offers(run: Run, session_peer: Sta
     async with run(budget_rows=10) as stream:
         producer, reader = await nearly_full(stream, session_peer)
         other = await session_peer(stream.address, "other")
-        other.command("offer", prompts=[20, 21, 22, 23], length=LENGTH, deadline_s=0.5)
+        other.command("offer", prompts=[20, 21, 22, 23], length=LENGTH, deadline_s=3.0)
         await stream.until(lambda: "other" in stream.waits)
         producer.command("offer", prompts=[8, 9], length=LENGTH)
         assert (await other.answer())["error"] == "WaitExpired"
