@@ -99,7 +99,7 @@ CASES = (
     case("flowrt export job --exporter own_exporter.py:StepsCsv", writes="steps.csv"),
     extra("data", "flowrt run custom --model model --data rows.parquet --reward exact --run-dir refused"),
     extra("data", "flowrt samples job --parquet samples.parquet"),
-    extra("math", "flowrt run custom --model model --data rows.jsonl --reward math --run-dir refused"),
+    extra("math", "flowrt run custom --reward math --run-dir refused", *OWN),
     extra("lora", "flowrt run --trainer.engine fsdp --trainer.lora.rank 4 --run-dir refused"),
     extra("tensorboard", "flowrt export job --tensorboard board"),
     extra("tensorboard", "flowrt run --exporters tensorboard --run-dir refused"),
@@ -134,7 +134,8 @@ def page(environment: Environment) -> str:
         try:
             url = _within(lambda: _url(output), run)
             _within(lambda: (environment.work / "live" / "metrics.jsonl").is_file() or None, run)
-            with urllib.request.urlopen(url, timeout=WAIT_S) as answer:  # loopback
+            browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())  # the token becomes a cookie
+            with browser.open(url, timeout=WAIT_S) as answer:
                 html = answer.read().decode()
             faults = [Case(("flowrt", "status", "live"), says="rollout").fault(environment)]
             faults.append("" if "<script" in html else "the page has no script")
