@@ -17,6 +17,7 @@ TRL_PYTHON = os.environ.get("TRL_PYTHON", "")
 TIMEOUT_S = 900
 SELF_CONTAINED = (
     "ablation",
+    "architectures",
     "core_events",
     "curve",
     "decoding",
