@@ -61,7 +61,7 @@ def test_a_model_that_is_not_causal_is_refused_before_anything_starts(
 def test_a_run_with_a_planted_difference_ends_before_its_first_update(
     launch: Callable[..., Any], with_dropout: str
 ) -> None:
-    run = launch("arithmetic", "--model", with_dropout, "--trainer.dropout", "True", "--steps", "2", *SMALL)
+    run = launch("--model", with_dropout, "--trainer.dropout", "True", "--steps", "2", *SMALL)
     assert run.wait(300) == 2, run.output
     assert f"model {with_dropout} (qwen3): rollout and trainer disagree by" in run.output
     assert "nats a token at equal weights" in run.output
@@ -87,7 +87,7 @@ def test_a_model_without_keys_and_values_learns_with_the_torch_engines(
         eos_token_id=1,
     )
     path = saved(Mamba2ForCausalLM(config), tmp_path_factory.mktemp("models") / "mamba2")
-    run = launch("arithmetic", "--model", path, "--steps", "2", "--rollout.weight-update", "in_flight", *SMALL)
+    run = launch("--model", path, "--steps", "2", "--rollout.weight-update", "in_flight", *SMALL)
     assert run.wait(300) == 0, run.output
     steps = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     mismatches = [step["mismatch_kl_k3"] for step in steps if "mismatch_kl_k3" in step]
