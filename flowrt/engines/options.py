@@ -70,12 +70,11 @@ class TrainOptions:
     compile: bool = False
     """Compile the decoder layers with torch.compile; the first pass may take minutes."""
     dropout: bool = False
-    """Train with the dropout rates and router noise of the model's configuration. The rollout has none, so rollout and
-    trainer then disagree; trainer.max_initial_mismatch may end the run."""
+    """Train with the dropout rates and router noise of the model's configuration, which the rollout never has: the two
+    then disagree, and trainer.max_initial_mismatch may end the run."""
     max_initial_mismatch: Annotated[float, Interval(ge=0, le=1_000_000)] = 0.02
-    """Before its first update the trainer compares its log-probabilities with those of rollout workers at equal
-    weights. Above this KL divergence (k3, nats per token) the run ends; a hundredth of it where both compute in float32
-    or float64; 0: no check."""
+    """KL divergence (k3, nats per token) between rollout and trainer at equal weights above which the run ends before
+    its first update; a hundredth of it where both compute in float32 or float64; 0: no check."""
     final_dtype: Literal["source", "float32", "bfloat16", "float64"] = "source"
     """Dtype of the exported model; source: that of the initial model."""
 

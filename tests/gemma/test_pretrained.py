@@ -135,8 +135,9 @@ def test_trainer_has_the_log_probabilities_of_transformers(
 def test_a_trained_model_is_exported_as_it_was_trained(
     checkpoint: Path, rows: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    run_dir = tmp_path / "run"
-    command = ["run", "custom", "--model", str(checkpoint), "--data", str(rows), "--reward", "exact", *flags]
+    run_dir, reward = tmp_path / "run", tmp_path / "length.py"
+    reward.write_text("def reward(response):\n    return len(response)\n")  # differs within a group
+    command = ["run", "custom", "--model", str(checkpoint), "--data", str(rows), "--reward", str(reward), *flags]
     command += ["--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--rollout.workers", "1"]
     command += ["--rollout.max-new-tokens", "4", "--rollout.max-running-requests", "4", "--data.eval-prompts", "0"]
     command += ["--algorithm.kl.coef", "0", "--checkpoint.every", "0", "--trainer.lr", "1e-4"]

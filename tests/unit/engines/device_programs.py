@@ -199,7 +199,9 @@ def computes_in_another_dtype_than_is_published(device: SimulatedDevice) -> None
 # ---- training
 
 
-OPTIONS = TrainOptions(lr=1e-3, warmup_steps=1, max_grad_norm=0.5, weight_decay=0.1, forward_tokens=64)
+OPTIONS = TrainOptions(
+    lr=1e-3, warmup_steps=1, max_grad_norm=0.5, weight_decay=0.1, forward_tokens=64, max_initial_mismatch=0
+)  # the log-probabilities of `samples` are drawn
 
 
 def samples(step: int) -> TrainingBatch:

@@ -27,6 +27,7 @@ from flowrt.engines.base import TrainingBatch
 from flowrt.engines.hf import set_training_mode
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.engines.training.architecture import LENGTHS
 from flowrt.engines.training.forward import (
     MAX_WINDOW,
     NAME,
@@ -123,11 +124,13 @@ def test_the_check_of_packing_computes_few_logits(is_scaled: bool) -> None:
     model = build(MistralForCausalLM, config)
     if is_scaled:
         model.register_forward_hook(lambda _, __, out: setattr(out, "logits", out.logits * 0.7))
-    with LargestTensor() as largest:
-        apply_optimizations(model, TrainOptions())
+    with LargestTensor() as of_all_checks:
+        apply_optimizations(model, TrainOptions(share_prompts=False))
     assert is_head_fused(model) is not is_scaled
-    assert is_packing_enabled(model)
-    assert largest.elements <= 20 * vocabulary
+    with LargestTensor() as of_packing:
+        assert enable_packing(model)
+    assert of_packing.elements <= 20 * vocabulary
+    assert of_all_checks.elements <= len(LENGTHS) * max(LENGTHS) * vocabulary
 
 
 def test_a_model_that_is_not_packed_is_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
