@@ -171,7 +171,7 @@ class Core:
         state, env = self.state, self.env
         match event:
             case WorkerConnected():
-                return members.connected(state, event, now)
+                return members.connected(state, env, event, now)
             case WorkerDisconnected(worker, reason):
                 return members.disconnected(state, env, worker, reason, now)
             case KernelAlive(worker, at_s):

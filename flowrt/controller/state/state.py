@@ -13,6 +13,7 @@ from flowrt.controller.policies.admission import Admission, OnPolicy
 from flowrt.controller.policies.group_filter import KeepAll
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.state.dataflow import Sizes
+from flowrt.controller.state.evaluations import ReportedResults
 from flowrt.controller.state.guards import Guards
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.parked_requests import ParkedRequests
@@ -117,6 +118,8 @@ class State:
     history: RewardHistory
     preemption: Preemption
     guards: Guards
+    results: ReportedResults
+    """Results of evaluations."""
     dropped: BoundedCounter
     """Lost samples and dropped groups by reason."""
     ended: EndRun | None = None
@@ -152,6 +155,7 @@ class State:
             history=RewardHistory(env.policies.curriculum.history),
             preemption=Preemption(),
             guards=Guards([0] * len(env.policies.guards), [None] * len(env.policies.guards)),
+            results=ReportedResults(),
             dropped=BoundedCounter(),
         )
 

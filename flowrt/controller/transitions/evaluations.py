@@ -76,7 +76,7 @@ def _is_of_other_version(lease: Lease, message: Commit, row: int) -> bool:
 
 
 def evaluated(state: State, env: Environment, worker: WorkerId, message: Evaluated, now: float) -> list[Command]:
-    """Record the results of an evaluation that a source reports, and forward them to the trainers.
+    """Record the results of an evaluation that a source reports, and forward them to the trainers, now or as they join.
 
     Raises RemoteProtocolError if the worker is no source, the version was not published, or a name is invalid.
     """
@@ -89,6 +89,7 @@ def evaluated(state: State, env: Environment, worker: WorkerId, message: Evaluat
     if fault := fault or validate_names(message.numbers, {}):
         raise RemoteProtocolError(fault)
     closed = EvaluationClosed(message.name, message.version, message.numbers)
+    state.results.add(message, state.window.step)
     roles = env.settings.checkpointing_roles
     trainers = [member.id for member in state.membership.members() if member.role in roles]
     return [*([closed] if message.name and message.numbers else []), *(Send(trainer, message) for trainer in trainers)]

@@ -19,8 +19,8 @@ NOTICES: Mapping[str, EventKind] = {"exporter": "exporter", "warning": "warning"
 """Kinds of events that an observer may write."""
 
 
-def connected(state: State, event: WorkerConnected, now: float) -> list[Command]:
-    """Add a worker that was admitted."""
+def connected(state: State, env: Environment, event: WorkerConnected, now: float) -> list[Command]:
+    """Add a worker that was admitted. A trainer gets the results of evaluations that were reported before."""
     worker = event.worker
     is_restarted = state.membership.has_departed(worker) and not event.term
     state.membership.join(worker, event.role, event.host, now)
@@ -33,7 +33,8 @@ def connected(state: State, event: WorkerConnected, now: float) -> list[Command]
     text = f"{worker} ({event.role} on host {event.host!r}) {how}"
     fields = (("role", event.role), ("host", event.host))
     joined = LogEvent("restarted" if is_restarted else "joined", state.window.step, text, worker, fields)
-    return [AppendReplay(WorkerJoined(worker, event.role)), joined]
+    results = state.results if event.role in env.settings.checkpointing_roles else ()
+    return [AppendReplay(WorkerJoined(worker, event.role)), joined, *(Send(worker, message) for message in results)]
 
 
 def disconnected(state: State, env: Environment, worker: WorkerId, reason: str, now: float) -> list[Command]:
