@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gemma.conftest import MODEL as GEMMA
 from tests.integration.sglang.conftest import NOT_HERE, PYTHON
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -29,13 +30,14 @@ SELF_CONTAINED = (
     "objectives",
     "passes",
     "seeing",
+    "sizes",
     "tasks",
     "tensors",
     "weights",
     "wheel",
 )
 """Scripts without further requirements; comparisons with TransferQueue are skipped."""
-WITH_REQUIREMENTS = ("compare_trl", "gpu", "gsm8k", "sglang_updates")
+WITH_REQUIREMENTS = ("compare_trl", "gemma", "gpu", "gsm8k", "sglang_updates")
 
 
 def metrics_of(name: str, folder: Path, *arguments: str) -> dict[str, float]:
@@ -89,6 +91,13 @@ def test_gsm8k_script_trains_prompts(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert metrics_of("gsm8k", tmp_path, "--data", str(data))["prompts_trained"] > 0
+
+
+@pytest.mark.gemma
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.skipif(not GEMMA.exists(), reason="no pretrained model; scripts/install_gemma writes it")
+def test_pretrained_model_script_reports_its_curve(tmp_path: Path) -> None:
+    assert metrics_of("gemma", tmp_path)["reward_to_5"] >= 0
 
 
 @pytest.mark.long
