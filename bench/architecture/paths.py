@@ -153,13 +153,13 @@ def generation_errors(model: Any, way: Way) -> dict[str, float]:
     batch = generate(engine(model, len(prompts), way), todo)
     prepared = generate(engine(model, len(prompts), way), todo, "prepared")
     few = generate(engine(model, 2, way), todo, "at once")
-    alone = generate(engine(model, 1, way), todo[1:2])
+    single_row = generate(engine(model, 1, way), todo[1:2])
     return {
         "a batch": off_by(model, prompts, batch),
         "greedy tokens": greedy_error(model, prompts[1], batch[1]),
         "an update in flight": off_by(model, prompts, prepared),
         "rows that are used again, and an update at once": off_by(model, prompts, few),
-        "one row": off_by(model, prompts[1:2], alone),
+        "one row": off_by(model, prompts[1:2], single_row),
     }
 
 
@@ -182,10 +182,10 @@ def training_errors(model: Any) -> tuple[str, dict[str, float]]:
             for prompt, response in zip(prompts, responses, strict=True)
         ]
     )
-    alone = copy.deepcopy(model)
+    unpadded = copy.deepcopy(model)
     for prompt, response in zip(prompts, responses, strict=True):
-        response_logprobs(alone, [prompt], [response], TEMPERATURE)[0].sum().backward()
-    wanted = gradient_of(alone)
+        response_logprobs(unpadded, [prompt], [response], TEMPERATURE)[0].sum().backward()
+    wanted = gradient_of(unpadded)
     errors: dict[str, float] = {}
     trained = ""
     for options in (TrainOptions(share_prompts=False), TrainOptions()):

@@ -37,13 +37,13 @@ class Case:
     Attributes:
         words: the program and its arguments.
         code: its exit code.
-        says: a pattern in its output.
+        shows: a pattern in its output.
         writes: a path that exists afterwards.
     """
 
     words: tuple[str, ...]
     code: int = 0
-    says: str = ""
+    shows: str = ""
     writes: str = ""
 
     def fault(self, environment: Environment) -> str:
@@ -55,45 +55,45 @@ class Case:
         lines = ended.stdout.strip().splitlines()
         if "Traceback (most recent call last)" in ended.stdout or ended.returncode != self.code:
             return f"exit code {ended.returncode}: {' | '.join(lines[-3:])}"
-        if re.search(self.says, ended.stdout, re.DOTALL) is None:
-            return f"does not say {self.says!r}: {' | '.join(lines[-3:])}"
+        if re.search(self.shows, ended.stdout, re.DOTALL) is None:
+            return f"does not show {self.shows!r}: {' | '.join(lines[-3:])}"
         if not (environment.work / self.writes).exists():
             return f"wrote no {self.writes}"
         return ""
 
 
-def case(line: str, *more: str, code: int = 0, says: str = "", writes: str = "") -> Case:
-    return Case((*line.split(), *more), code, says, writes)
+def case(line: str, *more: str, code: int = 0, shows: str = "", writes: str = "") -> Case:
+    return Case((*line.split(), *more), code, shows, writes)
 
 
 def extra(name: str, line: str, *more: str) -> Case:
-    """A command that needs an extra, and says so."""
-    return case(line, *more, code=2, says=rf"pip install 'flowrt\[{name}\]'")
+    """A command that needs an extra, and names it."""
+    return case(line, *more, code=2, shows=rf"pip install 'flowrt\[{name}\]'")
 
 
 CASES = (
     case("flowrt run --steps 3 --checkpoint.every 2 --run-dir job", *SMALL, writes="job/run.html"),
     case("python -m flowrt resume job --steps 4", writes="job/checkpoints/step-000004"),
-    case("flowrt samples job --worst 2 --tokens", says="reward"),
+    case("flowrt samples job --worst 2 --tokens", shows="reward"),
     case("flowrt export job --html page.html", writes="page.html"),
     case("flowrt export job --perfetto trace.json", writes="trace.json"),
-    case("flowrt export job --prometheus -", says="flowrt_reward"),
-    case("flowrt time job", says="trainer"),
-    case("flowrt ledger job", says="trained"),
-    case("flowrt replay job --at 1", says="ends in"),
-    case("flowrt status job", code=1, says="has ended with exit code 0"),
-    case("flowrt eval job --limit 2", says="avg@"),
-    case("flowrt doctor", says="torch"),
+    case("flowrt export job --prometheus -", shows="flowrt_reward"),
+    case("flowrt time job", shows="trainer"),
+    case("flowrt ledger job", shows="trained"),
+    case("flowrt replay job --at 1", shows="ends in"),
+    case("flowrt status job", code=1, shows="has ended with exit code 0"),
+    case("flowrt eval job --limit 2", shows="avg@"),
+    case("flowrt doctor", shows="torch"),
     case("flowrt slurm site --partition gpu", writes="site/one_node.sbatch"),
-    case("flowrt config gsm8k --data rows.jsonl", says="rows.jsonl"),
+    case("flowrt config gsm8k --data rows.jsonl", shows="rows.jsonl"),
     case("flowrt keys keys", writes="keys/controller.pub"),
-    case("flowrt data check --model model --data rows.jsonl --data.eval-prompts 4", says="stop tokens"),
-    case("flowrt reward check --data rows.jsonl --reward exact", says="exact"),
+    case("flowrt data check --model model --data rows.jsonl --data.eval-prompts 4", shows="stop tokens"),
+    case("flowrt reward check --data rows.jsonl --reward exact", shows="exact"),
     case("flowrt run custom --reward exact --steps 2 --run-dir own", *OWN, writes="own/final/tokenizer_config.json"),
-    case("python custom_loop.py", says="paying arm"),
-    case("python asyncflow_service.py", says="paying arm"),
-    case("python custom_trainer.py --steps 2", *SMALL, says="2 steps, mean reward"),
-    case("python custom_rollout.py --steps 2 --model job/model --data.eval-prompts 4", says="2 steps, mean reward"),
+    case("python custom_loop.py", shows="paying arm"),
+    case("python asyncflow_service.py", shows="paying arm"),
+    case("python custom_trainer.py --steps 2", *SMALL, shows="2 steps, mean reward"),
+    case("python custom_rollout.py --steps 2 --model job/model --data.eval-prompts 4", shows="2 steps, mean reward"),
     case("flowrt run own_task.py --steps 2 --run-dir words --data.eval-prompts 4", writes="words/final"),
     case("flowrt run --algorithm own_algorithm.py:ShortReinforce --steps 2 --run-dir short", *SMALL),
     case("flowrt export job --exporter own_exporter.py:StepsCsv", writes="steps.csv"),
@@ -137,7 +137,7 @@ def page(environment: Environment) -> str:
             browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())  # the token becomes a cookie
             with browser.open(url, timeout=WAIT_S) as answer:
                 html = answer.read().decode()
-            faults = [Case(("flowrt", "status", "live"), says="rollout").fault(environment)]
+            faults = [Case(("flowrt", "status", "live"), shows="rollout").fault(environment)]
             faults.append("" if "<script" in html else "the page has no script")
             run.send_signal(signal.SIGINT)
             code = run.wait(WAIT_S)

@@ -73,7 +73,9 @@ def padding_noise(model: Any, sequences: Sequence[torch.Tensor], plain: Sequence
     """Difference (nats) between sequences that are computed alone and together, padded at the right."""
     tokens_NL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     logits_NLV = model(input_ids=tokens_NL.to(plain[0].device), use_cache=False).logits
-    together = [one_LV[: len(alone)].float().log_softmax(-1) for one_LV, alone in zip(logits_NLV, plain, strict=True)]
+    together = [
+        one_LV[: len(single_LV)].float().log_softmax(-1) for one_LV, single_LV in zip(logits_NLV, plain, strict=True)
+    ]
     return max(expected_difference(one, other) for one, other in zip(together, plain, strict=True))
 
 

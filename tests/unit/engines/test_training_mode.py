@@ -69,7 +69,7 @@ def test_training_logits_equal_those_of_sampling(
     assert any(module.training for module in model.modules()) is recompute
 
 
-def test_dropout_that_was_asked_for_is_on_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropout_that_was_asked_for_is_on_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = opt(0.25)
     first, second = (set_training_mode(model, dropout=True)(TOKENS).logits for _ in range(2))

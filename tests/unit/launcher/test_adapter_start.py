@@ -88,7 +88,7 @@ def test_a_reference_may_be_an_adapter_too(base: Path, adapter: Path, tmp_path: 
     check_model(run)
 
 
-def test_weights_beside_an_adapter_are_its_base(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_weights_next_to_an_adapter_are_its_base(base: Path, adapter: Path, tmp_path: Path) -> None:
     """As for transformers, whatever base_model_name_or_path says."""
     run = config(adapter, tmp_path / "run")
     merge_starts(run)

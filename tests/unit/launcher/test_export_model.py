@@ -136,7 +136,7 @@ def test_a_disk_that_is_full_is_one_sentence_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_is_no_model_and_says_so(run_dir: Path) -> None:
+def test_a_checkpoint_is_no_model_and_is_refused(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=f"flowrt export {run_dir} --hf DIR --step 4 makes one of it"):
         check_model_files(checkpoint_dir(run_dir, 4), 8)
 
