@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 import torch
 
 
-class Rows(Protocol):
+class SequenceRows(Protocol):
     """The states of running sequences, which occupy the first rows without gaps."""
 
     row_index_R: torch.Tensor
@@ -38,7 +38,7 @@ class GeneratingModel(Protocol):
     device: torch.device
 
     @property
-    def cache(self) -> Rows: ...
+    def cache(self) -> SequenceRows: ...
 
     def twin(self, model: Any) -> Self:
         """The same for another copy of the model, with empty rows."""
