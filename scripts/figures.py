@@ -166,6 +166,31 @@ def gemma(one: dict[str, Any], where: str) -> list[str]:
     ]
 
 
+def sizes(one: dict[str, Any], where: str) -> list[str]:
+    """Peak memory at real vocabularies and lengths, and what lengths of prompts cost."""
+    names = [name.removeprefix("memory_ratio_") for name in one if name.startswith("memory_ratio_")]
+    cases = {
+        "lengths_256": "256 prompts of 256 lengths, 262k words",
+        "prompt_32k": "one prompt of 32k tokens",
+        "prompts_16k": "8 prompts of 16k tokens",
+        "catch_up": "in-flight update of 256 sequences of 4,096 tokens",
+        "top_k": "top-k training of 8,192 tokens, 262k words",
+    }
+    return [
+        f"Peak memory over weights, cache and one chunk, tiny layers ({where}); prompts of 64 lengths take "
+        f"{one['prefill_lengths_ratio']:.2f} times as long as equal ones with as many tokens.",
+        "",
+        "| case | peak MB | over weights, cache and one chunk |",
+        "|---|---|---|",
+        *(
+            f"| {cases[name]} | {one[f'peak_mb_{name}']:.0f} | {one[f'memory_ratio_{name}']:.2f} |"
+            for name in names
+            if name in cases
+        ),
+        "",
+    ]
+
+
 def metadata(one: dict[str, Any], where: str) -> list[str]:
     """The metadata plane, compared with TransferQueue and with a server that only echoes."""
     rows = [
@@ -598,6 +623,7 @@ SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], str], list[str]], str], ...
     ("Faults", faults, "faults.py"),
     ("A user's own task", tasks, "tasks.py"),
     ("Seeing a run", seeing, "seeing.py"),
+    ("Sizes", sizes, "sizes.py"),
     ("Training passes", passes, "passes.py"),
     ("Decoding", decoding, "decoding.py"),
     ("Weight updates of SGLang", sglang_updates, "sglang_updates.py --sglang-python PYTHON"),
