@@ -1,7 +1,7 @@
 """A pretrained model learns to name the larger of two numbers: flowrt run examples/larger_number.py --model DIR.
 
 The model continues a text that has one solved line, and a response ends with its line. Made for Gemma 3 270M, which
-starts at half right (scripts/install_gemma writes it where no hub can be reached): 12 minutes on two cores.
+starts with four in ten right (scripts/install_gemma writes it where no hub can be reached): 14 minutes on two cores.
 """
 
 from random import Random

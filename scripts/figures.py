@@ -155,7 +155,7 @@ def gemma(one: dict[str, Any], where: str) -> list[str]:
     ends = sorted(int(name.removeprefix("reward_to_")) for name in one if name.startswith("reward_to_"))
     return [
         "Gemma 3 270M, which scripts/install_gemma writes, learns to name the larger of two numbers "
-        f"(`examples/larger_number.py`; {where}, medians of {seeds} seeds): {ends[-1]} steps of 64 samples in "
+        f"(`examples/larger_number.py`; {where}, medians over {seeds} seed(s)): {ends[-1]} steps of 64 samples in "
         f"{one['minutes']:.0f} minutes, held-out answers right {one['held_out_first']:.2f} → "
         f"{one['held_out_last']:.2f} (the worst seed {one['held_out_last_least']:.2f}).",
         "",
