@@ -12,7 +12,7 @@ from flowrt.protocol.messages import LaneTurn
 from flowrt.transport.lanes.channel import ColumnRun
 from flowrt.transport.lanes.lane import LaneSet
 
-DEADLINE_S = 1.0
+DEADLINE_S = 60.0
 ERRORS = [
     *(kind("injected fault") for kind in PROGRAMMING_ERRORS),
     MemoryError(),
