@@ -92,7 +92,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "dots3_note": {
+        "text_config": {"head_dim": 16, "per_layer_config": {2: {"num_attention_heads": 2, "num_key_value_heads": 2}}},
+        "vision_config": {
+            "pyramid_num_routed": [-1, 2],
+            "num_hidden_layers": 2,
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
 }
 
 

@@ -14,7 +14,6 @@ COEF, TARGET, HORIZON, PROMPTS, SIZE = 0.01, 0.001, 64, 4, 4
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_kl_coefficient_follows_the_kl_on_two_ranks_and_across_a_resume(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:

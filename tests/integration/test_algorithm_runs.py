@@ -42,7 +42,6 @@ def test_example_algorithm_is_one_short_file() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_user_defined_objective_trains_on_two_ranks_and_resumes(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str
@@ -62,7 +61,6 @@ def test_user_defined_objective_trains_on_two_ranks_and_resumes(
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_reference_model_starts_if_a_user_defined_objective_needs_it(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
@@ -78,7 +76,6 @@ def test_reference_model_starts_if_a_user_defined_objective_needs_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_several_updates_per_step_publish_one_version(launch: Callable[..., Any], sft_model: Path, engine: str) -> None:
     flags = ["--model", str(sft_model), "--algorithm", "decoupled", "--trainer.engine", engine]
@@ -109,7 +106,6 @@ def test_file_without_a_valid_objective_is_refused_before_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize(
     ("engine", "algorithm"),
     [

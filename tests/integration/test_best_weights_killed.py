@@ -19,7 +19,6 @@ KILLS = 3
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_listed_weights_are_complete_after_their_writer_is_killed(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     prepared = tmp_path / "prepared"

@@ -231,7 +231,6 @@ def test_reward_function_receives_columns_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_run_with_chat_messages_and_reward_columns(
     launch: Callable[..., Any], model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -249,7 +248,6 @@ def test_run_with_chat_messages_and_reward_columns(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_run_drops_overlong_prompts(launch: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     reward_file, path = tmp_path / "mine.py", tmp_path / "rows.jsonl"
     reward_file.write_text(
@@ -268,7 +266,6 @@ def test_run_drops_overlong_prompts(launch: Callable[..., Any], model: Path, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_plain_text_prompts_for_a_chat_model_are_refused(
     launch: Callable[..., Any], model: Path, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ def more_sevens(response, answer):
     return response.count(answer) / 8
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from flowrt.recipes.config_io import from_file
 from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps
 from tests.integration.conftest import Launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 STEPS = 12
 SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", "2", "--group-size", "2", "--data.eval-prompts", "0"),

@@ -24,7 +24,7 @@ def reward(response, answer, source):
     return (source == "nines") + response.count(answer) / 8
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

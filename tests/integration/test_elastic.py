@@ -13,7 +13,7 @@ from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.errors import EXIT_DISMISSED
 from tests.integration.conftest import FLOWRT, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 ENDLESS = [
     *("--steps", "100000", "--data.eval-prompts", "0", "--prompts-per-step", "4", "--group-size", "4"),
     *("--rollout.workers", "1", "--algorithm.kl.coef", "0"),

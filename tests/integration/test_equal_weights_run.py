@@ -57,7 +57,6 @@ def test_a_model_that_is_not_causal_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_run_with_a_planted_difference_ends_before_its_first_update(
     launch: Callable[..., Any], with_dropout: str
 ) -> None:
@@ -70,7 +69,6 @@ def test_a_run_with_a_planted_difference_ends_before_its_first_update(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_model_without_keys_and_values_learns_with_the_torch_engines(
     launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -50,7 +50,6 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) -> None:
     found = lines(evaluated / "evaluations.jsonl")
     assert [line["version"] for line in found] == [0, 2, 4, 6]
@@ -72,7 +71,6 @@ def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_evaluating_a_checkpoint_reproduces_the_results_of_the_run(evaluated: Path) -> None:
     in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
     before = sorted(path.name for path in evaluated.iterdir())
@@ -84,7 +82,6 @@ def test_evaluating_a_checkpoint_reproduces_the_results_of_the_run(evaluated: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_best_weights_are_those_with_the_best_evaluation(evaluated: Path) -> None:
     in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
     [listed] = json.loads((evaluated / "best" / "best.json").read_text())
@@ -100,7 +97,6 @@ def test_best_weights_are_those_with_the_best_evaluation(evaluated: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_resumed_run_evaluates_only_missing_versions(
     evaluated: Path, tmp_path: Path, launch: Callable[..., Launch]
 ) -> None:
@@ -115,7 +111,6 @@ def test_a_resumed_run_evaluates_only_missing_versions(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., Launch]) -> None:
     flags = ("--steps", "40", "--eval.interval", "2", "--eval.stop-at", "0.001", "--eval.at-start", "False")
     stopped = launch(*SMALL, *flags, "--eval.samples", "8", "--eval.temperature", "1.0")
@@ -130,7 +125,6 @@ def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., La
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launch]) -> None:
     run = launch(*SMALL, "--eval.only", "True")
     assert run.wait(200) == 0, run.output
@@ -140,7 +134,6 @@ def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launc
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Callable[..., Launch]) -> None:
     """Evaluations take longer than training, so that workers must load old versions for pending evaluations."""
     flags = ("--steps", "30", "--eval.interval", "8", "--eval.overlap", "wait", "--eval.at-start", "False")
@@ -156,7 +149,6 @@ def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Call
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_complete_run_without_a_summary_is_resumed(evaluated: Path, tmp_path: Path) -> None:
     """The source has the results of the last version before the trainer publishes it again."""
     directory = tmp_path / "run"

@@ -64,7 +64,6 @@ def assert_in_tensorboard(run_dir: Path, directory: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_exporters_follow_a_run_and_failing_ones_do_not_end_it(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
@@ -96,7 +95,6 @@ def test_exporters_follow_a_run_and_failing_ones_do_not_end_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_an_export_follows_a_live_run_to_its_end(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:

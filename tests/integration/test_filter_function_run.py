@@ -35,7 +35,6 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_hanging_filter_function_drops_its_group_and_the_run_can_be_resumed(
     launch: Callable[..., Any], sft_model: Path, tmp_path: Path
 ) -> None:
@@ -72,7 +71,6 @@ def test_hanging_filter_function_drops_its_group_and_the_run_can_be_resumed(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_error_in_the_filter_function_is_refused_before_the_run_starts(
     refused: Callable[..., Any], tmp_path: Path, untrained_model: Path
 ) -> None:

@@ -212,7 +212,6 @@ async def test_a_fork_server_that_dies_during_its_imports_is_not_used_again(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_workers_are_forked_unless_disabled(launch: Callable[..., Launch], forks: bool) -> None:
     run = launch("--steps", "10", *TINY, "--launch.use-fork-server", str(forks))
@@ -225,7 +224,6 @@ def test_workers_are_forked_unless_disabled(launch: Callable[..., Launch], forks
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["before the first fork", "while it trains"])
 def test_a_run_survives_the_death_of_its_fork_server(launch: Callable[..., Launch], moment: str) -> None:

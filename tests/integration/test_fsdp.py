@@ -31,7 +31,7 @@ OTHER_DECODERS = ["gemma2", "gpt2", "llama"]
 BFLOAT16 = "llama"
 """Stored in bfloat16, with several end-of-sequence tokens."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 
 class Ranks:

@@ -15,7 +15,7 @@ SPLIT_MODEL = "split"
 
 ADAPTIVE = {"target": 1e-3, "horizon": 100}
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,6 @@ def assert_filtered(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_filtered_run_survives_a_killed_controller_and_a_resume(launch: Callable[..., Any], sft_model: Path) -> None:
     run = launch("--model", str(sft_model), *SMALL)
     wait_for_steps(run, 2)
@@ -65,7 +64,6 @@ def test_a_filtered_run_survives_a_killed_controller_and_a_resume(launch: Callab
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
     launch: Callable[..., Any], sft_model: Path, tmp_path: Path
 ) -> None:

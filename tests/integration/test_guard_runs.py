@@ -27,7 +27,6 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_one_guard_warns_and_another_holds_the_run_on_policy(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
@@ -66,7 +65,6 @@ def test_one_guard_warns_and_another_holds_the_run_on_policy(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_guard_stops_the_run_and_a_resume_continues_it(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch(
         *("--model", str(untrained_model), *SMALL, "--steps", "8", "--trainer.warmup-steps", "3"),
@@ -98,7 +96,6 @@ def test_a_guard_stops_the_run_and_a_resume_continues_it(launch: Callable[..., A
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize(
     "arguments",
     [

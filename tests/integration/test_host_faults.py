@@ -123,7 +123,6 @@ def prompts_of(path: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 async def test_a_full_disk_stops_the_run_with_one_error(controller: Controller) -> None:
     ledger = controller.run_dir / "ledger.sqlite"
     async with connected(await controller.address(), "source") as source:
@@ -141,7 +140,6 @@ async def test_a_full_disk_stops_the_run_with_one_error(controller: Controller) 
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 async def test_descriptor_exhaustion_refuses_new_connections_and_keeps_open_ones(controller: Controller) -> None:
     address = await controller.address()
     async with connected(address, "source") as source:
@@ -173,7 +171,6 @@ def startup_error(controller: Controller) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_corrupt_ledger_is_rejected_and_not_modified(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     ledger = tmp_path / "run" / "ledger.sqlite"
@@ -185,7 +182,6 @@ def test_a_corrupt_ledger_is_rejected_and_not_modified(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_port_taken_before_startup_is_named_in_the_error(tmp_path: Path, held_port: int) -> None:
     """Another process binds the port between the launcher's check and the start of the controller."""
     error = startup_error(Controller(tmp_path, bind=f"tcp://127.0.0.1:{held_port}"))
@@ -258,7 +254,6 @@ async def test_source_that_joins_while_the_ledger_is_locked_is_admitted_afterwar
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_controller_reports_a_locked_ledger_and_leaves_it_unchanged(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     path = tmp_path / "run" / "ledger.sqlite"

@@ -12,7 +12,6 @@ BOUND = 1e-11
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_computes_the_gradient_of_a_plain_loop(name: str) -> None:
     torch.set_num_threads(1)
@@ -35,7 +34,6 @@ def test_another_algorithm_has_another_gradient() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_two_ranks_of_both_engines_compute_the_gradient_of_a_plain_loop() -> None:
     torch.set_num_threads(1)
     found = measure_all(QUICK[:3])

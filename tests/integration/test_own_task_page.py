@@ -34,7 +34,6 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     tokenizer = chat_tokenizer(FAMILIES["qwen"])

@@ -13,7 +13,7 @@ from flowrt.errors import EXIT_DISMISSED
 from flowrt.protocol import messages as m
 from tests.simulation.scenario import whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 STEPS = 12
 SHORT = [
     *("--steps", str(STEPS), "--data.eval-prompts", "0", "--prompts-per-step", "4", "--group-size", "4"),

@@ -10,7 +10,7 @@ import pytest
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 STEPS = 7
 SETTINGS = [
     *("--steps", str(STEPS), "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0"),

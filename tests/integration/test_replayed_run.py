@@ -20,7 +20,7 @@ from flowrt.observability.recordings import Recordings
 from flowrt.observability.replay import Replay
 from tests.integration.conftest import FLOWRT, Launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 STEPS = 100
 """Enough for the run to continue for seconds after each fault."""
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
 TWO_PROCESSES = ("-p", "xdist", "-p", "tests.file_scheduling", "-n", "2", "--dist", "loadfile")
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 FIRST_TIME = """
 import os

@@ -15,7 +15,7 @@ import pytest
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.recipes.run_dir import checkpoint_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 ROWS, PER_STEP, EVERY = 72, 3, 4
 STEPS = ROWS // PER_STEP
 

@@ -28,7 +28,7 @@ async def sometimes(completion, **row):
     return 0.5
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

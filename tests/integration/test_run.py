@@ -35,7 +35,7 @@ KEYS = {
     *("staleness_max", "staleness_mean", "prompts_lost", "prompts_trained_twice", "busy_fraction"),
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

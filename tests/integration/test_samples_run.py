@@ -39,7 +39,7 @@ STORE_ALL = [
     *("--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP), "--samples.per-step", str(PROMPTS * GROUP)),
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 
 def run_samples(run_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

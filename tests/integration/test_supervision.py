@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 STEPS, PROMPTS = 30, 4
 SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "4"),

@@ -47,7 +47,6 @@ def stdout_of(directory: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_copy_of_a_built_in_task_gives_a_bit_identical_run(launch: Callable[..., Any], tmp_path: Path) -> None:
     copy = tmp_path / "mine.py"
     shutil.copy(str(arithmetic.__file__), copy)
@@ -65,7 +64,6 @@ def test_a_copy_of_a_built_in_task_gives_a_bit_identical_run(launch: Callable[..
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_reward_errors_and_timeouts_of_a_task_file_are_counted(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
@@ -88,7 +86,6 @@ def test_reward_errors_and_timeouts_of_a_task_file_are_counted(
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_task_file_run_resumes_with_the_same_file_and_is_readable_without_it(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 TWO_RANKS = [
     *("--trainer.ranks", "2", "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0"),
     *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "2"),

@@ -25,7 +25,6 @@ def run(run_dir: Path, model: Path, output: int, environment: dict[str, str]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_run_completes_after_its_output_pipe_is_closed(tmp_path: Path, untrained_model: Path) -> None:
     read, write = os.pipe()
     process = run(tmp_path / "run", untrained_model, write, {})
@@ -37,7 +36,6 @@ def test_run_completes_after_its_output_pipe_is_closed(tmp_path: Path, untrained
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.long
 def test_run_completes_with_its_output_on_a_full_disk(tmp_path: Path, untrained_model: Path) -> None:
     arguments = [*SMALL, "--rollout.workers", "1", "--model", str(untrained_model), "--run-dir", str(tmp_path / "run")]
@@ -49,7 +47,6 @@ def test_run_completes_with_its_output_on_a_full_disk(tmp_path: Path, untrained_
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_run_directory_name_may_contain_markup_with_ascii_output(tmp_path: Path, untrained_model: Path) -> None:
     run_dir = tmp_path / "m" / "a[/x]b[red]"
     with (tmp_path / "output").open("wb") as output:

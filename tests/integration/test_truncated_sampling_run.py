@@ -14,7 +14,7 @@ SMALL = [
     *("--rollout.top-k", "10", "--rollout.top-p", "0.9", "--rollout.temperature", "0.7", "--max-staleness", "0"),
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

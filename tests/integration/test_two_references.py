@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 SETTINGS = [
     *("--steps", "6", "--prompts-per-step", "8", "--group-size", "4", "--data.eval-prompts", "0"),
     *("--sft.steps", "0", "--sft.answer-only-steps", "0", "--rollout.workers", "1", "--trainer.save", "False"),

@@ -139,7 +139,6 @@ FAULTY_FUNCTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize(("text", "place", "reason"), FAULTY_FUNCTIONS.values(), ids=FAULTY_FUNCTIONS)
 def test_a_reward_function_that_cannot_be_used_is_refused(tmp_path: Path, text: str, place: str, reason: str) -> None:
     reward_file = tmp_path / "mine.py"
@@ -160,7 +159,6 @@ def test_a_reward_function_that_cannot_be_used_is_refused(tmp_path: Path, text: 
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize("text", [function("return 1 / 0"), "import os\n" + function("os._exit(3)")])
 def test_a_run_with_a_faulty_reward_function_is_refused_before_it_starts(
     refused: Callable[..., Any], tmp_path: Path, untrained_model: Path, text: str
@@ -170,7 +168,6 @@ def test_a_run_with_a_faulty_reward_function_is_refused_before_it_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 def test_a_slow_load_of_a_reward_file_is_announced_and_can_be_interrupted(
     launch: Callable[..., Any], tmp_path: Path, untrained_model: Path
 ) -> None:
@@ -188,7 +185,6 @@ def test_a_slow_load_of_a_reward_file_is_announced_and_can_be_interrupted(
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.parametrize(
     ("statement", "reason"),
     [

@@ -17,7 +17,7 @@ import pytest
 from tests.integration.conftest import FLOWRT, wait_until
 from tests.run_page import unpacked
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.slow
 STEPS = 60
 LIMIT_S = 120.0
 

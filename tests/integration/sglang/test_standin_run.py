@@ -16,7 +16,6 @@ STEPS = 3
 
 
 @pytest.mark.slow
-@pytest.mark.parallel
 @pytest.mark.timeout(600)
 def test_a_run_samples_from_its_server_and_updates_its_weights(
     launch: Callable[..., Any], fake_python: Callable[[str], Path], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
