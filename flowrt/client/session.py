@@ -512,11 +512,16 @@ class Session:
         """Send a message to the controller; it is dropped while there is no connection."""
         self._connection.send(message)
 
-    async def close(self, error: str = "") -> None:
-        """Leave the run and close the connection. ``error`` is the reason if this worker has failed."""
+    async def close(self, error: str = "", code: int = 0) -> None:
+        """Leave the run and close the connection.
+
+        Args:
+            error: the reason if this worker has failed.
+            code: exit code of this worker.
+        """
         self.report()
         self._stops.close()
-        self.send(m.Leave(error))
+        self.send(m.Leave(error, code))
         self.end(Stopped("the session is closed", 0))
         await cancel_and_wait(self._tasks, CLOSE_S)
         await self._lanes.close()

@@ -291,9 +291,10 @@ class RoleCompleted:
 
 @dataclass(slots=True)
 class Leave:
-    """worker: leaves the run; ``error`` is empty unless it failed."""
+    """worker: leaves the run; ``error`` is empty unless it failed, ``code`` is its exit code."""
 
     error: str
+    code: int = 0
 
 
 @dataclass(slots=True)
@@ -683,5 +684,5 @@ Message = (
     | RetireLane
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

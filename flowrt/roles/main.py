@@ -205,7 +205,7 @@ async def _run_worker(arguments: argparse.Namespace, name: str, role: str, run: 
             log.error("%s failed", name, exc_info=None if isinstance(first, FlowError) else raised)
             log.error("%s", error)
     finally:
-        await session.close(error)
+        await session.close(error, code)
     _exit(code)
 
 
@@ -215,7 +215,7 @@ def _exit_code(stopped: Stopped, environment: Mapping[str, str]) -> int:
         return EXIT_DISMISSED  # only this worker was stopped, not the run
     multi_node = environment.get("GROUP_WORLD_SIZE", "1") != "1"
     # After exit code 0 torchrun waits five minutes for the other nodes; a failed run must not wait for them.
-    return EXIT_FAILED if multi_node and stopped.code in (EXIT_FAILED, EXIT_STALLED) else EXIT_OK
+    return EXIT_FAILED if multi_node and stopped.code in (EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STALLED) else EXIT_OK
 
 
 def _check_result(work: asyncio.Task[None]) -> None:

@@ -7,7 +7,7 @@ from flowrt.controller.state.membership import Member
 from flowrt.controller.state.replay import WorkerJoined, WorkerLeft
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
-from flowrt.errors import EXIT_FAILED, EXIT_OK, RemoteProtocolError
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, RemoteProtocolError
 from flowrt.ids import OBSERVER, WorkerId
 from flowrt.protocol import messages as m
 
@@ -37,10 +37,13 @@ def connected(state: State, env: Environment, event: WorkerConnected, now: float
     return [AppendReplay(WorkerJoined(worker, event.role)), joined, *(Send(worker, message) for message in results)]
 
 
-def disconnected(state: State, env: Environment, worker: WorkerId, reason: str, now: float) -> list[Command]:
+def disconnected(
+    state: State, env: Environment, worker: WorkerId, reason: str, now: float, code: int = EXIT_FAILED
+) -> list[Command]:
     """Remove a worker that left (empty ``reason``) or was lost; other workers get its work.
 
-    The loss of a worker of a critical role ends the run. After the end of the run there are no commands.
+    The loss of a worker of a critical role ends the run, with exit code ``code``. After the end of the run there are no
+    commands.
     """
     member = state.membership.leave(worker)
     if member is None or state.ended is not None:  # after the end all workers leave
@@ -60,7 +63,7 @@ def disconnected(state: State, env: Environment, worker: WorkerId, reason: str, 
     state.window.lose_source(worker)
     why = f"{worker}: {reason or 'left before its part was complete; see its log'} (on host {member.host!r})"
     if member.role in roles.critical_roles:
-        commands += state.end(why, EXIT_FAILED)
+        commands += state.end(why, code)
     elif member.role in roles.replaceable_roles:
         state.membership.miss(member.role, why, now)
     return commands
@@ -108,7 +111,8 @@ def dismiss_silent(state: State, env: Environment, now: float) -> list[Command]:
 
 def leave(state: State, env: Environment, worker: WorkerId, message: m.Leave, now: float) -> list[Command]:
     """Remove a worker that leaves because of an error, or with its role completed or drained."""
-    return disconnected(state, env, worker, message.error[:MAX_REASON_CHARS], now)
+    code = EXIT_BAD_INPUT if message.code == EXIT_BAD_INPUT else EXIT_FAILED
+    return disconnected(state, env, worker, message.error[:MAX_REASON_CHARS], now, code)
 
 
 def role_completed(
