@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.engines.sglang import server_process
+from flowrt.runtime.sessions import mapped_names, remove_unused
 
 PROGRAM = """
 import multiprocessing, sys
@@ -41,14 +41,14 @@ def program(name: str, mode: str) -> Iterator[subprocess.Popen[str]]:
 def test_shared_memory_of_a_killed_program_is_removed_unless_mapped_elsewhere() -> None:
     name = f"flowrt-test-{os.getpid()}"
     with program(name, "create") as owner:
-        owned = server_process.mapped_names(owner.pid)
+        owned = mapped_names(owner.pid)
     paths = {path for path, _ in owned}
     assert len(paths) == 2, "the memory, and the semaphore under its final name"
     assert Path("/dev/shm", name) in paths
     assert all(path.exists() for path in paths)
     with program(name, "attach") as other:
-        others = server_process.mapped_names(other.pid)
-        server_process.remove_unused(owned)
+        others = mapped_names(other.pid)
+        remove_unused(owned)
         assert [path for path in paths if path.exists()] == [Path("/dev/shm", name)]
-    server_process.remove_unused(owned | others)
+    remove_unused(owned | others)
     assert not any(path.exists() for path, _ in owned | others)

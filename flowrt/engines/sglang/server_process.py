@@ -1,6 +1,6 @@
 """An SGLang server that a rollout worker starts, in a process with a Python of its own.
 
-- The process ends with the worker, even if the worker is killed.
+- Its processes end with the worker, even if the worker is killed, and also while they start.
 - Each start has a new API key, because a client of the server can change its weights, and the server may unpickle parts
   of requests. The key is in no file: the server reads it from anonymous memory, and it is removed from what the server
   logs.
@@ -12,7 +12,6 @@ import random
 import re
 import secrets
 import shlex
-import signal
 import socket
 import subprocess
 import threading
@@ -27,17 +26,15 @@ from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang.protocol import KEY_VARIABLE
 from flowrt.errors import ConfigError, EngineError
 from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.sessions import KILL_TIMEOUT_S, SessionGuard, kill_session, mapped_names, remove_unused
 from flowrt.runtime.waits import blocking, join_thread
 
-SHARED = Path("/dev/shm")  # noqa: S108 - the system's directory of named shared memory
-PROCESSES = Path("/proc")
 KEY_BYTES = 32
 KEY_ARGUMENTS = ("--config", "--tokenizer-worker-num", "--grpc-port")
 """Server arguments with which no key is passed: the server has a configuration of its own, or supports no key."""
 PORTS = range(20_000, 32_000)
 """Ports below those of outgoing connections, so that a free port stays free until the server listens."""
 PORT_TRIES = 50
-KILL_TIMEOUT_S = 60.0
 LOG_TIMEOUT_S = 2.0
 CONTEXT_MARGIN = 8
 """Positions that the server keeps free: it ends a sequence 2 tokens before its context length, and accepts no request
@@ -88,6 +85,7 @@ class SglangServer:
         self.key = ""
         """API key of the running server."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: SessionGuard | None = None
         self._shared: frozenset[tuple[Path, int]] = frozenset()
 
     def start(self) -> str:
@@ -95,7 +93,7 @@ class SglangServer:
 
         The process ends with the thread that calls this, which should live as long as the worker.
 
-        Raises EngineError if no port is free, or the key or the log cannot be written.
+        Raises EngineError if no port is free, the key or the log cannot be written, or no process can be started.
         """
         self.kill()
         port = free_port()
@@ -103,6 +101,7 @@ class SglangServer:
         output = self._log.open()
         try:
             self.key, key_arguments = self._key_file.arguments(command)
+            self._guard = SessionGuard()
             self._process = subprocess.Popen(
                 [*command, *key_arguments],
                 stdin=subprocess.DEVNULL,
@@ -110,8 +109,10 @@ class SglangServer:
                 stderr=output,
                 env=self._environment(),
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(_bind_to_worker, self._guard),
             )
+        except OSError as error:
+            raise EngineError(f"the SGLang server cannot be started: {error}") from error
         finally:
             os.close(output)
             self._log.copy(self.key)
@@ -119,7 +120,7 @@ class SglangServer:
 
     @property
     def pid(self) -> int:
-        """Process (and process group) of the server; 0 if none runs."""
+        """First process (and session) of the server; 0 if none runs."""
         return 0 if self._process is None else self._process.pid
 
     def alive(self) -> bool:
@@ -140,14 +141,14 @@ class SglangServer:
 
         Raises subprocess.TimeoutExpired if the process does not end within KILL_TIMEOUT_S seconds.
         """
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        blocking(
-            partial(self._process.wait, KILL_TIMEOUT_S), KILL_TIMEOUT_S, "the end of a killed server", "the system"
-        )
-        self._process = None
+        if self._process is not None:
+            kill_session(self._process.pid)
+            wait = partial(self._process.wait, KILL_TIMEOUT_S)
+            blocking(wait, KILL_TIMEOUT_S, "the end of a killed server", "the system")
+            self._process = None
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
         self._log.close()
         self._key_file.remove()
         remove_unused(self._shared)
@@ -196,6 +197,12 @@ def _positions(model: Path) -> int | None:
         return position_limit(read_config(model))
     except (OSError, ConfigError):  # the server reports what is wrong
         return None
+
+
+def _bind_to_worker(guard: SessionGuard) -> None:
+    """Runs in the first process of a server, before its program."""
+    die_with_parent()
+    guard.enter()
 
 
 class ServerLog:
@@ -297,56 +304,6 @@ class KeyFile:
 def given_key(environment: Mapping[str, str]) -> str:
     """The API key of a server that this worker did not start; empty if it has none."""
     return environment.get(KEY_VARIABLE, "")
-
-
-def mapped_names(session: int) -> frozenset[tuple[Path, int]]:
-    """The named shared memory that processes of a session have mapped: paths and inodes.
-
-    Found by inode, because a semaphore is mapped under a temporary name.
-    """
-    found: set[int] = set()
-    for process in _processes():
-        with suppress(OSError):
-            if os.getsid(process) == session:
-                found |= _mapped_inodes(process)
-    return frozenset((path, inode) for path, inode in _shared_names() if inode in found)
-
-
-def remove_unused(names: frozenset[tuple[Path, int]]) -> None:
-    """Remove the shared memory of these paths and inodes, unless a process of this user has it mapped."""
-    left = names & frozenset(_shared_names())
-    if not left:
-        return
-    used: set[int] = set()
-    for process in _processes():
-        with suppress(OSError):
-            used |= _mapped_inodes(process)
-    for path, inode in left:
-        if inode not in used:
-            with suppress(OSError):
-                path.unlink()
-
-
-def _shared_names() -> list[tuple[Path, int]]:
-    try:
-        with os.scandir(SHARED) as entries:
-            return [(Path(entry.path), entry.inode()) for entry in entries]
-    except OSError:
-        return []  # a system without named shared memory
-
-
-def _processes() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(PROCESSES) if name.isdigit()]
-    except OSError:
-        return []
-
-
-def _mapped_inodes(process: int) -> set[int]:
-    """Inodes of shared memory. A line of the maps file is: addresses, rights, offset, device, inode, path."""
-    lines = (PROCESSES / str(process) / "maps").read_text(errors="replace").splitlines()
-    fields = (line.split(maxsplit=5) for line in lines if f"{SHARED}/" in line)
-    return {int(field[4]) for field in fields}
 
 
 def free_port() -> int:

@@ -1,14 +1,16 @@
 """Fixtures: the stand-in in its own process, and engines that use it."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -137,3 +139,16 @@ def wait_for_generation(standin: StandinProcess, requests: int = 4) -> None:
         DEADLINE_S,
         lambda: f"fewer than {requests} sequences were started",
     )
+
+
+def wait_until_ended(processes: Iterable[int], deadline_s: float = DEADLINE_S) -> None:
+    """Wait until these processes have ended; kills what has not."""
+    running = []
+    for pid in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            running.append(psutil.Process(pid))
+    _, alive = psutil.wait_procs(running, deadline_s)
+    alive = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    for process in alive:
+        process.kill()
+    assert not alive, f"still running: {alive}"

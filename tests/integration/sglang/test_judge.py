@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import urllib.error
 import urllib.request
@@ -13,11 +12,12 @@ from time import monotonic
 import pytest
 
 from flowrt.engines.hf import save_model
-from flowrt.engines.sglang.server_process import CPU_ARGUMENTS, free_port, mapped_names, remove_unused
+from flowrt.engines.sglang.server_process import CPU_ARGUMENTS, free_port
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.rewards.options import JudgeOptions, RewardOptions
 from flowrt.rewards.outcomes import Result
 from flowrt.rewards.scoring import RewardScorer
+from flowrt.runtime.sessions import KILL_TIMEOUT_S, kill_session
 from flowrt.tasks import character_tokenizer
 
 from .conftest import NOT_HERE, PYTHON, START_S
@@ -79,11 +79,9 @@ class Judge:
         """Kill all its processes, and remove their shared memory."""
         if self._process is None:
             return
-        names = mapped_names(self._process.pid)
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(20.0)
+        kill_session(self._process.pid)
+        self._process.wait(KILL_TIMEOUT_S)
         self._process = None
-        remove_unused(names)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from .playing import (
     prompts,
     snapshot,
     start_standin,
+    wait_until_ended,
 )
 
 __all__ = ["fake_python", "make_engine", "start_standin"]  # fixtures
@@ -93,8 +94,9 @@ def test_waiting_call_returns_when_the_engine_is_closed(make_engine: Callable[..
 
 
 def test_own_server_dies_with_its_worker(tmp_path: Path, fake_python: Callable[[str], Path]) -> None:
-    """The worker is killed by SIGKILL and cannot clean up."""
-    python = fake_python("exec sleep 600")
+    """The worker is killed by SIGKILL and cannot clean up; the server is starting, and has started another process."""
+    others = tmp_path / "others"
+    python = fake_python(f"set -m\nsleep 600 &\necho $! > {others}.new\nmv {others}.new {others}\nexec sleep 600")
     code = (
         "import sys, time; from pathlib import Path\n"
         "from flowrt.engines.options import SglangOptions\n"
@@ -105,11 +107,12 @@ def test_own_server_dies_with_its_worker(tmp_path: Path, fake_python: Callable[[
     )
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
-    pid = int(worker.stdout.readline())
+    server = int(worker.stdout.readline())
+    wait_until(others.exists, DEADLINE_S, lambda: "the server has started no other process")
     worker.kill()
     worker.wait(DEADLINE_S)
     worker.stdout.close()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE_S, lambda: f"the server {pid} still runs")
+    wait_until_ended([server, int(others.read_text())])
 
 
 def test_server_environment_has_no_rank_variables_or_keys(

@@ -3,11 +3,14 @@
 import os
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flowrt.engines.hf import named_parameters
@@ -15,8 +18,10 @@ from flowrt.engines.sglang.engine import SglangRollout
 from flowrt.engines.training.forward import score
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
+from tests.integration.conftest import wait_until
 
 from .conftest import NOT_HERE, PYTHON, SHORT, START_S, TEMPERATURE, build, drain, owner, prompts
+from .playing import wait_until_ended
 
 pytestmark = [
     pytest.mark.sglang,
@@ -126,6 +131,44 @@ def test_a_server_that_is_not_ready_in_time_is_named_with_its_log(checkpoint: Pa
         owner(checkpoint, start_s=1.0),
     ):
         pass
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_a_server_dies_with_a_worker_that_is_killed_while_it_starts(
+    processes: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Killed as soon as the server has started this number of processes."""
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from flowrt.engines.options import SglangOptions\n"
+        "from flowrt.engines.sglang.server_process import SglangServer\n"
+        "python, model, log = sys.argv[1:]\n"
+        "options = SglangOptions(python=python, device='cpu', dtype='float32', arguments='--max-total-tokens 8192')\n"
+        "server = SglangServer(options, Path(model), rows=8, threads=1, log=Path(log))\n"
+        "server.start(); print(server.pid, flush=True); time.sleep(3600)\n"
+    )
+    command = [sys.executable, "-c", code, str(PYTHON), str(checkpoint), str(tmp_path / "server.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        try:
+            assert worker.stdout is not None
+            session = int(worker.stdout.readline())
+            has_started = lambda: len(members(session)) >= processes  # noqa: E731
+            wait_until(has_started, START_S, lambda: f"{members(session)}\n{(tmp_path / 'server.log').read_text()}")
+            started = members(session)
+        finally:
+            worker.kill()
+    wait_until_ended(started)
+    assert not members(session)
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def test_a_server_with_an_unknown_argument_is_named_with_its_message(checkpoint: Path) -> None:
