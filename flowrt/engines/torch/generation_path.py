@@ -9,20 +9,26 @@ Shapes: N samples, L tokens, T tokens of a response, V vocabulary.
 
 import logging
 import math
+import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from flowrt.engines.hf import model_name
+from flowrt.engines.hf import head_on, model_name
+from flowrt.engines.model_config import position_limit
 from flowrt.engines.torch.cached_model import CachedModel
 from flowrt.engines.torch.generating import GeneratingModel
 from flowrt.engines.torch.sequence_model import SequenceModel
 from flowrt.engines.training.architecture import (
     FAILURES,
+    LENGTHS,
     allowed_difference,
     expected_difference,
     plain_logprobs,
@@ -34,6 +40,10 @@ from flowrt.errors import ConfigError
 log = logging.getLogger("flowrt")
 STEPS = 4
 """Tokens after each prompt of the check; the last two are computed by `GeneratingModel.extend`."""
+WINDOW = re.compile("window|local_attention")
+"""Names of fields of a configuration with a number of tokens that a token sees."""
+MAX_WINDOW = 4096
+"""Windows (tokens) up to which a check goes beyond them."""
 
 
 def has_rows(model: Any) -> bool:
@@ -84,12 +94,16 @@ def right_way(model: Any, *, compiled: bool = False) -> Way:
     """
     if not (sequences := sample_sequences(model)):
         return Way.ROWS
-    plain = plain_logprobs(model, sequences)
-    limit = allowed_difference(model, sequences[1], plain[1])
     name = model_name(model)
+    try:
+        plain = plain_logprobs(model, sequences)
+        limit = allowed_difference(model, sequences[1], plain[1])
+        samples: list[Sample] = [(sequences, plain), *_beyond_windows(model)]
+    except FAILURES as error:
+        raise ConfigError(f"model {name} cannot generate on text alone: {_first_line(error)}; use another") from error
     wrong = [] if has_rows(model) else [f"{MEANING[Way.ROWS]} are not its state"]
     for way in list(Way)[len(wrong) :]:
-        off, how = _tried(lambda way=way: way.of(model, len(sequences)), sequences, plain)  # type: ignore[misc]
+        off, how = _tried(model, way, samples, limit)
         if off <= limit:
             break
         wrong.append(f"{MEANING[way]}: {how}")
@@ -110,15 +124,52 @@ def right_way(model: Any, *, compiled: bool = False) -> Way:
     return way
 
 
-def _tried(
-    build: Callable[[], GeneratingModel], sequences: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]
-) -> tuple[float, str]:
-    """The `disagreement` (nats) of a way to generate, infinite if it fails; and what is wrong with it, as text."""
-    try:
-        off = disagreement(build, sequences, plain)
-    except FAILURES as error:
-        return math.inf, f"it fails ({str(error).strip().partition(chr(10))[0][:160]})"
+Sample = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""Sequences [L] of unequal lengths, and the plain log-probabilities of their last `STEPS` + 1 positions at least."""
+
+
+def _tried(model: Any, way: Way, samples: Sequence[Sample], limit: float) -> tuple[float, str]:
+    """The `disagreement` (nats) of a way to generate, infinite if it fails; and what is wrong with it, as text.
+
+    Ends at the first sample of which it is above ``limit``.
+    """
+    off = 0.0
+    for sequences, plain in samples:
+        try:
+            off = disagreement(partial(way.of, model, len(sequences)), sequences, plain)
+        except FAILURES as error:
+            return math.inf, f"it fails ({_first_line(error)})"
+        if not off <= limit:
+            break
     return off, f"off by {off:.2g} nats a token from a plain forward pass"
+
+
+@torch.no_grad()
+def _beyond_windows(model: Any) -> list[Sample]:
+    """A short sequence with one that is longer than a window, for each window whose layers transformers does not list.
+
+    Layers that are listed (``layer_types``) have transformers' own masks.
+    """
+    config = model.config.get_text_config()
+    positions = position_limit(config.to_dict()) or sys.maxsize
+    if getattr(config, "layer_types", None):
+        return []
+    found = {value for name, value in vars(config).items() if WINDOW.search(name) and type(value) is int}
+    samples: list[Sample] = []
+    for window in sorted(found):
+        length = window + 2 * STEPS
+        if not max(LENGTHS) < length <= min(positions, MAX_WINDOW + 2 * STEPS):
+            continue
+        generator = torch.Generator().manual_seed(0)
+        sequences = [torch.randint(int(config.vocab_size), (one,), generator=generator) for one in (LENGTHS[0], length)]
+        has_head = model.get_output_embeddings() is not None
+        with head_on(model, lambda hidden_BLD: hidden_BLD[:, -STEPS - 1 :]) if has_head else nullcontext():
+            samples.append((sequences, plain_logprobs(model, sequences)))
+    return samples
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:160]
 
 
 @torch.inference_mode()
