@@ -573,8 +573,9 @@ class ControllerConfig:
     """A worker that sends nothing for this long is removed from the run."""
     reconnect_timeout_s: Seconds = 60.0
     """How long workers keep their state and try to reconnect after the controller goes away."""
-    worker_drain_timeout_s: Seconds = 30.0
-    """How long a worker that received SIGTERM keeps serving the tensors it holds."""
+    worker_drain_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 0.0
+    """How long a worker that received SIGTERM completes its slots and serves the tensors it holds; 0: follows
+    rollout.max_new_tokens, and is 30 s or more."""
     lease_s: Seconds = 600.0
     """How long a worker may hold a slot without progress of its work; after an expired lease the next worker gets twice
     as long."""

@@ -43,6 +43,7 @@ from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.termination import termination_signals
+from flowrt.runtime.time_limits import drain_s
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, open_waits, pause, wait_all, wait_any, wait_until
 
 POLL_S = 0.2
@@ -188,9 +189,9 @@ async def _run_worker(arguments: argparse.Namespace, name: str, role: str, run: 
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
         check_reach(config, role == TRAINER)
-        if drains and (drain_s := _drain_s(role, config)):
+        if drains and (limit_s := _drain_s(role, config)):
             for number in termination_signals():
-                asyncio.get_running_loop().add_signal_handler(number, _drain, session, drain_s, role == TRAINER)
+                asyncio.get_running_loop().add_signal_handler(number, _drain, session, limit_s, role == TRAINER)
         await _run_role(run(session, config), session)
     except (Exception, BaseExceptionGroup) as raised:
         # The first exception of a group is the cause, the others its consequences.
@@ -249,7 +250,7 @@ def _drain_s(role: str, config: RunConfig) -> float:
     """Time limit of a drain after SIGTERM, in seconds; 0: the worker does not drain."""
     if role == TRAINER:
         return config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0
-    return config.controller.worker_drain_timeout_s
+    return config.controller.worker_drain_timeout_s or drain_s(config.rollout.max_new_tokens)
 
 
 def _drain(session: Session, deadline_s: float, saves: bool) -> None:

@@ -22,6 +22,7 @@ MIN_TOKENS_PER_S = 1.0
 """Lowest rate at which one sequence is generated, in tokens per second."""
 MAX_TOKENS_PER_S = 500.0
 """Highest rate at which one sequence is generated."""
+MIN_DRAIN_S = 30.0
 MIN_REQUEST_S = 3600.0
 MAX_REQUEST_S = 30 * 24 * 3600.0
 
@@ -50,6 +51,14 @@ def generation_s(samples: int, rows: int, max_new_tokens: int, tokens_per_s: flo
 def generation_limit_s(base_s: float, max_new_tokens: int) -> float:
     """Limit of one sequence on a responsive server: ``base_s`` longer than at the lowest rate."""
     return base_s + max_new_tokens / MIN_TOKENS_PER_S
+
+
+def drain_s(max_new_tokens: int) -> float:
+    """Limit of a worker that leaves: its responses, and those of the same prompts on other workers, are completed first.
+
+    Only then are the tensors that it holds needed by no other worker.
+    """
+    return MIN_DRAIN_S + max_new_tokens / MIN_TOKENS_PER_S
 
 
 def request_s(samples: int, rows: int, max_new_tokens: int) -> float:
