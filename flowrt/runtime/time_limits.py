@@ -54,7 +54,7 @@ def generation_limit_s(base_s: float, max_new_tokens: int) -> float:
 
 
 def drain_s(max_new_tokens: int) -> float:
-    """Limit of a worker that leaves: its responses, and those of the same prompts on other workers, are completed first.
+    """Limit of a worker that leaves: its responses and those of the same prompts on other workers are completed first.
 
     Only then are the tensors that it holds needed by no other worker.
     """
