@@ -48,6 +48,12 @@ class Prompts:
     overlong: int
     """Number of prompts above the limit."""
     first_overlong: str
+    empty: int
+    """Prompts without a token."""
+    first_empty: str
+    outside: int
+    """Prompts with a token id that the model does not have."""
+    first_outside: str
     double_starts: int
     """Prompts with two start tokens."""
     duplicates: int
@@ -137,6 +143,14 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
             "too long",
             f"{found.overlong:,} prompts over {limits.most:,} tokens, {outcome}; first: {found.first_overlong}",
         )
+    if found.empty:
+        line("empty", f"{found.empty:,} prompts without a token, refused by a run; first: {found.first_empty}")
+    if found.outside:
+        line(
+            "vocabulary",
+            f"{found.outside:,} prompts with token ids above the vocab_size of {limits.vocab_size:,}, refused by a run; "
+            f"first: {found.first_outside}",
+        )
     if found.double_starts:
         line("start token", f"twice in {found.double_starts:,} prompts: the template or the text has one of its own")
     line("stop tokens", _stop_tokens(model, tokenizer, config.data.chat_template))
@@ -149,7 +163,12 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
         )
     for problem in Concatenated([one.training for one in sets])[:show]:
         _show(problem, encoder, tokenizer, console)
-    is_refused = (found.overlong and limits.overlong == "error") or (found.shared and not config.data.allow_overlap)
+    is_refused = (
+        (found.overlong and limits.overlong == "error")
+        or found.empty
+        or found.outside
+        or (found.shared and not config.data.allow_overlap)
+    )
     return EXIT_BAD_INPUT if is_refused else EXIT_OK
 
 
@@ -196,7 +215,7 @@ def _shares(sets: Sequence[ProblemSet]) -> list[str]:
 
 def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[ProblemSet]) -> Prompts:
     """Tokenize all prompts, and find those that occur twice. ``start``: id of the start token."""
-    overlong, shared, duplicates = _Found(), _Found(), _Found()
+    overlong, shared, duplicates, empty, outside = _Found(), _Found(), _Found(), _Found(), _Found()
     double_starts = 0
     evaluated = {folded(one.prompt, one.messages) for part in sets for one in part.held_out}
     trained: set[int] = set()
@@ -210,8 +229,12 @@ def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[
                 lengths.append(len(ids))
                 if len(ids) > longest:
                     longest, longest_place = len(ids), block.where(place)
-                if len(ids) > limits.most:
+                if not ids:
+                    empty.add(block, place)
+                elif len(ids) > limits.most:
                     overlong.add(block, place)
+                elif max(ids) >= limits.vocab_size:
+                    outside.add(block, place)
                 double_starts += start is not None and ids[:2] == [start, start]
                 index += 1
                 if index > one.first_held_out:
@@ -227,6 +250,10 @@ def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[
         longest=longest_place,
         overlong=overlong.count,
         first_overlong=overlong.first,
+        empty=empty.count,
+        first_empty=empty.first,
+        outside=outside.count,
+        first_outside=outside.first,
         double_starts=double_starts,
         duplicates=duplicates.count,
         first_duplicate=duplicates.first,

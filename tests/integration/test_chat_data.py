@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from common.chat_models import FAMILIES, chat_tokenizer
+from tokenizers import normalizers
 
 from flowrt.cli import main
 from flowrt.engines.hf import save_model
@@ -108,6 +109,29 @@ def test_data_check_refuses_what_a_run_would_refuse(
     code, output = data_check(capsys, model, path, "--rollout.max-new-tokens", "16", *flags)
     assert code == 2, output
     assert expected in " ".join(output.split())
+
+
+def test_data_check_refuses_prompts_without_tokens_and_ids_above_the_vocabulary(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    smaller = tmp_path / "smaller"
+    shutil.copytree(model, smaller)
+    config = json.loads((smaller / "config.json").read_text())
+    (smaller / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
+    dropping = chat_tokenizer(FAMILIES["qwen"])
+    dropping.backend_tokenizer.normalizer = normalizers.Replace("z", "")
+    dropping.save_pretrained(smaller)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "z" if n == 3 else f"{n}", "answer": "1"}) + "\n" for n in range(12)))
+    flags = ("--rollout.max-new-tokens", "16", "--data.chat-template", "none")
+    code, output = data_check(capsys, smaller, path, *flags)
+    assert code == 2, output
+    assert "empty         1 prompts without a token, refused by a run; first: data file" in output
+    text = json.dumps({"prompt": "What is one and one?", "answer": "2"}) + "\n"
+    path.write_text(text + "".join(json.dumps({"prompt": f"{n}", "answer": "1"}) + "\n" for n in range(12)))
+    code, output = data_check(capsys, smaller, path, *flags, "--deep")
+    assert code == 2, output
+    assert "vocabulary    1 prompts with token ids above the vocab_size of 40, refused by a run" in output
 
 
 def test_data_check_of_several_data_sets(
