@@ -148,8 +148,8 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
     if found.outside:
         line(
             "vocabulary",
-            f"{found.outside:,} prompts with token ids above the vocab_size of {limits.vocab_size:,}, refused by a run; "
-            f"first: {found.first_outside}",
+            f"{found.outside:,} prompts with token ids above the vocab_size of {limits.vocab_size:,}, refused by a run"
+            f"; first: {found.first_outside}",
         )
     if found.double_starts:
         line("start token", f"twice in {found.double_starts:,} prompts: the template or the text has one of its own")
