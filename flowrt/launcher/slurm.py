@@ -27,6 +27,10 @@ WHOLE_IN_CONTAINER = ("one_node.sbatch", "extra_rollout.sbatch")
 """Templates whose processes are all in the container, if there is one; in others the workers of steps are."""
 CONTAINER_PYTHON = ("sh", "-c", 'shift; exec python3 "$$@"', "sh")
 """Runs the words after it with the container's Python in place of the first one; ``$$`` as in launch.rollout."""
+SHARED_OPTIONS = ("qos", "constraint", "reservation", "exclude", "mem")
+"""Options of sbatch that flags of the same name set in all jobs."""
+SITE_OPTIONS = ("partition", "account", "nodes", "time", "requeue")
+"""Others that flags of the same name set."""
 _PLACEHOLDER = re.compile(r"\{\{([A-Z_]+)\}\}")
 _WORD = re.compile(r"[A-Za-z0-9_.,:=+-]*")
 _RECIPE = re.compile(r"[A-Za-z0-9_.,:=+/-]+")
@@ -35,6 +39,12 @@ _FEATURES = re.compile(r"[A-Za-z0-9_.,:=+*&|()\[\]-]*")
 _MEMORY = re.compile(r"(\d+[KMGT]?)?")
 _MODULES = re.compile(r"([A-Za-z0-9_./+-]+( [A-Za-z0-9_./+-]+)*)?")
 _IMAGE = re.compile(r"[A-Za-z0-9_.,:=+@#/-]*")
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+NO_LIMIT = ("", "0", "UNLIMITED", "INFINITE")
+"""Values of --time without a limit that is known here; empty: that of the partition."""
+MIN_RUN_S = 60
+"""Seconds that a job runs at least before it saves and ends."""
+_OWN_OPTION = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
 _OPTION = re.compile(r"--[a-z][a-z-]*(=[^\s\"'\\#]+)?")
 
 
@@ -125,7 +135,9 @@ def placeholders(site: Site) -> dict[str, str]:
     """The value of each placeholder. Raises ConfigError for values that are not allowed in a script."""
     _check(site)
     training, generating = devices(site, site.gpus), devices(site, site.rollout_gpus or site.gpus)
-    each = worker_devices(site) if training.option else 1
+    # Without devices it only refuses what flowrt run refuses; a task file may change what is allowed.
+    each = worker_devices(site) if training.option or not is_task_file(site.recipe) else 1
+    each = each if training.option else 1
     for of_node in (training, generating):
         if of_node.count < each:
             raise ConfigError(f"a rollout worker of --flags needs {each} devices, and a node has {of_node.count}")
@@ -182,7 +194,7 @@ def devices(site: Site, gpus: str) -> Devices:
     if not text:
         return Devices("", "", 1)
     kind, colon, last = text.rpartition(":")
-    if not last.isdecimal() or not int(last):
+    if not last.isdecimal() or not int(last) or bool(kind) != bool(colon):
         example = "npu:8" if site.npus else "8, or a100:8"
         raise ConfigError(f"{flag} {text!r} does not end with a number of devices; write {example}")
     option = "--gres=" if site.npus else "--gres=gpu:" if site.gres else "--gpus-per-node="
@@ -233,9 +245,40 @@ def _check(site: Site) -> None:
     _check_texts(site)
     if site.gpus and site.npus:
         raise ConfigError("--gpus and --npus are given, and a node has one kind of accelerator; leave one out")
-    for name, other in (("rollout_gpus", "gpus"), ("container_mounts", "container")):
-        if getattr(site, name) and not getattr(site, other):
+    for name, other in (
+        ("rollout_gpus", "gpus"),
+        ("gres", "gpus"),
+        ("container_mounts", "container"),
+        ("container_runtime", "container"),
+    ):
+        if getattr(site, name) != getattr(Site, name) and not getattr(site, other):
             raise ConfigError(f"{_flag(name)} is given without {_flag(other)}; give both")
+    limit_s = _seconds(site.time)
+    if limit_s is not None and limit_s < site.save_s + MIN_RUN_S:  # requeued, it would do so for ever
+        raise ConfigError(
+            f"--save-s {site.save_s} is not {MIN_RUN_S} s below --time {site.time}: a job would save and end as soon "
+            "as it starts; use less, or a longer time"
+        )
+
+
+def _seconds(time: str) -> int | None:
+    """The seconds of a time limit of SLURM; None without a limit. Raises ConfigError for another text."""
+    if time.upper() in NO_LIMIT:
+        return None
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise ConfigError(f"--time {time!r} is no time limit of SLURM; write HOURS:MINUTES:SECONDS, as 24:00:00")
+    days, *rest = (int(value) if value else 0 for value in found.group("days", "first", "second", "third"))
+    # "a" and "a:b" are minutes and seconds, but with days hours and minutes.
+    hours, minutes, seconds = rest if found["days"] or found["third"] else (0, *rest[:2])
+    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
+
+
+def _own_options() -> set[str]:
+    """The options that templates set themselves, after those of --sbatch, or from other flags."""
+    texts = [path.read_text() for path in HERE.glob("*.sbatch")]
+    own = {name for text in texts for name in _OWN_OPTION.findall(text)} - {"job-name"}
+    return own | {*SHARED_OPTIONS, "requeue", "no-requeue", "gpus-per-node"}
 
 
 def _check_texts(site: Site) -> None:
@@ -261,6 +304,8 @@ def _check_texts(site: Site) -> None:
             raise ConfigError(
                 f"--sbatch {option!r} is not an option of sbatch on one line; write --sbatch=--NAME=VALUE"
             )
+        if (own := option.partition("=")[0].removeprefix("--")) in _own_options():
+            raise ConfigError(f"--sbatch {option!r} contradicts a line that the templates have; {_instead(own)}")
     for name in ("runs", "cann", "flags"):
         if not getattr(site, name).isprintable():
             raise ConfigError(f"{_flag(name)} {getattr(site, name)!r} has a line end or a control character")
@@ -270,19 +315,20 @@ def _check_texts(site: Site) -> None:
         raise ConfigError(f"--flags {site.flags!r:.80} are no command line: {error}") from error
 
 
+def _instead(option: str) -> str:
+    """What to do in place of an option of sbatch that the templates set themselves."""
+    flags = {"signal": "--save-s", "no-requeue": "--requeue", "array": "--extra", "gpus-per-node": "--gpus"}
+    flags |= {"cpus-per-task": "--cpus"} | {name: f"--{name}" for name in (*SHARED_OPTIONS, *SITE_OPTIONS)}
+    return f"use {flags[option]}" if option in flags else "edit them once they are written"
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
 def _options(site: Site, constraint: str, mem: str) -> str:
     """The options of #SBATCH lines that apply to all jobs, each after the first with the start of its line."""
-    given = {
-        "qos": site.qos,
-        "constraint": constraint,
-        "reservation": site.reservation,
-        "exclude": site.exclude,
-        "mem": mem,
-    }
+    given = dict(zip(SHARED_OPTIONS, (site.qos, constraint, site.reservation, site.exclude, mem), strict=True))
     return "\n#SBATCH ".join([*(f"--{name}={value}" for name, value in given.items() if value), *site.sbatch])
 
 
