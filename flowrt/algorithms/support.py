@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SUMMED = 256
+"""Entries of a support that are summed one after the other."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
@@ -97,5 +100,19 @@ def normalise_over_support(scaled_E: Tensor, target_T: Tensor, support: Support)
     peak_T = scaled_E.new_full((len(target_T),), -torch.inf)
     peak_T = peak_T.scatter_reduce(0, position_E, scaled_E.detach(), "amax")
     centred_E = scaled_E - peak_T[position_E]
-    total_T = torch.zeros_like(peak_T).index_add(0, position_E, centred_E.exp())
-    return centred_E[drawn_T] - total_T.log()
+    return centred_E[drawn_T] - _sum_by_position(centred_E.exp(), support).log()
+
+
+def _sum_by_position(values_E: Tensor, support: Support) -> Tensor:
+    """The sum of the values of each position [T], first in blocks of SUMMED entries.
+
+    A sum of 200,000 float32 numbers one after the other is off by up to 4e-4 of itself.
+    """
+    counts_T, position_E = support.counts_T.long(), support.position_E
+    blocks_T = -(-counts_T // SUMMED)
+    first_T, position_B = counts_T.cumsum(0) - counts_T, torch.arange(len(counts_T), device=counts_T.device)
+    position_B = position_B.repeat_interleave(blocks_T)
+    place_E = torch.arange(len(values_E), device=values_E.device) - first_T[position_E]
+    block_E = (blocks_T.cumsum(0) - blocks_T)[position_E] + place_E // SUMMED
+    sums_B = values_E.new_zeros(len(position_B)).index_add(0, block_E, values_E)
+    return values_E.new_zeros(len(counts_T)).index_add(0, position_B, sums_B)

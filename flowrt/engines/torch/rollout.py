@@ -64,7 +64,8 @@ def draw_truncated(
     if truncation.min_p > 0:
         kept_RK &= probabilities_RK >= truncation.min_p * probabilities_RK[:, :1]
     kept_RK[:, 0] = True
-    renormalised_RK = logprobs_RK.masked_fill(~kept_RK, -torch.inf).log_softmax(-1)
+    kept_logprobs_RK = logprobs_RK.masked_fill(~kept_RK, -torch.inf)
+    renormalised_RK = kept_logprobs_RK - kept_logprobs_RK.logsumexp(-1, keepdim=True)  # see distribution_logprobs
     cumulative_RK = renormalised_RK.exp().cumsum(-1)
     counts_R1 = kept_RK.sum(-1, keepdim=True)  # the kept ones come first
     place_R1 = torch.searchsorted(cumulative_RK, uniform_R1 * cumulative_RK[:, -1:], right=True)
