@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import errno
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -298,8 +299,13 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        reason = "is in use" if error.errno == zmq.EADDRINUSE else f"cannot be bound ({error.strerror})"
-        raise ConfigError(f"controller address {address} {reason}; choose another port, or 0 for any") from error
+        if error.errno in (zmq.EADDRINUSE, errno.EACCES):
+            reason = "is in use" if error.errno == zmq.EADDRINUSE else "needs more rights"
+            raise ConfigError(f"controller address {address} {reason}; choose another port, or 0 for any") from error
+        raise ConfigError(
+            f"controller address {address} cannot be bound ({zmq.strerror(error.errno or 0)}): its host is no "
+            "address of this host; name one, with the interface if it is valid on one link only, as [fe80::1%eth0], or * for all"
+        ) from error
 
 
 def server_socket(keys: ControllerKeys | None = None) -> Socket:

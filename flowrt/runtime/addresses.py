@@ -105,7 +105,8 @@ def _source(family: socket.AddressFamily, destination: Any) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing; the kernel only chooses a route.
         probe.connect(destination)
-        return str(probe.getsockname()[0])
+        # With the interface of an address that is valid on one link only: without it nothing can listen there.
+        return socket.getnameinfo(probe.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def needs_ipv6(host: str) -> bool:

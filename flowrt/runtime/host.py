@@ -46,8 +46,8 @@ def interfaces() -> dict[str, str]:
 def interface_of(address: str) -> str:
     """The network interface with this address; empty if there is none."""
     pairs = (*interfaces().items(), *_inet6_addresses(link_local=True))
-    plain = address.partition("%")[0]  # without the scope
-    return next((name for name, own in pairs if own == plain), "")
+    plain, _, scope = address.partition("%")
+    return next((name for name, own in pairs if own == plain and scope in ("", name)), "")
 
 
 def _inet6_addresses(*, link_local: bool = False) -> list[tuple[str, str]]:
@@ -133,4 +133,4 @@ def _default_routes() -> list[str]:
     for endpoint in _DOCUMENTATION_ADDRESSES:
         with contextlib.suppress(OSError):
             found.append(source_address(endpoint)[1])
-    return found
+    return [address for address in found if "%" not in address]

@@ -7,7 +7,6 @@
 import asyncio
 import os
 import shutil
-import socket
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from flowrt.engines.sglang.layout import Layout
 from flowrt.engines.sglang.tensor_pickles import serialized
 from flowrt.errors import EngineError
 from flowrt.ranks.rendezvous import serve_tcp_store
+from flowrt.runtime.addresses import Endpoint, source_address
 from flowrt.runtime.waits import blocking, wait_any
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -274,10 +274,7 @@ def _source_address(url: str) -> str:
     """The address of this host from which it reaches a server. Raises EngineError if there is no route."""
     parts = urlsplit(url)
     try:
-        family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; the kernel only chooses a route
-            return str(probe.getsockname()[0])
+        return source_address(Endpoint(parts.hostname or "", parts.port or 80))[1]
     except OSError as error:
         raise EngineError(
             f"no address of this host from which {url} is reached: {error}; name it with rollout.sglang.host"

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from flowrt.errors import ConfigError
 from flowrt.net.link import ClientLink, ServerLink, check_free
 from flowrt.protocol import messages as m
 from flowrt.runtime.addresses import Endpoint, is_loopback, needs_ipv6, parse_address, split_endpoint, unmapped
-from flowrt.runtime.host import check_address, interface_of, local_address, reachable
+from flowrt.runtime.host import _inet6_addresses, check_address, interface_of, local_address, reachable
 from tests.effort import examples
 
 HOSTS = st.one_of(
@@ -83,6 +84,23 @@ def test_an_ipv6_wildcard_is_published_in_brackets() -> None:
     assert reachable("tcp://[::1]:4567", "head") == "tcp://[::1]:4567"
     assert local_address("tcp://[::1]:4567") == "::1"
     assert interface_of("::1") == interface_of("127.0.0.1") == "lo"
+
+
+def test_an_address_of_one_link_is_named_with_its_interface() -> None:
+    """Without it a worker could not listen there."""
+    found = [(name, own) for name, own in _inet6_addresses(link_local=True) if own.startswith("fe80:")]
+    if not found:
+        pytest.skip("no interface of this host has a link-local address")
+    [(name, own), *_] = found
+    assert local_address(f"tcp://[{own}%{name}]:4567") == f"{own}%{name}"
+    assert interface_of(f"{own}%{name}") == name
+    assert interface_of(f"{own}%another") == ""
+
+
+@pytest.mark.parametrize("address", ["tcp://[2001:db8::1]:0", "tcp://192.0.2.1:0", "tcp://[fe80::1]:0"])
+def test_an_address_of_another_host_is_refused_by_name(address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(address)} cannot be bound \(.*its host is no address of this"):
+        check_free(address, keyed=True)
 
 
 @pytest.mark.parametrize("bound", ["tcp://[::1]:0", "tcp://127.0.0.1:0", "tcp://localhost:0"])
