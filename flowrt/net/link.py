@@ -304,7 +304,7 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
             raise ConfigError(f"controller address {address} {reason}; choose another port, or 0 for any") from error
         raise ConfigError(
             f"controller address {address} cannot be bound ({zmq.strerror(error.errno or 0)}): its host is no "
-            "address of this host; name one, with the interface if it is valid on one link only, as [fe80::1%eth0], or * for all"
+            "address of this host; name one, with the interface if it is valid on one link only ([fe80::1%eth0]), or *"
         ) from error
 
 
