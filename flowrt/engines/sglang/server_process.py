@@ -43,9 +43,9 @@ LOG_LINES = 3
 """Last lines of the log that errors contain."""
 CPU_ARGUMENTS = (
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    "--disable-overlap-schedule",
+    *("--disable-overlap-schedule", "--sleep-on-idle"),
 )
-"""Arguments with which a server needs neither compiled kernels nor a second core."""
+"""Arguments with which a server needs neither compiled kernels nor a second core, and no core while it is idle."""
 WORKER_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*|FLOWRT_.*|PYTHONPATH|.*_API_KEY"
     r"|SGLANG_RETURN_ORIGINAL_LOGPROB|SGLANG_MAX_NEW_TOKENS_LIMIT)"
