@@ -26,7 +26,7 @@ TOLERANCE_NATS = 8e-6
 PROMPTS = [torch.arange(length, dtype=torch.int32) * 977 + 5 for length in (3, 9, 20)]
 
 
-@pytest.fixture(scope="module", params=[0.5, 5.0])
+@pytest.fixture(scope="module", params=[0.5, 3.5])
 def model(request: pytest.FixtureRequest) -> Any:
     """Its logits have about this standard deviation."""
     torch.set_num_threads(1)
