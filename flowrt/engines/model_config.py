@@ -1,6 +1,7 @@
 """config.json of a checkpoint, read without transformers: the part of the language model, positions, overrides."""
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ SCALED_TYPES = ("yarn", "linear")
 CALL_TYPES = ("dynamic", "longrope", "su")
 """Types of rotary positions that, above the original length, depend on the longest sequence of a call: one sequence
 would change the others of its batch, and rollout and trainer would differ."""
+OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Settings of rotary positions that are not of one type of scaling."""
 FIXED = ("architectures", "auto_map", "model_type", "quantization_config")
 """Fields that say what the weights are, so that others would not load."""
 
@@ -50,6 +53,8 @@ def position_limit(table: Mapping[str, Any]) -> int | None:
     # The factor of Gemma 3 applies to some layers, and its max_position_embeddings is the length after scaling.
     if kind not in SCALED_TYPES or not isinstance(factor, int | float) or "gemma3" in str(text.get("model_type")):
         return declared
+    if not math.isfinite(factor):
+        return declared
     original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
     return max(declared, int(factor * (original if isinstance(original, int) else declared)))
 
@@ -60,32 +65,80 @@ def parse_overrides(text: str) -> dict[str, Any]:
     Raises ConfigError if it is not a JSON object, or has a field that says what the weights are.
     """
     try:
-        table = json.loads(text) if text else {}
+        table = json.loads(text, parse_constant=_not_a_number) if text else {}
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"model_overrides is {text!r:.80}, which is not JSON: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"model_overrides is {text!r:.80}; make it a JSON object of fields of config.json")
-    if fixed := next((name for name in FIXED if name in table), ""):
+    nested = [one for name in TEXT_TABLES if isinstance(one := table.get(name), dict)]
+    if fixed := next((name for name in FIXED for one in (table, *nested) if name in one), ""):
         raise ConfigError(f"model_overrides has {fixed!r}, which says what the weights are; leave it out")
     return table
+
+
+def _not_a_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with these fields in place of its own.
 
     Tables are merged field by field. A field of a multimodal model is that of its language model, unless it is a field
-    of the whole. Both names of the settings of rotary positions mean the one that the configuration has.
+    of the whole; it may also be in a table with the name of that of the language model, as in config.json. Both names
+    of the settings of rotary positions mean the one that the configuration has; null means no scaling.
+
+    Raises ConfigError for settings of rotary positions of a model that has some for each type of layer.
     """
+    of_text: dict[str, Any] = {}
+    for name in TEXT_TABLES:
+        if isinstance(one := overrides.get(name), dict):
+            of_text |= one
+    flat = {key: value for key, value in overrides.items() if not isinstance(value, dict) or key not in TEXT_TABLES}
     name = next((name for name in TEXT_TABLES if isinstance(table.get(name), dict)), "")
-    if name and name not in overrides:
-        own = {key: value for key, value in overrides.items() if key in table}
-        of_text = {key: value for key, value in overrides.items() if key not in table}
+    if name:
+        own = {key: value for key, value in flat.items() if key in table}
+        of_text = {key: value for key, value in flat.items() if key not in table} | of_text
         return {**_merged(table, own), name: with_overrides(table[name], of_text)}
     rope = next((one for one in ROPE if table.get(one)), "")
-    renamed = {rope if rope and key in ROPE else key: value for key, value in overrides.items()}
-    if rope == ROPE[0] and "rope_theta" in renamed and "rope_theta" not in table:
-        renamed[rope] = {**renamed.get(rope, {}), "rope_theta": renamed.pop("rope_theta")}
-    return _merged(table, renamed)
+    merged = dict(table)
+    for key, value in (flat | of_text).items():
+        if rope and key in ROPE:
+            merged[rope] = _with_rope(merged[rope], key, value)
+        elif rope == ROPE[0] and key == "rope_theta" and key not in table:
+            merged[rope] = _merged(merged[rope], {key: value})
+        else:
+            merged = _merged(merged, {key: value})
+    return merged
+
+
+def _with_rope(present: Any, key: str, value: Any) -> Any:
+    """Settings of rotary positions with those of an override, which may be null, or in the form of transformers 4.
+
+    Of another type of scaling, only the settings that all types have stay. Raises ConfigError if the override does not
+    say which layers it is of.
+    """
+    if not isinstance(present, dict):
+        return value
+    layers = [name for name, one in present.items() if isinstance(one, dict)]
+    if layers and not (isinstance(value, dict) and set(value) <= set(layers)):
+        raise ConfigError(
+            f"model_overrides has {key!r}, and the model has rotary positions by type of layer; give a table for "
+            f"{' or '.join(layers)}: {{{key!r}: {{{layers[0]!r}: {{…}}}}}}"
+        )
+    if layers:
+        return present | {name: _with_rope(present[name], key, one) for name, one in value.items()}
+    if value is None:
+        value = {"rope_type": "default"}
+    if not isinstance(value, dict):
+        return value
+    if "type" in value:
+        value = {"rope_type": value["type"]} | {name: one for name, one in value.items() if name != "type"}
+    own = dict(present)
+    if "type" in own:
+        own.setdefault("rope_type", own.pop("type"))
+    if value.get("rope_type", own.get("rope_type")) != own.get("rope_type"):
+        own = {name: one for name, one in own.items() if name in OF_ALL_TYPES}
+    return _merged(own, value)
 
 
 def _merged(table: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from flowrt.engines.model_config import parse_overrides
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, EngineError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, take
@@ -121,6 +122,10 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
 
     model = base_model_dir(Path(config.model))
     tokenizer, model_config = _model(model, tokenizer_dir(Path(config.model)))
+    if overrides := parse_overrides(config.model_overrides):
+        from flowrt.launcher.model_check import check_overrides
+
+        check_overrides(config.model, model, overrides)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format)
     limits = prompt_limits(config, model_config)
     found = _read(encoder, tokenizer.bos_token_id, limits, sets)

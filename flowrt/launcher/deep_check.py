@@ -9,6 +9,7 @@ Shapes: T tokens of a response.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -16,8 +17,10 @@ from flowrt.engines.base import Prompt, Response, RolloutEngine
 from flowrt.engines.hf import load_model, model_name, set_training_mode
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.engines.training.forward import apply_optimizations, is_packing_enabled, response_logprobs
-from flowrt.errors import ConfigError
-from flowrt.recipes.config import RunConfig
+from flowrt.errors import ConfigError, EngineError
+from flowrt.launcher.adapter_start import merge_starts
+from flowrt.launcher.model_check import check_weights, write_models
+from flowrt.recipes.config import ReferenceConfig, RunConfig
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.engines import initial_mismatch_limit, rollout_engine
 
@@ -78,6 +81,29 @@ def compare(config: RunConfig, prompts: Sequence[Sequence[int]]) -> Disagreement
         raise ConfigError("--deep has no prompt to compare with: all prompts are too long")
     ascending = sorted(prompts, key=len)
     chosen = [*ascending[: PROMPTS // 2], *ascending[PROMPTS // 2 :][-PROMPTS // 2 :]]
+    with TemporaryDirectory(prefix="flowrt-") as directory:
+        own = replace(config, run_dir=directory, reference=ReferenceConfig())
+        written = str(model_dir(own))
+        try:
+            write_start(own)
+            found = _compare(own, chosen)
+        except (ConfigError, EngineError) as error:
+            raise type(error)(str(error).replace(written, config.model)) from error
+    return replace(found, model=found.model.replace(written, config.model))
+
+
+def write_start(config: RunConfig) -> None:
+    """Write the model that a run of this configuration starts from, if it writes one, to its run directory.
+
+    Raises ConfigError if it cannot be written or loaded.
+    """
+    merge_starts(config)
+    if config.model_overrides:
+        write_models(config)
+    check_weights(model_dir(config))
+
+
+def _compare(config: RunConfig, chosen: Sequence[Sequence[int]]) -> Disagreement:
     new = min(NEW_TOKENS, config.rollout.max_new_tokens)
     short = replace(config, rollout=replace(config.rollout, max_new_tokens=new))
     tokens = [torch.tensor(one, dtype=torch.int32) for one in chosen]

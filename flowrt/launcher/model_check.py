@@ -8,7 +8,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from flowrt.engines.hf import (
     load_model,
@@ -28,6 +29,7 @@ from flowrt.engines.hf import (
 )
 from flowrt.engines.model_config import (
     ROPE,
+    TEXT_TABLES,
     overwrite_config,
     parse_overrides,
     read_config,
@@ -112,19 +114,60 @@ def write_models(config: RunConfig) -> None:
             continue
         merged = is_adapter(Path(name))  # written to the run directory before
         source = directory if merged else Path(name)
-        table = read_config(source)
-        original = AutoConfig.from_pretrained(source, local_files_only=True)
-        for field in overrides:
-            whole, text = original.to_dict(), original.get_text_config()
-            if field not in {*table, *text_table(table), *whole, *ROPE} and not hasattr(text, field):
-                raise ConfigError(
-                    f"model_overrides has {field!r}, which the configuration of model {name} does not have"
-                    f"{suggested(field, [*whole, *text.to_dict()])}; it would have no effect"
-                )
+        check_overrides(name, source, overrides)
         if merged:
             overwrite_config(directory, overrides)
         else:
             write_overridden(source, directory, overrides)
+
+
+def check_overrides(name: str, source: Path, overrides: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a field that the configuration of a model does not have.
+
+    Args:
+        name: the model in messages.
+        source: directory with its config.json.
+        overrides: the fields of ``model_overrides``.
+    """
+    table = read_config(source)
+    original = AutoConfig.from_pretrained(source, local_files_only=True)
+    whole, text = original.to_dict(), original.get_text_config()
+    fields = dict(overrides)
+    for nested in TEXT_TABLES:
+        if nested in table and isinstance(one := fields.get(nested), dict):
+            fields = {key: value for key, value in fields.items() if key != nested} | one
+    rope: Mapping[str, Any] = next((one for name in ROPE if (one := text_table(table).get(name))), {})
+    known = {*table, *text_table(table), *whole, *text.to_dict(), *ROPE, *(["rope_theta"] if rope else [])}
+    for field, value in fields.items():
+        if field not in known and not hasattr(text, field):
+            raise ConfigError(
+                f"model_overrides has {field!r}, which the configuration of model {name} does not have"
+                f"{suggested(field, known)}; it would have no effect"
+            )
+        if field in ROPE and isinstance(value, dict):
+            check_rope(field, value, rope)
+
+
+def check_rope(field: str, settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raises ConfigError for settings of rotary positions that transformers would ignore, or could not compute with.
+
+    Args:
+        field: the name of the settings in ``model_overrides``.
+        settings: those of ``model_overrides``.
+        present: those of config.json.
+    """
+    tables: list[Mapping[str, Any]] = [one for one in settings.values() if isinstance(one, dict)] or [settings]
+    known = {*RopeParameters.__annotations__, "type", *present}
+    for name, value in ((name, value) for one in tables for name, value in one.items()):
+        if name not in known:
+            raise ConfigError(
+                f"model_overrides has {field}.{name}, which no type of rotary positions has{suggested(name, known)}"
+            )
+        if name == "factor" and not (isinstance(value, int | float) and not isinstance(value, bool) and value >= 1):
+            raise ConfigError(f"model_overrides has {field}.factor {value!r}; use a number of at least 1")
+        if name in ("rope_type", "type") and value not in ROPE_INIT_FUNCTIONS and value not in ("default", "mrope"):
+            kinds = suggested(str(value), ["default", *ROPE_INIT_FUNCTIONS])
+            raise ConfigError(f"model_overrides has {field}.{name} {value!r}, which transformers does not have{kinds}")
 
 
 def check_reference(config: RunConfig) -> None:

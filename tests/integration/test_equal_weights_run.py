@@ -10,8 +10,10 @@ import torch
 from transformers import BertConfig, BertLMHeadModel, Mamba2Config, Mamba2ForCausalLM
 
 from flowrt.cli import main
-from flowrt.engines.hf import save_model
+from flowrt.engines.hf import load_model, save_model
+from flowrt.engines.options import LoraOptions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
+from flowrt.engines.training.lora import add_adapters, write_adapters
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 
 TOKENS = ("--rollout.max-new-tokens", "8")
@@ -116,6 +118,31 @@ def test_deep_check_compares_rollout_and_trainer(
     assert "more than the 0.0002 that trainer.max_initial_mismatch allows: rollout and trainer disagree by" in output
     code, output = check(capsys, with_dropout, tmp_path, "--trainer.dropout", "True", *UNCHECKED)
     assert code == 0, output
+
+
+def test_deep_check_loads_the_model_that_a_run_would_write(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, with_dropout: str
+) -> None:
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    code, output = check(capsys, with_dropout, tmp_path, "--model-overrides", json.dumps(yarn))
+    assert code == 0, output
+    assert f"model {with_dropout} (qwen3)" in output
+    options = LoraOptions(rank=2)
+    adapted = add_adapters(load_model(with_dropout), options)
+    write_adapters(adapted, dict(adapted.named_parameters()), Path(with_dropout), tmp_path / "adapter")
+    code, output = check(capsys, str(tmp_path / "adapter"), tmp_path)
+    assert code == 0, output
+    assert f"model {tmp_path / 'adapter'} (qwen3)" in output
+    for fields, why in (
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "rope_scaling.factor '4'; use a number"),
+        ({"rope_scaling": {"rope_type": "yern", "factor": 4}}, "rope_scaling.rope_type 'yern', which transformers"),
+        ({"rope_scaling": {"rope_type": "yarn", "facter": 4}}, "has rope_scaling.facter, which no type of rotary"),
+        ({"max_positions": 64}, "has 'max_positions', which the configuration of model"),
+        ({"max_position_embeddings": "64"}, f"flowrt: model {with_dropout} is no causal LM that transformers can load"),
+    ):
+        code, output = check(capsys, with_dropout, tmp_path, "--model-overrides", json.dumps(fields))
+        assert code == 2, output
+        assert why in output
 
 
 UNCHECKED = ("--trainer.max-initial-mismatch", "0")

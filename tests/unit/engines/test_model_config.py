@@ -1,6 +1,7 @@
 """config.json read without transformers: positions of scaled models, and overridden fields."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ TABLES: dict[str, tuple[dict[str, Any], int | None]] = {
     "Vicuna 16k": ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
     "YaRN without a factor": ({"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": None}}, 64),
     "Gemma 3": (Gemma3Config().to_dict(), 131072),
+    "a factor that is no number": (
+        {"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": math.inf}},
+        64,
+    ),
     "damaged": ({"max_position_embeddings": 64, "rope_scaling": "yarn"}, 64),
 }
 
@@ -72,7 +77,19 @@ def test_positions_are_those_after_scaling(table: dict[str, Any], positions: int
     assert position_limit(table) == positions
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "3", '{"model_type": "llama"}', '{"auto_map": {}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        "3",
+        '{"model_type": "llama"}',
+        '{"auto_map": {}}',
+        "[" * 100_000,
+        '{"a": NaN}',
+        '{"text_config": {"model_type": "x"}}',
+    ],
+)
 def test_bad_overrides_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="model_overrides"):
         parse_overrides(text)
@@ -93,6 +110,45 @@ def test_overrides_of_a_multimodal_model_are_of_its_language_model() -> None:
     table = {"model_type": "x", "image_token_id": 1, "text_config": {"max_position_embeddings": 8, "a": 1}}
     merged = with_overrides(table, {"max_position_embeddings": 16, "image_token_id": 2})
     assert merged == {**table, "image_token_id": 2, "text_config": {"max_position_embeddings": 16, "a": 1}}
+
+
+def test_the_table_of_the_language_model_may_be_named() -> None:
+    text: dict[str, Any] = {"max_position_embeddings": 8, "rope_parameters": {"rope_theta": 1e6}}
+    table = {"model_type": "x", "text_config": text}
+    nested = {"text_config": {"rope_scaling": YARN}}
+    assert with_overrides(table, nested) == with_overrides(table, {"rope_scaling": YARN})
+    assert with_overrides(table, nested)["text_config"]["rope_parameters"] == {"rope_theta": 1e6, **YARN}
+    alone = with_overrides(text, nested)
+    assert alone == with_overrides(table, nested)["text_config"], "the configuration of the language model alone"
+    assert position_limit(alone) == position_limit(with_overrides(table, nested))
+
+
+def test_another_type_of_scaling_replaces_the_settings_of_the_first() -> None:
+    llama = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8}
+    table = {"max_position_embeddings": 64, "rope_parameters": {"rope_theta": 1e6, **llama}}
+    linear = {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}
+    for key in ("rope_type", "type"):  # "type" is the name in transformers 4
+        merged = with_overrides(table, {"rope_scaling": {key: "linear", "factor": 2.0}})
+        assert merged["rope_parameters"] == linear
+        assert position_limit(merged) == 128
+    assert with_overrides(table, {"rope_scaling": {"factor": 4.0}})["rope_parameters"] == (
+        {"rope_theta": 1e6} | llama | {"factor": 4.0}
+    )
+    none = with_overrides(table, {"rope_scaling": None})
+    assert none["rope_parameters"] == {"rope_theta": 1e6, "rope_type": "default"}
+
+
+def test_positions_by_type_of_layer_are_overridden_by_type_of_layer() -> None:
+    of_layers = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    table = {"max_position_embeddings": 64, "rope_parameters": of_layers}
+    merged = with_overrides(table, {"rope_scaling": {"full_attention": YARN}})
+    assert merged["rope_parameters"] == {
+        "full_attention": {"rope_theta": 1e6, **YARN},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
+    for flat in (YARN, None):
+        with pytest.raises(ConfigError, match="by type of layer; give a table for full_attention or sliding_attention"):
+            with_overrides(table, {"rope_scaling": flat})
 
 
 def test_an_overridden_checkpoint_loads_with_the_fields_and_the_same_weights(tmp_path: Path) -> None:
