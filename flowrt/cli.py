@@ -18,6 +18,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from flowrt.launcher.terminal import console, printable
 from flowrt.net.curve_keys import KEYS_VARIABLE
 from flowrt.runtime.bounds import seconds
+from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.streams import has_lost_output, prepare_streams
 
 DESCRIPTION = "Asynchronous streaming RL post-training of language models."
@@ -598,6 +599,10 @@ COMMANDS: Mapping[str, Subcommand] = {
 }
 
 
+STARTING = ("run", "resume", "eval", "worker", "doctor")
+"""Commands that start processes of a run, or are one."""
+
+
 def _parser() -> MainParser:
     """The parser of the whole command line."""
     parser = MainParser(prog="flowrt", usage="flowrt COMMAND [...]", description=DESCRIPTION)
@@ -659,6 +664,9 @@ def _call(words: Sequence[str]) -> int:
     if arguments.command is None:
         parser.print_help()
         return EXIT_BAD_INPUT
+    if arguments.command in STARTING:
+        raise_descriptor_limit()
+        check_descriptor_limit()
     return COMMANDS[arguments.command].run(arguments)
 
 

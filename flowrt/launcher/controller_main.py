@@ -33,6 +33,7 @@ from flowrt.recipes.config_io import from_file, to_toml
 from flowrt.recipes.run_dir import CONFIG, address_file, check_summary_file, checkpoint_steps
 from flowrt.runtime.addresses import Endpoint, parse_address
 from flowrt.runtime.clock import MonotonicClock
+from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.event_loop import serve_loop
 from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_directory
 from flowrt.runtime.host import reachable
@@ -217,6 +218,8 @@ def main() -> int:
     arguments = parser.parse_args()
     log_to_stderr()
     try:
+        raise_descriptor_limit()
+        check_descriptor_limit()
         config = from_file(Path(arguments.config))
         if arguments.keys:
             config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys=arguments.keys))

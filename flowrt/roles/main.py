@@ -38,7 +38,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.run_dir import address_file, model_dir, read_address
 from flowrt.runtime.bounds import seconds
-from flowrt.runtime.descriptors import raise_descriptor_limit
+from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.parent_death import die_with_parent
@@ -144,6 +144,11 @@ def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
     if "RANK" in os.environ:
         die_with_parent()  # a killed torchrun leaves its ranks running
     raise_descriptor_limit()
+    try:
+        check_descriptor_limit()
+    except ConfigError as error:
+        log.error("%s", error)
+        _exit(EXIT_BAD_INPUT)
     name = worker_name(role, arguments.name, os.environ)
     try:
         code = run_loop(_run_worker(arguments, name, role, run, drains))

@@ -4,9 +4,11 @@ import asyncio
 import os
 import random
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from flowrt.runtime.descriptors import descriptor_limit, raise_descriptor_limit
 from flowrt.transport.lanes.channel import ColumnRun
 from flowrt.transport.lanes.gloo import GlooTransport
 from flowrt.transport.lanes.lane import LaneSet
-from flowrt.transport.lanes.open_lanes import DESCRIPTORS_PER_LANE, MIN_OPEN_LANES, most_open_lanes
+from flowrt.transport.lanes.open_lanes import DESCRIPTORS_PER_LANE, most_open_lanes
 
 MOST, PEERS, TURNS = 4, 12, 60
 DEADLINE_S = 60.0
@@ -111,15 +113,29 @@ def test_a_worker_raises_its_soft_limit() -> None:
         assert descriptor_limit() == 256
         assert most_open_lanes() == 256 // 2 // DESCRIPTORS_PER_LANE
         assert raise_descriptor_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[1] > 256
-        assert most_open_lanes() > MIN_OPEN_LANES
+        assert most_open_lanes() > 256 // 2 // DESCRIPTORS_PER_LANE
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.slow
-def test_a_limit_that_cannot_hold_a_worker_is_refused_by_name() -> None:
-    code = "from flowrt.transport.lanes.open_lanes import most_open_lanes; most_open_lanes()"
+@pytest.mark.parametrize("limit", [8, 50])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["flowrt", "run", "--run-dir", "run"],
+        ["flowrt.launcher.controller_main", "--config", "config.toml"],
+        ["flowrt.roles.reward", "--controller", "tcp://127.0.0.1:1", "--connect-timeout-s", "1"],
+    ],
+)
+def test_a_limit_that_cannot_hold_a_process_of_a_run_is_refused_by_name(
+    command: list[str], limit: int, tmp_path: Path
+) -> None:
+    words = shlex.join([sys.executable, "-m", *command])
     ended = subprocess.run(
-        ["sh", "-c", f"ulimit -n 50; exec {sys.executable} -c '{code}'"], capture_output=True, text=True, timeout=600
+        ["sh", "-c", f"ulimit -n {limit}; exec {words}"], capture_output=True, text=True, timeout=600, cwd=tmp_path
     )
-    assert "is 50, and a worker needs 64; raise it (ulimit -n" in ended.stderr
+    assert ended.returncode == 2, ended.stderr
+    assert f"is {limit}, and each process of a run needs 64; raise it (ulimit -n" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list(tmp_path.iterdir())

@@ -5,16 +5,14 @@ idle for longest are retired: the controller, which numbers the turns of every l
 next turn of such a lane, and tells both ends to close the old one.
 """
 
-import socket
 import threading
 
-from flowrt.errors import ConfigError, TransferError, WaitExpired
-from flowrt.runtime.descriptors import descriptor_limit
+from flowrt.errors import TransferError, WaitExpired
+from flowrt.runtime.descriptors import check_descriptor_limit, descriptor_limit
 from flowrt.runtime.waits import poll_until_true
 
 MAX_OPEN_LANES = 2048
 """The most in any case: each has two threads."""
-MIN_OPEN_LANES = 16
 DESCRIPTORS_PER_LANE = 2
 """While a lane connects; later one."""
 RESERVED_DESCRIPTORS = 512
@@ -23,15 +21,8 @@ RESERVED_DESCRIPTORS = 512
 
 def most_open_lanes() -> int:
     """The most lanes that this process may have open. Raises ConfigError if its limit of open files is too low."""
-    limit = descriptor_limit()
-    most = (limit - min(RESERVED_DESCRIPTORS, limit // 2)) // DESCRIPTORS_PER_LANE
-    if most < MIN_OPEN_LANES:
-        needed = 2 * DESCRIPTORS_PER_LANE * MIN_OPEN_LANES
-        raise ConfigError(
-            f"the limit of open files on host {socket.gethostname()!r} is {limit}, and a worker needs {needed}; raise "
-            "it (ulimit -n, LimitNOFILE of systemd, PropagateResourceLimits of SLURM)"
-        )
-    return min(most, MAX_OPEN_LANES)
+    limit = check_descriptor_limit()
+    return min((limit - min(RESERVED_DESCRIPTORS, limit // 2)) // DESCRIPTORS_PER_LANE, MAX_OPEN_LANES)
 
 
 class OpenLanes:
