@@ -7,7 +7,8 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Layout:
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 PADDED = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_MULTIPLE = 64
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class ExpectedChecksums:
@@ -80,12 +82,19 @@ class ExpectedChecksums:
     def check(self, reported: Any) -> int:
         """Compare with the checksums that the server reported. Returns the number of tensors that were compared.
 
-        Raises EngineError if any differ, if none could be compared, or if the report has another form.
+        Raises EngineError if any differ, if none could be compared, if the server has other layers, or if the report
+        has another form.
         """
         try:
             held: Mapping[str, str] = reported["ranks"][0]["checksums"]
         except (KeyError, IndexError, TypeError) as error:
             raise EngineError(f"the checksums of the server do not have the expected form: {error!r}") from error
+        theirs, ours = _layers(held), _layers(self._tensors)
+        if theirs and ours and theirs != ours:  # a server ignores the weights of layers that it does not have
+            raise EngineError(
+                f"the server has a model of {len(theirs)} layers, and version {self._version} has {len(ours)}; start "
+                "it with the checkpoint of the run"
+            )
         expected = {name: self._checksum(name) for name in held}
         compared = sum(one is not None for one in expected.values())
         wrong = [name for name, one in expected.items() if one is not None and one != held[name]]
@@ -104,6 +113,11 @@ class ExpectedChecksums:
         if name not in self._known and all(part in self._tensors for part in parts):
             self._known[name] = _sha256_prefix(name, [self._tensors[part] for part in parts])
         return self._known.get(name)
+
+
+def _layers(names: Iterable[str]) -> set[str]:
+    """The numbers of the layers that these tensors belong to."""
+    return {found[1] for name in names if (found := _LAYER.search(name))}
 
 
 def _parts(name: str) -> list[str]:

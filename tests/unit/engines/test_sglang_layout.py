@@ -91,6 +91,16 @@ def test_one_changed_bit_is_detected(name: str) -> None:
         ExpectedChecksums(Layout(SHAPES), Snapshot.take(1, tensors())).check(server_report(weights))
 
 
+@pytest.mark.parametrize("added", [("model.layers.1.mlp.down_proj.weight",), ()])
+def test_a_server_with_other_layers_is_refused(added: tuple[str, ...]) -> None:
+    """It ignores weights of layers that it does not have, and keeps its own in others."""
+    theirs = CHECKSUMS | dict.fromkeys(added, "0")
+    ours = tensors() if added else tensors() | {"model.layers.1.input_layernorm.weight": torch.ones(4)}
+    shapes = {name: one.shape for name, one in ours.items()}
+    with pytest.raises(EngineError, match=r"the server has a model of \d layers, and version 1 has \d"):
+        ExpectedChecksums(Layout(shapes), Snapshot.take(1, ours)).check({"ranks": [{"checksums": theirs}]})
+
+
 @pytest.mark.parametrize("wrong", [{}, {"ranks": []}, {"ranks": [{}]}, {"ranks": [{"checksums": {"x": "0"}}]}])
 def test_a_malformed_checksum_report_raises_an_error(wrong: Any) -> None:
     with pytest.raises(EngineError, match="checksums"):
