@@ -117,6 +117,13 @@ def check_data(config: RunConfig, show: int, is_deep: bool, console: Console) ->
     return code
 
 
+def _reason(limits: PromptLimits) -> str:
+    """What the maximum length of a prompt follows from; empty for ``data.max_prompt_tokens``."""
+    if limits.most == limits.max_prompt_tokens:
+        return ""
+    return f" ({limits.positions:,} positions of the model, {limits.max_new_tokens:,} for rollout.max_new_tokens)"
+
+
 def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: Console) -> int:
     from flowrt.engines.prompts import PromptEncoder, template_text
 
@@ -146,7 +153,8 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
         outcome = "left out (data.overlong drop)" if limits.overlong == "drop" else "refused by a run"
         line(
             "too long",
-            f"{found.overlong:,} prompts over {limits.most:,} tokens, {outcome}; first: {found.first_overlong}",
+            f"{found.overlong:,} prompts over {limits.most:,} tokens{_reason(limits)}, {outcome}; first: "
+            f"{found.first_overlong}",
         )
     if found.empty:
         line("empty", f"{found.empty:,} prompts without a token, refused by a run; first: {found.first_empty}")

@@ -86,7 +86,11 @@ def test_data_check_prints_counts_template_text_and_token_ids(
             "line 1: the prompt is plain text, and the checkpoint has a chat",
         ),
         ([conversation(n) for n in range(9)], ("--data.max-prompt-tokens", "3"), "9 prompts over 3 tokens, refused"),
-        ([conversation(n) for n in range(9)], ("--rollout.max-new-tokens", "506"), "9 prompts over 6 tokens, refused"),
+        (
+            [conversation(n) for n in range(9)],
+            ("--rollout.max-new-tokens", "506"),
+            "9 prompts over 6 tokens (512 positions of the model, 506 for rollout.max_new",
+        ),
         (
             [conversation(n % 8) for n in range(16)],
             (),

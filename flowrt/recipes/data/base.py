@@ -1,5 +1,6 @@
 """The interface of a data set: rows that are read on demand, and the report of several errors in them at once."""
 
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -8,10 +9,12 @@ from itertools import accumulate
 from flowrt.errors import ConfigError
 
 MOST = 10
+_PLACE = re.compile(r"(?P<file>.*?), (?P<kind>line|row) (?P<number>\d+)(?P<mistake>.*)", re.DOTALL)
+"""An error in a row, which begins with `Rows.where`."""
 
 
 class Mistakes:
-    """The first errors in the rows of a data set, reported together."""
+    """The first errors in the rows of a data set, reported together, and those that differ in the row alone as one."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
@@ -28,7 +31,24 @@ class Mistakes:
             raise ConfigError(self._found[0])
         if self._found:
             least = "at least " if len(self._found) == MOST else ""
-            raise ConfigError(f"{least}{len(self._found)} mistakes in the data: {'; '.join(self._found)}")
+            raise ConfigError(f"{least}{len(self._found)} mistakes in the data: {'; '.join(_grouped(self._found))}")
+
+
+def _grouped(errors: Sequence[str]) -> list[str]:
+    """The first of each group of errors that differ in the row alone, with the other rows."""
+    first: dict[tuple[str, ...], str] = {}
+    others: dict[tuple[str, ...], list[str]] = {}
+    for error in errors:
+        found = _PLACE.fullmatch(error)
+        key = (error,) if found is None else found.group("file", "kind", "mistake")
+        if key not in first:
+            first[key] = error
+        elif found is not None:
+            others.setdefault(key, []).append(found["number"])
+    return [
+        f"{error} (also {key[1]}{'s' * (len(others[key]) > 1)} {', '.join(others[key])})" if key in others else error
+        for key, error in first.items()
+    ]
 
 
 class Rows(ABC):

@@ -60,8 +60,12 @@ class CustomTask(Task):
 def _task(config: RunConfig) -> CustomTask:
     if not config.data.sets:
         data_path(config)
-    if not config.model or not config.reward.functions:
-        raise ConfigError("recipe custom needs --model DIRECTORY and --reward FUNCTION (FILE.py:FUNCTION, math …), too")
+    needed = (
+        ("--model DIRECTORY", config.model),
+        ("--reward FUNCTION (FILE.py:FUNCTION, math …)", config.reward.functions),
+    )
+    if missing := [flag for flag, value in needed if not value]:
+        raise ConfigError(f"recipe custom needs {' and '.join(missing)}, too")
     return CustomTask(config.data, config.reward)
 
 

@@ -214,6 +214,21 @@ def test_mistakes_in_all_sets_are_reported_together(tmp_path: Path) -> None:
     assert f"; data file {tmp_path}/b.jsonl, line 1: field 'prompt', the prompt, is empty" in message
 
 
+def test_equal_mistakes_are_reported_once_with_their_rows(tmp_path: Path) -> None:
+    data = DataConfig(
+        prompt_key="prompt", eval_prompts=0, sets=sets(tmp_path, ("a", ["", "fine", "", ""], 0.5), ("b", ["", 5], 0.5))
+    )
+    with pytest.raises(ConfigError) as refused:
+        check_rows(open_sets(data), data)
+    message = str(refused.value)
+    assert message.startswith(
+        f"5 mistakes in the data: data file {tmp_path}/a.jsonl, line 1: field 'prompt', the prompt,"
+    )
+    assert f" (also lines 3, 4); data file {tmp_path}/b.jsonl, line 1: field 'prompt'" in message
+    assert f"; data file {tmp_path}/b.jsonl, line 2: field 'prompt' is int" in message
+    assert message.count("is empty") == 2
+
+
 def test_a_training_prompt_held_out_in_another_set_is_refused(tmp_path: Path) -> None:
     data = DataConfig(
         prompt_key="prompt",
