@@ -97,7 +97,8 @@ class RewardProcess:
     async def end(self, *, hung: bool = False) -> dict[str, Any]:
         """End the child and all processes that it has started.
 
-        Returns the report of `flowrt.rewards.guard`; empty without one. ``hung``: the child writes its stack first.
+        Returns the report of `flowrt.rewards.guard`; without one, its own exit code as ``guard``. ``hung``: the child
+        writes its stack first.
         """
         loop = asyncio.get_running_loop()
         report = b""
@@ -119,7 +120,7 @@ class RewardProcess:
             await asyncio.to_thread(blocking, wait, GRACE_S, "the end of a guard", "it")
         except subprocess.TimeoutExpired:
             self.guard.kill()
-        found: dict[str, Any] = json.loads(report) if report.endswith(b"\n") else {}
+        found: dict[str, Any] = json.loads(report) if report.endswith(b"\n") else {"guard": self.guard.returncode}
         return found
 
 
@@ -366,6 +367,12 @@ class RewardPool:
             raise ConfigError(f"{self._functions[index].at(line)}: {what}; {FIX}")
         if not messages:
             lines: dict[str, int] = ended.get("lines", {})
+            if code := max(ended.get("guard") or 0, 0):
+                raise ConfigError(
+                    f"the process that loads {self._functions[0].described} could not be started: Python ended with "
+                    f"exit code {code}, and the reason is in its output; if that names a file of the working directory "
+                    "that is used in place of a module of Python, rename the file"
+                )
             functions = [one for one in self._functions if lines.get(one.path)] or self._functions[:1]
             at = functions[0].at(lines.get(functions[0].path, 0))
             raise ConfigError(f"{at}: {what}, {LOADING}; {FIX}")

@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter
+from pathlib import Path
 from types import CodeType, ModuleType
 
 from flowrt.rewards.outcomes import Result, RewardOutcome
@@ -116,10 +117,17 @@ def load(argument: str, index: int) -> Callable[..., object]:
         index: a number that makes the name of the module unique.
     """
     path, _, function = argument.rpartition(":")
+    make_siblings_importable(path)
     found: object = getattr(load_module(path, f"{MODULE}_{index}"), function, None)
     if not callable(found):
         raise Unusable(f"it has no function {function!r}; name the function as FILE.py:FUNCTION")
     return found
+
+
+def make_siblings_importable(path: str) -> None:
+    """Let the user's file import the modules of its directory, after those that are installed."""
+    if (folder := str(Path(path).absolute().parent)) not in sys.path:
+        sys.path.append(folder)
 
 
 def load_module(path: str, name: str) -> ModuleType:

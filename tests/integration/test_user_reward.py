@@ -158,6 +158,25 @@ def test_a_reward_function_that_cannot_be_used_is_refused(tmp_path: Path, text: 
     assert "\n" not in message
 
 
+def test_a_reward_file_imports_modules_of_its_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "rewards"
+    folder.mkdir()
+    (folder / "of_my_reward.py").write_text("VALUE = 0.5\n")
+    (folder / "mine.py").write_text("from of_my_reward import VALUE\n" + function("return VALUE + len(response)"))
+    assert [one.value for one in outcomes(folder / "mine.py", ["", "1"])] == [0.5, 1.5]
+
+
+def test_a_file_in_place_of_a_module_of_python_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "select.py").write_text("")
+    (tmp_path / "mine.py").write_text(function("return 1.0"))
+    monkeypatch.chdir(tmp_path)
+    options = RewardOptions(functions=(str(tmp_path / "mine.py"),))
+    with pytest.raises(ConfigError, match=r"Python ended with exit code 1, .* file of the working directory that is"):
+        check_rewards(options, [json.dumps({"prompt": "1", "answer": "7"}).encode()], print)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [function("return 1 / 0"), "import os\n" + function("os._exit(3)")])
 def test_a_run_with_a_faulty_reward_function_is_refused_before_it_starts(

@@ -18,7 +18,7 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.tasks.base import Recipe
 from flowrt.rewards.user_file import described as sentence_of
-from flowrt.rewards.user_file import line_of, load_module
+from flowrt.rewards.user_file import line_of, load_module, make_siblings_importable
 from flowrt.runtime.file_process import ask
 
 Result = TypeVar("Result")
@@ -107,8 +107,7 @@ def load(name: str) -> tuple[str, Recipe]:
 
 @functools.cache
 def _load(path: str, attribute: str, digest_of_file: str) -> tuple[str, Recipe]:
-    if (folder := str(Path(path).parent)) not in sys.path:
-        sys.path.append(folder)
+    make_siblings_importable(path)
     name = f"{MODULE}_{digest_of_file[:16]}"
     module = called(path, "while the file was loaded", lambda: load_module(path, name))
     recipes = {key: value for key, value in vars(module).items() if isinstance(value, Recipe)}
