@@ -19,6 +19,7 @@ from flowrt.launcher.terminal import console, printable
 from flowrt.net.curve_keys import KEYS_VARIABLE
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
+from flowrt.runtime.files import os_error_text
 from flowrt.runtime.streams import has_lost_output, prepare_streams
 
 DESCRIPTION = "Asynchronous streaming RL post-training of language models."
@@ -641,10 +642,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors.print("flowrt: interrupted")
         return EXIT_INTERRUPTED
     except OSError as error:
-        errors.print(f"flowrt: {error}", soft_wrap=True)
+        errors.print(f"flowrt: {os_error_text(error)}", soft_wrap=True)
         return EXIT_FAILED
     except FlowError as error:
-        errors.print(f"flowrt: {type(error).__name__}: {error}", soft_wrap=True)
+        errors.print(f"flowrt: {error}", soft_wrap=True)
         return EXIT_FAILED
 
 

@@ -18,7 +18,8 @@ from flowrt.launcher.supervision import read_summary
 from flowrt.recipes.config import CheckpointConfig, RunConfig
 from flowrt.recipes.constraints import check
 from flowrt.recipes.run_dir import model_dir
-from flowrt.runtime.files import atomic_write, private_directory
+from flowrt.recipes.tasks.registry import held_out_by_default
+from flowrt.runtime.files import atomic_write, check_target, private_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,13 @@ def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, consol
     Raises ConfigError for a run or weights that cannot be evaluated.
     """
     run_dir = run_dir.absolute()
+    if json_path is not None:
+        check_target(json_path)
     config = read_config(run_dir)
     version, weights = saved_weights(run_dir, options.step, best=options.best)
     work = run_dir / f".eval-{os.getpid()}"
     source = weights if options.best else model_dir(config)
-    evaluated = _evaluated_config(config, options, work / "run", source)
+    evaluated = evaluated_config(config, options, work / "run", source)
     check(evaluated)
     prepare: tuple[str, ...] = ()
     if not options.best:
@@ -71,11 +74,13 @@ def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, consol
     return code
 
 
-def _evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, model: Path) -> RunConfig:
+def evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, model: Path) -> RunConfig:
     """The configuration of a run that only evaluates: ``config`` with the changes of ``options``."""
+    held_out = config.data.eval_prompts
     changes: dict[str, Any] = {"only": True, "interval": 0, "stop_at": 0.0, "overlap": "skip"}
     if options.data:
         changes["data"] = tuple(one if "=" in one else f"eval={one}" for one in options.data)
+        held_out = held_out_by_default(config.recipe)  # none are held out beside eval.data
     for name in ("samples", "temperature", "limit"):
         if (value := getattr(options, name)) is not None:
             changes[name] = value
@@ -85,6 +90,7 @@ def _evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, mo
         config,
         model=str(model),
         run_dir=str(run_dir),
+        data=dataclasses.replace(config.data, eval_prompts=held_out),
         eval=dataclasses.replace(config.eval, **changes),
         checkpoint=CheckpointConfig(every=0),
         reference=dataclasses.replace(config.reference, model="", refresh=0, average=1.0),

@@ -25,7 +25,7 @@ from flowrt.observability.exporters.process import parse_steps
 from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.exporters.sink import TENSORBOARD, WANDB, WANDB_CLOSE_S, check_exporter, target_of
 from flowrt.observability.run_reader import RunReader
-from flowrt.runtime.files import atomic_write
+from flowrt.runtime.files import atomic_write, check_target
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.waits import BoundedElsewhere, blocking
 
@@ -118,10 +118,8 @@ def _check(options: ExportOptions) -> tuple[int, int | None]:
     for name, _ in processes:
         check_exporter(name)
     for path in (options.perfetto, options.html, Path(options.prometheus or "-")):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
-        if path is not None and path.is_dir():
-            raise ConfigError(f"{path} is a directory; name a file")
+        if path is not None and str(path) != "-":
+            check_target(path)
     if options.html is not None and importlib.util.find_spec(HTML) is None:
         raise ConfigError("this flowrt cannot write a run as one HTML file")
     return found

@@ -10,7 +10,7 @@ from flowrt.launcher.resume import stored_config, with_own_models
 from flowrt.recipes.checkpoint_checksums import check_checkpoint
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.run_dir import best_dir, best_steps, checkpoint_dir, checkpoint_steps, model_dir
-from flowrt.runtime.files import fsync_tree, partial_path
+from flowrt.runtime.files import check_parent, fsync_tree, os_error_text, partial_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,14 @@ def saved_weights(run_dir: Path, step: int | None, *, best: bool) -> tuple[int, 
             raise ConfigError(f"run {run_dir} has no best weights; set checkpoint.best in a run to keep them")
         return steps[0], best_dir(run_dir, steps[0])
     steps = checkpoint_steps(run_dir)
-    wanted = max(steps, default=0) if step is None else step
+    if not steps:
+        raise ConfigError(
+            f"run {run_dir} has no checkpoint, of which checkpoint.every is the interval; models that it has written "
+            "are in final/ and hf/"
+        )
+    wanted = max(steps) if step is None else step
     if wanted not in steps:
-        there_is = ", ".join(map(str, steps)) or "none"
+        there_is = ", ".join(map(str, steps))
         raise ConfigError(f"run {run_dir} has no checkpoint after {wanted} steps; there is: {there_is}")
     check_checkpoint(run_dir, wanted)
     return wanted, checkpoint_dir(run_dir, wanted)
@@ -59,8 +64,7 @@ def check_export(options: ModelExport) -> tuple[RunConfig, int, Path]:
     version, weights = saved_weights(run_dir, options.step, best=options.best)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--hf {options.directory} is not an empty directory; name a new one")
-    if not directory.parent.is_dir():
-        raise ConfigError(f"--hf {options.directory} cannot be written: there is no directory {directory.parent}")
+    check_parent(options.directory)
     if not (model_dir(config) / "config.json").is_file():
         raise ConfigError(
             f"{model_dir(config)}, the model that run {run_dir} started from, is not there, and its configuration and "
@@ -108,4 +112,4 @@ def export_model(options: ModelExport) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    return os_error_text(error) if isinstance(error, OSError) else str(error).strip().partition("\n")[0]

@@ -47,7 +47,7 @@ from flowrt.launcher.supervision import (
     read_summary,
 )
 from flowrt.launcher.unjoined import UnjoinedWorkers
-from flowrt.launcher.views.live import LiveView, evaluation_text, summary_table
+from flowrt.launcher.views.live import LiveView, results_text, summary_table
 from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.link import check_free
@@ -64,7 +64,7 @@ from flowrt.recipes.run_dir import CONFIG, address_file, has_adapters_to_merge, 
 from flowrt.recipes.tasks.task_file import is_task_file, split
 from flowrt.rewards.functions import with_paths
 from flowrt.runtime.addresses import parse_address
-from flowrt.runtime.files import atomic_write, private_directory
+from flowrt.runtime.files import atomic_write, os_error_text, private_directory
 from flowrt.runtime.memory import total_bytes
 from flowrt.runtime.waits import pause
 
@@ -84,6 +84,8 @@ def place(config: RunConfig) -> RunConfig:
     try:
         return _place(config)
     except OSError as error:  # a name that is too long, a loop of links
+        if error.filename is None:
+            raise ConfigError(os_error_text(error)) from error
         raise ConfigError(f"{str(error.filename)[:200]} cannot be used: {error.strerror}; name another") from error
 
 
@@ -558,7 +560,7 @@ class LocalRun:
         if summary is not None:
             if self._config.eval.only:
                 for name, results in summary["evaluations"].items():
-                    self._console.print(evaluation_text(name, results), highlight=False, soft_wrap=True)
+                    self._console.print(results_text(name, results), highlight=False, soft_wrap=True)
             elif summary["steps"]:
                 self._console.print(summary_table(summary, self._prepared_s))
                 self._console.print(await write_page(self._run_dir), highlight=False, markup=False, soft_wrap=True)

@@ -5,6 +5,7 @@ thread may call.
 """
 
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -357,7 +358,7 @@ def _select(columns: str, where: str, *more: str) -> str:
 
 
 def _connect(path: Path, options: str = "") -> sqlite3.Connection:
-    uri = f"file:{quote(str(path.absolute()))}?mode=ro{options}"
+    uri = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro{options}"
     return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 

@@ -37,7 +37,7 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
     """Read the data sets of ``eval.data``, if there are any.
 
     Raises ConfigError for rows that cannot be used and, in recipes with reward functions and without
-    ``data.allow_overlap``, for prompts that are also training prompts.
+    ``data.allow_overlap``, for prompts that are also training prompts, unless nothing is trained (``eval.only``).
     """
     if not config.eval.data:
         return
@@ -45,7 +45,7 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
     evaluated = {
         folded(one.prompt, one.messages): (name, one.where) for name, problems in found.items() for one in problems
     }
-    if not takes_reward(config.recipe) or config.data.allow_overlap:
+    if not takes_reward(config.recipe) or config.data.allow_overlap or config.eval.only:
         return
     shared = [one for one in task.training_problems() if folded(one.prompt, one.messages) in evaluated]
     if shared:

@@ -7,9 +7,11 @@
 - Files that `atomic_write` and directories that `private_directory` creates are accessible to their owner only.
 """
 
+import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from flowrt.errors import ConfigError
@@ -29,6 +31,35 @@ def atomic_write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())  # otherwise the file may be empty after a power failure
     partial.rename(path)
+
+
+def check_target(path: Path) -> None:
+    """Raise ConfigError if no file can be written as ``path``; nothing is left there."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; name a file")
+    check_parent(path)
+
+
+def check_parent(path: Path) -> None:
+    """Raise ConfigError if the directory of ``path`` does not exist or takes no file; nothing is left there."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no directory {parent}")
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: no file can be created in {parent} ({error.strerror}); name another"
+        ) from error
+
+
+def os_error_text(error: OSError) -> str:
+    """The error as a sentence: its file, and what is wrong."""
+    if error.filename is None and error.errno == errno.ENOENT:  # of os.getcwd
+        return "the working directory has been deleted; change to another"
+    what = error.strerror or str(error)
+    return what if error.filename is None else f"{os.fsdecode(error.filename)}: {what}"
 
 
 def replace_directory(partial: Path, path: Path) -> None:
@@ -96,7 +127,8 @@ class RunLock:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"the lock {path} cannot be opened: {error.strerror}; is this a run directory?"
+                f"run directory {run_dir} cannot be locked: {os_error_text(error)}; it must be a directory that this "
+                "user may write to"
             ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -199,7 +199,10 @@ def test_malformed_eval_data_is_reported_with_its_line(refused: Callable[..., An
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [(("--step", "3"), "has no checkpoint after 3 steps; there is: none"), (("--best",), "has no best weights")],
+    [
+        (("--step", "3"), "has no checkpoint, of which checkpoint.every is"),
+        (("--best",), "has no best weights"),
+    ],
 )
 def test_flowrt_eval_without_checkpoint_or_best_weights(tmp_path: Path, flags: tuple[str, ...], expected: str) -> None:
     config = subprocess.run([str(FLOWRT), "config", "arithmetic"], capture_output=True, text=True, check=True)

@@ -5,6 +5,7 @@ such damage before SQLite does so.
 """
 
 import logging
+import os
 import sqlite3
 import struct
 from contextlib import closing
@@ -89,7 +90,7 @@ def open_read_only(path: Path) -> sqlite3.Connection:
         raise FlowError("it is empty, and its write-ahead log is not")  # SQLite would delete the log
     # A writer has a WAL next to the file. Without one there is no writer, and `immutable` leaves no files behind.
     immutable = "" if wal.exists() else "&immutable=1"
-    uri = f"file:{quote(str(path.absolute()))}?mode=ro{immutable}"
+    uri = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro{immutable}"
     database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:
         [(found,)] = database.execute("PRAGMA quick_check(1)").fetchall()

@@ -106,13 +106,18 @@ class LiveView:
 
 
 def evaluation_text(name: str, results: Mapping[str, Any]) -> str:
-    """The newest evaluation of data set ``name`` as a line: averages and pass@k, with their standard errors."""
+    """The newest evaluation of data set ``name`` of a run that trains, as a line."""
+    return results_text(f"{name} of version {results['version']}", results)
+
+
+def results_text(what: str, results: Mapping[str, Any]) -> str:
+    """The results of an evaluation as a line: averages and pass@k, with their standard errors."""
     shown = [
         f"{metric} {value:.3f} ± {results.get(f'{metric}_error', 0.0):.3f}"
         for metric, value in results.items()
         if "@" in metric and not metric.endswith("_error")
     ]
-    return f"evaluation {name} of version {results['version']}: {'  '.join(shown)}"
+    return f"evaluation {what}: {'  '.join(shown)}"
 
 
 def _busy(status: Mapping[str, Any]) -> str:

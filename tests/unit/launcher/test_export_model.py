@@ -85,6 +85,10 @@ def test_final_dtype_is_that_of_the_run(capsys: pytest.CaptureFixture[str], run_
         (("--hf", "{tmp}/full"), "full is not an empty directory; name a new one"),
         (("--hf", "{tmp}/full/file"), "file is not an empty directory; name a new one"),
         (("--hf", "{tmp}/nowhere/new"), "cannot be written: there is no directory"),
+        (("--hf", "/proc/self/new"), "/proc/self/new cannot be written: no file can be created in /proc/self"),
+        (("--html", "/proc/self/new"), "/proc/self/new cannot be written: no file can be created in /proc/self"),
+        (("--prometheus", "/proc/self/new"), "/proc/self/new cannot be written: no file can be created"),
+        (("--perfetto", "/proc/self/new"), "/proc/self/new cannot be written: no file can be created"),
         (("--hf", "{tmp}/new", "--step", "2", "--best"), "not allowed with argument --step"),
         (("--hf", "{tmp}/new", "--step", "-1"), "'-1' is not a whole number"),
         (("--hf", "{tmp}/new", "--steps", "1:2"), "--steps changes nothing for --hf"),
@@ -102,6 +106,21 @@ def test_bad_input_is_refused_and_nothing_is_written(
     assert code == 2
     assert expected in output
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_without_checkpoints(capsys: pytest.CaptureFixture[str], run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(run_dir / "config.toml", tmp_path / "run")
+    code, output = export(capsys, tmp_path / "run", "--hf", str(tmp_path / "new"))
+    assert code == 2
+    assert f"flowrt: run {tmp_path / 'run'} has no checkpoint, of which checkpoint.every is the interval" in output
+
+
+def test_the_results_of_an_evaluation_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], run_dir: Path, tmp_path: Path
+) -> None:
+    assert main(["eval", str(run_dir), "--json", str(tmp_path / "nowhere" / "results.json")]) == 2
+    assert "results.json cannot be written: there is no directory" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_directory_without_a_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import ConfigError
+from flowrt.launcher.evaluate import EvalOptions, evaluated_config
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read
+from flowrt.recipes.eval_constraints import check_eval
 from flowrt.recipes.eval_sets import check_eval_sets, eval_sets, run_prompts
 from flowrt.recipes.tasks.registry import task_of
 
@@ -76,6 +78,16 @@ def test_evaluation_prompts_in_the_training_data_are_refused(tmp_path: Path) -> 
         tmp_path, "--data", str(training), "--eval.data", f"mine={eval_file}", "--data.allow-overlap", "True"
     )
     check_eval_sets(allowed, task_of(allowed))
+    untrained = dataclasses.replace(run, eval=dataclasses.replace(run.eval, only=True))
+    check_eval_sets(untrained, task_of(untrained))
+
+
+def test_a_run_with_held_out_rows_is_evaluated_on_other_data(tmp_path: Path) -> None:
+    training = rows(tmp_path / "a.jsonl", ["one", "two", "three"])
+    run = config(tmp_path, "--data", str(training), "--data.eval-prompts", "1")
+    options = EvalOptions(data=(str(training),))
+    check_eval(evaluated_config(run, options, tmp_path / "run", tmp_path))
+    assert evaluated_config(run, EvalOptions(), tmp_path / "run", tmp_path).data.eval_prompts == 1
 
 
 def test_no_training_rows_are_held_out_when_an_evaluation_set_is_given(tmp_path: Path) -> None:
