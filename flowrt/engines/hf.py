@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from flowrt.errors import EngineError
 from flowrt.runtime.files import partial_path, replace_directory
 
+disable_progress_bar()  # of loading and writing: the output of a worker is a log
 log = logging.getLogger("flowrt")
 TOKENIZER_PACKAGES = frozenset({"protobuf", "sentencepiece", "tiktoken"})
 """Packages that read a tokenizer which is not in tokenizer.json: the extra ``tokenizers``."""

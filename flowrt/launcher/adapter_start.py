@@ -68,7 +68,6 @@ def main() -> int:
     arguments = parser.parse_args()
     log_to_stderr()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
     config = from_toml(Path(arguments.config).read_text())
     torch.set_num_threads(config.threads)
     try:

@@ -82,7 +82,6 @@ def export_model(options: ModelExport) -> int:
 
     config, version, weights = check_export(options)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
     directory = options.directory.absolute()
     partial = partial_path(directory)
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process

@@ -314,7 +314,6 @@ def main() -> int:
     arguments = parser.parse_args()
     log_to_stderr()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     try:
         check_model(from_toml(Path(arguments.config).read_text()))

@@ -63,8 +63,8 @@ def assert_same(one: TorchTrainer, other: TorchTrainer) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_an_exported_model_keeps_its_dtype_and_end_tokens(tmp_path: Path) -> None:
-    """In its own dtype, or in float32; the trained parameters stay in float32."""
+def test_an_exported_model_keeps_its_dtype_and_end_tokens(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In its own dtype, or in float32; the trained parameters stay in float32. No progress bar ends in a log."""
     original = trainer().model.to(torch.bfloat16)
     original.generation_config.eos_token_id = [1, 2]
     original.save_pretrained(tmp_path / "original")
@@ -77,6 +77,7 @@ def test_an_exported_model_keeps_its_dtype_and_end_tokens(tmp_path: Path) -> Non
         engine = TorchTrainer(model, options, loss, temperature=1.0)
         train(engine, range(1))
         engine.export(tmp_path / final_dtype)
+        assert "it/s]" not in capfd.readouterr().err
         written = AutoModelForCausalLM.from_pretrained(tmp_path / final_dtype, dtype="auto")
         assert written.generation_config.eos_token_id == [1, 2]
         for name, tensor in written.named_parameters():
