@@ -212,9 +212,9 @@ def container(site: Site) -> list[str]:
     if not site.container:
         return []
     runs = Path(site.runs).absolute()
+    if not _IMAGE.fullmatch(str(runs)):
+        raise ConfigError(f"--runs {str(runs)!r} cannot be mounted; use a path of letters, digits and ._+-")
     mounts = ",".join([f"{runs}:{runs}", *filter(None, [site.container_mounts])])
-    if not _IMAGE.fullmatch(mounts):
-        raise ConfigError(f"--container-mounts {mounts!r} cannot be mounted; use paths of letters, digits and ._+-")
     if site.container_runtime == "pyxis":
         return [f"--container-image={site.container}", f"--container-mounts={mounts}"]
     gpus = ["--nv"] if site.gpus else []

@@ -289,6 +289,7 @@ def test_bad_flags_write_nothing(flags: list[str], tmp_path: Path, capsys: pytes
         (Site(container="a b.sif"), "--container .* is not allowed"),
         (Site(container="a.sif", container_mounts="/a b:/c"), "--container-mounts .* use SOURCE:TARGET"),
         (Site(container_mounts="/a:/b"), "without --container"),
+        (Site(container="a.sif", container_mounts="/a:/b", runs="/a b"), "--runs '/a b' cannot be mounted"),
         (Site(runs="/a\nb"), "--runs .* has a line end"),
         (Site(runs=""), "--runs is empty"),
         (Site(recipe=""), "--recipe is empty"),
