@@ -23,7 +23,7 @@ from flowrt.engines.fsdp import checkpoint, sharding
 from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.training.forward import decoder_layers, is_packing_enabled
-from flowrt.errors import EngineError
+from flowrt.errors import ConfigError, EngineError
 from flowrt.transport.devices import Device
 
 SAMPLES = 24
@@ -32,7 +32,14 @@ SAVED_BYTES = 50_000
 """Of one checkpoint file: so small that there are many files, as for a large model."""
 MAX_GRAD_NORM = 1.5
 """The norms of some steps are above it, of others below."""
-OPTIONS = TrainOptions(warmup_steps=2, schedule="cosine", decay_steps=12, max_grad_norm=MAX_GRAD_NORM, weight_decay=0.1)
+OPTIONS = TrainOptions(
+    max_initial_mismatch=0,
+    warmup_steps=2,
+    schedule="cosine",
+    decay_steps=12,
+    max_grad_norm=MAX_GRAD_NORM,
+    weight_decay=0.1,
+)
 
 
 def samples(step: int) -> TrainingBatch:
@@ -47,6 +54,7 @@ def samples(step: int) -> TrainingBatch:
         advantages_N=torch.randn(SAMPLES, generator=generator).double(),
         weights_N=torch.ones(SAMPLES).double(),
         groups_N=torch.zeros(SAMPLES, dtype=torch.int64),
+        ages=[torch.zeros(r, dtype=torch.int64) for _, r in lengths],
     )
 
 
@@ -60,6 +68,7 @@ def select(batch: TrainingBatch, rows: list[int]) -> TrainingBatch:
         advantages_N=batch.advantages_N[rows],
         weights_N=batch.weights_N[rows],
         groups_N=batch.groups_N[rows],
+        ages=None if batch.ages is None else [batch.ages[row] for row in rows],
     )
 
 
@@ -134,7 +143,12 @@ def execute(order: dict[str, Any], model: Path) -> None:
     if order.get("discard"):
         engine.accumulate(select(samples(99), [0, 1, 2]))
         engine.discard()
-    metrics = train(engine, *order["steps"])
+    if order.get("refused"):
+        with pytest.raises(ConfigError) as refused:
+            train(engine, *order["steps"])
+        Path(order["out"] + f".{dist.get_rank()}.error").write_text(str(refused.value))
+        engine._start_step()
+    metrics = [] if order.get("refused") else train(engine, *order["steps"])
     monkeypatch.undo()
     if "save" in order:
         with patch.object(checkpoint, "FILE_BYTES", SAVED_BYTES):
