@@ -159,10 +159,18 @@ def write_overridden(source: Path, directory: Path, overrides: Mapping[str, Any]
     partial.mkdir(parents=True, mode=0o700)
     for file in source.iterdir():
         if file.name != CONFIG_FILE and file.is_file():
-            (partial / file.name).symlink_to(file.resolve())
+            _link(file.resolve(), partial / file.name)
     table = with_overrides(read_config(source), overrides)
     (partial / CONFIG_FILE).write_text(json.dumps(table, indent=2) + "\n")
     replace_directory(partial, directory)
+
+
+def _link(file: Path, link: Path) -> None:
+    """Make a hard link, which outlives the file, or, on another file system, a symbolic one."""
+    try:
+        link.hardlink_to(file)
+    except OSError:
+        link.symlink_to(file)
 
 
 def overwrite_config(directory: Path, overrides: Mapping[str, Any]) -> None:

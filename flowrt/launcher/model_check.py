@@ -115,7 +115,7 @@ def write_models(config: RunConfig) -> None:
         merged = is_adapter(Path(name))  # written to the run directory before
         source = directory if merged else Path(name)
         check_overrides(name, source, overrides)
-        if merged:
+        if merged or source.resolve() == directory.resolve():  # a resumed run has only what it wrote
             overwrite_config(directory, overrides)
         else:
             write_overridden(source, directory, overrides)

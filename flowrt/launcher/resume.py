@@ -90,13 +90,16 @@ def stored_config(run_dir: Path) -> RunConfig:
 
 
 def with_own_models(config: RunConfig, run_dir: Path) -> RunConfig:
-    """The configuration with this run directory, and with its models where it has some in place of the user's."""
+    """The configuration with this run directory, and with its models where it has some in place of the user's.
+
+    The copy of the user's model comes before one with ``model_overrides``, which is written again from it.
+    """
     config = dataclasses.replace(config, run_dir=str(run_dir))
     if config.model:
-        for own in (kept_model_dir(run_dir), built_model_dir(run_dir)):
+        for own in (built_model_dir(run_dir), kept_model_dir(run_dir)):
             config = dataclasses.replace(config, model=str(own)) if own.is_dir() else config
     if config.reference.model:
-        for own in (kept_reference_dir(run_dir), built_reference_dir(run_dir)):
+        for own in (built_reference_dir(run_dir), kept_reference_dir(run_dir)):
             reference = dataclasses.replace(config.reference, model=str(own))
             config = dataclasses.replace(config, reference=reference) if own.is_dir() else config
     return config

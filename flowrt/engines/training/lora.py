@@ -10,7 +10,7 @@ import copy
 import importlib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from flowrt.engines.hf import first_sentence
 from flowrt.engines.options import LoraOptions
 from flowrt.errors import ConfigError, EngineError, suggested
 
@@ -30,6 +31,8 @@ MARK = ".lora_"
 """Part of the names of all parameters of adapters."""
 PEFT_PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
+TIED = "TrainableTokensWrapper"
+"""Class of peft's layers that change tokens of tied embeddings on both sides."""
 
 
 def load_peft(what: str) -> ModuleType:
@@ -67,7 +70,7 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:
     except (ValueError, TypeError, RuntimeError, re.error) as error:
         if not str(error).startswith("Cannot convert"):  # names of experts that have to come together
             _check_names(asked, options.targets, _targets(options.targets), modules, ())
-        raise ConfigError(f"{asked}, which peft cannot adapt: {_sentence(error)}") from error
+        raise ConfigError(f"{asked}, which peft cannot adapt: {first_sentence(error)}") from error
     layers = {name.replace(BASE, ""): layer for name, layer in _layers(model)}
     _check_names(asked, options.targets, config.target_modules, modules, tuple(layers))
     _check_tied(asked, model, layers)
@@ -139,15 +142,42 @@ def merged_start(base: Any, adapter: Path) -> Any:
     """The model ``base`` with the adapter of a directory merged into its weights. Raises ConfigError if it is another
     kind of adapter, or does not fit the model."""
     peft = load_peft(f"the adapter {adapter}")
+    what = f"the adapter {adapter} cannot be merged into its base model {getattr(base, 'name_or_path', '')}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return peft.PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+            model = peft.PeftModel.from_pretrained(base, str(adapter))
+            loaded = model.load_adapter(str(adapter), ADAPTER)  # again, as from_pretrained does not say what is missing
+            _check_loaded(what, loaded.missing_keys, loaded.unexpected_keys)
+            _check_embeddings(what, base)
+            return model.merge_and_unload()
     except (OSError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
-        name = getattr(base, "name_or_path", "")
+        raise ConfigError(f"{what}: {first_sentence(error)}") from error
+
+
+def _check_loaded(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise ConfigError for tensors that an adapter lacks, and for those that its base model has no place for."""
+    if missing:
         raise ConfigError(
-            f"the adapter {adapter} cannot be merged into its base model {name}: {_sentence(error)}"
-        ) from error
+            f"{what}: it lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}"
+        )
+    if unexpected:
+        raise ConfigError(
+            f"{what}: {len(unexpected)} of its tensors have no place there, such as {unexpected[0]}; is it of another "
+            "model?"
+        )
+
+
+def _check_embeddings(what: str, model: Any) -> None:
+    """Raise ConfigError if an adapter changes one of two layers that share their weights (tie_word_embeddings)."""
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return
+    for name, layer in (("input", model.get_input_embeddings()), ("output", model.get_output_embeddings())):
+        if type(layer).__module__.startswith("peft.") and type(layer).__name__ != TIED:
+            raise ConfigError(
+                f"{what}: it changes the {name} embeddings, which share their weights with others "
+                "(tie_word_embeddings), and merged weights cannot hold that; merge it with peft, and untie them"
+            )
 
 
 def _targets(text: str) -> str | list[str]:
@@ -289,14 +319,9 @@ def _check_merged(asked: str, model: Any, shapes: Mapping[str, torch.Size]) -> N
     try:
         merged = {name: tensor.shape for name, tensor in merge_adapters(model, empty).items()}
     except (EngineError, RuntimeError, AttributeError, NotImplementedError) as error:
-        raise ConfigError(f"{asked}, and the adapters cannot be merged: {_sentence(error)}") from error
+        raise ConfigError(f"{asked}, and the adapters cannot be merged: {first_sentence(error)}") from error
     if list(merged.items()) != list(shapes.items()):
         other = next((name for name in merged if merged[name] != shapes.get(name)), next(iter(shapes)))
         raise ConfigError(
             f"{asked}, and the adapters cannot be merged into {other} of {type(model).__name__}; choose other targets"
         )
-
-
-def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200].rstrip(". ")

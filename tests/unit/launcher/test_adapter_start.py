@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,14 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowrt.cli import main
-from flowrt.engines.hf import load_model, save_model
+from flowrt.engines.hf import load_model, load_tokenizer, save_model
 from flowrt.engines.options import LoraOptions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.training.lora import add_adapters, write_adapters
 from flowrt.errors import ConfigError
 from flowrt.launcher.adapter_start import merge_starts
 from flowrt.launcher.doctor.model_shape import read_shape, shape_of
-from flowrt.launcher.model_check import check_model
+from flowrt.launcher.model_check import check_model, write_models
+from flowrt.launcher.resume import with_own_models
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.model_files import base_model_dir, check_model_files, tokenizer_dir
@@ -122,6 +124,30 @@ def test_data_check_reads_the_base_model(adapter: Path, tmp_path: Path, capsys: 
     assert "rows          9: 9 to train on" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("start", ["adapter", "base"])
+def test_a_start_with_overrides_survives_a_resume_without_its_source(
+    base: Path, adapter: Path, tmp_path: Path, start: str
+) -> None:
+    yarn = json.dumps({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    first = config({"adapter": adapter, "base": base}[start], tmp_path / "run", "--model-overrides", yarn)
+    merge_starts(first)
+    write_models(first)
+    before = logits(model_dir(first))
+    shutil.rmtree(adapter)
+    shutil.rmtree(base)
+    for _ in range(2):
+        again = with_own_models(first, tmp_path / "run")
+        merge_starts(again)
+        write_models(again)
+        assert torch.equal(logits(model_dir(again)), before)
+
+
+def lose_a_tensor(adapter: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, adapter / "adapter_model.safetensors")
+
+
 def rename_tensors(adapter: Path) -> None:
     tensors = load_file(adapter / "adapter_model.safetensors")
     wrong = {name: torch.zeros(5, 7) for name in tensors}
@@ -146,6 +172,12 @@ def rename_tensors(adapter: Path) -> None:
         ),
         (lambda one: (one / "adapter_model.safetensors").write_bytes(b"12"), "not a safetensors file, or truncated"),
         (rename_tensors, "cannot be merged into its base model"),
+        (lose_a_tensor, "it lacks 1 tensors that its configuration asks for, such as base_model.model.model.layers.0"),
+        (
+            lambda one: change(one, target_modules=["q_proj"]),
+            "12 of its tensors have no place there, such as base_model.model.model.layers.0",
+        ),
+        (lambda one: change(one, r=3), "Error(s) in loading state_dict for PeftModelForCausalLM: size mismatch for"),
     ],
 )
 def test_an_adapter_that_cannot_be_merged_is_one_sentence(
@@ -156,6 +188,30 @@ def test_an_adapter_that_cannot_be_merged_is_one_sentence(
         merge_starts(config(adapter, tmp_path / "run"))
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_an_adapter_of_one_of_two_tied_layers_is_refused(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Merged weights hold one matrix for both, so the merged model would be another one."""
+    tied = load_model(base)
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    save_model(tied, load_tokenizer(base), tmp_path / "tied")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of it
+        adapted = peft.get_peft_model(load_model(tmp_path / "tied"), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        adapted.save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"it changes the (input|output) embeddings, which share their weights"):
+        merge_starts(config(tmp_path / "other", tmp_path / "run"))
     assert not list((tmp_path / "run").iterdir())
 
 
