@@ -80,7 +80,7 @@ def evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, mod
     changes: dict[str, Any] = {"only": True, "interval": 0, "stop_at": 0.0, "overlap": "skip"}
     if options.data:
         changes["data"] = tuple(one if "=" in one else f"eval={one}" for one in options.data)
-        held_out = held_out_by_default(config.recipe)  # none are held out beside eval.data
+        held_out = held_out_by_default(config.recipe)  # with eval.data none are held out
     for name in ("samples", "temperature", "limit"):
         if (value := getattr(options, name)) is not None:
             changes[name] = value

@@ -118,9 +118,9 @@ def test_the_table_of_the_language_model_may_be_named() -> None:
     nested = {"text_config": {"rope_scaling": YARN}}
     assert with_overrides(table, nested) == with_overrides(table, {"rope_scaling": YARN})
     assert with_overrides(table, nested)["text_config"]["rope_parameters"] == {"rope_theta": 1e6, **YARN}
-    alone = with_overrides(text, nested)
-    assert alone == with_overrides(table, nested)["text_config"], "the configuration of the language model alone"
-    assert position_limit(alone) == position_limit(with_overrides(table, nested))
+    text_only = with_overrides(text, nested)
+    assert text_only == with_overrides(table, nested)["text_config"], "the configuration of the language model alone"
+    assert position_limit(text_only) == position_limit(with_overrides(table, nested))
 
 
 def test_another_type_of_scaling_replaces_the_settings_of_the_first() -> None:
