@@ -24,6 +24,7 @@ from flowrt.engines.tiny_model import build_model
 from flowrt.engines.training.forward import score
 from flowrt.observability.samples import Sample, SampleFilter, SampleReader
 from flowrt.recipes.run_dir import checkpoint_steps, hf_steps
+from tests.integration.helpers.forked_flowrt import run_flowrt
 
 STEPS = 4
 LAST = STEPS - 1
@@ -246,6 +247,34 @@ def test_adapters_are_written_merged_and_by_themselves(adapters: Any, start: Pat
     assert_equal_weights(tmp_path / "model", final)
     written, again = (one / "adapter" / "adapter_model.safetensors" for one in (final, tmp_path / "model"))
     assert again.read_bytes() == written.read_bytes()
+
+
+DRAWN = ("--temperature", "1", "--samples", "8")
+
+
+def test_the_evaluation_of_a_run_with_adapters_is_that_of_its_model(
+    adapters: Any, start: Path, settings: list[str], tmp_path: Path
+) -> None:
+    """Answers are drawn with the same numbers, and their rewards differ between the start and the trained model."""
+    found = {}
+    for step in (2, STEPS):
+        out = tmp_path / f"{step}.json"
+        words = ["eval", str(adapters.run_dir), "--step", str(step), *DRAWN, "--json", str(out)]
+        evaluated = run_flowrt(*words)
+        assert evaluated.returncode == 0, evaluated.stdout
+        found[step] = json.loads(out.read_text())
+        assert found[step]["version"] == step
+    alone = {}
+    for name, model in (("start", start), ("final", adapters.run_dir / "final")):
+        words = ["run", "custom", *settings[2:], "--run-dir", str(tmp_path / name), "--model", str(model)]
+        words += ["--eval.only", "True", "--checkpoint.hf-every", "0"]
+        words += [f"--eval.{word[2:]}" if word.startswith("--") else word for word in DRAWN]
+        completed = run_flowrt(*words, "--checkpoint.every", "0")
+        assert completed.returncode == 0, completed.stdout
+        alone[name] = json.loads((tmp_path / name / "summary.json").read_text())["evaluations"]["held_out"]
+    results = found[STEPS]["results"]["held_out"]
+    assert results["avg@8"] == alone["final"]["avg@8"] != alone["start"]["avg@8"]
+    assert results["avg@8"] != found[2]["results"]["held_out"]["avg@8"]
 
 
 def test_a_run_starts_from_an_adapter_and_its_reference_is_that_start(
