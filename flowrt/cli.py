@@ -21,6 +21,7 @@ from flowrt.runtime.bounds import seconds
 from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.files import os_error_text
 from flowrt.runtime.streams import has_lost_output, prepare_streams
+from flowrt.runtime.termination import ignore_termination
 
 DESCRIPTION = "Asynchronous streaming RL post-training of language models."
 HELP_FLAGS = ("-h", "--help")
@@ -632,6 +633,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = console(stderr=True)
     try:
         code = _call(words)
+        if arguments is None:
+            ignore_termination()
         # The results of a run are in its directory; those of other commands are what they print.
         is_lost = has_lost_output() and not (words and words[0] in ("run", "resume", "watch"))
         return EXIT_FAILED if is_lost and code == EXIT_OK else code

@@ -39,7 +39,7 @@ from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_di
 from flowrt.runtime.host import reachable
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.parent_death import is_alive
-from flowrt.runtime.termination import termination_signals
+from flowrt.runtime.termination import ignore_termination, termination_signals
 from flowrt.runtime.waits import pause
 
 log = logging.getLogger("flowrt")
@@ -137,6 +137,7 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> 
         os.close(ready_fd)
     # Removed at the end of the run: another process may listen at this address afterwards.
     ended = await server.run(lambda: address_file(Path(config.run_dir)).unlink(missing_ok=True))
+    ignore_termination()
     try:
         _summarize(server, config, ended)
     except (FlowError, OSError) as error:

@@ -221,7 +221,10 @@ async def _show_log(path: Path, view: LiveView) -> None:
 async def _run(config: RunConfig, console: Console, prepare: Sequence[str], page_port: int | None) -> int:
     signals = Signals(bool(config.checkpoint.every and config.checkpoint.preemption_save_timeout_s))
     signals.install()  # before anything is written or started
-    return await LocalRun(config, console, signals, prepare, page_port).run()
+    try:
+        return await LocalRun(config, console, signals, prepare, page_port).run()
+    finally:
+        signals.close()
 
 
 class LocalRun:

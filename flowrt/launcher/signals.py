@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from flowrt.errors import EXIT_INTERRUPTED, WaitExpired
 from flowrt.launcher.supervision import RUN
-from flowrt.runtime.termination import termination_signals
+from flowrt.runtime.termination import ignore_termination, termination_signals
 from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_any, wait_until
 
 INTERRUPT_S = 8.0
@@ -33,6 +33,11 @@ class Signals:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         for number in termination_signals():
             loop.add_signal_handler(number, (self._terminated if self._saves else self._interrupted).set)
+
+    def close(self) -> None:
+        """Ignore further signals until this process exits, if one has ended the run: often several are sent."""
+        if self._terminated.is_set() or self._interrupted.is_set():
+            ignore_termination()
 
     def _interrupt(self) -> None:
         (self._killed if self._interrupted.is_set() else self._interrupted).set()

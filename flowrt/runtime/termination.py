@@ -1,5 +1,6 @@
 """Signals that tell a process to save what it has and end in order."""
 
+import asyncio
 import signal
 
 TERMINATION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -12,3 +13,22 @@ TORCHRUN_SIGNALS = ",".join(number.name for number in (*TERMINATION, signal.SIGI
 def termination_signals() -> tuple[signal.Signals, ...]:
     """Those of `TERMINATION` that this process does not ignore: under nohup it ignores HUP, and goes on doing so."""
     return tuple(number for number in TERMINATION if signal.getsignal(number) is not signal.SIG_IGN)
+
+
+def ignore_termination() -> None:
+    """Ignore further signals of this kind: the exit code of this process is decided, and they must not change it.
+
+    Without this, a signal that arrives while the interpreter shuts down would kill the process. Call it on the main
+    thread, in a running event loop that handles these signals, or without one.
+    """
+    numbers = termination_signals()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        loop = None
+    for number in numbers:
+        if loop is not None:
+            loop.remove_signal_handler(number)  # otherwise the loop makes the signal fatal again when it closes
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)

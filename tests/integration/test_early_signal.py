@@ -1,4 +1,4 @@
-"""A signal that reaches the launcher before it has started a process."""
+"""Signals that reach the launcher before it has started a process, and while its interpreter shuts down."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import os, signal, sys
+import atexit, os, signal, sys
 from flowrt import cli
 from flowrt.launcher import local_run
 
@@ -19,6 +19,8 @@ class Signalled(local_run.Children):
         super().__init__(*arguments)
 
 local_run.Children = Signalled
+if int(sys.argv[1]) != signal.SIGINT:
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
 sys.exit(cli.main(["run", "--run-dir", sys.argv[2]]))
 """
 WITHIN_S = 60.0
@@ -26,6 +28,7 @@ WITHIN_S = 60.0
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_launcher_exits_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    """Schedulers and job scripts both send a signal: the second one changes nothing, however late it comes."""
     command = [sys.executable, "-c", PROGRAM, str(int(number)), str(tmp_path / "run")]
     completed = subprocess.run(
         command, capture_output=True, text=True, timeout=WITHIN_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -33,3 +36,14 @@ def test_launcher_exits_in_order(tmp_path: Path, number: signal.Signals) -> None
     assert completed.returncode == 130, completed.stderr
     assert "interrupted: ending the run" in completed.stdout
     assert "Traceback" not in completed.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_signal_after_the_end_of_a_command_does_not_change_its_exit_code(number: signal.Signals) -> None:
+    program = (
+        "import atexit, os, sys; from flowrt import cli\n"
+        f"atexit.register(os.kill, os.getpid(), {int(number)})\n"
+        "sys.argv = ['flowrt', '--version']; sys.exit(cli.main())\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WITHIN_S)
+    assert completed.returncode == 0, completed.stderr
