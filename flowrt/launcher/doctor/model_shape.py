@@ -81,7 +81,7 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
             cache_layers=sum(kind in ATTENTION_LAYERS for kind in kinds),
             kept=_kept(table, sizes),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(f"{path} has no config.json of a causal LM: {type(error).__name__} {error}") from None
 
 

@@ -1,6 +1,7 @@
 """Sizes of models from config.json and the names of their weights, and what their layers keep for the backward pass."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 
 from flowrt.engines.descriptor import DTYPE_BYTES, ModelShape
 from flowrt.engines.options import Dtype
+from flowrt.errors import ConfigError
 from flowrt.launcher.doctor.model_shape import read_shape
 
 TOKENS = 64
@@ -129,3 +131,11 @@ def test_layers_without_keys_and_values_have_no_cache(tmp_path: Path) -> None:
     table["layer_types"] = ["linear_attention", "full_attention"]
     (tmp_path / "config.json").write_text(json.dumps(table))
     assert read_shape(tmp_path).cache_token_elements == 2 * 64
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, "wide", [32], None])
+def test_a_size_that_is_no_number_is_one_sentence(value: object, tmp_path: Path) -> None:
+    sizes = {"hidden_size": value, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(ConfigError, match=r"has no config\.json of a causal LM"):
+        read_shape(tmp_path)
