@@ -40,7 +40,9 @@ SMALL = (
     | _of(8, "head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim index_head_dim linear_key_head_dim rotary_dim d_kv")
     | _of(8, "linear_value_head_dim linear_head_dim d_head dim_head swa_head_dim attention_head_size kv_channels")
     | _of(8, "swa_v_head_dim mamba_head_dim num_experts n_routed_experts num_local_experts moe_num_experts")
-    | _of(8, "sliding_window sliding_window_size attention_window_size window_size index_topk")
+    | _of(8, "index_topk")
+    # Longer than the sequences of the check at the start, shorter than those that are compared.
+    | _of(20, "sliding_window sliding_window_size attention_window_size window_size local_attention")
     | _of(8, "mamba_chunk_size chunk_size")
     | _of(VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size")
     | _of(1, "topk_group max_window_layers")
