@@ -264,16 +264,16 @@ def test_the_evaluation_of_a_run_with_adapters_is_that_of_its_model(
         assert evaluated.returncode == 0, evaluated.stdout
         found[step] = json.loads(out.read_text())
         assert found[step]["version"] == step
-    alone = {}
+    by_model = {}
     for name, model in (("start", start), ("final", adapters.run_dir / "final")):
         words = ["run", "custom", *settings[2:], "--run-dir", str(tmp_path / name), "--model", str(model)]
         words += ["--eval.only", "True", "--checkpoint.hf-every", "0"]
         words += [f"--eval.{word[2:]}" if word.startswith("--") else word for word in DRAWN]
         completed = run_flowrt(*words, "--checkpoint.every", "0")
         assert completed.returncode == 0, completed.stdout
-        alone[name] = json.loads((tmp_path / name / "summary.json").read_text())["evaluations"]["held_out"]
+        by_model[name] = json.loads((tmp_path / name / "summary.json").read_text())["evaluations"]["held_out"]
     results = found[STEPS]["results"]["held_out"]
-    assert results["avg@8"] == alone["final"]["avg@8"] != alone["start"]["avg@8"]
+    assert results["avg@8"] == by_model["final"]["avg@8"] != by_model["start"]["avg@8"]
     assert results["avg@8"] != found[2]["results"]["held_out"]["avg@8"]
 
 
