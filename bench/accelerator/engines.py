@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flowrt.algorithms.objective import Kl, Objective
 from flowrt.engines.base import Prompt, Response, TrainingBatch
-from flowrt.engines.descriptor import ModelShape, PublishedWeights
+from flowrt.engines.descriptor import ModelShape, PublishedWeights, largest_pass
 from flowrt.engines.options import Dtype, TrainOptions
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
@@ -212,7 +212,15 @@ def training(device: Device, quick: bool) -> dict[str, float]:
         if way == "shared":
             dtype = "float32" if device.kind == "cpu" else "bfloat16"
             flags = ["--trainer.dtype", dtype, "--trainer.forward-tokens", str(load.forward_tokens)]
-            needs = TRAIN_ENGINES["torch"].memory(parse(flags).trainer, shape_of(load, trainer.model))
+            size = largest_pass(
+                prompt=load.prompt,
+                response=load.response,
+                group=MEMBERS,
+                samples=len(batch.responses),
+                budget=load.forward_tokens,
+                is_shared=True,
+            )
+            needs = TRAIN_ENGINES["torch"].memory(parse(flags).trainer, shape_of(load, trainer.model), size)
             metrics["training_peak_gb"] = device.memory().peak_bytes / 1e9
             metrics["training_estimated_gb"] = (needs.model + needs.passes) / 1e9
             metrics |= saving(trainer)

@@ -5,6 +5,7 @@
 - No other module compares the name of an engine.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,10 @@ WHOLE_LOGITS = 1 << 24
 log-probabilities (`flowrt.algorithms.lm_head`)."""
 ALLOCATOR_OVERHEAD = 1.1
 """Memory of activations over the sum of their sizes."""
-PACKING_COPIES = 2
-"""Of the hidden size: what a layer keeps in addition when samples are packed, for their attention."""
+ATTENTION_COPIES = 2
+"""Of queries, keys and values: what attention keeps of each token of whole samples, which packed ones are copied to."""
+MAX_EXPANSION = 2
+"""Tokens of the samples of a pass over its tokens, at most: `flowrt.algorithms.packing.MAX_EXPANSION`."""
 FUSED_HEAD_BYTES = 15 * 10**7
 """Memory of the fused head beyond hidden states, weights and their gradients (bench/objectives_rows/lm_head.py)."""
 ASSUMED_SUPPORT = 64
@@ -77,6 +80,47 @@ class KeptActivations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassSize:
+    """Tokens of a forward pass.
+
+    Attributes:
+        packed: computed by the layers: of prompts and responses, with the prompt of a group once if it is shared.
+        attended: of the whole samples, computed by attention.
+        predicted: of the responses, for which logits are computed.
+    """
+
+    packed: int
+    attended: int
+    predicted: int
+
+
+def largest_pass(*, prompt: int, response: int, group: int, samples: int, budget: int, is_shared: bool) -> PassSize:
+    """The largest pass of the trainer or the reference, over samples of this length.
+
+    Args:
+        prompt: length of a prompt.
+        response: length of a response.
+        group: samples of a prompt.
+        samples: number of all samples.
+        budget: ``trainer.forward_tokens``; a longer sample has a pass of its own.
+        is_shared: whether samples are packed with the prompt of a group once.
+    """
+    longest = prompt + response
+    if not is_shared:
+        group = 1
+    packed_group, attended_group = prompt + group * response, group * longest
+    most = max(budget, longest)
+    packed = min(
+        most,
+        MAX_EXPANSION * most * packed_group // attended_group,
+        math.ceil(samples / group) * prompt + samples * response,
+    )
+    packed = max(packed, longest)
+    attended = min(packed * attended_group // packed_group, samples * longest)
+    return PassSize(packed=packed, attended=max(attended, packed), predicted=packed * group * response // packed_group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The numbers of a model that memory depends on."""
 
@@ -93,6 +137,8 @@ class ModelShape:
     """Elements of the queries of one token in one layer; 0: the hidden size."""
     cache_layers: int = 0
     """Number of layers with keys and values; 0: all."""
+    shares_prompts: bool = True
+    """Whether samples of this architecture are packed (`flowrt.engines.training.forward.enable_packing`)."""
     kept: "KeptActivations" = field(default_factory=lambda: KeptActivations())
 
     @property
@@ -100,15 +146,15 @@ class ModelShape:
         """Elements of the keys and values of one token in all layers."""
         return (self.cache_layers or self.layers) * 2 * self.kv_size
 
-    def kept_bytes(self, dtype: Dtype, recompute: bool = False) -> int:
-        """Activations of one token that a training pass keeps for its backward pass, in bytes.
+    def kept_bytes(self, size: PassSize, dtype: Dtype, recompute: bool = False) -> int:
+        """Activations that a training pass keeps for its backward pass, and its logits, in bytes.
 
         One layer is counted twice: the backward pass has the gradients of its activations.
         """
-        layer = int(ALLOCATOR_OVERHEAD * (self.kept.elements(self, dtype) + PACKING_COPIES * self.hidden_size))
-        return DTYPE_BYTES[dtype] * (
-            (self.layers * self.hidden_size + 2 * layer) if recompute else (self.layers + 1) * layer
-        )
+        attention = ATTENTION_COPIES * (self._query_size + self.kv_size)
+        layer = int(ALLOCATOR_OVERHEAD * (size.packed * self.kept.elements(self, dtype) + size.attended * attention))
+        elements = size.packed * self.layers * self.hidden_size + 2 * layer if recompute else (self.layers + 1) * layer
+        return DTYPE_BYTES[dtype] * elements + self._head_bytes(size.predicted, FUSED_HEAD_BYTES)
 
     def computed_bytes(self, dtype: Dtype) -> int:
         """Activations of one token in a pass without a backward pass, in bytes: those of one layer at a time."""
@@ -129,16 +175,15 @@ class ModelShape:
         """Size of one token's logits and their gradient (or softmax) in float32, in bytes."""
         return 2 * self.vocab_size * FLOAT_BYTES
 
-    def head_bytes(self, tokens: int) -> int:
-        """Memory in bytes of the LM head and the log-probabilities in a pass of this number of tokens."""
-        is_whole = tokens * self.vocab_size <= WHOLE_LOGITS
-        return tokens * self.logits_bytes if is_whole else FUSED_HEAD_BYTES
+    def _head_bytes(self, tokens: int, fused: int) -> int:
+        """Memory in bytes of the LM head and the log-probabilities of this number of tokens; ``fused``: if it is."""
+        return tokens * self.logits_bytes if tokens * self.vocab_size <= WHOLE_LOGITS else fused
 
-    def scoring_bytes(self, tokens: int, dtype: Dtype) -> int:
-        """Memory in bytes of a pass of this number of tokens without a backward pass, with log-probabilities."""
-        is_whole = tokens * self.vocab_size <= WHOLE_LOGITS
-        head = tokens * self.logits_bytes if is_whole else FUSED_SCORING_BYTES
-        return tokens * self.computed_bytes(dtype) + head
+    def scoring_bytes(self, size: PassSize, dtype: Dtype) -> int:
+        """Memory in bytes of a pass without a backward pass, with log-probabilities."""
+        attention = size.attended * ATTENTION_COPIES * (self._query_size + self.kv_size)
+        activations = size.packed * self.computed_bytes(dtype) + DTYPE_BYTES[dtype] * attention
+        return activations + self._head_bytes(size.predicted, FUSED_SCORING_BYTES)
 
     def adapter_parameters(self, lora: LoraOptions) -> int:
         """Upper bound of the number of adapter parameters: one adapter at each linear layer; 0 at rank 0."""
@@ -172,8 +217,6 @@ class TrainerSettings(Protocol):
     def device(self) -> str: ...
     @property
     def dtype(self) -> Dtype: ...
-    @property
-    def forward_tokens(self) -> int: ...
     @property
     def fsdp(self) -> FsdpOptions: ...
     @property
@@ -312,9 +355,9 @@ class TrainEngineDescriptor(ABC):
         """Number of parameters that the optimiser updates, and that a checkpoint contains."""
         return shape.parameters
 
-    def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
-        """Estimated memory of a rank."""
-        passes = trainer.forward_tokens * shape.kept_bytes("float32") + shape.head_bytes(trainer.forward_tokens)
+    def memory(self, trainer: TrainerSettings, shape: ModelShape, size: PassSize) -> TrainerMemory:
+        """Estimated memory of a rank; ``size``: of its largest pass."""
+        passes = shape.kept_bytes(size, "float32")
         return TrainerMemory(
             model=shape.parameters * (3 * FLOAT_BYTES + ADAM_BYTES),  # a step concatenates the gradients
             passes=max(passes - FLOAT_BYTES * shape.parameters, 0),  # and has no activations then

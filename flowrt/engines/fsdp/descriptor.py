@@ -8,6 +8,7 @@ from flowrt.engines.descriptor import (
     DTYPE_BYTES,
     FLOAT_BYTES,
     ModelShape,
+    PassSize,
     PublishedWeights,
     TrainEngineDescriptor,
     TrainerMemory,
@@ -54,7 +55,7 @@ class FsdpTraining(TrainEngineDescriptor):
     def trained_parameters(self, trainer: TrainerSettings, shape: ModelShape) -> int:
         return shape.adapter_parameters(trainer.lora) or shape.parameters
 
-    def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
+    def memory(self, trainer: TrainerSettings, shape: ModelShape, size: PassSize) -> TrainerMemory:
         narrow = DTYPE_BYTES[trainer.fsdp.dtype]  # size of a parameter in passes
         wide = max(narrow, FLOAT_BYTES)  # size of a gradient, and of a parameter that the optimiser updates
         held = shape.parameters + shape.adapter_parameters(trainer.lora)
@@ -62,11 +63,10 @@ class FsdpTraining(TrainEngineDescriptor):
         shards = wide * held + 3 * wide * trained  # gradients and both moments
         gathered = narrow * held + wide * trained  # parameters and gradients
         whole = gathered if trainer.fsdp.gather == "step" else gathered // max(shape.layers, 1)
-        kept = shape.kept_bytes(trainer.fsdp.dtype, trainer.fsdp.recompute)
         published = DELTA_SNAPSHOTS * self.published(trainer).size_bytes(shape)
         return TrainerMemory(
             model=shards // trainer.ranks + whole,
-            passes=trainer.forward_tokens * kept + shape.head_bytes(trainer.forward_tokens),
+            passes=shape.kept_bytes(size, trainer.fsdp.dtype, trainer.fsdp.recompute),
             first_rank=max(wide * held, published),  # only rank 0 reads and writes the whole model
         )
 

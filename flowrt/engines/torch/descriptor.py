@@ -7,6 +7,7 @@ from flowrt.engines.descriptor import (
     FLOAT_BYTES,
     STAGED_VERSIONS,
     ModelShape,
+    PassSize,
     PublishedWeights,
     RolloutEngineDescriptor,
     RolloutMemory,
@@ -61,14 +62,14 @@ class TorchTraining(TrainEngineDescriptor):
     def forward_dtype(self, trainer: TrainerSettings) -> Dtype:
         return trainer.dtype
 
-    def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
-        memory = super().memory(trainer, shape)
+    def memory(self, trainer: TrainerSettings, shape: ModelShape, size: PassSize) -> TrainerMemory:
+        memory = super().memory(trainer, shape, size)
         if trainer.dtype == "float32":
             return memory
         narrow, wide = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[_wide(trainer.dtype)]
         state = 5 * wide * shape.parameters  # parameters, gradients, their concatenation, both moments
         copies = narrow * shape.parameters if narrow < wide else 0
-        passes = trainer.forward_tokens * shape.kept_bytes(trainer.dtype) + shape.head_bytes(trainer.forward_tokens)
+        passes = shape.kept_bytes(size, trainer.dtype)
         return TrainerMemory(
             model=state + copies,
             passes=max(passes - wide * shape.parameters, 0),

@@ -4,7 +4,6 @@
 - `tests/integration/test_memory_peaks.py` compares it with measured peaks.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ from flowrt.engines.descriptor import (
     DTYPE_BYTES,
     FLOAT_BYTES,
     ModelShape,
-    TrainerSettings,
+    PassSize,
+    TrainerMemory,
+    largest_pass,
     support_tokens,
 )
 from flowrt.engines.model_config import parse_overrides
@@ -74,9 +75,10 @@ def _is_accelerated(device: str, there: bool) -> bool:
     return there if device == "auto" else device != "cpu"
 
 
-def model_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of parameters, gradients and optimiser state of each rank (tables in docs/guides/engines.md)."""
-    return TRAIN_ENGINES[config.trainer.engine].memory(config.trainer, shape).model
+def training_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
+    """Memory of each training rank, in bytes; ``model`` is in the tables of docs/guides/engines.md."""
+    size = pass_size(config, shape, config.prompts_per_step * config.group_size)
+    return TRAIN_ENGINES[config.trainer.engine].memory(config.trainer, shape, size)
 
 
 def prompt_tokens(config: RunConfig, shape: ModelShape) -> int:
@@ -85,22 +87,23 @@ def prompt_tokens(config: RunConfig, shape: ModelShape) -> int:
     return min(left, config.data.max_prompt_tokens or PROMPT_TOKENS)
 
 
-def pass_settings(config: RunConfig, shape: ModelShape) -> TrainerSettings:
-    """The trainer's configuration with the number of tokens that its largest pass has.
-
-    A step may have fewer tokens than ``forward_tokens``, and a single sample has more if it is longer.
-    """
-    trainer, longest = config.trainer, config.rollout.max_new_tokens + prompt_tokens(config, shape)
-    step = config.prompts_per_step * config.group_size * longest
-    most = max(min(trainer.forward_tokens, step), longest)
-    return dataclasses.replace(trainer, forward_tokens=most)
+def pass_size(config: RunConfig, shape: ModelShape, samples: int) -> PassSize:
+    """The largest pass over at most this number of samples, with prompts and responses of the largest length."""
+    return largest_pass(
+        prompt=prompt_tokens(config, shape),
+        response=config.rollout.max_new_tokens,
+        group=config.group_size,
+        samples=samples,
+        budget=config.trainer.forward_tokens,
+        is_shared=shape.shares_prompts and config.trainer.share_prompts,
+    )
 
 
 def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     """The peak memory of each process of this run, and the disk space of the run."""
-    trainer, rollout = pass_settings(config, shape), with_devices(config).rollout
-    training = TRAIN_ENGINES[config.trainer.engine]
-    memory = training.memory(trainer, shape)
+    trainer, rollout = config.trainer, with_devices(config).rollout
+    training = TRAIN_ENGINES[trainer.engine]
+    memory = training_memory(config, shape)
     length = prompt_tokens(config, shape) + rollout.max_new_tokens
     cache_elements = rollout.max_running_requests * length * shape.cache_token_elements
     published = training.published(trainer)
@@ -112,7 +115,7 @@ def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     overrides = parse_overrides(config.model_overrides)
     scored = read_shape(base_model_dir(Path(config.reference.model)), overrides) if config.reference.model else shape
     averaging = 2 * FLOAT_BYTES * shape.parameters if config.reference.average != 1.0 else 0
-    scoring = min(trainer.forward_tokens, PULLED_SAMPLES * length)
+    scoring = pass_size(config, scored, min(PULLED_SAMPLES, config.prompts_per_step * config.group_size))
     dtype = reference_dtype(config)
     saving = max(2 * min(FILE_BYTES, trained_bytes) - memory.passes, 0) if saved else 0  # without activations
     return ResourceEstimate(

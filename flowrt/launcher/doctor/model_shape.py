@@ -25,6 +25,9 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
 """Names of sizes, by architecture."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+PACKED_LAYERS = ("full_attention", "sliding_attention")
+MAX_PACKED_WINDOW = 1024
+"""Layers, and the largest sliding window in tokens, of models whose samples are packed."""
 OTHER_PARTS = re.compile(r"(^|\.)(vision\w*|visual|image\w*|audio\w*|multi_modal_projector)\.")
 """Names of weights of a multimodal model that its language model does not have."""
 FIRST_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.0\.(.*)")
@@ -79,6 +82,7 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
             max_length=position_limit(whole) or 0,
             intermediate_size=_intermediate(table, hidden),
             cache_layers=sum(kind in ATTENTION_LAYERS for kind in kinds),
+            shares_prompts=set(kinds) <= set(PACKED_LAYERS) and (table.get("sliding_window") or 0) <= MAX_PACKED_WINDOW,
             kept=_kept(table, sizes),
         )
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:

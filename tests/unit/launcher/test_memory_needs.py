@@ -8,7 +8,7 @@ from flowrt.engines.descriptor import ModelShape
 from flowrt.engines.training.state import FILE_BYTES
 from flowrt.launcher.doctor.checks import wanted
 from flowrt.launcher.doctor.estimate import FILE_BYTES as ASSUMED_FILE_BYTES
-from flowrt.launcher.doctor.estimate import estimate, host_bytes, model_bytes, reference_bytes
+from flowrt.launcher.doctor.estimate import estimate, host_bytes, reference_bytes, training_memory
 from flowrt.recipes.config_io import parse
 from tests.unit.launcher.test_doctor_checks import GPU, other
 
@@ -42,10 +42,12 @@ def test_bytes_per_parameter_match_the_documented_table(
 ) -> None:
     """8 + 16/n and 6 + 16/n, or 16/n and one of 32 layers; with adapters, a shard of the frozen weights."""
     flags = [*FSDP, "--trainer.fsdp.gather", gather, "--trainer.fsdp.dtype", dtype]
-    full = model_bytes(parse(flags), SEVEN_B) / SEVEN_B.parameters
+    full = training_memory(parse(flags), SEVEN_B).model / SEVEN_B.parameters
     assert full == pytest.approx(whole + gradients + 16 / RANKS)
-    assert model_bytes(parse(flags + LORA), SEVEN_B) / SEVEN_B.parameters == pytest.approx(whole + 4 / RANKS, rel=0.06)
-    assert model_bytes(parse([]), SEVEN_B) == 20 * SEVEN_B.parameters
+    assert training_memory(parse(flags + LORA), SEVEN_B).model / SEVEN_B.parameters == pytest.approx(
+        whole + 4 / RANKS, rel=0.06
+    )
+    assert training_memory(parse([]), SEVEN_B).model == 20 * SEVEN_B.parameters
 
 
 def test_memory_needs_of_a_7b_model_by_role() -> None:

@@ -21,7 +21,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from flowrt.engines.descriptor import DTYPE_BYTES, ModelShape
+from flowrt.algorithms.packing import MAX_EXPANSION, cut_packed, pack_samples
+from flowrt.engines.descriptor import DTYPE_BYTES, ModelShape, largest_pass
+from flowrt.engines.descriptor import MAX_EXPANSION as ASSUMED_EXPANSION
 from flowrt.engines.options import Dtype
 from flowrt.errors import ConfigError
 from flowrt.launcher.doctor.model_shape import read_shape
@@ -139,3 +141,28 @@ def test_a_size_that_is_no_number_is_one_sentence(value: object, tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     with pytest.raises(ConfigError, match=r"has no config\.json of a causal LM"):
         read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "groups", "budget"),
+    [(2000, 32, 1, 8192), (16, 64, 16, 2048), (512, 4, 64, 8192), (10, 9000, 2, 8192), (1, 1, 1, 1)],
+)
+def test_the_largest_pass_is_that_of_packed_samples(prompt: int, response: int, groups: int, budget: int) -> None:
+    members = 8
+    assert ASSUMED_EXPANSION == MAX_EXPANSION
+    prompts = [torch.full((prompt,), group) for group in range(groups) for _ in range(members)]
+    responses = [torch.zeros(response, dtype=torch.int64)] * len(prompts)
+    size = largest_pass(
+        prompt=prompt, response=response, group=members, samples=len(prompts), budget=budget, is_shared=True
+    )
+    batches = [
+        pack_samples([prompts[row] for row in rows], [responses[row] for row in rows])
+        for rows in cut_packed(prompts, responses, budget)
+    ]
+    packed = max(len(batch.tokens_F) for batch in batches)
+    attended = max(sum(tile.places for tile in batch.tiles) for batch in batches)
+    predicted = max(len(batch.target_T) for batch in batches)
+    sample = prompt + response  # passes end with whole samples, the estimate with a part of one
+    assert abs(size.packed - packed) <= sample
+    assert abs(size.attended - attended) <= 2 * sample
+    assert abs(size.predicted - predicted) <= sample
