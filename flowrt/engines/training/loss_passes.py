@@ -5,6 +5,7 @@ samples or groups, as the algorithm's terms say). So the gradient does not depen
 
 A sample whose recorded log-probabilities cannot be those of its tokens (not finite, above 0, or of probability 0), or
 do not match its response in number, is masked: its loss is 0, its tokens still count, ``invalid_samples`` counts it.
+Comparisons of rollout and trainer leave its tokens out.
 """
 
 import logging
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     from flowrt.engines.training.deferred import DeferredPass
 
 log = logging.getLogger("flowrt")
-COUNTS = ("batches", "tokens", "samples", "groups", "invalid_samples")
-MEANS = ("nll", "mismatch_kl_k1", "mismatch_kl_k3")
+COUNTS = ("batches", "tokens", "samples", "groups", "invalid_samples", "valid_tokens")
+MEANS = ("nll",)
 """Summed over the passes and ranks of a step, and reported as means per token."""
+MISMATCHES = ("mismatch_kl_k1", "mismatch_kl_k3")
+"""As `MEANS`, per token of samples with usable log-probabilities."""
 RATIOS = ("policy_over_rollout", "squared_policy_over_rollout")
 """Sums of the tokens' probability ratios and of their squares, for the effective sample fraction."""
 EFFECTIVE_FRACTION = "effective_sample_fraction"
@@ -74,7 +77,8 @@ class LossPasses:
         self._metrics = tuple(dict.fromkeys(name for term in terms for name in term.metrics))
         self._means = {name: DENOMINATORS[term.per] for term in terms for name in term.means}
         self._sums: dict[str, float] = defaultdict(float)
-        self._of_age = torch.zeros(2, AGES, dtype=torch.float64)  # sums of k3, counts of tokens
+        self._of_age = torch.zeros(2, AGES, dtype=torch.float64)  # sums of k3, counts of tokens, where usable
+        self._unusable_tokens = 0.0  # generated with the present weights
 
     @property
     def denominator(self) -> str:
@@ -153,7 +157,7 @@ class LossPasses:
         )
         terms = self.algorithm.terms(tokens)
         if batch.ages is not None:
-            self._measure_divergence(before_T, rollout_T, torch.cat([batch.ages[row] for row in rows]))
+            self._measure_divergence(before_T, rollout_T, valid_T, torch.cat([batch.ages[row] for row in rows]))
         self._add(tokens, terms, int((~valid_N).sum()))
         if deferred is not None:
             losses = [term.loss_sum / deferred.counts[DENOMINATORS[term.per]] for term in terms]
@@ -181,21 +185,23 @@ class LossPasses:
         self._sums["samples"] += tokens.samples
         self._sums["groups"] += len(tokens.group_N.unique())
         self._sums["invalid_samples"] += invalid
+        self._sums["valid_tokens"] += float(tokens.valid_T.sum())
         self._sums["nll"] -= float(present_T.sum())
         self._sums["mismatch_kl_k1"] -= float(delta_T.sum())
         self._sums["mismatch_kl_k3"] += float((delta_T.expm1() - delta_T).sum())
         ratio_T = delta_T.double().exp()
         for name, value_T in zip(RATIOS, (ratio_T, ratio_T.square()), strict=True):
-            self._sums[name] += float(value_T.sum())
+            self._sums[name] += float((value_T * tokens.valid_T).sum())
         for term in terms:
             self._sums[f"{term.name}_loss"] += float(term.loss_sum.detach())
             for name, value in (*term.metrics.items(), *term.means.items()):
                 self._sums[name] += float(value)
 
-    def _measure_divergence(self, trainer_T: Tensor, rollout_T: Tensor, ages_T: Tensor) -> None:
+    def _measure_divergence(self, trainer_T: Tensor, rollout_T: Tensor, valid_T: Tensor, ages_T: Tensor) -> None:
         ratio_T = clamped_log_ratio_T(trainer_T, rollout_T).cpu().double()
-        k3_T = ratio_T.expm1() - ratio_T
-        self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, torch.ones_like(k3_T)]))
+        k3_T = (ratio_T.expm1() - ratio_T) * valid_T
+        self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, valid_T.double()]))
+        self._unusable_tokens += float((~valid_T & (ages_T == 0)).sum())
 
     def check_equal_weights(self, limit: float, model: str) -> None:
         """Check the rollout's log-probabilities of tokens that were generated with the present weights. Collective.
@@ -207,14 +213,21 @@ class LossPasses:
             model: name of the model, for the error.
 
         Raises:
-            ConfigError: on all ranks, if the divergence is above the limit, or not a number.
+            ConfigError: on all ranks, if the divergence is above the limit, or not a number, or if there are such
+                tokens, and none has a usable log-probability.
         """
         if not limit:
             return
-        totals = self._of_age[:, 0].clone()
+        totals = torch.tensor([*self._of_age[:, 0].tolist(), self._unusable_tokens], dtype=torch.float64)
         if ranks() > 1:
             dist.all_reduce(totals)
-        k3, tokens = totals.tolist()
+        k3, tokens, unusable = totals.tolist()
+        if unusable and not tokens:
+            raise ConfigError(
+                f"model {model}: the rollout's log-probabilities of all samples of the first step ({unusable:,.0f} "
+                "tokens) are unusable (not finite, above 0, of probability 0, or not one a token), so nothing was "
+                "trained: compare the dtypes of rollout and trainer, or use another rollout engine"
+            )
         if tokens and not k3 / tokens <= limit:
             raise ConfigError(
                 f"model {model}: rollout and trainer disagree by {k3 / tokens:.2g} nats a token at equal weights, over "
@@ -230,10 +243,19 @@ class LossPasses:
         """Clear the sums of the last step."""
         self._sums.clear()
         self._of_age.zero_()
+        self._unusable_tokens = 0.0
 
     def global_sums(self) -> dict[str, float]:
         """The step's sums over all ranks, by name. Collective; a rank without micro-batches adds zeros."""
-        names = (*COUNTS, *(f"{name}_loss" for name in self._counts), *MEANS, *RATIOS, *self._metrics, *self._means)
+        names = (
+            *COUNTS,
+            *(f"{name}_loss" for name in self._counts),
+            *MEANS,
+            *MISMATCHES,
+            *RATIOS,
+            *self._metrics,
+            *self._means,
+        )
         totals = torch.cat([torch.tensor([self._sums[name] for name in names], dtype=torch.float64), *self._of_age])
         if ranks() > 1:
             dist.all_reduce(totals)
@@ -254,22 +276,25 @@ class LossPasses:
         """Metrics of a step, from its global sums. An `Adaptive` algorithm's numbers become those of the next step.
 
         The loss and the means of each term are divided by its count, and ``loss`` is the sum of these losses; other
-        sums are divided by the number of tokens. With several updates, sums and counts are over all of them.
+        sums are divided by the number of tokens; comparisons of rollout and trainer by that of tokens with usable
+        log-probabilities, and left out without any. With several updates, sums and counts are over all of them.
         ``divergence_AGE`` is the k3 estimate of KL(rollout || trainer) over tokens of staleness AGE (versions), with
         the trainer's policy before the step, or, in a step that does not compute it (`needs_forward`), the policy of
         each pass.
         ``effective_sample_fraction`` is Kish's, over the ratios w of policy over rollout: (sum of w)^2 /
         (tokens x sum of w^2), which is 1 where all ratios are equal.
         """
-        tokens, samples = sums["tokens"], sums["samples"]
+        tokens, samples, valid = sums["tokens"], sums["samples"], sums["valid_tokens"]
         trained = samples / self.algorithm.plan.epochs
         invalid = sums["invalid_samples"] / self.algorithm.plan.epochs
         losses = {f"{name}_loss": sums[f"{name}_loss"] / sums[count] for name, count in self._counts.items()}
         metrics = {"loss": sum(losses.values())} | (losses if len(losses) > 1 else {})
         metrics |= {name: sums[name] / tokens for name in (*MEANS, *self._metrics)}
         metrics |= {name: sums[name] / sums[count] for name, count in self._means.items()}
-        ratios, squares = (sums[name] for name in RATIOS)
-        metrics[EFFECTIVE_FRACTION] = ratios**2 / (tokens * squares)
+        if valid:
+            ratios, squares = (sums[name] for name in RATIOS)
+            metrics |= {name: sums[name] / valid for name in MISMATCHES}
+            metrics[EFFECTIVE_FRACTION] = ratios**2 / (valid * squares)
         for age, (k3, count) in enumerate(zip(K3_OF_AGE, TOKENS_OF_AGE, strict=True)):
             if sums[count]:
                 metrics[f"{DIVERGENCE}{age}"] = sums[k3] / sums[count]

@@ -90,3 +90,51 @@ def test_the_limit_is_a_hundredth_where_both_compute_in_float32() -> None:
     assert train_options(config).max_initial_mismatch == initial_mismatch_limit(config)
     narrow: RunConfig = replace(config, trainer=replace(config.trainer, dtype="bfloat16"))
     assert initial_mismatch_limit(narrow) == config.trainer.max_initial_mismatch
+
+
+def unusable(batch: TrainingBatch, *rows: int) -> TrainingBatch:
+    """The batch without usable log-probabilities of these rows."""
+    logprobs = [one * torch.nan if row in rows else one for row, one in enumerate(batch.rollout_logprobs)]
+    return replace(batch, rollout_logprobs=logprobs)
+
+
+def test_samples_without_usable_log_probabilities_do_not_dilute_the_mismatch() -> None:
+    engine, without = trainer(0.0), trainer(0.0)
+    batch = batch_of(engine.model, 0, 0.35)
+    engine.accumulate(unusable(batch, 0, 2))
+    without.accumulate(
+        TrainingBatch(
+            prompts=batch.prompts[1:2],
+            responses=batch.responses[1:2],
+            rollout_logprobs=batch.rollout_logprobs[1:2],
+            reference_logprobs=None,
+            advantages_N=batch.advantages_N[1:2],
+            weights_N=batch.weights_N[1:2],
+            groups_N=batch.groups_N[1:2],
+            ages=None if batch.ages is None else batch.ages[1:2],
+        )
+    )
+    found, expected = engine.step(), without.step()
+    for name in ("mismatch_kl_k1", "mismatch_kl_k3", "divergence_0", "effective_sample_fraction"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    checked = trainer(0.02)
+    checked.accumulate(unusable(batch, 0, 2))
+    with pytest.raises(ConfigError, match="rollout and trainer disagree by"):
+        checked.step()
+
+
+def test_a_first_step_without_a_usable_log_probability_trains_nothing() -> None:
+    engine = trainer(0.02)
+    engine.accumulate(unusable(batch_of(engine.model, 0, 0.0), 0, 1, 2))
+    with pytest.raises(ConfigError, match=r"log-probabilities of all samples of the first step .* are unusable"):
+        engine.step()
+
+
+def test_a_later_step_without_a_usable_log_probability_has_no_mismatch() -> None:
+    engine = trainer(0.02)
+    engine.accumulate(batch_of(engine.model, 0, 0.0))
+    assert "mismatch_kl_k3" in engine.step()
+    engine.accumulate(unusable(batch_of(engine.model, 0, 0.0), 0, 1, 2))
+    metrics = engine.step()
+    assert metrics["invalid_samples"] == 3
+    assert not any(name.startswith(("mismatch", "divergence", "effective")) for name in metrics)
