@@ -26,6 +26,7 @@ import psutil
 from common.report import beyond, write
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -103,6 +104,16 @@ GEMMA3 = Gemma3TextConfig(
     sliding_window=512,
     **TOKENS,
 )
+GEMMA2 = Gemma2Config(
+    hidden_size=320,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=32_768,
+    **TOKENS,
+)
 GPT2 = GPT2Config(vocab_size=50_257, n_embd=384, n_layer=6, n_head=6, eos_token_id=1, bos_token_id=1)
 FSDP = ("--trainer.engine", "fsdp", "--trainer.fsdp.device", "cpu")
 SHAPES = {
@@ -116,6 +127,7 @@ SHAPES = {
     "long_prompts": Shape(qwen3(512, 8, 2048, kv_heads=4), 8, 32, prompt_tokens=2000),
     "in_flight": Shape(QWEN2, 32, 64, flags=("--rollout.weight-update", "in_flight")),
     "gemma3_262k": Shape(GEMMA3, 32, 64),
+    "gemma2_scores": Shape(GEMMA2, 32, 240),
     "fsdp_152k": Shape(qwen3(384, 6, 151_936), 32, 64, flags=FSDP),
     "fsdp_bfloat16": Shape(qwen3(512, 10, 32_768), 32, 64, flags=(*FSDP, "--trainer.fsdp.dtype", "bfloat16")),
 }

@@ -23,6 +23,8 @@ HALF_BYTES = 2
 ADAM_BYTES = 8
 """Both moments of AdamW, in float32."""
 DTYPE_BYTES: dict[Dtype, int] = {"float64": 8, "float32": FLOAT_BYTES, "bfloat16": HALF_BYTES}
+SCORE_BYTES = 12
+"""Of a score in a pass without a backward pass, where attention is not fused: before and after softmax, and a mask."""
 WHOLE_LOGITS = 1 << 24
 """Elements of a pass's logits up to which all logits are computed at once; above it, the LM head is fused with the
 log-probabilities (`flowrt.algorithms.lm_head`)."""
@@ -62,6 +64,7 @@ class KeptActivations:
         feed_forward: of the intermediate size.
         narrow_norms: in addition, in a dtype below float32, in which norms keep float32 copies.
         narrow_attention: the same of norms of queries and keys.
+        score_bytes: bytes of a score (of one head, for one pair of tokens), where attention is not fused; else 0.
     """
 
     norms: int = 6
@@ -69,6 +72,7 @@ class KeptActivations:
     feed_forward: int = 4
     narrow_norms: int = 2
     narrow_attention: int = 0
+    score_bytes: int = 0
 
     def elements(self, shape: "ModelShape", dtype: Dtype) -> int:
         """Elements of one token in one layer."""
@@ -84,11 +88,13 @@ class PassSize:
     """Tokens of a forward pass.
 
     Attributes:
+        sample: of the longest sample.
         packed: computed by the layers: of prompts and responses, with the prompt of a group once if it is shared.
         attended: of the whole samples, computed by attention.
         predicted: of the responses, for which logits are computed.
     """
 
+    sample: int
     packed: int
     attended: int
     predicted: int
@@ -117,7 +123,12 @@ def largest_pass(*, prompt: int, response: int, group: int, samples: int, budget
     )
     packed = max(packed, longest)
     attended = min(packed * attended_group // packed_group, samples * longest)
-    return PassSize(packed=packed, attended=max(attended, packed), predicted=packed * group * response // packed_group)
+    return PassSize(
+        sample=longest,
+        packed=packed,
+        attended=max(attended, packed),
+        predicted=packed * group * response // packed_group,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +146,8 @@ class ModelShape:
     """Elements that the feed-forward part of a layer computes of one token; of a mixture, by all experts it uses."""
     query_size: int = 0
     """Elements of the queries of one token in one layer; 0: the hidden size."""
+    heads: int = 0
+    """Attention heads, if ``kept`` has the size of their scores."""
     cache_layers: int = 0
     """Number of layers with keys and values; 0: all."""
     shares_prompts: bool = True
@@ -153,8 +166,11 @@ class ModelShape:
         """
         attention = ATTENTION_COPIES * (self._query_size + self.kv_size)
         layer = int(ALLOCATOR_OVERHEAD * (size.packed * self.kept.elements(self, dtype) + size.attended * attention))
-        elements = size.packed * self.layers * self.hidden_size + 2 * layer if recompute else (self.layers + 1) * layer
-        return DTYPE_BYTES[dtype] * elements + self._head_bytes(size.predicted, FUSED_HEAD_BYTES)
+        scores = int(ALLOCATOR_OVERHEAD * self.kept.score_bytes * self.heads * size.attended * size.sample)
+        of_layer = DTYPE_BYTES[dtype] * layer + scores
+        inputs = DTYPE_BYTES[dtype] * size.packed * self.layers * self.hidden_size if recompute else 0
+        layers = 2 if recompute else self.layers + 1
+        return inputs + layers * of_layer + self._head_bytes(size.predicted, FUSED_HEAD_BYTES)
 
     def computed_bytes(self, dtype: Dtype) -> int:
         """Activations of one token in a pass without a backward pass, in bytes: those of one layer at a time."""
@@ -182,7 +198,8 @@ class ModelShape:
     def scoring_bytes(self, size: PassSize, dtype: Dtype) -> int:
         """Memory in bytes of a pass without a backward pass, with log-probabilities."""
         attention = size.attended * ATTENTION_COPIES * (self._query_size + self.kv_size)
-        activations = size.packed * self.computed_bytes(dtype) + DTYPE_BYTES[dtype] * attention
+        scores = SCORE_BYTES * self.heads * size.attended * size.sample if self.kept.score_bytes else 0
+        activations = size.packed * self.computed_bytes(dtype) + DTYPE_BYTES[dtype] * attention + scores
         return activations + self._head_bytes(size.predicted, FUSED_SCORING_BYTES)
 
     def adapter_parameters(self, lora: LoraOptions) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrt.engines.descriptor import KeptActivations, ModelShape
+from flowrt.engines.descriptor import FLOAT_BYTES, KeptActivations, ModelShape
 from flowrt.engines.model_config import parse_overrides, position_limit, read_config, text_table, with_overrides
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
@@ -25,7 +25,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
 """Names of sizes, by architecture."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-PACKED_LAYERS = ("full_attention", "sliding_attention")
+PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 MAX_PACKED_WINDOW = 1024
 """Layers, and the largest sliding window in tokens, of models whose samples are packed."""
 OTHER_PARTS = re.compile(r"(^|\.)(vision\w*|visual|image\w*|audio\w*|multi_modal_projector)\.")
@@ -77,12 +77,13 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
             layers=layers,
             hidden_size=hidden,
             query_size=query,
+            heads=heads,
             kv_size=kv,
             vocab_size=int(table["vocab_size"]),
             max_length=position_limit(whole) or 0,
             intermediate_size=_intermediate(table, hidden),
             cache_layers=sum(kind in ATTENTION_LAYERS for kind in kinds),
-            shares_prompts=set(kinds) <= set(PACKED_LAYERS) and (table.get("sliding_window") or 0) <= MAX_PACKED_WINDOW,
+            shares_prompts=_shares_prompts(table),
             kept=_kept(table, sizes),
         )
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
@@ -147,4 +148,19 @@ def _kept(table: Mapping[str, Any], sizes: Iterable[str]) -> KeptActivations:
         feed_forward=4 if has_gate else 8 if activation in SLOW_ACTIVATIONS else 2,
         narrow_norms=6 if is_gemma else 0 if has_bias else before,
         narrow_attention=(3 if is_gemma else 1) if of_heads else 0,
+        score_bytes=_score_bytes(table),
+    )
+
+
+def _score_bytes(table: Mapping[str, Any]) -> int:
+    """Bytes that are kept of each attention score: capped ones are not fused, nor are those of gpt-oss, with sinks."""
+    if table.get("attn_logit_softcapping"):
+        return 2 * FLOAT_BYTES
+    return FLOAT_BYTES if table.get("model_type") == "gpt_oss" else 0
+
+
+def _shares_prompts(table: Mapping[str, Any]) -> bool:
+    window = table.get("sliding_window") or 0
+    return (
+        set(table.get("layer_types") or ()) <= PACKED_LAYERS and window <= MAX_PACKED_WINDOW and not _score_bytes(table)
     )

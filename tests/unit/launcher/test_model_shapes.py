@@ -14,6 +14,7 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MptConfig,
     Qwen2Config,
@@ -24,6 +25,7 @@ from transformers import (
 from flowrt.algorithms.packing import MAX_EXPANSION, cut_packed, pack_samples
 from flowrt.engines.descriptor import DTYPE_BYTES, ModelShape, largest_pass
 from flowrt.engines.descriptor import MAX_EXPANSION as ASSUMED_EXPANSION
+from flowrt.engines.hf import load_model
 from flowrt.engines.options import Dtype
 from flowrt.errors import ConfigError
 from flowrt.launcher.doctor.model_shape import read_shape
@@ -59,7 +61,7 @@ def shape_of(config: Any, path: Path) -> tuple[Any, ModelShape]:
     return model, read_shape(path)
 
 
-def kept(model: Any, layers: int) -> int:
+def kept(model: Any, layers: int, tokens: int = TOKENS) -> int:
     """Bytes a token that the first ``layers`` decoder layers keep for a backward pass, without weights."""
     weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
     found: dict[int, int] = {}
@@ -76,21 +78,31 @@ def kept(model: Any, layers: int) -> int:
     blocks = decoder.h if hasattr(decoder, "h") else decoder.layers
     del blocks[layers:]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        decoder(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False)
-    return sum(found.values()) // TOKENS
+        decoder(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(found.values()) // tokens
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kept_activations_are_those_that_autograd_saves(name: str, dtype: Dtype, tmp_path: Path) -> None:
-    if name == "gemma2" or (name == "gpt2" and dtype == "bfloat16"):
-        pytest.skip("attention with soft-capping keeps its scores, and GELU of several operations float32 copies")
+    if name == "gpt2" and dtype == "bfloat16":
+        pytest.skip("GELU of several operations keeps float32 copies")
     model, shape = shape_of(CONFIGS[name], tmp_path)
     model.to(getattr(torch, dtype)).train()
     two = kept(model, 2)
     layer = two - kept(model, 1)
     expected = shape.kept.elements(shape, dtype) * DTYPE_BYTES[dtype]
-    assert expected == pytest.approx(layer, rel=TOLERANCE)
+    scores = shape.kept.score_bytes * shape.heads * TOKENS
+    assert expected + scores == pytest.approx(layer, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3"])
+def test_scores_are_kept_where_attention_is_not_fused(name: str, tmp_path: Path) -> None:
+    config = CONFIGS.get(name) or GptOssConfig(**COMMON, head_dim=64, num_local_experts=4, num_experts_per_tok=2)
+    _, shape = shape_of(config, tmp_path)
+    few, many = (kept(load_model(tmp_path), 1, tokens) for tokens in (TOKENS, 4 * TOKENS))
+    assert shape.kept.score_bytes * shape.heads == pytest.approx((many - few) / (3 * TOKENS), abs=0.5)
+    assert shape.shares_prompts == (shape.kept.score_bytes == 0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
