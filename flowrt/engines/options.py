@@ -12,6 +12,8 @@ StepCount = Annotated[int, Interval(ge=0, le=10_000_000)]
 RestartCount = Annotated[int, Interval(ge=0, le=10_000)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
+CUT_CHARACTER = "\ufffd"
+"""What a tokenizer decodes the bytes of an incomplete character to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,9 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from flowrt.engines.hf import load_tokenizer, unloadable
+from flowrt.engines.options import CUT_CHARACTER
 from flowrt.engines.prompts import end_of_turn_ids, template_text
 from flowrt.errors import EngineError
-
-CUT_CHARACTER = "\ufffd"
-"""What a tokenizer decodes the bytes of an incomplete character to."""
 
 
 def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_template: str = "") -> tuple[int, ...]:

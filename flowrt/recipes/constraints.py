@@ -12,7 +12,7 @@ from string import Template
 from typing import Any, get_type_hints
 
 from flowrt.engines.model_config import parse_overrides
-from flowrt.engines.options import Dtype
+from flowrt.engines.options import CUT_CHARACTER, Dtype
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import check_algorithm, needs_reference
@@ -377,6 +377,11 @@ def _check_sampling(rollout: RolloutConfig) -> None:
     for stop in rollout.stop:
         if not stop or len(stop.encode()) > MAX_STOP_BYTES:
             raise ConfigError(f"rollout.stop has {stop!r:.80}; a stop string has 1 to {MAX_STOP_BYTES} bytes")
+        if CUT_CHARACTER in stop:
+            raise ConfigError(
+                f"rollout.stop has {stop!r:.80}, with the character U+FFFD, which is what bytes are decoded to "
+                "that are not a whole character yet; leave it out"
+            )
     if len(rollout.stop) > MAX_STOPS:
         raise ConfigError(f"rollout.stop has {len(rollout.stop)} strings; use at most {MAX_STOPS}")
 

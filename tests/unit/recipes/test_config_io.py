@@ -325,6 +325,7 @@ def test_infinity_and_not_a_number_are_refused_in_flags_and_files(tmp_path: Path
         (["--group-size", "65536", "--prompts-per-step", "64"], "are 8,388,608 samples; use at most 1,000,000"),
         (["--max-staleness", "9999", "--steps", "10000"], "10000 steps at once (staleness 9999)"),
         (["--build.heads", "5"], "build.heads is 5"),
+        (["--rollout.stop", "end\ufffd"], "with the character U+FFFD, which is what bytes are decoded to"),
     ],
 )
 def test_combinations_of_numbers_that_are_too_large_are_refused(settings: list[str], message: str) -> None:
