@@ -24,8 +24,11 @@ CALL_TYPES = ("dynamic", "longrope", "su")
 would change the others of its batch, and rollout and trainer would differ."""
 OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Settings of rotary positions that are not of one type of scaling."""
-FIXED = ("architectures", "auto_map", "model_type", "quantization_config")
-"""Fields that say what the weights are, so that others would not load."""
+FIXED = (
+    *("architectures", "auto_map", "model_type", "quantization_config", "tie_word_embeddings"),
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+)
+"""Fields that say what the weights are: with others some would not load, or would be left out."""
 
 
 def text_table(table: Mapping[str, Any]) -> Mapping[str, Any]:

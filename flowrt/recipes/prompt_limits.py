@@ -29,7 +29,7 @@ class PromptLimits:
     @property
     def most(self) -> int:
         """Maximum number of tokens of a prompt."""
-        left = max(self.positions - self.max_new_tokens, 0) if self.positions else sys.maxsize
+        left = max(self.positions - self.max_new_tokens, 0) if self.positions is not None else sys.maxsize
         return min(left, self.max_prompt_tokens or sys.maxsize)
 
     def refusal(self, tokens: int, what: str) -> str:

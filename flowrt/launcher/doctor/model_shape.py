@@ -71,6 +71,22 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
         }
         hidden, layers, heads = (_size(table, names) for names in (HIDDEN, LAYERS, HEADS))
         query, kv = _attention(table, hidden, heads)
+        vocabulary, intermediate, positions = (
+            int(table["vocab_size"]),
+            _intermediate(table, hidden),
+            position_limit(whole),
+        )
+        _check_positive(
+            {
+                "hidden size": hidden,
+                "number of layers": layers,
+                "size of the queries": query,
+                "size of the keys": kv,
+                "intermediate size": intermediate,
+                "vocabulary": vocabulary,
+                "number of positions": positions,
+            }
+        )
         kinds = table.get("layer_types") or []
         return ModelShape(
             parameters=sum(sizes.values()),
@@ -79,9 +95,9 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
             query_size=query,
             heads=heads,
             kv_size=kv,
-            vocab_size=int(table["vocab_size"]),
-            max_length=position_limit(whole) or 0,
-            intermediate_size=_intermediate(table, hidden),
+            vocab_size=vocabulary,
+            max_length=positions or 0,
+            intermediate_size=intermediate,
             cache_layers=sum(kind in ATTENTION_LAYERS for kind in kinds),
             shares_prompts=_shares_prompts(table),
             kept=_kept(table, sizes),
@@ -103,6 +119,13 @@ def _size(table: Mapping[str, Any], names: Iterable[str]) -> int:
         if table.get(name):
             return int(table[name])
     raise KeyError(" or ".join(names))
+
+
+def _check_positive(sizes: Mapping[str, int | None]) -> None:
+    """Raise ValueError for a size, by its name, that is not above 0; None is unknown."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"its {name} is {size}")
 
 
 def _attention(table: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:

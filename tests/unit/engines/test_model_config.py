@@ -88,6 +88,8 @@ def test_positions_are_those_after_scaling(table: dict[str, Any], positions: int
         "[" * 100_000,
         '{"a": NaN}',
         '{"text_config": {"model_type": "x"}}',
+        '{"tie_word_embeddings": true}',
+        '{"text_config": {"num_hidden_layers": 1}}',
     ],
 )
 def test_bad_overrides_are_refused(text: str) -> None:

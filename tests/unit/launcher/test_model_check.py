@@ -281,6 +281,7 @@ def prompts(*texts: str) -> Iterator[PromptBlock]:
             "line 2: the prompt has 50 tokens, and with rollout.max_new_tokens 16 more than the 64",
         ),
         ("1" * 50, {"positions": None}, ""),
+        ("1" * 50, {"positions": 0}, "line 1: the prompt has 3 tokens, and with .* more than the 0 positions"),
         ("1" * 48, {}, ""),
         ("1" * 48, {"max_new_tokens": 17}, "line 2: the prompt has 48 tokens"),
         ("", {}, "line 2: the prompt has no token"),

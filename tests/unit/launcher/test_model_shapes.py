@@ -147,6 +147,26 @@ def test_layers_without_keys_and_values_have_no_cache(tmp_path: Path) -> None:
     assert read_shape(tmp_path).cache_token_elements == 2 * 64
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", -32, "its hidden size is -32"),
+        ("num_hidden_layers", -1, "its number of layers is -1"),
+        ("head_dim", -8, "its size of the queries is -16"),
+        ("num_key_value_heads", -1, "its size of the keys is -16"),
+        ("intermediate_size", -3, "its intermediate size is -3"),
+        ("vocab_size", 0, "its vocabulary is 0"),
+        ("max_position_embeddings", 0, "its number of positions is 0"),
+        ("max_position_embeddings", -1, "its number of positions is -1"),
+    ],
+)
+def test_a_size_that_is_not_positive_is_one_sentence(field: str, value: int, message: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {field: value}))
+    with pytest.raises(ConfigError, match=message):
+        read_shape(tmp_path)
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan, "wide", [32], None])
 def test_a_size_that_is_no_number_is_one_sentence(value: object, tmp_path: Path) -> None:
     sizes = {"hidden_size": value, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
