@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -44,15 +45,20 @@ class SglangClient:
         """As `post`, for a GET request."""
         return await self._request("GET", route, None, deadline_s)
 
-    async def wait_healthy(self, deadline_s: float, alive: Callable[[], bool]) -> None:
+    async def wait_healthy(self, deadline_s: float, alive: Callable[[], bool], revive: Call | None = None) -> None:
         """Wait until the server is healthy, at most ``deadline_s`` seconds.
+
+        Args:
+            deadline_s: the limit.
+            alive: whether the server's process runs.
+            revive: a request that may make it healthy, sent after each failed check that it took up; None: no request.
 
         Raises EngineGone at the deadline, and as soon as ``alive`` returns False.
         """
         with tracked("an SGLang server to be ready", self.url, deadline_s):
-            await self._healthy(deadline_s, alive)
+            await self._healthy(deadline_s, alive, revive)
 
-    async def _healthy(self, deadline_s: float, alive: Callable[[], bool]) -> None:
+    async def _healthy(self, deadline_s: float, alive: Callable[[], bool], revive: Call | None) -> None:
         end_s = time.monotonic() + deadline_s
         reason = ""
         while time.monotonic() < end_s:
@@ -63,8 +69,15 @@ class SglangClient:
                     if answer.status == 200:
                         return
                     reason = f"it responds with HTTP {answer.status}"
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except TimeoutError:
+                reason = f"it does not respond within {PROBE_TIMEOUT_S:.0f} s"
+            except aiohttp.ClientError as error:
                 reason = str(error) or type(error).__name__
+                await pause(POLL_INTERVAL_S)
+                continue
+            if revive is not None:
+                with suppress(EngineError):  # it may be starting
+                    await self.post(revive, PROBE_TIMEOUT_S)
             await pause(POLL_INTERVAL_S)
         raise EngineGone(f"waited {deadline_s:.0f} s for the SGLang server at {self.url} to be ready: {reason}")
 

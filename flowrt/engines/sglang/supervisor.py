@@ -220,7 +220,10 @@ class SglangSupervisor:
         url, key = (options.url[0], given_key(os.environ)) if server is None else (server.start(), server.key)
         self._client = SglangClient(url, key)
         try:
-            await self._client.wait_healthy(self._start_s, (lambda: True) if server is None else server.alive)
+            if server is None:  # an earlier worker may have left it paused, in which state it is not healthy
+                await self._client.wait_healthy(self._start_s, lambda: True, revive=protocol.resume())
+            else:
+                await self._client.wait_healthy(self._start_s, server.alive)
         except EngineGone as gone:
             raise EngineGone(f"{gone}; {server.exit_summary()}" if server is not None else str(gone)) from None
         await self._probe()

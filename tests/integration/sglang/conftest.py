@@ -75,7 +75,7 @@ def owner(checkpoint: Path, stop: tuple[str, ...] = (), **server_options: Any) -
         "start_s": START_S,
     }
     options = SglangOptions(**{**defaults, **server_options})
-    engine = _engine(options, checkpoint, LONG, StopConditions.of(checkpoint, stop))
+    engine = engine_of(options, checkpoint, LONG, StopConditions.of(checkpoint, stop))
     try:
         engine.start()
         yield engine
@@ -97,13 +97,14 @@ def make_sharing_engine(
         truncation: Truncation | None = None,
         stop: tuple[str, ...] = (),
         stop_tokens: tuple[int, ...] | None = None,
+        model: Path = checkpoint,
         **options: Any,
     ) -> SglangRollout:
         conditions = StopConditions.of(checkpoint, stop)
         if stop_tokens is not None:
             conditions = replace(conditions, token_ids=stop_tokens)
         settings = SglangOptions(url=(owned.url,), **options)
-        engine = _engine(settings, checkpoint, tokens, conditions, truncation=truncation)
+        engine = engine_of(settings, model, tokens, conditions, truncation=truncation)
         engines.append(engine)
         engine.start()
         return engine
@@ -113,18 +114,19 @@ def make_sharing_engine(
         engine.close()
 
 
-def _engine(
+def engine_of(
     options: SglangOptions,
     checkpoint: Path,
     tokens: int,
-    stop: StopConditions,
+    stop: StopConditions | None = None,
     *,
     truncation: Truncation | None = None,
 ) -> SglangRollout:
+    """An engine that has not started; ``stop``: by default the stop tokens of the checkpoint."""
     return SglangRollout(
         options,
         checkpoint,
-        stop=stop,
+        stop=stop or StopConditions.of(checkpoint),
         rows=ROWS,
         max_new_tokens=tokens,
         temperature=TEMPERATURE,

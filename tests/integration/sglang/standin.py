@@ -59,6 +59,8 @@ class Standin:
             return web.json_response({"error": "Unauthorized"}, status=401)
         if route == "/health_generate":  # answers as the scheduler does, which may hang in a request
             return web.json_response({}, status=503 if self.is_stuck else 200)
+        if route == "/health" and self.paused:  # it generates a token, too
+            return web.json_response({}, status=503)
         self.routes.append(route)
         body = await request.json() if request.can_read_body else {}
         if route in ("/health", "/server_info", "/routes", "/bodies", "/loaded", "/fail_next"):

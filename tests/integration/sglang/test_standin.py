@@ -221,6 +221,18 @@ def test_failed_weight_update_is_completed_before_generation_resumes(
     assert engine.room == 4
 
 
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_server_that_was_left_paused_is_used_again(
+    mode: str, start_standin: Callable[..., Any], make_engine: Callable[..., Any]
+) -> None:
+    """By a worker that was killed, or failed, during an update."""
+    standin = start_standin("0.5.21")
+    standin.request("/pause_generation", {"mode": mode})
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}")
+    engine.add(prompts(1))
+    assert all(is_complete(response) for response in drain(engine).values())
+
+
 def test_session_that_was_left_open_is_ended_before_the_next(
     start_standin: Callable[..., Any], make_engine: Callable[..., Any], checkpoint: Path
 ) -> None:
