@@ -6,6 +6,7 @@ Shapes: R running sequences, V vocabulary, P distinct prompts of a chunk of pref
 row, most likely first.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,8 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 CPU_DRAW_ELEMENTS = 1 << 21
 """On a CPU, logits that are drawn from at a time: 8 MiB, as the overhead of a slice is small."""
+JOINED_SUPPORTS = 64
+"""Supports of successive tokens of a row that are joined to one: a tensor has some 300 bytes besides its numbers."""
 
 
 def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +138,7 @@ class TorchRollout:
         self._truncation = truncation if truncation is not None and truncation.is_active else None
         self._supports: list[
             list[Support]
-        ] = []  # for each running sequence, one support per generated token; unused without truncation
+        ] = []  # for each running sequence, the supports of its generated tokens; unused without truncation
         self.version = 0
         self._recompute = recompute
         self._waiting: list[_Waiting] = []
@@ -145,7 +148,7 @@ class TorchRollout:
             tuple[int, ...]
         ] = []  # for each running sequence: (version, tokens) of earlier versions, flattened
         self._generated: list[int] = []  # number of tokens of each running sequence, without a copy from the device
-        self._host_tokens: list[list[int]] = []  # tokens of each running sequence on the host; with stop strings only
+        self._host_tokens: list[array[int]] = []  # tokens of each running sequence on the host; with stop strings only
         self._positions_R = torch.zeros(rows, dtype=torch.long, device=device)
         self._counts_R = torch.zeros(rows, dtype=torch.long, device=device)
         self._greedy_R = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -256,7 +259,7 @@ class TorchRollout:
         self._spans.extend([()] * len(new))
         self._supports.extend([] for _ in new)
         self._generated.extend([0] * len(new))
-        self._host_tokens.extend([] for _ in new)
+        self._host_tokens.extend(array("i") for _ in new)
         self._positions_R[rows] = torch.tensor([len(prompt.tokens) for prompt in new], device=device)
         self._counts_R[rows] = 0
         self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new], device=device)
@@ -317,6 +320,13 @@ class TorchRollout:
         self._logprobs_RT[rows].scatter_(1, places_R1, drawn_R1)
         self._counts_R[rows] += 1
         self._generated[rows] = [count + 1 for count in self._generated[rows]]
+        if self._truncation is not None:
+            self._join_supports(rows)
+
+    def _join_supports(self, rows: slice) -> None:
+        for supports, count in zip(self._supports[rows], self._generated[rows], strict=True):
+            if count % JOINED_SUPPORTS == 0:
+                supports[-JOINED_SUPPORTS:] = [join_supports(supports[-JOINED_SUPPORTS:])]
 
     def _draw_own(
         self,

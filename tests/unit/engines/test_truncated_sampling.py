@@ -1,5 +1,6 @@
 """Truncated sampling of the torch engine: its distribution, the recorded supports, and their use in training."""
 
+import gc
 import threading
 from typing import Any
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 
 from flowrt.algorithms.objective import Objective
+from flowrt.algorithms.support import Support
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
 from flowrt.engines.options import TrainOptions, Truncation
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model
+from flowrt.engines.torch import rollout
 from flowrt.engines.torch.rollout import TorchRollout, draw_truncated
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.engines.training.forward import enable_packing, response_logprobs
@@ -148,8 +151,12 @@ def test_recorded_log_probabilities_equal_the_trainers_over_the_support(
     assert (whole.detach() - recorded).abs().max() > 0.01  # without the supports the ratios would be wrong
 
 
-def test_sequences_keep_their_supports_when_others_end_and_weights_change(model: Any) -> None:
+@pytest.mark.parametrize("joined", [3, rollout.JOINED_SUPPORTS])
+def test_sequences_keep_their_supports_when_others_end_and_weights_change(
+    model: Any, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are moved as sequences end, and an in-flight update changes the distribution in between."""
+    monkeypatch.setattr(rollout, "JOINED_SUPPORTS", joined)
     engine = TorchRollout(
         new_model(),
         stop=StopConditions((EOS, 5, 9)),
@@ -185,6 +192,30 @@ def test_sequences_keep_their_supports_when_others_end_and_weights_change(model:
             part = slice(begin, begin + count)
             torch.testing.assert_close(one.logprobs[part], expected[part].detach(), atol=1e-5, rtol=0)
             begin += count
+
+
+class _After(threading.Event):
+    """An interrupt that is set after a number of checks."""
+
+    def __init__(self, checks: int) -> None:
+        super().__init__()
+        self.left = checks
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_the_supports_of_a_long_response_are_few_tensors() -> None:
+    engine = TorchRollout(
+        new_model(), stop=StopConditions(()), rows=2, max_new_tokens=300, temperature=1.0, truncation=Truncation(8)
+    )
+    engine.add(prompts(2))
+    assert not engine.run(_After(290))
+    held = [one for one in gc.get_objects() if type(one) is Support]
+    assert len(held) <= 2 * (290 // rollout.JOINED_SUPPORTS + rollout.JOINED_SUPPORTS)
+    done = engine.run(threading.Event())
+    assert all(one.support is not None and one.support.fits(one.tokens) and len(one.tokens) == 300 for one in done)
 
 
 def training_batch(responses: list[Response], **changes: Any) -> TrainingBatch:
