@@ -581,7 +581,7 @@ class ControllerConfig:
     as long."""
     request_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 0.0
     """How long a worker waits for the reply to one request; 0: follows the samples of a step and
-    rollout.max_new_tokens, and is an hour or more."""
+    of evaluations, rollout.max_new_tokens and the size of the model, and is an hour or more."""
     lanes: str = "auto"
     """Transport of tensors: gloo, shm, nccl, hccl; or auto: shared memory on one host, else nccl or hccl where devices
     are in use, else TCP (gloo)."""

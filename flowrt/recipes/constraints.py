@@ -39,6 +39,7 @@ from flowrt.rewards.remote import check_remote
 from flowrt.runtime import time_limits
 from flowrt.runtime.bounds import advice, contains, interval_of
 
+MAX_EVAL_PROMPTS = 1_000_000
 STORED_TOKEN_BYTES = 12
 """Bytes for each token of a stored sample: its id, two log-probabilities, and text."""
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
@@ -438,6 +439,15 @@ def open_samples(config: RunConfig) -> tuple[int, int, int]:
     samples = (config.max_staleness + 1) * config.prompts_per_step * config.group_size
     rows = config.rollout.workers * config.rollout.max_running_requests
     return samples, rows, config.rollout.max_new_tokens
+
+
+def evaluated_answers(config: RunConfig) -> int:
+    """The most answers of the evaluations that are open at a time; `MAX_EVAL_PROMPTS` of a data set of unknown size."""
+    options = config.eval
+    if not (options.interval or options.at_start or options.at_end or options.only):
+        return 0
+    prompts = len(options.data) * (options.limit or MAX_EVAL_PROMPTS) or config.data.eval_prompts
+    return prompts * options.samples * (2 if options.overlap == "wait" else 1)
 
 
 def _check_hosts(config: RunConfig) -> None:

@@ -45,9 +45,11 @@ from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.protocol.messages import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
-from flowrt.recipes.constraints import open_samples
+from flowrt.recipes.constraints import evaluated_answers, open_samples
 from flowrt.recipes.data_sets import set_names
 from flowrt.recipes.guards import guard_rules
+from flowrt.recipes.model_files import weight_files
+from flowrt.recipes.run_dir import model_dir
 from flowrt.rewards.scoring import reward_columns
 from flowrt.runtime import time_limits
 
@@ -188,8 +190,18 @@ def refresh(config: WeightSyncConfig) -> WeightSyncPolicy:
 
 
 def request_timeout_s(config: RunConfig) -> float:
-    """How long a worker waits for the reply to one request, in seconds."""
-    return config.controller.request_timeout_s or time_limits.request_s(*open_samples(config))
+    """How long a worker waits for the reply to one request, in seconds.
+
+    A trainer waits for the evaluation before training, and other workers for the trainer.
+    """
+    if config.controller.request_timeout_s:
+        return config.controller.request_timeout_s
+    samples, rows, length = open_samples(config)
+    path = model_dir(config)
+    model_bytes = sum(file.stat().st_size for file in weight_files(path)) if path.is_dir() else 0
+    tokens = config.prompts_per_step * config.group_size * length
+    step_s = config.algorithm.plan.epochs * time_limits.pass_s(tokens, model_bytes) + time_limits.state_s(model_bytes)
+    return time_limits.request_s(samples + evaluated_answers(config), rows, length, step_s)
 
 
 def settings(config: RunConfig) -> Settings:

@@ -61,15 +61,17 @@ def drain_s(max_new_tokens: int) -> float:
     return MIN_DRAIN_S + max_new_tokens / MIN_TOKENS_PER_S
 
 
-def request_s(samples: int, rows: int, max_new_tokens: int) -> float:
-    """Limit of one request to the controller: it may wait for all samples of the steps that are open.
+def request_s(samples: int, rows: int, max_new_tokens: int, step_s: float = 0.0) -> float:
+    """Limit of one request to the controller: it may wait for all open samples, and for the end of a step.
 
     Args:
-        samples: number of samples of these steps.
+        samples: number of samples of the open steps and evaluations.
         rows: number of sequences that all rollout workers run at a time.
         max_new_tokens: maximum length of a response, in tokens.
+        step_s: limit of training a step.
     """
-    return min(max(MIN_REQUEST_S, generation_s(samples, rows, max_new_tokens, MIN_TOKENS_PER_S)), MAX_REQUEST_S)
+    generating_s = generation_s(samples, rows, max_new_tokens, MIN_TOKENS_PER_S)
+    return min(max(MIN_REQUEST_S, generating_s + step_s), MAX_REQUEST_S)
 
 
 def least_request_s(samples: int, rows: int, max_new_tokens: int) -> float:

@@ -1,5 +1,7 @@
 """Leases: their numbers after a restart of the controller, and their extension while the work of a worker advances."""
 
+from pathlib import Path
+
 import pytest
 
 from flowrt.controller.events import Tick
@@ -103,10 +105,32 @@ def test_a_step_of_hours_is_no_stall_and_a_hung_one_is() -> None:
     assert _ended(driver) == 3
 
 
+SHORT = ["--rollout.max-new-tokens", "64", "--rollout.max-running-requests", "256"]
+
+
 def test_the_request_timeout_follows_the_step_and_a_shorter_one_is_refused() -> None:
     long = ["--build.max-length", "40000", "--rollout.max-new-tokens", "32000", "--group-size", "64"]
     assert request_timeout_s(parse([])) == time_limits.MIN_REQUEST_S
     assert request_timeout_s(parse([*long, "--controller.request-timeout-s", "90000"])) == 90_000
     assert request_timeout_s(parse(long)) > 16 * 32_000 / 50, "16 sequences at 50 tokens/s, one after the other"
+    evaluated = [*SHORT, "--eval.samples", "64", "--data.eval-prompts", "4096", "--rollout.workers", "1"]
+    assert request_timeout_s(parse(evaluated)) > 64 * 4096 // 256 * 64 / 10, (
+        "the trainer waits for the first evaluation"
+    )
+    unknown = [*SHORT, "--eval.data", "one=rows.jsonl", "--data.eval-prompts", "0"]
+    assert request_timeout_s(parse(unknown)) > request_timeout_s(parse([*unknown, "--eval.limit", "1000"]))
     with pytest.raises(ConfigError, match=r"request_timeout_s is 60, and .* at least \d+ s \(rollout"):
         parse([*long, "--controller.request-timeout-s", "60"])
+
+
+def test_the_request_timeout_follows_the_passes_of_a_step(tmp_path: Path) -> None:
+    """Other workers wait for a step of the trainer: 32,000 tokens a sample, of a model of 200 MB."""
+    long = ["--build.max-length", "40000", "--rollout.max-new-tokens", "32000", "--prompts-per-step", "2"]
+    config = parse([*long, "--rollout.max-running-requests", "4096", "--run-dir", str(tmp_path)])
+    before_s = request_timeout_s(config)
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "model.safetensors").open("wb") as weights:
+        weights.truncate(200_000_000)
+    tokens = config.prompts_per_step * config.group_size * 32_000
+    assert request_timeout_s(config) > before_s
+    assert request_timeout_s(config) > time_limits.pass_s(tokens, 200_000_000)
