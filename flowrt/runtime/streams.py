@@ -1,6 +1,7 @@
 """Standard streams that never fail: output that cannot be written is dropped, and the process goes on.
 
-- A terminal or pipe may be closed at any time: later output is discarded.
+- A terminal or pipe may be closed at any time: later output is discarded. One that is full is waited for, also if it
+  is non-blocking.
 - The disk of a log may be full: output is dropped while it is, the other stream says so once, and when there is space
   again a line in the log says how much is missing.
 """
@@ -9,6 +10,7 @@ import contextlib
 import errno
 import io
 import os
+import select
 import sys
 from typing import Any, Literal, TextIO
 
@@ -42,9 +44,9 @@ class _Output(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         try:
             if self.lost_bytes:
-                os.write(self._fd, f"\nflowrt: {self.lost_bytes} bytes are missing here: the disk was full\n".encode())
+                self._write(f"\nflowrt: {self.lost_bytes} bytes are missing here: the disk was full\n".encode())
                 self.lost_bytes = 0
-            return os.write(self._fd, data)
+            return self._write(data)
         except OSError as error:
             if error.errno in FULL:
                 self._drop(len(data), error)
@@ -53,6 +55,15 @@ class _Output(io.RawIOBase):
             else:
                 raise
             return len(data)
+
+    def _write(self, data: Any) -> int:
+        """Write as to a blocking descriptor: another process may have made that of a pipe or terminal non-blocking."""
+        writable = select.poll()
+        writable.register(self._fd, select.POLLOUT)
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return os.write(self._fd, data)
+            writable.poll()
 
     def _drop(self, size: int, error: OSError) -> None:
         if not self.has_lost:

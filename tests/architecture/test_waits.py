@@ -35,6 +35,8 @@ ALLOWED_WAITS = {
     ("flowrt/client/session.py", "self._connection"),
     ("flowrt/launcher/observer.py", "connection"),
     ("flowrt/launcher/drain.py", "statuses(connection)"),
+    # As a write to a blocking descriptor, until the reader takes the output or goes away.
+    ("flowrt/runtime/streams.py", "writable.poll"),
     # zmq's own thread is told to end within LINGER.
     ("flowrt/net/link.py", "self._context.term"),
 }

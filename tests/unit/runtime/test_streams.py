@@ -1,5 +1,6 @@
 """Standard streams on a full disk: output is dropped, the process goes on, and the log says what is missing."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,22 @@ def test_a_log_beyond_its_quota_names_what_it_has_lost(tmp_path: Path) -> None:
     assert lines[-1].endswith("the last line")
     assert len(lines) < 10
     assert "Traceback" not in log.read_text()
+
+
+def test_output_to_a_full_pipe_that_another_process_made_non_blocking_waits_for_its_reader() -> None:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    program = (
+        "from flowrt.runtime.streams import prepare_streams\nprepare_streams()\n"
+        "for number in range(100_000): print(number)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=writes, stderr=subprocess.PIPE) as process:
+        os.close(writes)
+        with open(reads, "rb") as output:
+            lines = output.read().splitlines()
+        _, errors = process.communicate(timeout=600)
+    assert (process.returncode, errors) == (0, b"")
+    assert lines == [b"%d" % number for number in range(100_000)]
 
 
 def test_a_command_whose_result_is_its_output_fails_on_a_full_disk() -> None:
