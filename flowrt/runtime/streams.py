@@ -58,12 +58,10 @@ class _Output(io.RawIOBase):
 
     def _write(self, data: Any) -> int:
         """Write as to a blocking descriptor: another process may have made that of a pipe or terminal non-blocking."""
-        writable = select.poll()
-        writable.register(self._fd, select.POLLOUT)
         while True:
             with contextlib.suppress(BlockingIOError):
                 return os.write(self._fd, data)
-            writable.poll()
+            select.select([], [self._fd], [])
 
     def _drop(self, size: int, error: OSError) -> None:
         if not self.has_lost:

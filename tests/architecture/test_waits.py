@@ -36,7 +36,7 @@ ALLOWED_WAITS = {
     ("flowrt/launcher/observer.py", "connection"),
     ("flowrt/launcher/drain.py", "statuses(connection)"),
     # As a write to a blocking descriptor, until the reader takes the output or goes away.
-    ("flowrt/runtime/streams.py", "writable.poll"),
+    ("flowrt/runtime/streams.py", "select.select"),
     # zmq's own thread is told to end within LINGER.
     ("flowrt/net/link.py", "self._context.term"),
 }

@@ -1,5 +1,6 @@
 """Standard streams on a full disk: output is dropped, the process goes on, and the log says what is missing."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def test_a_log_beyond_its_quota_names_what_it_has_lost(tmp_path: Path) -> None:
 def test_output_to_a_full_pipe_that_another_process_made_non_blocking_waits_for_its_reader() -> None:
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
     program = (
         "from flowrt.runtime.streams import prepare_streams\nprepare_streams()\n"
         "for number in range(100_000): print(number)"
