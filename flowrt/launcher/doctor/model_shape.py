@@ -28,6 +28,8 @@ ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 MAX_PACKED_WINDOW = 1024
 """Layers, and the largest sliding window in tokens, of models whose samples are packed."""
+MAX_SIZE = 2**31
+"""No size of a model is larger."""
 OTHER_PARTS = re.compile(r"(^|\.)(vision\w*|visual|image\w*|audio\w*|multi_modal_projector)\.")
 """Names of weights of a multimodal model that its language model does not have."""
 FIRST_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.0\.(.*)")
@@ -76,7 +78,7 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
             _intermediate(table, hidden),
             position_limit(whole),
         )
-        _check_positive(
+        _check_sizes(
             {
                 "hidden size": hidden,
                 "number of layers": layers,
@@ -84,7 +86,7 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
                 "size of the keys": kv,
                 "intermediate size": intermediate,
                 "vocabulary": vocabulary,
-                "number of positions": positions,
+                "number of positions": None if positions is None else min(positions, MAX_SIZE),
             }
         )
         kinds = table.get("layer_types") or []
@@ -121,11 +123,11 @@ def _size(table: Mapping[str, Any], names: Iterable[str]) -> int:
     raise KeyError(" or ".join(names))
 
 
-def _check_positive(sizes: Mapping[str, int | None]) -> None:
-    """Raise ValueError for a size, by its name, that is not above 0; None is unknown."""
+def _check_sizes(sizes: Mapping[str, int | None]) -> None:
+    """Raise ValueError for a size, by its name, that is not above 0, or above `MAX_SIZE`; None is unknown."""
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"its {name} is {size}")
+        if size is not None and not 1 <= size <= MAX_SIZE:
+            raise ValueError(f"its {name} is {size if size < 1 else 'too large'}")
 
 
 def _attention(table: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:

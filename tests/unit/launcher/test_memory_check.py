@@ -33,6 +33,25 @@ def test_the_response_length_raises_the_need_by_the_cache() -> None:
     assert cache < grown < 2 * cache
 
 
+WIDE = ["--build.hidden-size", "2048", "--build.layers", "28", "--build.intermediate-size", "8192"]
+MANY = ["--prompts-per-step", "1024", "--group-size", "256", "--build.max-length", "4096"]
+MANY += ["--rollout.max-new-tokens", "2000", "--rollout.max-running-requests", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "largest", "fix"),
+    [
+        (WIDE, "trainer", "use a smaller model"),
+        ([*WIDE, "--reference.workers", "99"], "99 reference workers", "lower reference.workers"),
+        (LONG, "2 rollout workers", "lower rollout.max_running_requests"),
+        (MANY, "controller, source and rewards", "lower prompts_per_step"),
+    ],
+)
+def test_the_refusal_names_what_lowers_the_largest_part(flags: list[str], largest: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"which has 1\.0: {largest}.*; .*{fix}"):
+        check_memory(parse(flags), GIB, has_devices=False)
+
+
 def test_unknown_memory_refuses_nothing() -> None:
     check_memory(parse(LONG), 0, has_devices=False)
 

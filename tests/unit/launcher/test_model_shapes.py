@@ -156,11 +156,12 @@ def test_layers_without_keys_and_values_have_no_cache(tmp_path: Path) -> None:
         ("num_key_value_heads", -1, "its size of the keys is -16"),
         ("intermediate_size", -3, "its intermediate size is -3"),
         ("vocab_size", 0, "its vocabulary is 0"),
+        ("vocab_size", 10**400, "its vocabulary is too large"),
         ("max_position_embeddings", 0, "its number of positions is 0"),
         ("max_position_embeddings", -1, "its number of positions is -1"),
     ],
 )
-def test_a_size_that_is_not_positive_is_one_sentence(field: str, value: int, message: str, tmp_path: Path) -> None:
+def test_an_impossible_size_is_one_sentence(field: str, value: int, message: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {field: value}))
     with pytest.raises(ConfigError, match=message):
