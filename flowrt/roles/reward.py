@@ -57,16 +57,21 @@ async def run(session: Session, config: RunConfig) -> None:
 async def _run_task(session: Session, task: Task, stop: StopConditions, samples: ScoredSamples) -> None:
     """Score responses with the run's task, in this process."""
 
+    def scored(batch: Batch) -> tuple[list[float], list[str | None]]:
+        """The scores and the decoded texts of a batch."""
+        scores, texts = [], []
+        columns = batch.tensors["response"], batch.tensors["answer"], batch.inline["truncated"]
+        for tokens, answer, truncated in zip(*columns, strict=True):
+            # Most tasks score a truncated response as an empty one.
+            text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else None
+            scores.append(task.reward(text or "", bytes(answer.tolist()).decode()))
+            texts.append(text)
+        return scores, texts
+
     async def score(batch: Batch) -> StageOutput:
         with session.timeline.busy("reward"):
             start_s = monotonic()
-            scores, texts = [], []
-            columns = batch.tensors["response"], batch.tensors["answer"], batch.inline["truncated"]
-            for tokens, answer, truncated in zip(*columns, strict=True):
-                # Most tasks score a truncated response as an empty one.
-                text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else None
-                scores.append(task.reward(text or "", bytes(answer.tolist()).decode()))
-                texts.append(text)
+            scores, texts = await asyncio.to_thread(scored, batch)
             mean_s = (monotonic() - start_s) / len(scores)
             pairs = enumerate(zip(scores, texts, strict=True))
             samples.send(batch, {row: Score(reward, {}, "", mean_s, text) for row, (reward, text) in pairs})
@@ -126,13 +131,13 @@ class FunctionRewards:
         answers = [bytes(answer.tolist()) for answer in batch.tensors["answer"]]
         rows = [row_of(answer) for answer in answers] if self._is_scored_by_task else answers
         # Most tasks score a truncated response as an empty one.
-        tokens = [
-            tokens.tolist() if self._scores_truncated or not truncated else []
+        scored = [
+            tokens if self._scores_truncated or not truncated else tokens[:0]
             for tokens, truncated in zip(batch.tensors["response"], batch.inline["truncated"], strict=True)
         ]
         with self._session.timeline.busy("reward"):
             # Long responses take long to decode; the event loop must not wait for them.
-            texts = await asyncio.to_thread(lambda: [self._stop.text(one) for one in tokens])
+            texts = await asyncio.to_thread(lambda: [self._stop.text(one.tolist()) for one in scored])
             scoring = {
                 asyncio.create_task(self._scorer.score(text, row)): index
                 for index, (text, row) in enumerate(zip(texts, rows, strict=True))

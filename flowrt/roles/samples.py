@@ -103,7 +103,6 @@ class ScoredSamples:
     def _record(self, batch: Batch, row: int, score: Score, is_single: bool) -> ScoredSample:
         grant = batch.grant
         response = batch.tensors["response"][row]
-        tokens = response.tolist()
         is_eval = batch.flows[row] == EVAL
         number = grant.prompts[row]
         return ScoredSample(
@@ -115,14 +114,14 @@ class ScoredSamples:
             attempt=grant.attempts[row],
             reward=score.reward,
             parts=tuple(_parts(score.numbers)),
-            finish=self._finish(tokens, bool(batch.inline["truncated"][row])),
+            finish=self._finish(response[-1:].tolist(), bool(batch.inline["truncated"][row])),
             reason=score.reason.encode(errors="replace").decode()[:MAX_REASON_CHARS],
             is_single=is_single,
             spans=grant.spans[row],
             reward_s=score.seconds,
             data=(
                 self._prompt_text(batch, row),
-                pack_text(self._stop.text(tokens) if score.text is None else score.text),
+                pack_text(self._stop.text(response.tolist()) if score.text is None else score.text),
                 response.to(torch.int32).numpy().tobytes(),
             ),
         )
@@ -138,10 +137,11 @@ class ScoredSamples:
             self._prompts.popitem(last=False)
         return text
 
-    def _finish(self, tokens: Sequence[int], is_truncated: bool) -> str:
+    def _finish(self, last: Sequence[int], is_truncated: bool) -> str:
+        """How a response ended. ``last``: its last token, if it has any."""
         if is_truncated:
             return "length"
-        return "stop" if not tokens or tokens[-1] in self._stop.token_ids or not self._stop.strings else "stop_string"
+        return "stop" if not last or last[0] in self._stop.token_ids or not self._stop.strings else "stop_string"
 
 
 def _parts(numbers: Mapping[str, float]) -> Iterable[tuple[str, float]]:

@@ -1,0 +1,85 @@
+"""Long responses take seconds to decode: the event loop of a reward worker goes on, and its heartbeats with it."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from flowrt.client.samples import Batch
+from flowrt.client.session import Session
+from flowrt.engines.stopping import StopConditions
+from flowrt.engines.tiny_model import wrap_tokenizer
+from flowrt.protocol import messages as m
+from flowrt.recipes.config_io import parse
+from flowrt.recipes.tasks.arithmetic import Arithmetic
+from flowrt.roles import reward
+from flowrt.roles.samples import ScoredSamples
+from flowrt.runtime.clock import MonotonicClock
+from flowrt.runtime.timeline import Timeline
+
+
+def batch(rows: int) -> Batch:
+    zeros = (0,) * rows
+    grant = m.Grant(
+        request=1,
+        lease=1,
+        slots=zeros,
+        flows=("train",) * rows,
+        groups=zeros,
+        members=zeros,
+        prompts=zeros,
+        epochs=zeros,
+        attempts=zeros,
+        spans=((0, 4),) * rows,
+        inline=(),
+        parts=(),
+        incoming=(),
+        closed=not rows,
+        refused=(),
+    )
+    columns = {
+        "response": [torch.tensor([3, 4, 5, 1], dtype=torch.int32)] * rows,
+        "answer": [torch.tensor(list(b"7"), dtype=torch.uint8)] * rows,
+    }
+    return Batch(grant, cast(Any, columns), cast(Any, {"truncated": [0.0] * rows}))
+
+
+class _Session:
+    """A session with one batch."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline(MonotonicClock())
+        self.batches = [batch(2), batch(0)]
+        self.rewards: list[float] = []
+
+    async def pull(self, stage: str, slots: int) -> Batch:
+        return self.batches.pop(0)
+
+    def start_commit(
+        self, stage: str, slots: Any, leases: Any, tensors: Any, inline: Mapping[str, Sequence[float]]
+    ) -> "asyncio.Task[None]":
+        self.rewards += inline["reward"]
+        return asyncio.create_task(asyncio.sleep(0))
+
+
+class _Scoring(Arithmetic):
+    def reward(self, response: str, answer: str) -> float:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return float(len(response))
+
+
+def test_the_run_s_task_scores_on_another_thread() -> None:
+    config = parse(["--samples.per-step", "0"])
+    stop = StopConditions((1,), (), wrap_tokenizer(Arithmetic(0, 1).tokenizer()))
+    session = _Session()
+
+    async def score() -> None:
+        one = cast(Session, session)
+        await reward._run_task(one, _Scoring(0, 1), stop, ScoredSamples(one, config, stop))
+
+    asyncio.run(asyncio.wait_for(score(), 120))
+    assert len(session.rewards) == 2
+    assert min(session.rewards) > 0
