@@ -36,7 +36,7 @@ def test_a_log_beyond_its_quota_names_what_it_has_lost(tmp_path: Path) -> None:
     assert "Traceback" not in log.read_text()
 
 
-def test_output_to_a_full_pipe_that_another_process_made_non_blocking_waits_for_its_reader() -> None:
+def test_output_to_a_full_non_blocking_pipe_waits_for_its_reader() -> None:
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
