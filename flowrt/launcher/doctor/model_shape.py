@@ -49,6 +49,7 @@ def built_shape(config: RunConfig) -> ModelShape:
         layers=build.layers,
         hidden_size=hidden,
         query_size=heads * HEAD_DIM,
+        heads=heads,
         kv_size=kv_heads * HEAD_DIM,
         vocab_size=build.vocab_size,
         max_length=build.max_length,
