@@ -34,7 +34,7 @@ UNSTABLE := build/unstable.txt
 test: $(STAMP)
 	rm -f $(UNSTABLE)
 	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 2 --dist worksteal -m "not long" $(PURE) $(ARGS)
-	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 3 --dist loadfile -m "not ($(REAL) or long)" \
+	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 3 --dist loadfile --no-loadscope-reorder -m "not ($(REAL) or long)" \
 		tests/integration tests/fault $(ARGS)
 
 test-long: $(STAMP)

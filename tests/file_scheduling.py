@@ -9,6 +9,21 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+LONGEST = {
+    "test_best_weights_killed",
+    "test_examples",
+    "test_exported_models",
+    "test_faults",
+    "test_fsdp",
+    "test_keys",
+    "test_lane_conformance",
+    "test_own_task_page",
+    "test_samples_run",
+    "test_stalled_runs",
+    "test_where_time_goes",
+}
+"""Files that take longest, which begin first: a long one at the end would leave the other workers without tests."""
+
 
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]
     """Each file is run by one worker; the tests of a dead one that it had not begun are run by another."""
@@ -35,3 +50,8 @@ class FileScheduling(LoadFileScheduling):  # type: ignore[misc]
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
     return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
