@@ -39,7 +39,7 @@ def headline() -> str:
             "main_job",
         ),
         (
-            "whole GRPO loop, compiled, each in its faster type, samples/s",
+            f"whole GRPO loop, compiled, {_types(trl)}, samples/s",
             f"{trl['samples_per_s']:.0f}",
             f"TRL: {trl['baseline_samples_per_s']:.0f}",
             "compare_trl",
@@ -318,21 +318,25 @@ def sglang_updates(one: dict[str, Any], where: str) -> list[str]:
     ]
 
 
+TYPES = ("float32", "bfloat16")
+
+
 def compare_trl(one: dict[str, Any], where: str) -> list[str]:
     """The whole loop compared with another trainer, in both types, both sides compiled."""
     by_type = [
         f"| {dtype} | {one[f'{dtype}_samples_per_s']:.0f} ({one[f'{dtype}_reward']:.2f}) "
         f"| {one[f'baseline_{dtype}_samples_per_s']:.0f} ({one[f'baseline_{dtype}_reward']:.2f}) "
         f"| {one[f'{dtype}_ratio']:.2f}x |"
-        for dtype in ("float32", "bfloat16")
+        for dtype in TYPES
+        if f"{dtype}_ratio" in one
     ]
     return [
         f"TRL's GRPO trainer with the same model, problems, lengths and steps; each has all cores ({where}). Both use "
-        f"torch.compile: TRL for the trainer's passes, flowrt for decode steps as well. Each in its faster type, "
+        f"torch.compile: TRL for the trainer's passes, flowrt for decode steps as well. {_types(one).capitalize()}, "
         f"flowrt does {one['samples_per_s']:.0f} samples/s (reward {one['reward']:.2f}) and TRL "
         f"{one['baseline_samples_per_s']:.0f} (reward {one['baseline_reward']:.2f}): {one['ratio']:.2f}x. That is "
-        f"{one['ratio_to_bound']:.2f} of the bound for perfectly overlapped generation and training. `PYTHON` is an "
-        "interpreter that has TRL.",
+        f"{one['ratio_to_bound']:.2f} of the bound for perfectly overlapped generation and training."
+        f"{_seconds_to_reward(one)} `PYTHON` is an interpreter that has TRL.",
         "",
         "| both in | flowrt, samples/s (reward) | TRL | speed-up |",
         "|---|---|---|---|",
@@ -346,9 +350,30 @@ def compare_trl_plain(one: dict[str, Any], where: str) -> list[str]:
     return [
         f"Both in float32 ({where}): {one['samples_per_s']:.0f} samples/s and reward "
         f"{one['reward']:.2f} against {one['baseline_samples_per_s']:.0f} and {one['baseline_reward']:.2f}: "
-        f"{one['ratio']:.2f}x.",
+        f"{one['ratio']:.2f}x.{_seconds_to_reward(one)}",
         "",
     ]
+
+
+def _types(one: dict[str, Any]) -> str:
+    """In which type each side computes."""
+    measured = [dtype for dtype in TYPES if f"{dtype}_ratio" in one]
+    return "each in its faster type" if len(measured) > 1 else f"both in {measured[0]}"
+
+
+def _seconds_to_reward(one: dict[str, Any]) -> str:
+    """A sentence on the time to the target reward, and the worst seed; empty for a file without these figures."""
+    if "reached" not in one:
+        return ""
+    sides = [
+        f"{name} {one[f'{side}seconds_to_reward']:.0f} s" if f"{side}seconds_to_reward" in one else f"{name} never"
+        for name, side in (("flowrt", ""), ("TRL", "baseline_"))
+    ]
+    return (
+        f" Until the mean reward of five steps is at least the target, {sides[0]} after the first step, {sides[1]} "
+        f"(medians; reached by {one['reached']:.0%} and {one['baseline_reached']:.0%} of the seeds; lowest final "
+        f"reward {one['reward_min']:.2f} and {one['baseline_reward_min']:.2f})."
+    )
 
 
 def decoding(one: dict[str, Any], where: str) -> list[str]:
