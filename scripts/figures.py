@@ -45,7 +45,7 @@ def headline() -> str:
             "compare_trl",
         ),
         (
-            "the same in float32 without torch.compile, samples/s",
+            f"the same in float32 without torch.compile{_old_task(plain)}, samples/s",
             f"{plain['samples_per_s']:.0f}",
             f"TRL: {plain['baseline_samples_per_s']:.0f}",
             "compare_trl_plain",
@@ -348,11 +348,16 @@ def compare_trl(one: dict[str, Any], where: str) -> list[str]:
 def compare_trl_plain(one: dict[str, Any], where: str) -> list[str]:
     """The same in float32, without torch.compile."""
     return [
-        f"Both in float32 ({where}): {one['samples_per_s']:.0f} samples/s and reward "
+        f"Both in float32{_old_task(one)} ({where}): {one['samples_per_s']:.0f} samples/s and reward "
         f"{one['reward']:.2f} against {one['baseline_samples_per_s']:.0f} and {one['baseline_reward']:.2f}: "
         f"{one['ratio']:.2f}x.{_seconds_to_reward(one)}",
         "",
     ]
+
+
+def _old_task(one: dict[str, Any]) -> str:
+    """What differs in a file that is older than the end token of the task's model."""
+    return "" if "reached" in one else ", with a model without an end token"
 
 
 def _types(one: dict[str, Any]) -> str:
