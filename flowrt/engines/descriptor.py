@@ -34,6 +34,10 @@ ATTENTION_COPIES = 2
 """Of queries, keys and values: what attention keeps of each token of whole samples, which packed ones are copied to."""
 MAX_EXPANSION = 2
 """Tokens of the samples of a pass over its tokens, at most: `flowrt.algorithms.packing.MAX_EXPANSION`."""
+PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+MAX_PACKED_WINDOW = 1024
+"""Types of layers, and the largest sliding window (tokens), of models whose samples are packed: the check of
+`flowrt.engines.training.forward.enable_packing` needs a sample longer than the window."""
 FUSED_HEAD_BYTES = 15 * 10**7
 """Memory of the fused head beyond hidden states, weights and their gradients (bench/objectives_rows/lm_head.py)."""
 ASSUMED_SUPPORT = 64

@@ -21,7 +21,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from flowrt.engines.hf import head_on, model_name
+from flowrt.engines.descriptor import PACKED_LAYERS
+from flowrt.engines.hf import first_sentence, head_on, model_name
 from flowrt.engines.model_config import position_limit
 from flowrt.engines.torch.cached_model import CachedModel
 from flowrt.engines.torch.generating import GeneratingModel
@@ -34,7 +35,6 @@ from flowrt.engines.training.architecture import (
     plain_logprobs,
     sample_sequences,
 )
-from flowrt.engines.training.forward import LAYERS
 from flowrt.errors import ConfigError
 
 log = logging.getLogger("flowrt")
@@ -48,8 +48,8 @@ MAX_WINDOW = 4096
 
 def has_rows(model: Any) -> bool:
     """Whether the state of a sequence is a row of keys and values in every layer, by transformers' cache for it."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or LAYERS)
-    if getattr(model, "_is_stateful", False) or not kinds <= LAYERS:
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or PACKED_LAYERS)
+    if getattr(model, "_is_stateful", False) or not kinds <= PACKED_LAYERS:
         return False
     try:
         layers = DynamicCache(config=model.config).layers
@@ -100,7 +100,9 @@ def right_way(model: Any, *, compiled: bool = False) -> Way:
         limit = allowed_difference(model, sequences[1], plain[1])
         samples: list[Sample] = [(sequences, plain), *_beyond_windows(model)]
     except FAILURES as error:
-        raise ConfigError(f"model {name} cannot generate on text alone: {_first_line(error)}; use another") from error
+        raise ConfigError(
+            f"model {name} cannot generate on text alone: {first_sentence(error)}; use another"
+        ) from error
     wrong = [] if has_rows(model) else [f"{MEANING[Way.ROWS]} are not its state"]
     for way in list(Way)[len(wrong) :]:
         off, how = _tried(model, way, samples, limit)
@@ -138,7 +140,7 @@ def _tried(model: Any, way: Way, samples: Sequence[Sample], limit: float) -> tup
         try:
             off = disagreement(partial(way.of, model, len(sequences)), sequences, plain)
         except FAILURES as error:
-            return math.inf, f"it fails ({_first_line(error)})"
+            return math.inf, f"it fails ({first_sentence(error)})"
         if not off <= limit:
             break
     return off, f"off by {off:.2g} nats a token from a plain forward pass"
@@ -166,10 +168,6 @@ def _beyond_windows(model: Any) -> list[Sample]:
         with head_on(model, lambda hidden_BLD: hidden_BLD[:, -STEPS - 1 :]) if has_head else nullcontext():
             samples.append((sequences, plain_logprobs(model, sequences)))
     return samples
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:160]
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flowrt.engines.hf import model_name
+from flowrt.engines.hf import first_sentence, model_name
 from flowrt.errors import ConfigError, EngineError
 
 LENGTHS = (7, 18, 11)
@@ -108,8 +108,9 @@ def check_training(model: Any) -> None:
         limit = allowed_difference(model, sequences[1], plain[1])
         noise = padding_noise(model, sequences, plain)
     except FAILURES as error:
-        first = str(error).strip().partition("\n")[0][:160]
-        raise ConfigError(f"{what} cannot be trained on text alone: {first}; use another model") from error
+        raise ConfigError(
+            f"{what} cannot be trained on text alone: {first_sentence(error)}; use another model"
+        ) from error
     if not max(map(expected_difference, again, starts)) <= WIDE_NATS:
         raise ConfigError(f"{what} predicts other probabilities each time (it draws random numbers); use another model")
     if not max(expected_difference(one, whole[: len(one)]) for one, whole in zip(starts, plain, strict=True)) <= limit:

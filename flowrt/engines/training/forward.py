@@ -25,6 +25,7 @@ from flowrt.algorithms import (
     predicted_logprobs,
 )
 from flowrt.algorithms.support import Support, join_supports, support_logprobs
+from flowrt.engines.descriptor import MAX_PACKED_WINDOW, PACKED_LAYERS
 from flowrt.engines.hf import head_on
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.architecture import check_training
@@ -35,7 +36,6 @@ log = logging.getLogger("flowrt")
 NAME = "flowrt_packed"
 NO_MASK = (1, 1, 1, 1)
 """Shape of a dummy mask: transformers passes it on unchanged instead of building a mask of all tokens by all tokens."""
-LAYERS = frozenset({"full_attention", "sliding_attention"})
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 NOISE_FACTOR = 4.0
 MAX_NOISE_NATS = 0.5
@@ -48,8 +48,6 @@ PROBE_PROMPTS = (5, 3)
 """Lengths (tokens) of the prompts in the check of `enable_packing`; the second is longer by a sliding window."""
 PROBE_RESPONSES = (4, 7, 1, 6)
 """Lengths (tokens) of the responses, cut to the model's positions; short, as logits are computed for them."""
-MAX_WINDOW = 1024
-"""Largest supported sliding window (tokens): the check of `enable_packing` needs a sample longer than the window."""
 
 
 def is_packing_enabled(model: Any) -> bool:
@@ -153,16 +151,16 @@ def enable_packing(model: Any) -> bool:
 def _why_not_packed(model: Any) -> str:
     """Why samples of this model cannot be packed; empty if they can."""
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or LAYERS)
+    layers = set(getattr(config, "layer_types", None) or PACKED_LAYERS)
     window = getattr(config, "sliding_window", None) or 0
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention functions cannot be replaced"
     if config._attn_implementation != "sdpa":
         return f"its attention is {config._attn_implementation}, not sdpa"
-    if not layers <= LAYERS:
-        return f"it has layers of type {', '.join(sorted(layers - LAYERS))}"
-    if window > MAX_WINDOW:
-        return f"its sliding window of {window} tokens is above {MAX_WINDOW}"
+    if not layers <= PACKED_LAYERS:
+        return f"it has layers of type {', '.join(sorted(layers - PACKED_LAYERS))}"
+    if window > MAX_PACKED_WINDOW:
+        return f"its sliding window of {window} tokens is above {MAX_PACKED_WINDOW}"
     if not _agrees(model, config, window):
         return "log-probabilities of packed samples differ from those of padded ones"
     return ""

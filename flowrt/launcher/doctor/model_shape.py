@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrt.engines.descriptor import FLOAT_BYTES, KeptActivations, ModelShape
+from flowrt.engines.descriptor import FLOAT_BYTES, MAX_PACKED_WINDOW, PACKED_LAYERS, KeptActivations, ModelShape
 from flowrt.engines.model_config import parse_overrides, position_limit, read_config, text_table, with_overrides
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
@@ -25,9 +25,6 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
 """Names of sizes, by architecture."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-MAX_PACKED_WINDOW = 1024
-"""Layers, and the largest sliding window in tokens, of models whose samples are packed."""
 MAX_SIZE = 2**31
 """No size of a model is larger."""
 OTHER_PARTS = re.compile(r"(^|\.)(vision\w*|visual|image\w*|audio\w*|multi_modal_projector)\.")

@@ -24,12 +24,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from flowrt.algorithms import pack_samples
 from flowrt.algorithms.objective import Objective
 from flowrt.engines.base import TrainingBatch
+from flowrt.engines.descriptor import MAX_PACKED_WINDOW
 from flowrt.engines.hf import set_training_mode
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.engines.training.architecture import LENGTHS
 from flowrt.engines.training.forward import (
-    MAX_WINDOW,
     NAME,
     apply_optimizations,
     cut_into_passes,
@@ -112,7 +112,7 @@ def test_a_model_with_different_windows_in_mask_and_attention_is_not_packed(mode
 
 
 def test_a_model_with_a_window_too_wide_to_verify_is_not_packed() -> None:
-    assert not enable_packing(build(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=MAX_WINDOW + 1)))
+    assert not enable_packing(build(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=MAX_PACKED_WINDOW + 1)))
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -135,7 +135,9 @@ def test_the_check_of_packing_computes_few_logits(is_scaled: bool) -> None:
 
 def test_a_model_that_is_not_packed_is_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "flowrt"):
-        assert not enable_packing(build(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=MAX_WINDOW + 1)))
+        assert not enable_packing(
+            build(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=MAX_PACKED_WINDOW + 1))
+        )
         assert enable_packing(build(*DECODERS["llama"]))
     (line,) = caplog.messages
     assert line.startswith("samples of MistralForCausalLM are padded")
