@@ -26,6 +26,13 @@ TEMPERATURE = 0.7
 ROWS, LONG, SHORT = 8, 200, 6
 START_S = 900.0
 """SGLang starts in half a minute on two idle cores, and takes far longer on a loaded machine."""
+REAL_SERVER = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * START_S),
+    pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
+]
+"""Marks of tests that start SGLang."""
 
 
 def build(seed: int) -> Any:

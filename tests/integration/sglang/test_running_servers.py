@@ -20,9 +20,9 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 from .conftest import (
     LONG,
-    NOT_HERE,
     POSITIONS,
     PYTHON,
+    REAL_SERVER,
     ROWS,
     SHORT,
     START_S,
@@ -35,12 +35,7 @@ from .conftest import (
     prompts,
 )
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.slow,
-    pytest.mark.timeout(2 * START_S),
-    pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
-]
+pytestmark = REAL_SERVER
 CLOSE = 1e-5
 CONTEXT = 40
 

@@ -24,14 +24,19 @@ from flowrt.engines.sglang.protocol import Call
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.training.forward import score
 
-from .conftest import LONG, NOT_HERE, POSITIONS, PYTHON, ROWS, START_S, TEMPERATURE, VOCABULARY, build, drain, prompts
+from .conftest import (
+    LONG,
+    POSITIONS,
+    REAL_SERVER,
+    ROWS,
+    TEMPERATURE,
+    VOCABULARY,
+    build,
+    drain,
+    prompts,
+)
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.slow,
-    pytest.mark.timeout(2 * START_S),
-    pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
-]
+pytestmark = REAL_SERVER
 CLOSE = 1e-5
 MODEL = build(0)
 STOP_TOKENS = (1, 2, 5)

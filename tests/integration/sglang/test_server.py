@@ -25,14 +25,9 @@ from flowrt.transport.weights import snapshot as transport_weights
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.conftest import wait_until
 
-from .conftest import LONG, NOT_HERE, PYTHON, ROWS, SHORT, START_S, TEMPERATURE, build, drain, prompts
+from .conftest import LONG, REAL_SERVER, ROWS, SHORT, START_S, TEMPERATURE, build, drain, prompts
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.slow,
-    pytest.mark.timeout(2 * START_S),
-    pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
-]
+pytestmark = REAL_SERVER
 CLOSE = 1e-5
 SMALL_BUCKET_BYTES = 50_000
 BY_VERSION = {0: build(0), 1: build(1), 2: build(2)}

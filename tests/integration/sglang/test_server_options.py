@@ -20,15 +20,10 @@ from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.conftest import wait_until
 
-from .conftest import NOT_HERE, PYTHON, SHORT, START_S, TEMPERATURE, build, drain, owner, prompts
+from .conftest import PYTHON, REAL_SERVER, SHORT, START_S, TEMPERATURE, build, drain, owner, prompts
 from .playing import wait_until_ended
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.slow,
-    pytest.mark.timeout(2 * START_S),
-    pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
-]
+pytestmark = REAL_SERVER
 CLOSE = 1e-4
 CLOSE_IN_BFLOAT16 = 0.05
 BY_VERSION = {version: build(version) for version in range(3)}
