@@ -24,6 +24,13 @@ CALL_TYPES = ("dynamic", "longrope", "su")
 would change the others of its batch, and rollout and trainer would differ."""
 OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Settings of rotary positions that are not of one type of scaling."""
+POSITIVE = (
+    *(*POSITIONS, "original_max_position_embeddings", "rope_theta", "factor", "layer_norm_eps", "rms_norm_eps"),
+    *("sliding_window", "attention_chunk_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+    *("head_dim", "num_attention_heads", "num_key_value_heads", "vocab_size", "n_embd", "n_head"),
+)
+"""Fields of which the number is above 0 in every model."""
+STOP_TOKENS = ("eos_token_id", "bos_token_id")
 FIXED = (
     *("architectures", "auto_map", "model_type", "quantization_config", "tie_word_embeddings"),
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -90,8 +97,10 @@ def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
     of the whole; it may also be in a table with the name of that of the language model, as in config.json. Both names
     of the settings of rotary positions mean the one that the configuration has; null means no scaling.
 
-    Raises ConfigError for settings of rotary positions of a model that has some for each type of layer.
+    Raises ConfigError for settings of rotary positions of a model that has some for each type of layer, and for a
+    number that no model can compute with.
     """
+    check_numbers(overrides, {**table, **text_table(table)})
     of_text: dict[str, Any] = {}
     for name in TEXT_TABLES:
         if isinstance(one := overrides.get(name), dict):
@@ -112,6 +121,30 @@ def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
         else:
             merged = _merged(merged, {key: value})
     return merged
+
+
+def check_numbers(overrides: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises ConfigError for a number that the field cannot have in any model, such as a negative size.
+
+    Args:
+        overrides: fields of ``model_overrides``.
+        own: the fields of the configuration: a field of which the number is negative there may be negative.
+        prefix: the names of the tables in which these fields are, with dots.
+    """
+    for name, value in overrides.items():
+        what, old = f"model_overrides has {prefix}{name}", own.get(name)
+        if isinstance(value, dict):
+            check_numbers(value, old if isinstance(old, dict) else {}, f"{prefix}{name}.")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            if "drop" in name and not 0 <= number < 1:
+                raise ConfigError(f"{what} {number!r}; use a probability below 1")
+            if name in POSITIVE and not 0 < number < math.inf:
+                raise ConfigError(f"{what} {number!r}; use a number above 0")
+            usual = old if isinstance(old, int | float) else 0
+            if number < 0 <= usual and (name in own or name in STOP_TOKENS):
+                raise ConfigError(f"{what} {number!r}; use a number of at least 0")
 
 
 def _with_rope(present: Any, key: str, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,31 @@ def test_an_overridden_checkpoint_loads_with_the_fields_and_the_same_weights(tmp
         )(tokens).logits
     assert not torch.allclose(plain, scaled, atol=1e-3), "the override has no effect"
     assert torch.allclose(expected, scaled, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"sliding_window": -4}', "sliding_window -4"),
+        ('{"sliding_window": 0}', "sliding_window 0"),
+        ('{"rope_theta": 0}', "rope_theta 0"),
+        ('{"rope_theta": 1e999}', "rope_theta inf"),
+        ('{"attention_dropout": 2}', "attention_dropout 2"),
+        ('{"eos_token_id": -5}', "eos_token_id -5"),
+        ('{"eos_token_id": [1, -5]}', "eos_token_id -5"),
+        ('{"moe_intermediate_size": -8}', "moe_intermediate_size -8"),
+        ('{"text_config": {"max_position_embeddings": 0}}', "text_config.max_position_embeddings 0"),
+        ('{"rope_scaling": {"rope_type": "yarn", "factor": -1.0}}', "rope_scaling.factor -1.0"),
+        ('{"logits_scale": -2}', "logits_scale -2"),
+    ],
+)
+def test_numbers_that_no_model_can_have_are_refused(text: str, field: str) -> None:
+    own = {"max_position_embeddings": 64, "sliding_window": 16, "logits_scale": 1.0, "model_type": "qwen3"}
+    for table in (own, {"text_config": own}):
+        with pytest.raises(ConfigError, match=re.escape(f"model_overrides has {field}; use a ")):
+            with_overrides(table, parse_overrides(text))
+
+
+def test_a_number_may_be_negative_where_that_of_the_model_is() -> None:
+    table = {"lower_bound": -5.0, "pad_token_id": -1}
+    assert with_overrides(table, {"lower_bound": -4.0, "pad_token_id": -1}) == {"lower_bound": -4.0, "pad_token_id": -1}
