@@ -7,7 +7,6 @@
 """
 
 import os
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +81,7 @@ class StopConditions:
 
         The text of the earlier tokens must not contain one. Decodes the last tokens only, however many there are.
         """
-        return bool(self.strings and tokens) and self._has_string(
-            tokens[self._begin_of_text(tokens, len(tokens) - 1) :]
-        )
+        return self._completes_string(tokens, len(tokens))
 
     def end_of(self, tokens: Sequence[int], begin: int = 0) -> int | None:
         """Number of response tokens after which the sequence ends; None if nothing ends it.
@@ -92,14 +89,12 @@ class StopConditions:
         ``begin``: number of first tokens of which none ends the sequence.
         """
         ids = set(self.token_ids)
-        end = next((count for count in range(begin + 1, len(tokens) + 1) if tokens[count - 1] in ids), None)
-        counts = range(begin + 1, (len(tokens) if end is None else end) + 1)
-        if not self.strings or not counts:
-            return end
-        first = self._begin_of_text(tokens, begin)
-        if not self._has_string(tokens[first : counts[-1]]):
-            return end
-        return counts[bisect_left(counts, True, key=lambda count: self._has_string(tokens[first:count]))]
+        # One by one: a token may change the text of those before it, so a longer text need not contain the string.
+        counts = range(begin + 1, len(tokens) + 1)
+        return next((end for end in counts if tokens[end - 1] in ids or self._completes_string(tokens, end)), None)
+
+    def _completes_string(self, tokens: Sequence[int], end: int) -> bool:
+        return bool(self.strings and end) and self._has_string(tokens[self._begin_of_text(tokens, end - 1) : end])
 
     def _begin_of_text(self, tokens: Sequence[int], end: int) -> int:
         """Index of a token before any stop string that a token after the first ``end`` ones completes."""

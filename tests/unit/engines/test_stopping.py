@@ -11,6 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Sequence
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.descriptor import PublishedWeights, RolloutSetup
@@ -137,6 +141,17 @@ def test_the_reward_reads_the_text_before_the_stop_token_or_string(tokenizer: An
     assert stop.text(ids) == "12"
     assert stop.end_of(ids) == 4
     assert stop.end_of(ids[:3]) is None
+
+
+def test_a_stop_string_ends_a_sequence_though_the_next_token_changes_its_text() -> None:
+    """A run of byte tokens that is no UTF-8 is decoded without the characters that its beginning has."""
+    names = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    whole = Tokenizer(BPE({name: index for index, name in enumerate(names)}, [], byte_fallback=True))
+    whole.decoder = Sequence([ByteFallback(), Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="</s>")
+    tokens = [1 + ord("x"), 1 + ord("a"), 1 + 0xFF]
+    assert ["a" in tokenizer.decode(tokens[:count]) for count in (1, 2, 3)] == [False, True, False]
+    assert StopConditions((0,), ("a",), tokenizer).end_of(tokens) == 2
 
 
 # ---- SGLang: answers of the server are corrected
