@@ -17,6 +17,7 @@ from flowrt.controller.storage.recording_format import (
     BlockReader,
     EventBlock,
     Header,
+    UnfinishedBlock,
     unpack_header,
 )
 from flowrt.errors import ConfigError, FlowError
@@ -39,6 +40,8 @@ class Extent:
     """Why no events after the last one can be read; empty if there is no damage."""
     stopped: str
     """Why the recording was stopped during the run; empty if it was not stopped."""
+    unfinished: str
+    """Where the last segment ends within a block; empty if it does not."""
     is_complete: bool
     """Whether the controller ended the recording; if not, it is running, was killed, or stopped recording."""
 
@@ -58,6 +61,7 @@ class TermRecording:
         self.header = self._read_header()
         self.damage = ""
         self.stopped = ""
+        self.unfinished = ""
         self.is_complete = False
 
     @property
@@ -83,9 +87,9 @@ class TermRecording:
     def blocks(self) -> Iterator[EventBlock]:
         """Yield the blocks of events up to the last complete one.
 
-        Afterwards ``damage``, ``stopped`` and ``is_complete`` say why there are no more.
+        Afterwards ``damage``, ``stopped``, ``unfinished`` and ``is_complete`` say why there are no more.
         """
-        self.damage = self.stopped = ""
+        self.damage = self.stopped = self.unfinished = ""
         self.is_complete = False
         expected = 0
         for number in range(max(self._segments) + 1):
@@ -99,6 +103,12 @@ class TermRecording:
                         raise FlowError(f"{path} continues at event {block.first}, after event {expected - 1}")
                     expected += len(block.kinds)
                     yield block
+            except UnfinishedBlock as error:
+                if number == max(self._segments):
+                    self.unfinished = f"{error}: its controller was killed, or is writing it"
+                else:
+                    self.damage = str(error)
+                return
             except (*MALFORMED, OSError) as error:
                 self.damage = str(error)
                 return
@@ -127,7 +137,7 @@ class TermRecording:
                 first_s = block.times[0] - self.header.start_s
             events += len(block.times)
             last_s = block.times[-1] - self.header.start_s
-        return Extent(events, first_s, last_s, self.damage, self.stopped, self.is_complete)
+        return Extent(events, first_s, last_s, self.damage, self.stopped, self.unfinished, self.is_complete)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,9 @@ def read_lines(
 ) -> tuple[list[dict[str, Any]], int]:
     """Read the objects of a file of JSON lines from ``start_byte`` on.
 
-    Returns the objects that ``is_whole`` accepts, and the number of all other lines, which are damaged. Raises OSError
-    if the file cannot be read.
+    Returns the objects that ``is_whole`` accepts, and the number of all other lines, which are damaged. A last line
+    without its end is not damaged: it is being written, or its writer was killed. Raises OSError if the file cannot be
+    read.
     """
     found: list[dict[str, Any]] = []
     damaged = 0
@@ -145,7 +146,7 @@ def read_lines(
                 line = None
             if isinstance(line, dict) and is_whole(line):
                 found.append(line)
-            else:
+            elif data.endswith(b"\n"):
                 damaged += 1
     return found, damaged
 

@@ -141,7 +141,8 @@ def wal_path(path: Path) -> Path:
 def wal_corruption(path: Path) -> str:
     """Describe damage within the ledger's write-ahead log; empty if the log is intact or missing.
 
-    A missing end is not damage: a power failure leaves such a log, and its remaining frames are complete and in order.
+    A missing or unfinished end is not damage: a power failure or a killed writer leaves such a log, and its remaining
+    frames are complete and in order.
     """
     try:
         with wal_path(path).open("rb") as file:
@@ -152,9 +153,9 @@ def wal_corruption(path: Path) -> str:
                 return ""  # a live writer has just restarted it
     except FileNotFoundError:
         return ""
-    if not header:
-        return ""
-    if len(header) < _WAL_HEADER_BYTES or struct.unpack_from(">I", header)[0] not in _BYTE_ORDERS:
+    if len(header) < _WAL_HEADER_BYTES:
+        return ""  # the writer was killed, or the disk was full, before the first frame
+    if struct.unpack_from(">I", header)[0] not in _BYTE_ORDERS:
         return "its header is not that of a write-ahead log"
     magic, _, page_bytes, _, *salts = struct.unpack(">6I", header[:_FRAME_HEADER_BYTES])
     order = _BYTE_ORDERS[magic]
@@ -167,21 +168,29 @@ def wal_corruption(path: Path) -> str:
 def _frame_corruption(
     frames: bytes, frame_bytes: int, salts: tuple[int, ...], order: str, sums: tuple[int, int]
 ) -> str:
-    """Describe a bad frame that is followed by frames of this log; empty if there is none.
+    """Describe a bad frame that is followed by committed transactions of this log; empty if there is none.
 
-    The checksum of a frame covers all frames before it. Frames left by an earlier log have other salts.
+    The checksum of a frame covers all frames before it. Frames left by an earlier log have other salts. The last frame
+    of a transaction has a commit mark, the size of the database in pages.
+
+    A transaction that exceeds SQLite's cache is written in parts, and pages that change again are overwritten in their
+    frames; the checksums of the frames after them are corrected only after the frame with the commit mark was written.
+    A writer that is killed in between leaves bad frames with at most one commit mark, that of the transaction itself.
     """
-    first_bad = 0
+    first_bad = marks = 0
     for number in range(len(frames) // frame_bytes):
         frame = frames[number * frame_bytes : (number + 1) * frame_bytes]
-        _, _, *frame_salts = struct.unpack_from(">4I", frame)
+        _, pages, *frame_salts = struct.unpack_from(">4I", frame)
         is_current = tuple(frame_salts) == salts
-        if first_bad and is_current:
-            return f"from frame {first_bad} on, and there are more after that"
-        if is_current:
-            sums = _checksum(order, frame[_FRAME_HEADER_BYTES:], _checksum(order, frame[:8], sums))
-        if not first_bad and not (is_current and sums == struct.unpack_from(">2I", frame, 16)):
-            first_bad = number + 1
+        if not first_bad:
+            if is_current:
+                sums = _checksum(order, frame[_FRAME_HEADER_BYTES:], _checksum(order, frame[:8], sums))
+            if not (is_current and sums == struct.unpack_from(">2I", frame, 16)):
+                first_bad = number + 1
+        if first_bad and is_current and pages:
+            marks += 1
+            if marks > 1:
+                return f"from frame {first_bad} on, and there are more after that"
     return ""
 
 

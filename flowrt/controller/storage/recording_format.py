@@ -365,22 +365,35 @@ class BlockPacker:
         return _HEAD.pack(len(data), zlib.crc32(data)) + data
 
 
+class UnfinishedBlock(FlowError):
+    """The file ends within a block, as after a kill of its writer."""
+
+
 class BlockReader:
     """Reads the blocks of one segment, in order."""
 
     def __init__(self, path: Path) -> None:
-        """Open a segment. Raises FlowError for a file that is not a segment, OSError for one that cannot be read."""
+        """Open a segment.
+
+        Raises UnfinishedBlock for a file that ends within its first bytes, FlowError for another file that is not a
+        segment, OSError for one that cannot be read.
+        """
         self._path = path
         self._file = path.open("rb")
         self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
         if (magic := self._file.read(len(MAGIC))) != MAGIC:
             self._file.close()
+            if MAGIC.startswith(magic):
+                raise UnfinishedBlock(f"{path} ends within a block, at byte 0")
             if magic.startswith(_FAMILY):
                 raise FlowError(f"{path} is a recording of another version of flowrt: replay it with that version")
             raise FlowError(f"{path} is not a segment of a recording, or its beginning is damaged")
 
     def read(self) -> list[Any] | None:
-        """The content of the next block; None at the end of the segment. Raises FlowError if the block is damaged."""
+        """The content of the next block; None at the end of the segment.
+
+        Raises UnfinishedBlock if the file ends within the block, and FlowError if the block is damaged.
+        """
         at = self._file.tell()
         head = self._file.read(_HEAD.size)
         if not head:
@@ -388,7 +401,8 @@ class BlockReader:
         size, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (MAX_BLOCK_BYTES + 1, 0)
         data = self._file.read(size) if size <= MAX_BLOCK_BYTES else b""
         if len(data) != size:
-            raise FlowError(f"{self._path} ends within a block, at byte {at}")
+            is_short = len(head) < _HEAD.size or size <= MAX_BLOCK_BYTES
+            raise (UnfinishedBlock if is_short else FlowError)(f"{self._path} ends within a block, at byte {at}")
         if zlib.crc32(data) != checksum:
             raise FlowError(f"{self._path} is damaged: the checksum of the block at byte {at} is wrong")
         try:

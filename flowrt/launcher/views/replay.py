@@ -121,7 +121,8 @@ def _terms(recordings: Recordings, options: ReplayOptions) -> list[TermRecording
 
 
 def _end(replay: Replay) -> str:
-    return replay.recording.damage or replay.recording.stopped or "it is empty"
+    recording = replay.recording
+    return recording.damage or recording.stopped or recording.unfinished or "it is empty"
 
 
 def _described(recording: TermRecording) -> dict[str, Any]:
@@ -134,6 +135,7 @@ def _described(recording: TermRecording) -> dict[str, Any]:
         "to_s": round(extent.last_s, 6),
         "damage": extent.damage,
         "stopped": extent.stopped,
+        "unfinished": extent.unfinished,
         "complete": extent.is_complete,
     }
 
@@ -153,6 +155,10 @@ def _print(
                     f"{printable(term['damage'])}",
                     style=RED,
                 )
+            )
+        if term["unfinished"]:
+            console.print(
+                f"term {term['term']} can be replayed up to event {term['events'] - 1}: {printable(term['unfinished'])}"
             )
         if term["stopped"]:
             console.print(f"the recording of term {term['term']} was stopped: {term['stopped']}")

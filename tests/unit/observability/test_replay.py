@@ -378,7 +378,7 @@ def test_a_violated_invariant_is_named(
     )
 
 
-def test_a_damaged_end_is_reported_and_the_rest_is_replayed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_killed_controller_is_no_damage(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = next((run_dir / "recording").iterdir())
     path.write_bytes(path.read_bytes()[:-1])
     code, out = replay(capsys, str(run_dir))
@@ -386,6 +386,17 @@ def test_a_damaged_end_is_reported_and_the_rest_is_replayed(run_dir: Path, capsy
     words = folded(out)
     assert f"term 1 can be replayed up to event {LAST}" in words
     assert "ends within a block" in words
+    assert "running, or killed" in words
+    assert "damage" not in words
+    path.write_bytes(path.read_bytes()[:3])
+    code, out = replay(capsys, str(run_dir))
+    assert code == 2
+    assert "ends within a block, at byte 0" in folded(out)
+    assert "damage" not in folded(out)
+
+
+def test_a_damaged_end_is_reported_and_the_rest_is_replayed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = next((run_dir / "recording").iterdir())
     damaged = bytearray(path.read_bytes())
     damaged[30] ^= 1
     path.write_bytes(damaged)

@@ -112,6 +112,14 @@ def test_a_metrics_line_with_an_invalid_number_counts_as_damaged(value: str, tmp
     assert (len(found), damaged) == (STEPS - 1, 1)
 
 
+def test_a_line_whose_writer_was_killed_does_not_count_as_damaged(tmp_path: Path) -> None:
+    whole = write_run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(whole[:-20])
+    found, damaged = read_lines(path, is_step)
+    assert (len(found), damaged) == (STEPS - 1, 0)
+
+
 # ---- numbers that are not finite
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
