@@ -7,7 +7,8 @@
   messages; if the difference exceeds a limit, the guard closes the connection.
 - Connections of stopped processes are closed (`liveness`).
 
-A connection is identified by its descriptor, and, since descriptors are reused, by its address too.
+A connection is identified by its descriptor, and, since descriptors are reused, by its address too. Before a descriptor
+is taken from a message, `ServerLink` has the guard handle all events of connections that preceded the message.
 """
 
 import asyncio
@@ -89,6 +90,7 @@ class ReceiveBacklog:
         self._on_first_message = on_first_message
         self._delivered: dict[bytes, int] = {}
         self._peers: dict[int, bytes] = {}
+        self._departed: dict[bytes, None] = {}  # peers whose connections have closed; messages may still be unread
         self._descriptors: dict[int, None] = {}
         self._unchecked: Iterator[int] = iter(())
 
@@ -100,8 +102,20 @@ class ReceiveBacklog:
         """Remove a closed connection. Returns its peer; empty if it never sent a message."""
         self._descriptors.pop(descriptor, None)
         peer = self._peers.pop(descriptor, b"")
-        self._delivered.pop(peer, None)
+        self._depart(peer)
         return peer
+
+    def peer(self, descriptor: int) -> bytes:
+        """The peer of an open connection; empty before its first message."""
+        return self._peers.get(descriptor, b"")
+
+    def _depart(self, peer: bytes) -> None:
+        """Forget the messages of a peer, whose later ones count for no connection: its descriptor may be reused."""
+        self._delivered.pop(peer, None)
+        if peer:
+            if len(self._departed) >= MAX_REMEMBERED_PEERS:
+                del self._departed[next(iter(self._departed))]
+            self._departed[peer] = None
 
     def undelivered(self, descriptor: int) -> int:
         """Number of bytes received over a connection and not delivered."""
@@ -115,8 +129,11 @@ class ReceiveBacklog:
         """
         before = self._delivered.get(peer)
         if before is None:
+            if peer in self._departed or (first := descriptor()) not in self._descriptors:
+                return -1
+            if (earlier := self.peer(first)) != peer:
+                self._depart(earlier)  # it left before its first message was handled, and the descriptor was reused
             before = 0
-            first = descriptor()
             self._peers[first] = peer
             self._on_first_message(first)
         self._delivered[peer] = delivered = before + size + MESSAGE_OVERHEAD_BYTES
@@ -151,7 +168,6 @@ class ConnectionGuard:
         self._on_closed = on_closed
         self.refused = RateLimitedLog()
         """Counts connections that were refused or closed by the guard, or closed before their hello."""
-        self.backlog = ReceiveBacklog(self._on_first_message)
         self._addresses: dict[int, str] = {}
         self._unjoined: dict[int, float] = {}  # when each connection without an accepted hello was accepted
         self._joined: dict[bytes, int] = {}  # connection of each peer whose hello was accepted
@@ -162,6 +178,7 @@ class ConnectionGuard:
         self._unjoined_timer: asyncio.TimerHandle | None = None
         self._trim_memory = False
         self._liveness = LivenessMonitor()
+        self.backlog = ReceiveBacklog(self._liveness.add)
         self._liveness_round: Iterator[list[int]] | None = None
 
     def close(self) -> None:
@@ -196,8 +213,12 @@ class ConnectionGuard:
         """A handshake has failed; `on_closed` is called next for its connection."""
         self._handshake_failure = failure
 
+    def carries(self, descriptor: int, peer: bytes) -> bool:
+        """Whether this connection is open and belongs to this peer."""
+        return self.backlog.peer(descriptor) == peer
+
     def on_joined(self, peer: bytes, descriptor: int) -> None:
-        """The hello of this peer was accepted."""
+        """The hello of this peer, whose connection this is, was accepted."""
         self._unjoined.pop(descriptor, None)
         self._joined[peer] = descriptor
 
@@ -232,7 +253,8 @@ class ConnectionGuard:
         if (excessive := self.backlog.deliver(peer, size, descriptor)) >= 0:
             self._close_excessive(excessive)
         if size > MAX_UNJOINED_BYTES and peer not in self._joined:
-            self._close(descriptor(), f"its first message has {size} bytes, too many for a hello")
+            if self.carries(at := descriptor(), peer):
+                self._close(at, f"its first message has {size} bytes, too many for a hello")
             return False
         return peer not in self._disconnected
 
@@ -255,8 +277,7 @@ class ConnectionGuard:
         if len(self._disconnected) >= MAX_REMEMBERED_PEERS:
             del self._disconnected[next(iter(self._disconnected))]
         self._disconnected[peer] = None
-        address = _peer_address(descriptor)
-        if address != self._addresses.get(descriptor, address):
+        if not self.carries(descriptor, peer) or _peer_address(descriptor) != self.address(descriptor):
             return  # the connection has closed already, and the descriptor may have been reused
         _shut_down(descriptor)
 
@@ -342,10 +363,6 @@ class ConnectionGuard:
             elif now - self._unjoined[descriptor] > HELLO_TIMEOUT_S:
                 self._close(descriptor, f"it has not sent a hello within {HELLO_TIMEOUT_S:.0f} s")
         self._unjoined_timer = asyncio.get_running_loop().call_later(UNJOINED_CHECK_S, self._check_unjoined)
-
-    def _on_first_message(self, descriptor: int) -> None:
-        if descriptor in self._addresses:  # else the connection has closed, and its descriptor may be reused
-            self._liveness.add(descriptor)
 
     def _close_excessive(self, descriptor: int) -> None:
         # With a reset: a peer whose data was not read would otherwise probe the closed connection for minutes.

@@ -265,10 +265,11 @@ class Monitor:
         self._events = self._watched.get_monitor_socket(sum(self._on_event) + sum(_FAILURES))
         self._descriptor = int(self._events.getsockopt(zmq.FD))
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor, self._drain)
-        self._loop.call_soon(self._drain)
+        self._loop.add_reader(self._descriptor, self.drain)
+        self._loop.call_soon(self.drain)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Make the calls for all events so far."""
         while not self._events.closed and int(self._events.getsockopt(zmq.EVENTS)) & _POLLIN:
             event, value = _EVENT.unpack(self._events.recv_multipart(zmq.NOBLOCK)[0])
             if event in _FAILURES:
@@ -424,10 +425,20 @@ class ServerLink:
 
     def disconnect(self, peer: bytes) -> None:
         """Close the connection of the peer that sent the latest message."""
-        self.guard.disconnect(peer, self.source())
+        self.guard.disconnect(peer, self._known_source())
 
     def _authenticate(self, request: list[bytes]) -> None:
         self._zap_socket.send(self.guard.authenticate(request))
+
+    def _known_source(self) -> int:
+        """As `source`, once the guard knows of the connection.
+
+        The events of connections and their messages come over two sockets, whose callbacks run in any order. ZeroMQ's
+        I/O thread reports that a connection was accepted before it reads from it, and that it closed before the
+        descriptor can be reused.
+        """
+        self._monitor.drain()
+        return self.source()
 
     def _on_peer_unreachable(self, peer: bytes) -> None:
         if self._on_unreachable is not None:
@@ -435,7 +446,7 @@ class ServerLink:
 
     def _on_frames(self, frames: list[bytes]) -> None:
         peer = frames[0]
-        if not self.guard.accepts(peer, len(frames[1]), self.source):
+        if not self.guard.accepts(peer, len(frames[1]), self._known_source):
             return
         if len(frames) != 2:
             self._on_invalid(peer, f"a message of {len(frames)} frames or more, expected 2")

@@ -201,3 +201,52 @@ async def test_unreachable_recipients_are_reported() -> None:
                 link.flush()
                 await asyncio.sleep(0)
         assert unreachable == [peer]
+
+
+async def test_a_connection_is_known_before_its_first_message_is_handled() -> None:
+    """The event that it was accepted comes over another socket, whose callback may run after that of the message."""
+    joined: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+
+    def receive(peer: bytes, _: m.Message) -> None:
+        link.guard.on_joined(peer, source := link.source())
+        joined.set_result((source, link.guard.address(source)))
+
+    link = ServerLink(receive, lambda peer, why: None, lambda: None)
+    with contextlib.closing(link):
+        address = link.bind("tcp://127.0.0.1:0")
+        asyncio.get_running_loop().remove_reader(link._monitor._descriptor)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(address)
+            socket.send(encode(m.Heartbeat()))
+            async with asyncio.timeout(DEADLINE_S):
+                source, peer_address = await joined
+            link._monitor.drain()
+            assert peer_address
+            assert link.guard.is_open(source, peer_address)
+            assert source in link.guard._liveness._watched
+            assert source not in link.guard._unjoined
+
+
+def send_and_leave(address: str) -> None:
+    """Send a message and close the connection."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(address)
+        socket.send(encode(m.Heartbeat()))
+
+
+async def test_a_connection_that_closed_before_its_first_message_was_handled_is_not_kept() -> None:
+    received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    disconnected = asyncio.Event()
+    link = ServerLink(lambda peer, _: received.set_result(peer), lambda peer, why: None, disconnected.set)
+    with contextlib.closing(link):
+        address = link.bind("tcp://127.0.0.1:0")
+        asyncio.get_running_loop().remove_reader(link._socket._descriptor)
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.to_thread(send_and_leave, address)
+            await disconnected.wait()
+            while not received.done():
+                link.drain()
+                await asyncio.sleep(0)
+        peer = received.result()
+        assert not link.guard.carries(link.source(), peer)
+        assert link.guard.backlog._delivered == {}

@@ -359,6 +359,8 @@ class Server:
             self._link.disconnect(peer)
 
     def _handshake(self, peer: bytes, hello: m.Hello, source: int) -> None:
+        if not self._link.guard.carries(source, peer):
+            return  # the connection has closed since
         if self._connections.name(peer) == hello.worker:
             return  # repeated while the first hello was delayed
         if hello.worker in self._connections:
