@@ -275,6 +275,7 @@ class ResyncState:
         self._steps: dict[int, m.StepCompleted] = {}
         self._exhausted: dict[str, None] = {}
         self._finished = False
+        self._drain: m.Drain | None = None
         self._numbers: dict[str, float] = {}
         self._evaluated: dict[tuple[str, int], m.Evaluated] = {}
 
@@ -307,6 +308,9 @@ class ResyncState:
     def finished(self) -> None:
         self._finished = True
 
+    def drained(self, message: m.Drain) -> None:
+        self._drain = message
+
     def reported(self, numbers: Mapping[str, float]) -> None:
         self._numbers.update(numbers)
 
@@ -325,7 +329,7 @@ class ResyncState:
             )
 
     def repeated_messages(self) -> Iterator[m.Message]:
-        """The other messages to repeat: steps, ends of data, evaluations, reported numbers, end of the role.
+        """The other messages to repeat: steps, ends of data, evaluations, reported numbers, end of the role, drain.
 
         The controller may have received some of them before; a repeated message changes nothing.
         """
@@ -336,6 +340,8 @@ class ResyncState:
             yield m.Report((), tuple(self._numbers.items()), ())
         if self._finished:
             yield m.RoleCompleted()
+        if self._drain is not None:
+            yield self._drain
 
 
 def resync_messages(

@@ -489,8 +489,13 @@ class Session:
         self.send(m.RoleCompleted())
 
     def drain(self) -> None:
-        """Ask to leave the run: this worker is granted no more slots and leaves once its tensors are not needed."""
-        self.send(m.Drain(0, self.worker))
+        """Ask to leave the run: this worker is granted no more slots and leaves once its tensors are not needed.
+
+        A controller that is away is asked when it is back.
+        """
+        drain = m.Drain(0, self.worker)
+        self._resync.drained(drain)
+        self.send(drain)
 
     async def wait_stopped(self) -> None:
         """Serve tensors to other workers until the session ends, then raise its error: Stopped if the run ended."""

@@ -13,7 +13,8 @@ import torch
 from flowrt import api
 from flowrt.client.session import Session
 from flowrt.controller.storage.reader import LedgerReader
-from flowrt.errors import WaitExpired
+from flowrt.controller.transitions.drain import RELEASED
+from flowrt.errors import Stopped, WaitExpired
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import ColumnLengths, Part, unpack
@@ -105,6 +106,21 @@ async def test_work_continues_after_restarts_and_nothing_is_generated_twice(cont
         await session.close()
     assert controllers.events("trained") == {7: 1}
     assert controllers.events("dropped") == {}
+
+
+async def test_a_worker_that_is_terminated_while_no_controller_is_there_drains_when_one_is_back(
+    controllers: Controllers,
+) -> None:
+    await controllers.start()
+    worker = await api.connect(controllers.address, "w", "w", 20)
+    await wait_until_processed(worker)
+    controllers.kill()
+    worker.drain()
+    await controllers.start()
+    async with asyncio.timeout(20):
+        with pytest.raises(Stopped, match=RELEASED):
+            await worker.wait_stopped()
+    await worker.close()
 
 
 async def test_stale_commit_is_refused_with_a_reason(controllers: Controllers) -> None:

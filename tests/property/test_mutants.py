@@ -20,6 +20,7 @@ from tests.simulation.scenario import Scenario
 
 RUNS = 32
 FILTERED_RUNS = 8
+TERMINATED_RUNS = 24
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -70,6 +71,11 @@ def filtered_scenario_of(seed: int) -> Scenario:
     )
 
 
+def terminated_scenario_of(seed: int) -> Scenario:
+    """A small cluster whose workers are terminated, and whose controller is restarted."""
+    return Scenario(seed=seed, bound=seed % 3, steps=4, rollouts=3, terminations=2, crashes=3, max_actions=10_000)
+
+
 def run_all(directory: Path) -> None:
     """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter."""
     for seed in range(FILTERED_RUNS):
@@ -85,6 +91,8 @@ def run_all(directory: Path) -> None:
                 assert_exact(runs, scenario)
             finally:
                 runs.ledger.close()
+    for seed in range(TERMINATED_RUNS):
+        assert_sound(SimulatedCluster(terminated_scenario_of(seed)).run())
 
 
 @pytest.mark.slow

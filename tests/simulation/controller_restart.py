@@ -42,6 +42,8 @@ class RejoiningWorker(Worker):
                 self.resync.lease_ended(message.slots, message.leases)
             case m.RoleCompleted():
                 self.resync.finished()
+            case m.Drain():
+                self.resync.drained(message)
         super().send(message)
 
     def receive(self, message: m.Message) -> None:
@@ -58,6 +60,8 @@ class RejoiningWorker(Worker):
             case m.OfferAccepted(request) | m.Rejected(request):
                 self.open_requests.pop(request, None)
         super().receive(message)
+        if isinstance(message, m.Stop) and self.terminated:
+            self.alive = False  # another worker takes its place
 
     def reconnect(self, term: int) -> None:
         """Connect to the restarted controller and report the local state."""

@@ -42,7 +42,7 @@ class FaultInjection:
         self._pending += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
         self._pending += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
         self._pending += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
-        self._pending += ["violate"] * scenario.violations
+        self._pending += ["violate"] * scenario.violations + ["terminate"] * scenario.terminations
         self._rng.shuffle(self._pending)
 
     def inject(self) -> bool:
@@ -91,6 +91,9 @@ class FaultInjection:
                 return True
             case "withdraw" if waiting := [worker for worker in workers if worker.pulling]:
                 rng.choice(waiting).withdraw()
+                return True
+            case "terminate" if len(left := [one for one in working if one.role == "rollout" and not one.leaving]) > 1:
+                rng.choice(left).terminate()
                 return True
             case "break" if lanes := [
                 lane for worker in cluster.workers.values() for lane, turns in worker.expected.items() if turns

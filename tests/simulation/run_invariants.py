@@ -30,6 +30,7 @@ def assert_sound(cluster: SimulatedCluster) -> None:
     live = {(group.epoch, group.prompt) for group in table.groups.values()}
     assert len(live) < scenario.prompts_at_once
     assert_accounts_agree(cluster, live)
+    assert_terminated(cluster)
     assert table.leases == {}
     if not live:
         assert (table.groups, table.slots) == ({}, {})
@@ -39,6 +40,13 @@ def assert_sound(cluster: SimulatedCluster) -> None:
         left = {key for key in worker.have if key[1] not in (groups if key[0] in GROUP_COLUMNS else slots)}
         assert left == set(), f"{worker.id} still holds {sorted(left)}"
         assert set(worker.coming.values()) <= worker.failed
+
+
+def assert_terminated(cluster: SimulatedCluster) -> None:
+    """Each worker that has asked to leave has left, or is to leave."""
+    membership = cluster.core.state.membership
+    staying = [one.id for one in membership.members() if cluster.workers[one.id].terminated and not one.is_leaving]
+    assert staying == [], f"{staying} have asked to leave, and the controller does not know it"
 
 
 def assert_whole_groups(cluster: SimulatedCluster) -> None:

@@ -133,6 +133,7 @@ class Scenario:
     crashes: int = 0  # of the controller, which restarts
     losses: int = 0  # a worker reports that its samples cannot be produced
     withdrawals: int = 0  # a worker cancels its pull
+    terminations: int = 0  # a rollout worker asks to leave, and another one takes its place
     violations: int = 0  # a worker breaks the protocol and is dismissed
     repeats: int = 0  # a message comes again, perhaps much later
     guards: tuple[GuardRule, ...] = ()

@@ -58,6 +58,7 @@ class Worker:
         self.trained: list[Row] = []
         self.hung = False  # serves transfers, but does no work
         self.leaving = self.left = False  # asked to drain; has stopped work
+        self.terminated = False  # has asked to leave itself
         self.unpublished: int | None = None
         self.rewards: dict[int, float] = {}  # of the slots of the latest grant of each
         if role == "rollout":
@@ -309,6 +310,11 @@ class Worker:
     def _apply(self) -> None:
         self.applied = self.staged
         self.send(m.WeightsActivated(MODEL, self.applied))
+
+    def terminate(self) -> None:
+        """The process is told to end, and asks to leave in order."""
+        self.terminated = True
+        self.send(m.Drain(0, self.id))
 
     def _publish(self) -> None:
         assert self.unpublished is not None

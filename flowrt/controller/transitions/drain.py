@@ -67,7 +67,12 @@ def _fault(state: State, env: Environment, worker: WorkerId) -> str:
 
 
 def release(state: State) -> list[Command]:
-    """Stop each draining worker that has no lease and no tensor that only it holds, or that blocks the run."""
+    """Stop each draining worker that has no lease and no tensor that only it holds, or that blocks the run.
+
+    None is stopped during recovery, when it is not known yet what workers hold.
+    """
+    if state.recovery.is_active:
+        return []
     commands: list[Command] = []
     for worker in state.membership.draining():
         if not rollback.is_needed(state, worker) or _is_blocking(state, worker):

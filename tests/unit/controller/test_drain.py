@@ -10,10 +10,12 @@ from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.recipes import grpo
 from flowrt.recipes.config_io import defaults
+from tests.property.test_fuzz_rejoin import restarted
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import MODEL, whole
 
 OBSERVER = "observer"
+PROMPTS = tuple(m.Part(column, (0, 1), (length, length)) for column, length in (("prompt", 4), ("answer", 1)))
 
 
 @pytest.fixture
@@ -50,6 +52,21 @@ def test_a_draining_worker_stops_after_its_samples_are_trained(driver: CoreDrive
     driver.send("rollout0", m.Leave(""))
     assert driver.core.ended is None
     assert dict(driver.core.state.dropped) == {}
+
+
+def test_a_worker_that_drains_is_not_stopped_before_a_restarted_controller_knows_what_it_holds() -> None:
+    driver, _ = restarted()
+    driver.send("rollout0", m.Drain(0, "rollout0"))
+    assert driver.sent(driver.event(Tick()), m.Stop) == []
+    for worker in ("rollout0", "rollout1", "source0", "reward0", "evaluate0", "trainer0"):
+        parts = (m.Part("response", (0,), (3,)), m.Part("logprobs", (0,), (3,))) if worker == "rollout0" else ()
+        driver.send(worker, m.Inventory((*parts, *PROMPTS) if worker == "source0" else parts, ()))
+    assert not driver.core.state.recovery.is_active
+    assert driver.sent(driver.event(Tick()), m.Stop) == []  # the trainer needs its samples
+    trained = driver.pull("trainer0", "train", step=0)
+    assert trained is not None
+    driver.send("trainer0", m.StepCompleted(0, ()))
+    assert [worker for worker, _ in driver.sent(driver.event(Tick()), m.Stop)] == ["rollout0"]
 
 
 def test_a_draining_worker_gets_no_new_slots(driver: CoreDriver) -> None:
