@@ -10,6 +10,7 @@ from flowrt.client.requests import ResyncState
 from flowrt.controller.core import HANDLERS
 from flowrt.controller.events import Command, Send
 from flowrt.controller.policies.admission import StrictLag
+from flowrt.controller.state.recovery import Recovery
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.state import State
 from flowrt.controller.state.training_window import TrainingWindow
@@ -302,6 +303,25 @@ def a_broken_lane_is_used_again(right: Function) -> Function:
 @bug(VersionTable, "failed")
 def a_failed_fetch_is_not_retried(right: Function) -> Function:
     return do_nothing
+
+
+# ---- a restarted controller
+
+
+@bug(Recovery, "end")
+def a_late_inventory_makes_stale_columns_current(right: Function) -> Function:
+    def end(self: Recovery) -> Any:
+        claims = self.claims
+        absent = right(self)
+        self.claims = claims
+        return absent
+
+    return end
+
+
+@bug(Recovery, "is_parked")
+def a_worker_gets_work_before_its_late_inventory(right: Function) -> Function:
+    return lambda self, worker: self.is_active
 
 
 # ---- rollback

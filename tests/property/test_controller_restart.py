@@ -60,6 +60,12 @@ def test_a_controller_crash_regenerates_no_sample(scenario: Scenario, crashes: i
     assert {row.slot for _, row in cluster.trained} <= set(times)
 
 
+@settings(RUNS, max_examples=examples(60))
+@given(scenarios(crashes=2, late_inventories=2, longest=1, kills=1))
+def test_an_inventory_that_comes_late_makes_no_stale_column_current(scenario: Scenario) -> None:
+    assert_sound(SimulatedCluster(scenario).run())
+
+
 def test_a_worker_that_does_not_rejoin_is_awaited_until_the_rejoin_timeout() -> None:
     cluster = SimulatedCluster(Scenario(seed=3, steps=2))
     while not cluster.steps:

@@ -21,6 +21,7 @@ from tests.simulation.scenario import Scenario
 RUNS = 32
 FILTERED_RUNS = 8
 TERMINATED_RUNS = 24
+LATE_SEEDS = range(10, 22)
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -76,8 +77,29 @@ def terminated_scenario_of(seed: int) -> Scenario:
     return Scenario(seed=seed, bound=seed % 3, steps=4, rollouts=3, terminations=2, crashes=3, max_actions=10_000)
 
 
+def late_scenario_of(seed: int) -> Scenario:
+    """A small cluster in which the inventory of a worker comes after the recovery of the controller."""
+    rng = random.Random(f"planted late {seed}")
+    return Scenario(
+        seed=seed,
+        bound=rng.randint(0, 2),
+        steps=5,
+        groups_per_step=rng.randint(1, 3),
+        members=rng.randint(1, 3),
+        rollouts=rng.randint(2, 3),
+        rewards=2,
+        references=rng.randint(0, 2),
+        longest=1,
+        crashes=4,
+        late_inventories=4,
+        max_actions=10_000,
+    )
+
+
 def run_all(directory: Path) -> None:
     """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter."""
+    for seed in LATE_SEEDS:
+        assert_sound(SimulatedCluster(late_scenario_of(seed)).run())
     for seed in range(FILTERED_RUNS):
         cluster = SimulatedCluster(filtered_scenario_of(seed)).run()
         assert_sound(cluster)

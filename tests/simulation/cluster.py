@@ -12,7 +12,17 @@ from functools import partial
 from typing import Any
 
 from flowrt.controller.core import Core
-from flowrt.controller.events import AppendLedger, AppendReplay, Command, Event, Persist, Send, StepClosed, Tick
+from flowrt.controller.events import (
+    AppendLedger,
+    AppendReplay,
+    Command,
+    Event,
+    MessageReceived,
+    Persist,
+    Send,
+    StepClosed,
+    Tick,
+)
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.state.replay import RecoveredState
@@ -28,6 +38,8 @@ from tests.simulation.rows import LaneId, Row, Shared, lane_of
 from tests.simulation.scenario import LEASE_S, MODEL, Scenario, grpo_dataflow
 from tests.simulation.worker import Worker
 
+WORKING = ("rollout", "reward", "reference", "filter")
+"""Roles of workers that may be lost at any time."""
 Action = tuple[float, Callable[[], None]]
 """The relative probability that it is next, and the function that performs it."""
 
@@ -107,6 +119,8 @@ class SimulatedCluster:
         self.durable = 0  # number of records that are certainly on disk
         self._ends: dict[LaneId, tuple[Worker, Worker]] = {}
         self._finished = False
+        self.delayed = ""  # the worker whose inventory is late
+        self._late = scenario.late_inventories
         self.faults = FaultInjection(self)
         roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
         roles["filter"] = scenario.filters
@@ -160,6 +174,10 @@ class SimulatedCluster:
     def possible(self) -> Iterator[Action]:
         speeds = dict(self.scenario.speeds)
         any_action = False
+        recovery = self.core.state.recovery
+        if self.delayed and (not recovery.is_active or not recovery.awaited.keys() - {self.delayed}):
+            any_action = True
+            yield (1.0, self.faults.end_recovery) if recovery.is_active else (0.02, self._let_inventory_come)
         for worker in self._active_workers():
             speed = speeds.get(worker.id, 1.0)
             for action in self._deliveries(worker):
@@ -184,7 +202,7 @@ class SimulatedCluster:
 
     def _deliveries(self, worker: Worker) -> Iterator[Action]:
         """Messages and transfers of one worker that can be delivered, and its restart if it is dead."""
-        if worker.outbox:
+        if worker.outbox and not self._is_held_up(worker):
             yield (1.0, partial(self._deliver, worker))
         elif not worker.alive:
             yield (1.0, partial(self._rejoin, worker))
@@ -197,6 +215,14 @@ class SimulatedCluster:
 
     def _is_broken(self, lane: LaneId) -> bool:
         return lane in self.shared.broken or not all(end.alive for end in self._ends[lane])
+
+    def _is_held_up(self, worker: Worker) -> bool:
+        event = worker.outbox[0]
+        is_inventory = isinstance(event, MessageReceived) and isinstance(event.message, m.Inventory)
+        return worker.id == self.delayed and is_inventory
+
+    def _let_inventory_come(self) -> None:
+        self.delayed = ""
 
     def _step_is_complete(self) -> bool:
         """All ranks know that the step is closed and have done their share of it."""
@@ -316,6 +342,11 @@ class SimulatedCluster:
             worker.outbox.clear()  # with the disconnections of dead workers, which are not received
             if worker.alive:
                 worker.reconnect(self.term - 1)
+        self.delayed = ""
+        working = [worker.id for worker in self.workers.values() if worker.alive and worker.role in WORKING]
+        if self._late and working:
+            self._late -= 1
+            self.delayed = self.rng.choice(working)
 
     def _rejoin(self, dead: Worker) -> None:
         self.workers[dead.id] = RejoiningWorker(dead.id, dead.role, self.shared)

@@ -64,6 +64,11 @@ class FaultInjection:
         self._cluster.clock.advance(seconds)
         self._cluster.handle(Tick())
 
+    def end_recovery(self) -> None:
+        """Let the rejoin timeout of a restarted controller pass."""
+        self._cluster.handle(Tick())  # the timeout begins with the first event
+        self._advance(self._cluster.core.settings.rejoin_timeout_s + 1)
+
     def observe(self, event: Event) -> None:
         """Record a message that may be repeated by the same process, not by a later one with the same name."""
         if isinstance(event, WorkerConnected):

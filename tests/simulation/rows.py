@@ -52,6 +52,10 @@ class Shared:
     evals_offered: int = 0
     evaluated: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))  # by version
     lost: set[int] = field(default_factory=set)  # versions that could not be evaluated
+    contents: int = 0  # number of commits that made tensors
+    payloads: dict[LaneTurn, dict[Key, int]] = field(default_factory=dict)  # contents of the tensors of a turn
+    spans: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # of a response, by (content, slot)
+    made_from: dict[tuple[int, int], int] = field(default_factory=dict)  # the response, by (content, slot)
     passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that need no further training, by epoch
 
 

@@ -131,6 +131,7 @@ class Scenario:
     broken_lanes: int = 0
     expiries: int = 0  # the clock jumps past the deadline of every lease
     crashes: int = 0  # of the controller, which restarts
+    late_inventories: int = 0  # restarts after which the inventory of one worker comes after the rejoin timeout
     losses: int = 0  # a worker reports that its samples cannot be produced
     withdrawals: int = 0  # a worker cancels its pull
     terminations: int = 0  # a rollout worker asks to leave, and another one takes its place
@@ -140,6 +141,7 @@ class Scenario:
     on_lost_sample: OnLostSample = OnLostSample.REGENERATE
     attempts: int = 8
     prompts_at_once: int = 1  # in one offer to train on
+    longest: int = 9  # tokens of a response
     solve_rate: float | None = None  # rewards are 1 with this probability, else 0; None: any from 0 to 1
     group_filter: GroupFilter = field(default_factory=KeepAll)
     filter_tries: int = 128

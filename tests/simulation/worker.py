@@ -35,6 +35,7 @@ class Worker:
         self.inbox: deque[m.Message] = deque()
         self.outbox: deque[Event] = deque([WorkerConnected(self.id, role, "host")])
         self.have: dict[Key, tuple[int, int]] = {}  # length, and the request of the commit that created it
+        self.content: dict[Key, int] = {}  # the number of the commit that made it, by which copies are told apart
         self.coming: dict[Key, LaneTurn] = {}
         self.failed: set[LaneTurn] = set()
         self.sequences: dict[LaneId, int] = {}
@@ -108,6 +109,7 @@ class Worker:
                 self.send(m.Leave(""))
             case m.SendSamples(turn, parts):
                 self._must_have(keys_of(parts), turn)
+                self.shared.payloads[turn] = {key: self.content.get(key, -1) for key in keys_of(parts)}
                 self._issue(turn, parts, self.shared.sent)
             case m.SendWeights():
                 self._serve_weights(message)
@@ -204,7 +206,9 @@ class Worker:
             self.reported[packet.version] += 1
             self.send(m.WeightsStaged(MODEL, packet.version))
             return
+        payload = self.shared.payloads.pop(turn)
         for key, length in keys_of(packet).items():
+            self.content[key] = payload[key]
             if self.coming.get(key) == turn:  # else it was released in flight
                 del self.coming[key]
                 self.have[key] = (length, -1)
@@ -366,6 +370,8 @@ class Worker:
     def _finish(self, job: Job) -> None:
         self.jobs.remove(job)
         if self.role == "trainer":
+            for row in job.rows:
+                self._check_content(row)
             self.trained += job.rows
             return
         if self.role == "evaluate":
@@ -376,7 +382,7 @@ class Worker:
         self.requests += 1
         rng = self.shared.rng
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
-        lengths = tuple(rng.randint(1, 9) for _ in slots)
+        lengths = tuple(rng.randint(1, self.shared.scenario.longest) for _ in slots)
         parts = tuple(Part(name, slots, lengths) for name in OUTPUT_TENSORS.get(self.role, ()))
         spans: tuple[tuple[int, ...], ...] = ()
         if self.role == "rollout":
@@ -389,6 +395,7 @@ class Worker:
         elif self.role == "filter":
             inline = (Values(DECISION, self._decisions(job.rows)),)
         self.have.update({key: (length, self.requests) for key, length in keys_of(parts).items()})
+        self._note_content(parts, spans)
         self.send(
             m.Commit(
                 request=self.requests,
@@ -400,3 +407,24 @@ class Worker:
                 spans=spans,
             )
         )
+
+    def _note_content(self, parts: tuple[Part, ...], spans: tuple[tuple[int, ...], ...]) -> None:
+        """Number the tensors of a commit, and note the spans of a response, or from which response they are made."""
+        self.shared.contents += 1
+        content = self.shared.contents
+        self.content.update(dict.fromkeys(keys_of(parts), content))
+        for part in parts[:1]:
+            for slot, span in zip(part.ids, spans, strict=False):
+                self.shared.spans[content, slot] = span
+            if not spans:
+                self.shared.made_from |= {(content, slot): self.content["response", slot] for slot in part.ids}
+
+    def _check_content(self, row: Row) -> None:
+        """All columns of a sample that is trained are of the same response."""
+        content = {column: self.content[column, row.slot] for column, _ in row.needs if column not in GROUP_COLUMNS}
+        response = content["response"]
+        assert content["logprobs"] == response, f"{row} has the response of one sample and the logprobs of another"
+        assert self.shared.spans[response, row.slot] == row.spans, f"{row} has the response of another sample"
+        if "ref_logprobs" in content:
+            of_response = self.shared.made_from[content["ref_logprobs"], row.slot]
+            assert of_response == response, f"{row} has the response of one sample and the ref_logprobs of another"

@@ -167,8 +167,8 @@ class Classifier:
         self._stages: dict[str, Reason] = {}  # of stages in which no worker can start anything
 
     def reason(self, worker: WorkerId) -> Reason | None:
-        """Why a worker waits; None if it has no parked request, or while the controller recovers."""
-        if self._state.recovery.is_active:
+        """Why a worker waits; None if it has no parked request, or while the controller recovers what it holds."""
+        if self._state.recovery.is_parked(worker):
             return None
         parked = self._state.requests.first(worker)
         if parked is None:

@@ -154,7 +154,7 @@ def _check_outdated(state: State, env: Environment) -> None:
         return [slot for slot in slots if _may_start(state, env, slot.group, version)]
 
     for worker in versions.behind.keys() - state.models.backing_off[versions.model]:
-        if versions.is_pinned(worker):
+        if versions.is_pinned(worker) or worker in state.recovery.unconfirmed:
             continue
         own = -1 if versions.is_late(worker) else versions.applied_version(worker)
         for parked in state.requests.of(worker):

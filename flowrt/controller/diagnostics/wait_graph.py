@@ -184,6 +184,8 @@ class WaitGraphBuilder:
         request = parked.request
         if isinstance(request, Offer):
             return self._offer_blocked_on(request), False
+        if parked.worker in self._state.recovery.unconfirmed:
+            return (parked.worker,), True
         stage = request.stage
         if stage == self._env.flow.train_stage:
             if request.step > self._state.window.step:

@@ -108,7 +108,7 @@ class Membership:
         """Record a sign of life; returns False if the worker is no member."""
         member = self._members.get(worker)
         if member is not None:
-            member.seen_s = now
+            member.seen_s = max(member.seen_s, now)  # a sign of life may be reported late
         return member is not None
 
     def note_advance(self, worker: WorkerId, now: float) -> None:

@@ -25,6 +25,8 @@ class Recovery:
     """Workers of the earlier controller that have not sent their inventories, and their roles."""
     returned: set[WorkerId] = field(default_factory=set)
     """Members that rejoined from an earlier controller."""
+    unconfirmed: set[WorkerId] = field(default_factory=set)
+    """Those of them that have not sent their inventories: they get no work, also after recovery has ended."""
     deferred: list[tuple[WorkerId, Deferrable]] = field(default_factory=list)
     until_s: float | None = None  # end of the rejoin timeout; None: not begun
     is_active: bool = False
@@ -40,9 +42,23 @@ class Recovery:
         """Note a worker that rejoined, if it has a ``term``, or a new one, which holds nothing of an earlier worker."""
         if term:
             self.returned.add(worker)
+            self.unconfirmed.add(worker)
         else:
             self.returned.discard(worker)
+            self.unconfirmed.discard(worker)
             self.awaited.pop(worker, None)
+
+    def leave(self, worker: WorkerId) -> None:
+        """Note that a member is gone: its inventory will not come."""
+        self.unconfirmed.discard(worker)
+
+    def is_parked(self, worker: WorkerId) -> bool:
+        """Whether pulls of the worker wait: for the end of recovery, or for its inventory.
+
+        A slot that a worker was granted before its inventory is handled might be one of which the inventory lists older
+        tensors; the order to free these would free the new ones.
+        """
+        return self.is_active or worker in self.unconfirmed
 
     def has_returned(self, worker: WorkerId) -> bool:
         """Whether the worker was a member under an earlier controller of the run."""
@@ -65,6 +81,7 @@ class Recovery:
     def complete(self, worker: WorkerId) -> None:
         """Note that the worker has sent its inventory."""
         self.awaited.pop(worker, None)
+        self.unconfirmed.discard(worker)
 
     def is_over(self, now: float, timeout_s: float) -> bool:
         """Whether all awaited workers have returned, or the timeout is over, which starts with the first call."""
@@ -73,9 +90,13 @@ class Recovery:
         return not self.awaited or now >= self.until_s
 
     def end(self) -> dict[WorkerId, str]:
-        """Leave recovery; returns the workers that did not return, and their roles."""
+        """Leave recovery; returns the workers that did not return, and their roles.
+
+        What an inventory that comes later lists may be made again by then, so nobody is known to hold it any more.
+        """
         absent = self.awaited
         self.replayed = None
+        self.claims = {}
         self.is_active = False
         self.awaited = {}
         return absent

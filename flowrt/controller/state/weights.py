@@ -123,7 +123,7 @@ class VersionTable:
         self.divergence = divergence
 
     def regain(self, worker: WorkerId, held: Sequence[Weights]) -> None:
-        """Add the versions that a rejoined worker holds; one that never said which it uses is the publisher."""
+        """Add the versions that a rejoined worker holds; one that never said which it uses may be the publisher."""
         for weights in held:
             forms = {one.base: one for one in (*self.published.get(weights.version, ()), weights)}
             self.published[weights.version] = tuple(forms[base] for base in sorted(forms))
@@ -132,7 +132,8 @@ class VersionTable:
         self.newest = max(self.newest, newest)
         self.is_changed = True
         if (receiver := self.receivers.get(worker)) is None:
-            self.publisher = worker
+            if self.publisher is None or newest == self.newest:  # else another one has published since
+                self.publisher = worker
         else:
             self.entry[worker] = 0  # it rejoined with its weights and need not catch up
             self._received(receiver._replace(staged=max(receiver.staged, newest)))

@@ -223,7 +223,7 @@ def _late(
         slot_id, lease_id = SlotId(message.slots[row]), message.leases[row]
         slot = state.table.slots.get(slot_id)
         known = replayed is not None and replayed.commits.get((stage.name, slot_id)) == lease_id
-        if slot is not None and known:
+        if slot is not None and known and state.table.is_done(slot, stage.name):
             for part in message.parts:
                 slot.tensors[part.column].owners.add(worker)
             continue

@@ -85,6 +85,7 @@ def _gone(member: Member, reason: str) -> str:
 def _forget(state: State, env: Environment, worker: WorkerId) -> list[Command]:
     """Remove a worker from all tables, with its requests, its leases, and the tensors that only it held."""
     state.key_limits.forget(worker)
+    state.recovery.leave(worker)
     state.requests.forget(worker)
     state.work.add_offers()  # its parked offers are gone: later ones may fit
     commands = rollback.forget_worker(state, env, worker)

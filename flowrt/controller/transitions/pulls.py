@@ -129,6 +129,8 @@ def _serve_stage(state: State, env: Environment, stage: str, now: float) -> list
 
     def serve(parked: ParkedRequest[Pull]) -> list[Command]:
         nonlocal refused
+        if state.recovery.is_parked(parked.worker):
+            return []
         version = weights.applied_version(parked.worker)
         if version <= refused:
             if generates and parked.worker not in models.outdated:
@@ -171,7 +173,7 @@ def reject_beyond_end(state: State, env: Environment) -> list[Command]:
 
 def _serve(state: State, env: Environment, parked: ParkedRequest[Pull], now: float) -> list[Command]:
     """Answer a pull with a grant or a rejection; no commands if it has to wait."""
-    if state.recovery.is_active:
+    if state.recovery.is_parked(parked.worker):
         return []
     if parked.request.stage == env.flow.train_stage:
         return _serve_trainer(state, env, parked)
@@ -367,6 +369,8 @@ def wait_reason(state: State, env: Environment, parked: ParkedRequest[Pull] | Pa
     request = parked.request
     if isinstance(request, Offer):
         return offers.wait_reason(state, env, request) or "the offers before it"
+    if parked.worker in state.recovery.unconfirmed:
+        return f"the inventory of {parked.worker}, which came back from an earlier controller"
     if request.stage == env.flow.train_stage:
         return state.window.wait_reason(request.step, len(state.table.ready_groups[request.stage]))
     count, weights = state.table.count_ready(request.stage), state.models.policy

@@ -1,7 +1,8 @@
 """Rejoin: a restarted controller waits for the workers of the earlier controller and learns what they still hold.
 
 Until all of them have rejoined, or `rejoin_timeout_s` has passed, no request is served. A worker first renews its
-leases, then repeats unanswered requests, and last sends its inventory. Columns without an owner are made again.
+leases, then repeats unanswered requests, and last sends its inventory. Columns without an owner are made again. An
+inventory that comes after that makes the worker an owner of nothing: its columns may have been made again.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from flowrt.controller.state.transfers import find_holding
 from flowrt.controller.transitions import rollback
 from flowrt.errors import EXIT_FAILED, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.messages import Inventory, LaneTurn, ReleaseTensors, RenewLease, Weights
+from flowrt.protocol.messages import Inventory, LaneTurn, Pull, ReleaseTensors, RenewLease, Weights
 
 REJOINED = "the controller came back"
 
@@ -96,7 +97,8 @@ def _renew_step(state: State, worker: WorkerId, message: RenewLease) -> list[Com
     found = [slot for slot in slots if slot is not None]
     groups = list({slot.group.id: slot.group for slot in found}.values())
     whole = sum(len(group.slots) for group in groups) == len(found) == len(slots)
-    fits = len(groups) <= window.places and message.step == window.step
+    # After recovery, samples of the step may have been made again.
+    fits = state.recovery.is_active and len(groups) <= window.places and message.step == window.step
     if not (whole and fits and all(group.id in ready for group in groups)):
         # The trainer's gradient contains samples that another rank may train too, and they cannot be taken out.
         reason = f"{worker}: it came back too late, its work on step {message.step} is not its own"
@@ -126,18 +128,21 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
             fits = holding is not None and holding.length == length
             if holding is not None and fits and worker in state.recovery.claims.get((part.column, item), ()):
                 holding.owners.add(worker)
+            elif holding is not None and worker in holding.holders:
+                continue
             elif holding is not None and fits and _works_with(table, worker, part.column, item):
                 # A copy that came with the worker's grant: not sent to other workers, but freed with its group.
                 holding.sent[worker] = LaneTurn(
                     sender=worker, receiver=worker, kind="samples", incarnation=0, sequence=0, transport=""
                 )
-            elif holding is None or worker not in holding.owners:
+            else:
                 wrong.setdefault(part.column, []).append(item)
     commands: list[Command] = [
         Send(worker, ReleaseTensors((column,), tuple(items), tuple(items))) for column, items in wrong.items()
     ]
     commands += _regain_versions(state, worker, message.weights)
     state.recovery.complete(worker)
+    state.work.add_stages(one.request.stage for one in state.requests.of(worker) if isinstance(one.request, Pull))
     return commands
 
 
