@@ -17,8 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)
 	$(BIN)/flowrt run $(ARGS)
 
-# What needs nothing but this machine, within 13 minutes: pure tests two at a time, those with processes three at a time,
-# because they often wait. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
+# What needs nothing but this machine, within 13 minutes: three files at a time, because tests with processes often wait;
+# those begin first. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
 REAL := gemma or sglang or slurm or netns or chromium or gpu or npu
 PURE := tests/unit tests/property tests/architecture
 
@@ -28,14 +28,13 @@ fast: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile fast --cases 3 -m "not (slow or long)" \
 		$(PURE) $(ARGS)
 
-# A failed test runs once more, alone; the stages share the names of those that pass then, and the last one shows them.
+# A failed test runs once more, alone; the names of those that pass then are shown at the end.
 UNSTABLE := build/unstable.txt
 
 test: $(STAMP)
 	rm -f $(UNSTABLE)
-	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 2 --dist worksteal -m "not long" $(PURE) $(ARGS)
 	$(BIN)/python -m pytest --unstable $(UNSTABLE) -n 3 --dist loadfile --no-loadscope-reorder -m "not ($(REAL) or long)" \
-		tests/integration tests/fault $(ARGS)
+		tests/integration tests/fault tests/property tests/architecture tests/unit $(ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile thorough -m "not long" $(PURE) $(ARGS)

@@ -3,7 +3,7 @@
 from hypothesis import settings
 
 THOROUGH_EXAMPLES = 60
-TEST_EXAMPLES = 15
+TEST_EXAMPLES = 10
 FAST_EXAMPLES = 8
 """Default ``max_examples`` of the three profiles; their ratios scale every other number of examples."""
 

@@ -42,14 +42,17 @@ def test_example_algorithm_is_one_short_file() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_user_defined_objective_trains_on_two_ranks_and_resumes(
-    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [("torch", "1"), *(pytest.param(name, "2", marks=pytest.mark.long) for name in ("torch", "fsdp"))],
+)
+def test_user_defined_objective_trains_and_resumes(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str, ranks: str
 ) -> None:
     file = tmp_path / "mine.py"
     shutil.copy(EXAMPLE, file)
     flags = ["--model", str(untrained_model), "--algorithm", f"{file}:ShortReinforce", "--trainer.engine", engine]
-    run = launch(*SMALL, *flags, "--trainer.ranks", "2")
+    run = launch(*SMALL, *flags, "--trainer.ranks", ranks)
     assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")
     assert f"algorithm {file}:ShortReinforce" in run.output
     assert all(line["weights"] > 0 for line in metrics(run)), "metric of the user-defined class"

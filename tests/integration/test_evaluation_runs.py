@@ -133,7 +133,7 @@ def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launc
     assert [line["version"] for line in lines(run.run_dir / "evaluations.jsonl")] == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Callable[..., Launch]) -> None:
     """Evaluations take longer than training, so that workers must load old versions for pending evaluations."""
     flags = ("--steps", "30", "--eval.interval", "8", "--eval.overlap", "wait", "--eval.at-start", "False")

@@ -252,6 +252,7 @@ def test_adapters_are_written_merged_and_by_themselves(adapters: Any, start: Pat
 DRAWN = ("--temperature", "1", "--samples", "8")
 
 
+@pytest.mark.long
 def test_the_evaluation_of_a_run_with_adapters_is_that_of_its_model(
     adapters: Any, start: Path, settings: list[str], tmp_path: Path
 ) -> None:
@@ -277,6 +278,7 @@ def test_the_evaluation_of_a_run_with_adapters_is_that_of_its_model(
     assert results["avg@8"] != found[2]["results"]["held_out"]["avg@8"]
 
 
+@pytest.mark.long
 def test_a_run_starts_from_an_adapter_and_its_reference_is_that_start(
     adapters: Any, launch: Callable[..., Any], settings: list[str], tmp_path: Path
 ) -> None:

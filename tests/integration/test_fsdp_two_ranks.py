@@ -21,7 +21,7 @@ SPLIT_MODEL = "split"
 REFUSED = {"options": {"max_initial_mismatch": 1e-3}, "refused": True}
 ADAPTIVE = {"target": 1e-3, "horizon": 100}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def test_mean_of_micro_batch_means_differs_from_the_gradient() -> None:
     assert relative_error((halves[0] + halves[1]) / 2, expected_gradient) > 1e-3
 
 
-@pytest.mark.parametrize("dtype", ["double", "single"])
+@pytest.mark.parametrize("dtype", ["double", pytest.param("single", marks=pytest.mark.long)])
 def test_two_ranks_compute_the_gradient_of_one_rank(tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "gradient.pt"
     command = [

@@ -95,16 +95,15 @@ def test_a_guard_stops_the_run_and_a_resume_continues_it(launch: Callable[..., A
     assert {"joined", "published", "checkpoint", "guard"} <= {*kinds}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(("--steps", "60"), id="default", marks=pytest.mark.long),
+        pytest.param(("--steps", "60"), id="default"),
         *(
-            pytest.param(("--steps", "12", "--algorithm", name), id=name, marks=pytest.mark.long)
-            for name in ("gspo", "grpo", "cispo", "dr_grpo")
+            pytest.param(("--steps", "12", "--algorithm", name), id=name)
+            for name in ("gspo", "grpo", "cispo", "dr_grpo", "dapo")
         ),
-        pytest.param(("--steps", "12", "--algorithm", "dapo"), id="dapo"),
     ],
 )
 def test_a_learning_run_raises_no_false_alarm(launch: Callable[..., Any], arguments: tuple[str, ...]) -> None:

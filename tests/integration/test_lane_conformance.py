@@ -41,7 +41,7 @@ def ends() -> dict[str, Any]:
 
 
 @pytest.fixture
-async def start(ends: dict[str, Any]) -> AsyncIterator[Start]:
+async def start(ends: dict[str, Any], fork_server: None) -> AsyncIterator[Start]:
     """Start a pair; afterwards no thread, descriptor, mapping or shared memory of it may remain."""
     files, segments = pairs.open_files(), set(os.listdir("/dev/shm"))
     started: list[pairs.Pair] = []

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -18,9 +17,9 @@ from common.chat_models import FAMILIES, chat_tokenizer
 
 from flowrt.engines.hf import save_model
 from flowrt.engines.tiny_model import build_model
+from tests.integration.helpers.forked_flowrt import run_flowrt
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own-task.md"
-FLOWRT = Path(sys.executable).with_name("flowrt")
 KEY = "secret"
 SMALL = [
     *("--steps", "2", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
@@ -34,7 +33,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path) -> None:
+def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     tokenizer = chat_tokenizer(FAMILIES["qwen"])
     model = build_model(
@@ -48,16 +47,17 @@ def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path) -> Non
     commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
     subcommands = [command[1] for command in commands]
     assert subcommands == ["data", "run", "run", "run", "run", "reward", "run"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge() as address:
         for number, command in enumerate(commands):
             small = [*SMALL, "--run-dir", f"run-{number}"] if command[1] == "run" else []
             small += ["--sft.steps", "5"] if command[2] == "sums.py" else []
-            line = [str(FLOWRT), *command[1:], *small]
+            line = [*command[1:], *small]
             line = [word.replace("/models/qwen", str(tmp_path / "model")) for word in line]
             line = [word.replace("https://judge.example", address) for word in line]
-            environment = {**os.environ, "JUDGE_KEY": KEY}
-            ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)
-            assert ended.returncode == 0, ended.stdout + ended.stderr
+            ended = run_flowrt(*line)
+            assert ended.returncode == 0, ended.stdout
     runs = [number for number, command in enumerate(commands) if command[1] == "run" and "--help" not in command]
     for number in runs:
         assert (tmp_path / f"run-{number}" / "final" / "model.safetensors").is_file()

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 TWO_RANKS = [
     *("--trainer.ranks", "2", "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0"),
     *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "2"),
@@ -46,7 +46,6 @@ def test_no_temporary_files_remain_after_the_agent_was_killed(
     assert not (run.run_dir / "ranks").exists()
 
 
-@pytest.mark.long
 def test_resume_removes_files_of_a_killed_launcher(
     launch: Callable[..., Any], untrained_model: Path, temporary: Path
 ) -> None:

@@ -1,7 +1,6 @@
 """Weight transfers between real processes: relay chains, killed and hung relays, corrupted bytes, eviction."""
 
 import asyncio
-import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -14,9 +13,8 @@ import pytest
 
 from flowrt.api import Dataflow, DelayedUpdate, Fifo, GroupCount, Policies, Settings, StrictLag, controller
 from tests.integration.helpers import weight_peer
+from tests.integration.helpers.forked import CONTEXT
 
-FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["torch", "flowrt.client.session"])
 POLICY, ADAPTERS = "policy", "adapters"
 SIZE = 8 * 1024 * 1024
 PIECES_SENT = 10  # of 32: within a transfer
@@ -29,8 +27,8 @@ class Process:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._pipe, end = FORK_SERVER.Pipe()
-        self._process = FORK_SERVER.Process(target=weight_peer.run_peer, args=(end,), name=name, daemon=True)
+        self._pipe, end = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=weight_peer.run_peer, args=(end,), name=name, daemon=True)
         self._process.start()
         end.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RUNS = 36
+RUNS = 12
 
 
 @pytest.mark.slow

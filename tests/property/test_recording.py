@@ -76,9 +76,9 @@ def test_a_recording_replays_to_the_same_commands_and_states(
 
 
 def test_a_process_that_is_killed_leaves_recordings_that_replay(replayers: list[Replayer], tmp_path: Path) -> None:
-    """It is killed while it records, after one to eight complete runs."""
+    """It is killed while it records, after some complete runs."""
     incomplete = 0
-    for whole in range(1, 9):
+    for whole in (1, 3, 8):
         place = tmp_path / str(whole)
         with subprocess.Popen(
             [sys.executable, "-m", "tests.property.record_child", "1000", str(place)],

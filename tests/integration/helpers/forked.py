@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from flowrt.cli import main
@@ -26,6 +26,7 @@ CONTEXT.set_forkserver_preload(["flowrt.grpo", "flowrt.launcher.local_run", *SHA
 def start_fork_server() -> None:
     """Start the process that commands are forked from. It keeps the environment that this process has now."""
     forkserver.ensure_running()
+    resource_tracker.ensure_running()  # so that later children open no descriptors in this process
 
 
 def run_flowrt(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:

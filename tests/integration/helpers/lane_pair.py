@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 import signal
-import sys
+import socket
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from flowrt.errors import TransferError
 from flowrt.protocol.messages import LaneTurn
 from flowrt.transport.lanes.lane import LaneSet, lane_name
 from tests.integration.helpers import lane_peer
+from tests.integration.helpers.forked import CONTEXT
 
-ROOT = Path(__file__).parents[3]
 HERE, THERE = "here", "there"
 NOT_HERE = {}
 if torch.cuda.device_count() < 2:
@@ -55,25 +56,20 @@ class Pair:
         )
         self._reports: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
         self._issued: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ForkServerProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            lane_peer.__name__,
-            self.name,
-            str(self.deadline_s),
-            str(self.idle_s),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            cwd=ROOT,
-        )
-        assert self._process.stdout is not None
-        async with asyncio.timeout(30):
-            assert json.loads(await self._process.stdout.readline()) == {"ready": self.name}
-        self._listener = asyncio.create_task(self._listen())
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = (theirs, self.name, self.deadline_s, self.idle_s)
+            self._process = CONTEXT.Process(target=lane_peer.serve, args=arguments, daemon=True)
+            self._process.start()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        async with asyncio.timeout(60):
+            assert json.loads(await reader.readline()) == {"ready": self.name}
+        self._listener = asyncio.create_task(self._listen(reader))
 
     def turn(self, sending: bool, sequence: int = 0, incarnation: int = 0, kind: str = "samples") -> LaneTurn:
         ends = (HERE, self.name) if sending else (self.name, HERE)
@@ -100,6 +96,7 @@ class Pair:
 
     def kill(self, number: signal.Signals) -> None:
         assert self._process is not None
+        assert self._process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
 
@@ -112,31 +109,29 @@ class Pair:
     async def close(self) -> None:
         await self.lanes.close()
         assert self._process is not None
-        assert self._process.stdin is not None
-        if self._process.returncode is None:
+        assert self._writer is not None
+        if self._process.is_alive():
             self.kill(signal.SIGCONT)
-            self._process.stdin.close()
-            try:
-                await asyncio.wait_for(self._process.wait(), 10)
-            except TimeoutError:
-                self._process.kill()
-                raise
+        self._writer.close()
+        await asyncio.to_thread(self._process.join, 60)
+        has_ended = self._process.exitcode is not None
+        if not has_ended:
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
         if self._listener is not None:
             await self._listener
-        await self._process.wait()
+        self._process.close()
+        assert has_ended, f"{self.name} did not end"
 
     def _send(self, **fields: Any) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(fields).encode() + b"\n")
+        assert self._writer is not None
+        self._writer.write(json.dumps(fields).encode() + b"\n")
 
     def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
         self._pairs[peer]._send(signal=[HERE, lane, key, value.hex()])
 
-    async def _listen(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while line := await _line(reader):
             message = json.loads(line)
             if "signal" in message:
                 _, lane, key, value = message["signal"]
@@ -147,6 +142,15 @@ class Pair:
                 report = self._reports.pop(tuple(message["done"]))
                 if not report.done():
                     report.set_result(message)
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """The next line of a peer; empty if it has ended."""
+    try:
+        line = await reader.readline()
+    except ConnectionResetError:
+        return b""
+    return line if line.endswith(b"\n") else b""
 
 
 def lane_threads() -> list[threading.Thread]:

@@ -1,13 +1,13 @@
-"""The remote end of lanes, in a separate process: runs the turns ordered on stdin, reports on stdout, in JSON."""
+"""The remote end of lanes, in a separate process: runs the turns that it receives, and reports, as lines of JSON."""
 
 import asyncio
 import hashlib
 import json
-import sys
+import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -72,12 +72,12 @@ def trickle(message: list[list[torch.Tensor]], pause_s: float) -> Iterator[torch
         threading.Event().wait(pause_s)
 
 
-async def main(name: str, deadline_s: float, idle_s: float) -> None:
+async def _run(orders: TextIO, reports: TextIO, name: str, deadline_s: float, idle_s: float) -> None:
     loop = asyncio.get_running_loop()
 
     def report(**fields: Any) -> None:
-        sys.stdout.write(json.dumps(fields) + "\n")
-        sys.stdout.flush()
+        reports.write(json.dumps(fields) + "\n")
+        reports.flush()
 
     def signal(peer: str, lane: str, key: str, value: bytes) -> None:
         report(signal=[peer, lane, key, value.hex()])
@@ -92,7 +92,7 @@ async def main(name: str, deadline_s: float, idle_s: float) -> None:
         report(done=[lane_name(turn), turn.sequence], digest=what, error=None if error is None else str(error))
 
     report(ready=name)
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
+    while line := await loop.run_in_executor(None, orders.readline):
         order = json.loads(line)
         if "signal" in order:
             peer, lane, key, value = order["signal"]
@@ -113,6 +113,8 @@ async def main(name: str, deadline_s: float, idle_s: float) -> None:
     await lanes.close()
 
 
-if __name__ == "__main__":
+def serve(connection: socket.socket, name: str, deadline_s: float, idle_s: float) -> None:
+    """Run the turns that are ordered over a connection, until it is closed."""
     torch.set_num_threads(1)
-    asyncio.run(main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3])))
+    with connection.makefile("r") as orders, connection.makefile("w") as reports:
+        asyncio.run(_run(orders, reports, name, deadline_s, idle_s))

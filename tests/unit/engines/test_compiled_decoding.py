@@ -83,7 +83,8 @@ def assert_same(found: dict[int, Response], expected: dict[int, Response]) -> No
         torch.testing.assert_close(found[key].logprobs, response.logprobs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", WIDE))])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", WIDE])
 def test_compiled_answers_equal_uncompiled_ones_without_recompilation(name: str) -> None:
     """With heads that share keys, and with heads of separate keys. 64 positions are not enough: caches grow."""
     engine = engine_of(build(name), 8, compiled=True)

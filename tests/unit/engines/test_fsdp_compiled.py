@@ -60,10 +60,8 @@ def batch(seed: int) -> TrainingBatch:
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile triggers warnings that it ignores itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize(
-    ("dtype", "gather"), [pytest.param("bfloat16", "step", marks=pytest.mark.long), ("float32", "pass")]
-)
-@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "gather"), [("bfloat16", "step"), ("float32", "pass")])
+@pytest.mark.long
 def test_the_head_width_is_compiled_as_a_constant(
     checkpoint: Path,
     caplog: pytest.LogCaptureFixture,
