@@ -1,26 +1,27 @@
-"""Messages of the controller about evaluations: results (to trainers), and lost versions (to sources)."""
+"""Messages of the controller about evaluations: results (to trainers), and dropped groups (to sources)."""
 
 import asyncio
+from collections.abc import Iterable
 
-from flowrt.protocol.messages import Evaluated, VersionLost
+from flowrt.protocol.messages import Evaluated, GroupsDropped
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_until
 
 UNTIL_SESSION_END = BoundedElsewhere("the end of the session")
 
 
 class EvaluationNews:
-    """Results of evaluations in order of arrival, each once, and versions that no worker has any more."""
+    """Results of evaluations in order of arrival, each once, and groups that were dropped."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[str, int], Evaluated] = {}
         self._taken = 0
-        self._lost: set[int] = set()
+        self._dropped: dict[int, str] = {}
         self._changed = asyncio.Event()
 
-    def add(self, message: Evaluated | VersionLost) -> None:
+    def add(self, message: Evaluated | GroupsDropped) -> None:
         """Add a message of the controller; a repeated message changes nothing."""
-        if isinstance(message, VersionLost):
-            self._lost.add(message.version)
+        if isinstance(message, GroupsDropped):
+            self._dropped.update(dict.fromkeys(message.groups, message.reason))
         else:
             self._results.setdefault((message.name, message.version), message)
         self._changed.set()
@@ -38,8 +39,6 @@ class EvaluationNews:
             await wait_until(self._changed.wait(), UNTIL_SESSION_END, "the results of an evaluation", CONTROLLER)
         return found
 
-    async def wait_lost(self, version: int) -> None:
-        """Wait until no worker has this version any more."""
-        while version not in self._lost:
-            self._changed.clear()
-            await wait_until(self._changed.wait(), UNTIL_SESSION_END, f"the loss of version {version}", CONTROLLER)
+    def take_dropped(self, groups: Iterable[int]) -> dict[int, str]:
+        """Those of these groups that were dropped, and why; they are forgotten."""
+        return {group: reason for group in groups if (reason := self._dropped.pop(group, None)) is not None}

@@ -101,6 +101,7 @@ class Session:
         self._requests = RequestTable(worker, connection.send, connection.spin_wait, self._release_unclaimed)
         self._uncommitted = UncommittedColumns(self.store)
         self._resync = ResyncState(welcome.renewable)
+        self._released = asyncio.Event()
         self.evaluations = EvaluationNews()
         connection.handle_directly(self._on_message)
         self._spawn(self._run())
@@ -155,7 +156,7 @@ class Session:
             case m.SendSamples():
                 self._sample_transfers.send(event)
             case m.ReleaseTensors(columns, slots, groups):
-                self.store.free(columns, slots, groups)
+                self._free(columns, slots, groups)
             case m.RendezvousKey(peer, lane, key, value):
                 self._lanes.deliver(peer, lane, key, value)
             case m.RetireLane(turn):
@@ -166,7 +167,7 @@ class Session:
                 self.params.send(event)
             case m.EvictVersion():
                 self.params.evict(event)
-            case m.VersionLost() | m.Evaluated():
+            case m.GroupsDropped() | m.Evaluated():
                 self.evaluations.add(event)
             case m.Drain():
                 self._requests.set_leaving()
@@ -185,6 +186,11 @@ class Session:
                     self.send(message)
             case _:
                 raise RemoteProtocolError(f"the controller sent {type(event).__name__}, which only workers send")
+
+    def _free(self, columns: Sequence[str], slots: Sequence[int], groups: Sequence[int]) -> None:
+        self.store.free(columns, slots, groups)
+        if groups:
+            self._released.set()
 
     # ---- samples
 
@@ -237,7 +243,7 @@ class Session:
 
         Returns:
             The ids of the groups, or None when the run needs no more prompts, or no worker has version ``at_most`` any
-            more. `EvaluationNews` tells of a version that is lost afterwards.
+            more. `wait_groups_closed` waits for the end of their groups, `EvaluationNews` has those that were dropped.
 
         Raises:
             WaitExpired: the groups were not admitted in time; none is open.
@@ -266,6 +272,20 @@ class Session:
         )
         opened = await self._requests.ask(offer, m.OfferAccepted, deadline_s or self.welcome.request_timeout_s)
         return None if opened.first < 0 else range(opened.first, opened.first + len(prompts))
+
+    async def wait_groups_closed(self, groups: Sequence[int]) -> None:
+        """Wait until groups that this worker has offered are closed: all their stages are done, or they were dropped.
+
+        The controller then orders this worker to free their columns; an order that a crash of the controller has lost
+        is repeated by the next one. Groups without columns count as closed.
+        """
+        still_open = list(groups)
+        while still_open:
+            if not self.store.has_group(still_open[-1]):
+                still_open.pop()
+                continue
+            self._released.clear()
+            await wait_until(self._released.wait(), LIVENESS, f"the end of group {still_open[-1]}", CONTROLLER)
 
     async def pull(
         self,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from flowrt.client.samples import Batch
@@ -24,6 +25,8 @@ class StageOutput:
 
     tensors: Mapping[str, Rows] = field(default_factory=dict)
     inline: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    on_committed: Callable[[Sequence[int]], None] | None = None
+    """Called with the refused slots when the commit is answered; what must not be counted twice belongs here."""
 
 
 async def delay_pull(session: Session, since_s: float, interval_s: float) -> None:
@@ -71,6 +74,8 @@ async def run_stage(
             if committing is not None:
                 await committing
             committing = session.start_commit(stage, batch.slots, batch.leases, output.tensors, output.inline)
+            if output.on_committed is not None:
+                committing.add_done_callback(partial(_on_committed, output.on_committed))
             await delay_pull(session, arrived_s, interval_s)
         if committing is not None:
             await committing
@@ -80,6 +85,11 @@ async def run_stage(
             await wait_all(
                 [committing], BoundedElsewhere("its own deadline"), "the answer to the last commit", CONTROLLER
             )
+
+
+def _on_committed(report: Callable[[Sequence[int]], None], committing: asyncio.Task[m.Committed]) -> None:
+    if not committing.cancelled() and committing.exception() is None:
+        report(committing.result().refused)
 
 
 async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -> AsyncGenerator[Batch, None]:

@@ -3,14 +3,15 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flowrt.client.samples import Batch
+from flowrt.client.samples import Batch, Columns, Numbers
 from flowrt.client.session import Session, connect
 from flowrt.client.streams import stream
 from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
@@ -67,8 +68,16 @@ class StreamDataset(IterableDataset[Row]):
 async def _committed_batches(session: Session, stage: str, slots: int) -> AsyncIterator[Batch]:
     """Batches of the stage that are already committed, so that no lease is open while the caller uses a batch."""
     while not (batch := await session.pull(stage, slots)).closed:
-        if not await session.commit(stage, batch.slots, batch.leases):
-            yield batch
+        refused = await session.commit(stage, batch.slots, batch.leases)
+        if kept := [row for row, slot in enumerate(batch.slots) if slot not in refused]:
+            yield batch if len(kept) == len(batch) else _only(batch, kept)
+
+
+def _only(batch: Batch, rows: Sequence[int]) -> Batch:
+    """These rows of a batch."""
+    tensors = {column: [of_rows[row] for row in rows] for column, of_rows in batch.tensors.items()}
+    numbers = Numbers((column, [values[row] for row in rows]) for column, values in batch.inline.items())
+    return Batch(replace(batch.grant, slots=tuple(batch.slots[row] for row in rows)), Columns(tensors), numbers)
 
 
 async def _next(batches: Any) -> Batch | None:

@@ -581,10 +581,11 @@ class EvictVersion:
 
 
 @dataclass(slots=True)
-class VersionLost:
-    """controller to source: no worker has this version any more; the samples that it had to generate are dropped."""
+class GroupsDropped:
+    """controller to source: these groups, which it has offered to a flow that is not trained, are given up."""
 
-    version: int
+    groups: Ints
+    reason: str
 
 
 @dataclass(slots=True)
@@ -676,7 +677,7 @@ Message = (
     | Drain
     | RenewLease
     | Inventory
-    | VersionLost
+    | GroupsDropped
     | Evaluated
     | SampleRecords
     | Notice
@@ -684,5 +685,5 @@ Message = (
     | RetireLane
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

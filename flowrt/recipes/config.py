@@ -747,7 +747,7 @@ class RunConfig:
     group_size: Annotated[int, Interval(gt=0, le=65_536)] = 8
     """Samples per prompt."""
     on_lost_sample: Literal["regenerate", "drop_group", "train_remaining"] = "regenerate"
-    """If a sample of a group is lost: generate it again, drop the group, or train on the remaining samples."""
+    """If a sample to train on is lost: generate it again, drop its group, or train on the remaining samples."""
     max_staleness: Annotated[int, Interval(ge=0, le=10_000)] = 1
     """Maximum staleness of a trained sample, in weight versions; 0: synchronous training."""
     deterministic: bool = False

@@ -3,6 +3,8 @@
 - The source offers the prompts of an evaluation before its version is published, so that the controller pins a worker
   to that version in time, and the trainer keeps it.
 - Each version is evaluated with the same random numbers, which reduces the noise in differences between versions.
+- An evaluation is complete when the controller has closed its groups. An answer counts as it was granted last: a slot
+  is granted again if its commit was refused, or got lost with the controller.
 - Results go to the controller, which records them with the version; a resumed run evaluates only what is missing.
 """
 
@@ -10,13 +12,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 
 import torch
 
 from flowrt.algorithms.evaluation import statistics
-from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.errors import RemoteProtocolError, WaitExpired
 from flowrt.recipes.config import RunConfig
@@ -59,90 +60,63 @@ class EvalSet:
         return cls(name, tuple(number for number, _ in rows), {key: [found[key] for _, found in rows] for key in names})
 
 
-@dataclass(slots=True)
-class _Answers:
-    """The answers to an offer: rewards by group, and counts over all answers."""
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A scored answer; ``spans``: version, tokens, version, tokens, ..."""
 
-    members: int
-    rewards: dict[int, list[float]] = field(default_factory=dict)
-    versions: set[int] = field(default_factory=set)
-    tokens: int = 0
-    truncated: int = 0
-    missing: int = 0
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    reward: float
+    spans: Sequence[int]
+    truncated: bool
 
-    def open(self, groups: range) -> None:
-        self.rewards = {group: [] for group in groups}
-        self.missing = len(groups) * self.members
 
-    def add(self, batch: Batch, row: int) -> None:
-        spans = batch.grant.spans[row]
-        self.rewards[batch.groups[row]].append(batch.inline["reward"][row])
-        self.versions.update(spans[::2])
-        self.tokens += sum(spans[1::2])
-        self.truncated += batch.inline["truncated"][row] > 0
-        self.missing -= 1
-        if not self.missing:
-            self.complete.set()
-
-    async def wait_complete(self) -> None:
-        await wait_until(self.complete.wait(), SESSION, "the answers of an evaluation", CONTROLLER)
+Answers = dict[int, dict[int, _Answer]]
+"""Answers by group and slot."""
 
 
 class _Collector:
-    """Pulls scored answers while an evaluation is open, and adds each to its evaluation."""
+    """Pulls scored answers while an evaluation is open."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._of_group: dict[int, _Answers] = {}
-        self._early: dict[int, list[tuple[Batch, int]]] = {}
+        self._answers: Answers = {}
+        self._open: set[int] = set()
         self._pulling: asyncio.Task[None] | None = None
 
-    def open(self, groups: range, answers: _Answers) -> None:
-        """Collect the answers to these groups in ``answers``."""
-        answers.open(groups)
-        self._of_group.update(dict.fromkeys(groups, answers))
-        for group in groups:
-            for batch, row in self._early.pop(group, ()):
-                answers.add(batch, row)
-
-    async def collect(self, answers: _Answers, version: int) -> bool:
-        """Wait for all answers; returns False if no worker has their version any more.
+    async def collect(self, groups: Sequence[int]) -> Answers:
+        """The answers to these groups when all of them are closed; those to dropped groups may be missing.
 
         Raises the error of a pull.
         """
-        complete = asyncio.create_task(self._session.unless_ended(answers.wait_complete()))
-        lost = asyncio.create_task(self._session.unless_ended(self._session.evaluations.wait_lost(version)))
+        self._open.update(groups)
+        closed = asyncio.create_task(self._session.unless_ended(self._session.wait_groups_closed(groups)))
         try:
-            while not answers.complete.is_set() and not lost.done():
+            while not closed.done():
                 if self._pulling is None:
                     self._pulling = asyncio.create_task(self._pull())
-                await wait_any(
-                    {complete, lost, self._pulling}, SESSION, f"the answers of version {version}", CONTROLLER
-                )
+                await wait_any({closed, self._pulling}, SESSION, "the answers of an evaluation", CONTROLLER)
                 if self._pulling is not None and self._pulling.done():
                     pulled, self._pulling = self._pulling, None
                     pulled.result()
-            return answers.complete.is_set()
+            closed.result()
+            return {group: self._answers.get(group, {}) for group in groups}
         finally:
-            for group in answers.rewards:
-                self._of_group.pop(group, None)
-            await cancel_and_wait([complete, lost, *self._idle()], CANCEL_S)
+            self._open.difference_update(groups)
+            for group in groups:
+                self._answers.pop(group, None)
+            await cancel_and_wait([closed, *self._idle()], CANCEL_S)
 
     def _idle(self) -> list[asyncio.Task[None]]:
         """The pull in progress, if no evaluation needs it any more."""
-        if self._of_group or self._pulling is None:
+        if self._open or self._pulling is None:
             return []
         idle, self._pulling = self._pulling, None
         return [idle]
 
     async def _pull(self) -> None:
         batch = await self._session.pull("evaluate", slots=PULL_SLOTS)
-        for row, group in enumerate(batch.groups):
-            if (answers := self._of_group.get(group)) is not None:
-                answers.add(batch, row)
-            else:  # the acceptance of the offer has not arrived, or an earlier source made it
-                self._early.setdefault(group, []).append((batch, row))
+        for row, group in enumerate(batch.groups):  # of an unknown group: the answer to its offer has not been handled
+            answer = _Answer(batch.inline["reward"][row], batch.grant.spans[row], batch.inline["truncated"][row] > 0)
+            self._answers.setdefault(group, {})[batch.slots[row]] = answer
         await self._session.commit("evaluate", batch.slots, batch.leases)
 
 
@@ -251,28 +225,30 @@ class Evaluations:
     ) -> tuple[str, int, dict[str, float]] | None:
         """(name, version, numbers) of a version on a data set.
 
-        None if no worker has the version any more, or it is not published.
+        None if the version is not published, or no worker has it any more, or prompts were dropped.
         """
         groups = await self._offer(one, version, training_is_over)
         if groups is None:
             return None
         begin_s, options = monotonic(), self._config.eval
-        answers = _Answers(self._config.eval.samples)
-        self._collector.open(groups, answers)
-        if not await self._collector.collect(answers, version):
-            self._note_skipped(one, version, "no worker has it any more")
+        answers = await self._collector.collect(groups)
+        dropped = self._session.evaluations.take_dropped(groups)
+        if missing := [group for group in groups if len(answers[group]) < options.samples]:
+            reason = next(iter(dropped.values()), "it was given up while the controller was restarted")
+            self._note_skipped(one, version, f"{len(missing)} of {len(groups)} prompts were dropped: {reason}")
             return None
-        if len(answers.versions) != 1 or version not in (LATEST, *answers.versions):
-            raise RemoteProtocolError(f"answers to {one.name} of version {version} are of {sorted(answers.versions)}")
-        of_version = min(answers.versions)
-        count = len(groups) * answers.members
+        rows = [answer for group in groups for answer in answers[group].values()]
+        versions = {number for row in rows for number in row.spans[::2]}
+        if len(versions) != 1 or version not in (LATEST, *versions):
+            raise RemoteProtocolError(f"answers to {one.name} of version {version} are of {sorted(versions)}")
+        rewards = [[answer.reward for answer in answers[group].values()] for group in groups]
         numbers = {
-            **statistics(list(answers.rewards.values()), options.solved_reward, pass_ks(options.samples)),
-            "length": answers.tokens / count,
-            "truncated": answers.truncated / count,
+            **statistics(rewards, options.solved_reward, pass_ks(options.samples)),
+            "length": sum(sum(row.spans[1::2]) for row in rows) / len(rows),
+            "truncated": sum(row.truncated for row in rows) / len(rows),
             "seconds": monotonic() - begin_s,
         }
-        return one.name, of_version, numbers
+        return one.name, min(versions), numbers
 
     def _note_skipped(self, one: EvalSet, version: int, reason: str) -> None:
         log.warning("version %d is not evaluated on %s: %s", version, one.name, reason)

@@ -6,6 +6,8 @@ processes or are requests to a server.
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -74,8 +76,8 @@ async def _run_task(session: Session, task: Task, stop: StopConditions, samples:
             scores, texts = await asyncio.to_thread(scored, batch)
             mean_s = (monotonic() - start_s) / len(scores)
             pairs = enumerate(zip(scores, texts, strict=True))
-            samples.send(batch, {row: Score(reward, {}, "", mean_s, text) for row, (reward, text) in pairs})
-        return StageOutput(inline={"reward": scores})
+            of_rows = {row: Score(reward, {}, "", mean_s, text) for row, (reward, text) in pairs}
+        return StageOutput(inline={"reward": scores}, on_committed=partial(samples.send, batch, of_rows))
 
     await run_stage(session, "reward", MAX_PULL_SLOTS, score, PULL_INTERVAL_S)
 
@@ -164,12 +166,13 @@ class FunctionRewards:
         kept = [
             index for index, one in found.items() if not (one.failure and self._drops) or batch.flows[index] == EVAL
         ]
+        refused: Sequence[int] = ()
         if kept:
             inline = {name: [found[index].numbers[name] for index in kept] for name in found[kept[0]].numbers}
             inline["reward"] = [found[index].reward for index in kept]
             slots, leases = [batch.slots[index] for index in kept], [batch.leases[index] for index in kept]
-            await self._session.commit("reward", slots, leases, inline=inline)
-        self._samples.send(batch, {index: _score(one) for index, one in found.items()})
+            refused = await self._session.commit("reward", slots, leases, inline=inline)
+        self._samples.send(batch, {index: _score(one) for index, one in found.items()}, refused)
         self._open -= len(found)
         self._has_room.set()
 

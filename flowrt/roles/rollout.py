@@ -313,9 +313,12 @@ class RolloutLoop:
             tensors |= {"support_counts": [one.counts_T for one in supports]}
             inline |= {"support_size": [len(one.tokens_E) / len(one.counts_T) for one in supports]}
         spans = [one.spans for one in finished]
-        await self._session.commit("rollout", slots, leases, tensors, inline, spans)
+        keys = [response.key for response in finished]
         if self._samples is not None:
-            self._samples.finished(response.key for response in finished)
+            self._samples.finished(keys)
+        refused = await self._session.commit("rollout", slots, leases, tensors, inline, spans)
+        if self._samples is not None:
+            self._samples.send(keys, refused)
 
 
 def _support(response: Response) -> Support:

@@ -5,8 +5,8 @@ All choose the same groups, by a hash. The controller accepts what the rate of t
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import torch
@@ -72,13 +72,16 @@ class ScoredSamples:
         self._prompts: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._singles_of, self._singles = -1, 0
 
-    def send(self, batch: Batch, scores: Mapping[int, Score]) -> None:
-        """Send the records of those scored rows of a batch that are stored; ``scores`` is by row."""
+    def send(self, batch: Batch, scores: Mapping[int, Score], refused: Collection[int] = ()) -> None:
+        """Send the records of those scored rows of a batch that are stored.
+
+        ``scores`` is by row; the rewards of the slots in ``refused`` were not accepted.
+        """
         if self._is_chosen is None:
             return
         records = []
         for row, score in scores.items():
-            if (is_single := self._why(batch, row, score)) is not None:
+            if batch.slots[row] not in refused and (is_single := self._why(batch, row, score)) is not None:
                 records.append(encode_record(self._record(batch, row, score, is_single)))
         _send(self._session, records)
 
@@ -154,11 +157,14 @@ def _parts(numbers: Mapping[str, float]) -> Iterable[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
+    slot: int
     epoch: int
     prompt: int
     member: int
     attempt: int
     at_s: float
+    seconds: float = 0.0
+    """Duration of the generation; 0 until it has finished."""
 
 
 class GeneratedSamples:
@@ -174,15 +180,23 @@ class GeneratedSamples:
         grant = batch.grant
         epoch, prompt = grant.epochs[row], grant.prompts[row]
         if self._is_chosen is not None and batch.flows[row] != EVAL and self._is_chosen(epoch, prompt):
-            self._running[key] = _Started(epoch, prompt, grant.members[row], grant.attempts[row], monotonic())
+            self._running[key] = _Started(
+                batch.slots[row], epoch, prompt, grant.members[row], grant.attempts[row], monotonic()
+            )
 
     def finished(self, keys: Iterable[int]) -> None:
-        """Send the generation times of the sequences that the engine has returned, by their keys."""
+        """Note that the engine has returned these sequences."""
         now = monotonic()
+        for key in keys:
+            if (one := self._running.get(key)) is not None:
+                self._running[key] = replace(one, seconds=now - one.at_s)
+
+    def send(self, keys: Iterable[int], refused: Collection[int]) -> None:
+        """Send the generation times of finished sequences, without those of the slots in ``refused``."""
         records = [
-            encode_record(GeneratedSample(one.epoch, one.prompt, one.member, one.attempt, now - one.at_s))
+            encode_record(GeneratedSample(one.epoch, one.prompt, one.member, one.attempt, one.seconds))
             for key in keys
-            if (one := self._running.pop(key, None)) is not None
+            if (one := self._running.pop(key, None)) is not None and one.slot not in refused
         ]
         _send(self._session, records)
 

@@ -25,8 +25,9 @@ from tests.integration.test_sessions import Stranger
 class Controllers:
     """Successive controller processes of one run at one address, each ended by SIGKILL."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *options: str) -> None:
         self._run_dir = run_dir
+        self._options = options
         self._popen: subprocess.Popen[str] | None = None
         self.address = "tcp://127.0.0.1:0"
 
@@ -35,7 +36,7 @@ class Controllers:
         assert self.address, "the controller did not start"
 
     def _start(self) -> str:
-        arguments = [sys.executable, small_controller.__file__, str(self._run_dir), self.address]
+        arguments = [sys.executable, small_controller.__file__, str(self._run_dir), self.address, *self._options]
         self._popen = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
         assert self._popen.stdout is not None
         return self._popen.stdout.readline().strip()

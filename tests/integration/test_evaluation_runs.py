@@ -135,9 +135,13 @@ def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launc
 
 @pytest.mark.long
 def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Callable[..., Launch]) -> None:
-    """Evaluations take longer than training, so that workers must load old versions for pending evaluations."""
+    """Evaluations take longer than training, so that workers must load old versions for pending evaluations.
+
+    Dropping groups with lost samples is a policy of training: the lost answers are generated again.
+    """
     flags = ("--steps", "30", "--eval.interval", "8", "--eval.overlap", "wait", "--eval.at-start", "False")
-    run = launch(*SMALL, *flags, "--data.eval-prompts", "64", "--eval.samples", "48", "--eval.temperature", "1.0")
+    policy = ("--on-lost-sample", "drop_group", "--eval.temperature", "1.0")
+    run = launch(*SMALL, *flags, *policy, "--data.eval-prompts", "64", "--eval.samples", "48")
     metrics = run.run_dir / "metrics.jsonl"
     run.wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 9, "ninth step", 120.0)
     for process in run.find("flowrt.roles.rollout", "rollout-0"):

@@ -20,7 +20,7 @@ from flowrt.controller.storage import ledger
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.transitions import commits, filtering, rollback, training
 from flowrt.errors import RemoteProtocolError
-from flowrt.protocol.messages import CancelRequest, Rejected, pack, unpack
+from flowrt.protocol.messages import CancelRequest, Inventory, Rejected, ReleaseTensors, pack, unpack
 
 Function = Callable[..., Any]
 BUGS: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {}
@@ -290,6 +290,33 @@ def a_restarted_controller_resets_the_filter_tries(right: Function) -> Function:
 @bug(ResyncState, "drained")
 def a_drain_is_not_repeated_to_a_restarted_controller(right: Function) -> Function:
     return do_nothing
+
+
+# ---- evaluations
+
+
+@bug(rollback, "_policy")
+def the_policy_of_lost_samples_applies_to_evaluations(right: Function) -> Function:
+    return lambda env, group: env.settings.on_lost_sample
+
+
+@bug(rollback, "drop_untrained")
+def the_source_is_not_notified_of_dropped_groups(right: Function) -> Function:
+    return lambda state, env, groups, reason: rollback.close(state, env, groups)
+
+
+@bug(HANDLERS, Inventory)
+def the_source_is_not_notified_of_groups_that_were_closed_in_a_crash(right: Function) -> Function:
+    def inventory(*arguments: Any) -> list[Command]:
+        commands = right(*arguments)
+        return [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, ReleaseTensors))]
+
+    return inventory
+
+
+@bug(commits, "_late")
+def a_refused_commit_is_answered_as_granted(right: Function) -> Function:
+    return lambda *_: ([], set())
 
 
 # ---- lanes and versions

@@ -1,20 +1,19 @@
 """Evaluations of one version in whole simulated runs: every sample is of that version, and no run deadlocks."""
 
-from collections import Counter
+import dataclasses
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.events import Command, Event, MessageReceived, Send
+from flowrt.controller.events import Command, Event
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
-from flowrt.protocol import messages as m
-from flowrt.protocol.messages import NO_LIMIT
+from flowrt.controller.settings import OnLostSample
 from tests.effort import examples
 from tests.property import test_core
 from tests.property.test_core import scenarios
 from tests.simulation.cluster import SimulatedCluster
-from tests.simulation.run_invariants import assert_sound
+from tests.simulation.run_invariants import assert_evaluated, assert_sound
 from tests.simulation.scenario import Scenario
 
 RUNS = settings(test_core.RUNS, max_examples=examples(30))
@@ -25,27 +24,6 @@ REFRESH: tuple[WeightSyncPolicy, ...] = (DelayedUpdate(), Rolling(1), EveryN(2),
 def evaluations(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
     refresh, bound = draw(st.sampled_from(REFRESH)), draw(st.sampled_from([0, 1, 4]))
     return draw(scenarios(exact_evals=4, refresh=refresh, bound=bound, **fixed))
-
-
-def assert_evaluated(cluster: SimulatedCluster) -> None:
-    """Each evaluation has all its samples, only by its version, or is reported as lost."""
-    opened: dict[int, int] = {}  # the version of each offer, by its first group: it may be accepted twice
-    offers: dict[int, int] = {}
-    for one in cluster.log:
-        if isinstance(one, MessageReceived) and isinstance(one.message, m.Offer) and one.message.at_most != NO_LIMIT:
-            offers[one.message.request] = one.message.at_most
-        if isinstance(one, Send) and isinstance(one.message, m.OfferAccepted) and one.message.request in offers:
-            opened.update({one.message.first: offers[one.message.request]} if one.message.first >= 0 else {})
-    for version, rows in cluster.shared.evaluated.items():
-        assert all(set(row.spans[::2]) == {version} for row in rows)
-    done = {version: len({row.slot for row in rows}) for version, rows in cluster.shared.evaluated.items()}
-    for version, count in Counter(opened.values()).items():
-        assert done.get(version, 0) == 3 * count or version in cluster.shared.lost, f"{version}: {done} of {opened}"
-    newest = cluster.core.state.models.policy.newest
-    assert not [one for one in cluster.workers["source0"].offers.values() if one.at_most <= newest]
-    exact = cluster.core.state.table.exact
-    assert (exact.live, exact.to_generate) == ({}, {})
-    assert cluster.core.state.models.policy.pin is None
 
 
 class PinnedWorkerKiller(SimulatedCluster):
@@ -94,9 +72,20 @@ def test_the_death_of_the_pinned_or_all_rollout_workers_blocks_no_run(
 
 
 @RUNS
-@given(evaluations(kills=2, broken_lanes=2, expiries=1, losses=1, withdrawals=2))
-def test_evaluations_survive_faults(scenario: Scenario) -> None:
-    cluster = SimulatedCluster(scenario).run()
+@given(evaluations(kills=2, broken_lanes=2, expiries=1, losses=1, withdrawals=2), st.sampled_from(OnLostSample))
+def test_evaluations_survive_faults(scenario: Scenario, policy: OnLostSample) -> None:
+    """Whatever becomes of lost samples in training, those of an evaluation are made again."""
+    cluster = SimulatedCluster(dataclasses.replace(scenario, on_lost_sample=policy)).run()
+    assert_sound(cluster)
+    assert_evaluated(cluster)
+
+
+@RUNS
+@given(evaluations(kills=1, losses=4, attempts=1), st.sampled_from(OnLostSample))
+def test_the_source_is_notified_of_evaluated_prompts_that_no_worker_can_answer(
+    scenario: Scenario, policy: OnLostSample
+) -> None:
+    cluster = SimulatedCluster(dataclasses.replace(scenario, on_lost_sample=policy)).run()
     assert_sound(cluster)
     assert_evaluated(cluster)
 

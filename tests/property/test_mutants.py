@@ -15,13 +15,14 @@ from flowrt.controller.settings import OnLostSample
 from tests.property.mutants import BUGS, planted
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.resumed_runs import run_with_crashes
-from tests.simulation.run_invariants import assert_exact, assert_filtered, assert_sound
+from tests.simulation.run_invariants import assert_evaluated, assert_exact, assert_filtered, assert_sound
 from tests.simulation.scenario import Scenario
 
 RUNS = 32
 FILTERED_RUNS = 8
 TERMINATED_RUNS = 24
 LATE_SEEDS = range(10, 22)
+EVALUATED_RUNS = 18
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -96,6 +97,26 @@ def late_scenario_of(seed: int) -> Scenario:
     )
 
 
+def evaluated_scenario_of(seed: int) -> Scenario:
+    """A small cluster with evaluations of single versions; workers die and the controller is restarted meanwhile."""
+    rng = random.Random(f"planted evaluation {seed}")
+    return Scenario(
+        seed=seed,
+        bound=rng.randint(0, 2),
+        steps=rng.randint(2, 4),
+        groups_per_step=rng.randint(1, 3),
+        members=rng.randint(1, 3),
+        exact_evals=4,
+        kills=rng.randint(1, 3),
+        losses=rng.randint(0, 3),
+        repeats=6,
+        crashes=seed % 3,
+        attempts=rng.choice([1, 8]),
+        on_lost_sample=list(OnLostSample)[seed % 3],
+        max_actions=10_000,
+    )
+
+
 def run_all(directory: Path) -> None:
     """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter."""
     for seed in LATE_SEEDS:
@@ -104,6 +125,10 @@ def run_all(directory: Path) -> None:
         cluster = SimulatedCluster(filtered_scenario_of(seed)).run()
         assert_sound(cluster)
         assert_filtered(cluster)
+    for seed in range(EVALUATED_RUNS):
+        cluster = SimulatedCluster(evaluated_scenario_of(seed)).run()
+        assert_sound(cluster)
+        assert_evaluated(cluster)
     for seed in range(RUNS):
         assert_sound(SimulatedCluster(scenario_of(seed)).run())
         if seed % 4 == 0:

@@ -41,6 +41,15 @@ class Job:
 
 
 @dataclass(slots=True)
+class Evaluation:
+    """A group that the source has offered for an evaluation of one version."""
+
+    version: int
+    members: int
+    is_closed: bool = False  # the source was ordered to free its columns
+
+
+@dataclass(slots=True)
 class Shared:
     """The state that the workers of one simulation share."""
 
@@ -50,12 +59,12 @@ class Shared:
     sent: Turns = field(default_factory=lambda: defaultdict(deque))
     broken: set[LaneId] = field(default_factory=set)
     evals_offered: int = 0
-    evaluated: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))  # by version
-    lost: set[int] = field(default_factory=set)  # versions that could not be evaluated
     contents: int = 0  # number of commits that made tensors
     payloads: dict[LaneTurn, dict[Key, int]] = field(default_factory=dict)  # contents of the tensors of a turn
     spans: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # of a response, by (content, slot)
     made_from: dict[tuple[int, int], int] = field(default_factory=dict)  # the response, by (content, slot)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # of one version, by group
+    answers: dict[int, dict[int, Row]] = field(default_factory=lambda: defaultdict(dict))  # by group and slot
     passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that need no further training, by epoch
 
 

@@ -6,6 +6,7 @@ from flowrt.controller.events import Send
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.controller.settings import OnLostSample
 from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.transitions.evaluations import LOST_VERSION
 from flowrt.ids import GroupId, SlotId
 from flowrt.protocol import messages as m
 from tests.simulation.cluster import SimulatedCluster
@@ -118,6 +119,26 @@ def assert_accounts_agree(cluster: SimulatedCluster, live: set[tuple[int, int]])
     others = Counter(state for pair, state in cluster.state.items() if pair not in live | trained)
     assert set(others) <= {"dropped"}
     assert sum(others.values()) <= sum(cluster.core.state.dropped.values())
+
+
+def assert_evaluated(cluster: SimulatedCluster) -> None:
+    """Each group of an evaluation is closed, with all its answers, only by its version, or its source knows why not."""
+    dropped: dict[int, str] = {}  # as the source was notified, even if a crash has lost the message
+    for sent in cluster.log:
+        if isinstance(sent, Send) and isinstance(sent.message, m.GroupsDropped):
+            dropped.update(dict.fromkeys(sent.message.groups, sent.message.reason))
+    can_fail = cluster.scenario.attempts <= cluster.scenario.losses
+    assert all(why == LOST_VERSION or (can_fail and "failed:" in why) for why in dropped.values()), dropped
+    for group, one in cluster.shared.evaluations.items():
+        rows = cluster.shared.answers[group].values()
+        assert one.is_closed, f"the source waits for group {group}, of which there are {len(rows)} answers"
+        assert all(set(row.spans[::2]) == {one.version} for row in rows)
+        assert len(rows) == one.members or group in dropped, f"{len(rows)} of {one.members} answers to group {group}"
+    newest = cluster.core.state.models.policy.newest
+    assert not [one for one in cluster.workers["source0"].offers.values() if one.at_most <= newest]
+    exact = cluster.core.state.table.exact
+    assert (exact.live, exact.to_generate) == ({}, {})
+    assert cluster.core.state.models.policy.pin is None
 
 
 def assert_exact(runs: ResumedRuns, scenario: Scenario) -> None:

@@ -6,7 +6,7 @@ AssertionError at the same moment.
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from flowrt.controller.policies.group_filter import DECISION
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import NO_BASE, NO_LIMIT, NO_VERSION, Incoming, LaneTurn, Part, Values, Weights
-from tests.simulation.rows import Job, Key, LaneId, Packet, Row, Shared, Turns, keys_of, lane_of, rows_of
+from tests.simulation.rows import Evaluation, Job, Key, LaneId, Packet, Row, Shared, Turns, keys_of, lane_of, rows_of
 from tests.simulation.scenario import (
     COLUMNS,
     GROUP_COLUMNS,
@@ -76,10 +76,10 @@ class Worker:
                 self._granted(message)
             case m.OfferAccepted(request, group):
                 offer = self.offers.pop(request)
-                if group < 0 and offer.flow == "eval":
-                    self.shared.lost.add(offer.at_most)
-                else:
+                if offer.at_most == NO_LIMIT:
                     self.closed = self.closed or group < 0
+                elif group >= 0:
+                    self.shared.evaluations[group] = Evaluation(offer.at_most, offer.members)
                 for one in offer.lengths if group >= 0 else ():
                     for item, length in enumerate(one.lengths, group):
                         self.have[one.column, item] = (length, -1)
@@ -97,12 +97,7 @@ class Worker:
                 for key in created:
                     del self.have[key]
             case m.ReleaseTensors(columns, slots, groups):
-                for name in columns or [column.name for column in COLUMNS]:
-                    for item in groups if name in GROUP_COLUMNS else slots:
-                        self.have.pop((name, item), None)
-                        self.coming.pop((name, item), None)
-                # Work on a slot without its tensors has no lease any more.
-                self._keep(lambda row: all(key in self.have or key in self.coming for key in row.needs))
+                self._free(columns, slots, groups)
             case m.Stop():
                 assert self.leaving, f"{self.id} is stopped, but was not asked to drain"
                 assert not self.jobs, f"{self.id} is stopped, but works on {self.jobs}"
@@ -113,8 +108,8 @@ class Worker:
                 self._issue(turn, parts, self.shared.sent)
             case m.SendWeights():
                 self._serve_weights(message)
-            case m.VersionLost(version):
-                self.shared.lost.add(version)
+            case m.GroupsDropped():
+                pass  # followed by the order to free its columns
             case m.ReceiveWeights(turn, weights, older):
                 self.downgrades.update([turn] if older else ())
                 based = weights.base == NO_BASE or weights.base in self.weights
@@ -129,6 +124,17 @@ class Worker:
                 self.forms = {form: weights for form, weights in self.forms.items() if form[0] != version}
             case _:
                 raise AssertionError(f"{self.id} was sent {message}")
+
+    def _free(self, columns: Sequence[str], slots: Sequence[int], groups: Sequence[int]) -> None:
+        for name in columns or [column.name for column in COLUMNS]:
+            for item in groups if name in GROUP_COLUMNS else slots:
+                self.have.pop((name, item), None)
+                self.coming.pop((name, item), None)
+        for group in groups if self.role == "source" else ():
+            if group in self.shared.evaluations:
+                self.shared.evaluations[group].is_closed = True
+        # Work on a slot without its tensors has no lease any more.
+        self._keep(lambda row: all(key in self.have or key in self.coming for key in row.needs))
 
     def _serve_weights(self, order: m.SendWeights) -> None:
         weights = self.forms.get((order.version, order.base))
@@ -378,7 +384,7 @@ class Worker:
             for row in job.rows:
                 if row.exact >= 0:
                     assert set(row.spans[::2]) == {row.exact}, f"{row} is to be of version {row.exact}"
-                    self.shared.evaluated[row.exact].append(row)
+                    self.shared.answers[row.group][row.slot] = row  # the latest counts: a commit may be refused
         self.requests += 1
         rng = self.shared.rng
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)

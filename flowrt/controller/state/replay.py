@@ -142,6 +142,7 @@ class ReplayedSamples:
                 epoch=entry.epoch,
                 at_least=entry.at_least,
                 at_most=entry.at_most,
+                source=owner,
             )
             first = index * entry.members
             for member in range(entry.members):

@@ -109,8 +109,8 @@ class SampleTable:
         ``owner`` holds the group columns: ``lengths`` has the elements of each for each prompt. ``tags`` has the values
         of inline columns for each slot, ordered by group.
         """
-        groups, slots = new_groups(flow, prompts, epoch, members, at_least, self._next_group, self._next_slot, at_most)
         first_group, first_slot = self._next_group, self._next_slot
+        groups, slots = new_groups(flow, prompts, epoch, members, at_least, first_group, first_slot, at_most, owner)
         self._next_group += len(groups)
         self._next_slot += len(slots)
         if len(slots) == 1:  # fast path: one slot

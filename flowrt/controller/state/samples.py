@@ -12,6 +12,7 @@ from flowrt.protocol.messages import NO_LIMIT, LaneTurn
 NO_STEP = -1
 NO_LEASE = -1
 """The lease of a grant that closes a stream."""
+NO_SOURCE = WorkerId("")
 NO_TENSORS: Mapping[str, "ColumnLocation"] = MappingProxyType({})
 NO_NUMBERS: Mapping[str, float] = MappingProxyType({})
 
@@ -51,13 +52,21 @@ class ColumnLocation:
 class Group:
     """The slots of one prompt, over which advantages are computed.
 
-    ``at_least`` and ``at_most`` are the oldest and newest versions that may generate its samples.
+    ``at_least`` and ``at_most`` are the oldest and newest versions that may generate its samples; ``source`` is the
+    worker that offered it.
     """
 
-    __slots__ = ("at_least", "at_most", "epoch", "flow", "id", "prompt", "slots", "tensors")
+    __slots__ = ("at_least", "at_most", "epoch", "flow", "id", "prompt", "slots", "source", "tensors")
 
     def __init__(
-        self, group_id: GroupId, flow: str, prompt: int, epoch: int, at_least: int, at_most: int = NO_LIMIT
+        self,
+        group_id: GroupId,
+        flow: str,
+        prompt: int,
+        epoch: int,
+        at_least: int,
+        at_most: int = NO_LIMIT,
+        source: WorkerId = NO_SOURCE,
     ) -> None:
         self.id = group_id
         self.flow = flow
@@ -65,6 +74,7 @@ class Group:
         self.epoch = epoch
         self.at_least = at_least
         self.at_most = at_most
+        self.source = source
         self.slots: list[Slot] = []
         self.tensors = NO_TENSORS
 
@@ -149,10 +159,11 @@ def new_groups(
     group_id: int,
     slot_id: int,
     at_most: int = NO_LIMIT,
+    source: WorkerId = NO_SOURCE,
 ) -> tuple[list[Group], list[Slot]]:
     """One group of ``members`` slots for each prompt, numbered from the given ids on; returns groups and slots."""
     if len(prompts) == 1:  # fast path: one prompt
-        group = Group(GroupId(group_id), flow, prompts[0], epoch, at_least, at_most)
+        group = Group(GroupId(group_id), flow, prompts[0], epoch, at_least, at_most, source)
         group.slots = [Slot(SlotId(slot_id + member), group, member) for member in range(members)]
         return [group], [*group.slots]
     rows = len(prompts) * members
@@ -160,7 +171,8 @@ def new_groups(
     slot_ids = cast(Sequence[SlotId], range(slot_id, slot_id + rows))
     # Hot path: with keywords, creating a group takes three times as long.
     groups = [
-        Group(one, flow, prompt, epoch, at_least, at_most) for one, prompt in zip(group_ids, prompts, strict=True)
+        Group(one, flow, prompt, epoch, at_least, at_most, source)
+        for one, prompt in zip(group_ids, prompts, strict=True)
     ]
     if members == 1:  # as in a stream
         slots = [Slot(one, group, 0) for one, group in zip(slot_ids, groups, strict=True)]

@@ -5,6 +5,8 @@
 - Recommendations that follow from an action are applied before earlier ones; a recommendation for a slot or group that
   is no longer live is ignored.
 - Afterwards every affected slot is ready for the stage that has to run again.
+- `Settings.on_lost_sample` is a policy of training. In other flows every lost sample is made again; a group with a
+  sample that no worker can make is dropped, and its source is notified.
 """
 
 import math
@@ -24,7 +26,7 @@ from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import check_receiver, find_holding, lose_copies
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
-from flowrt.protocol.messages import GONE, ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
+from flowrt.protocol.messages import GONE, GroupsDropped, ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
 
 MIN_GROUP_SAMPLES = 2
 """Minimum remaining samples of a group that is trained without its lost ones: an advantage compares samples."""
@@ -101,12 +103,17 @@ def _make_again(state: State, env: Environment, slot: Slot, commands: list[Comma
     stage = _lost_stage(state, env, slot)
     if not stage:
         return {}
-    if stage == slot.spans_of and env.settings.on_lost_sample is not OnLostSample.REGENERATE:
+    if stage == slot.spans_of and _policy(env, slot.group) is not OnLostSample.REGENERATE:
         return {slot: Lose("its holder left")}
     if slot.group.id in state.window.taken:
         return {slot.group: Action.GIVE_BACK}  # which makes all its slots again
     commands += _undo(state, env, slot, stage)
     return {slot: Action.MAKE_AGAIN}
+
+
+def _policy(env: Environment, group: Group) -> OnLostSample:
+    """What happens to the group when one of its samples is lost."""
+    return env.settings.on_lost_sample if group.flow == env.flow.train_flow else OnLostSample.REGENERATE
 
 
 def _lost_stage(state: State, env: Environment, slot: Slot) -> str:
@@ -132,19 +139,20 @@ def _check_source(state: State, env: Environment, group: Group) -> list[Command]
 
 
 def _lose(state: State, env: Environment, slot: Slot, loss: Lose, commands: list[Command]) -> Recommendations:
-    group, settings, reason = slot.group, env.settings, loss.reason
+    group, reason = slot.group, loss.reason
     if group.id in state.window.taken:
         return {group: Action.GIVE_BACK, slot: loss}
     state.dropped.count(reason)
     state.table.next_attempt(slot)
-    policy = settings.on_lost_sample
+    policy = _policy(env, group)
     if policy is OnLostSample.TRAIN_REMAINING and len(group.slots) > MIN_GROUP_SAMPLES:
         for worker in sorted({worker for holding in slot.tensors.values() for worker in holding.holders}):
             commands.append(Send(worker, ReleaseTensors((), (slot.id,), ())))
         commands += _replayed(env, GroupsClosed((), (slot.id,)))
         state.table.remove(slot)
-        commands += _check_remaining(state, env, group)
-    elif policy is not OnLostSample.REGENERATE or (loss.failed and slot.attempt >= settings.attempts):
+        if group.id in state.table.ready_groups[env.flow.train_stage]:
+            commands += record(state, env, group, "ready", "without a lost sample")
+    elif policy is not OnLostSample.REGENERATE or (loss.failed and slot.attempt >= env.settings.attempts):
         commands += _give_up(
             state, env, group, f"{reason}; that was attempt {slot.attempt} at sample {slot.member}", "dropped"
         )
@@ -156,16 +164,6 @@ def _lose(state: State, env: Environment, slot: Slot, loss: Lose, commands: list
             commands += _replayed(env, StageUndone(slot.id, "", slot.attempt))
         commands += record(state, env, group, "in_flight", "offered again")
     return {}
-
-
-def _check_remaining(state: State, env: Environment, group: Group) -> list[Command]:
-    """After the removal of a slot: record that its group is ready to train, or close its group if that is complete."""
-    if group.flow == env.flow.train_flow:
-        if group.id in state.table.ready_groups[env.flow.train_stage]:
-            return record(state, env, group, "ready", "without a lost sample")
-    elif state.table.flows.complete([group]):
-        return close(state, env, [group])
-    return []
 
 
 def _undo(state: State, env: Environment, slot: Slot, stage: str) -> list[Command]:
@@ -182,10 +180,10 @@ def _undo(state: State, env: Environment, slot: Slot, stage: str) -> list[Comman
 
 def _give_up(state: State, env: Environment, group: Group, reason: str, ledger_state: str) -> list[Command]:
     """Close a group untrained, with its prompt as ``ledger_state``; an ``unread`` prompt may be offered again."""
-    commands: list[Command] = []
-    if group.flow == env.flow.train_flow:
-        commands += record(state, env, group, ledger_state, reason)
-        state.window.leave(group)
+    if group.flow != env.flow.train_flow:
+        return drop_untrained(state, env, [group], reason)
+    commands = record(state, env, group, ledger_state, reason)
+    state.window.leave(group)
     return commands + close(state, env, [group])
 
 
@@ -198,6 +196,16 @@ def drop(state: State, env: Environment, group: Group, reason: str, reward: floa
     commands = record(state, env, group, "dropped", reason, reward=reward)
     state.window.leave(group)
     return commands + close(state, env, [group])
+
+
+def drop_untrained(state: State, env: Environment, groups: Sequence[Group], reason: str) -> list[Command]:
+    """Close groups of flows that are not trained without their results, and notify the sources that offered them."""
+    of_source: dict[WorkerId, list[int]] = {}
+    for group in groups:
+        if group.source in state.membership:
+            of_source.setdefault(group.source, []).append(group.id)
+    notices: list[Command] = [Send(source, GroupsDropped(tuple(ids), reason)) for source, ids in of_source.items()]
+    return notices + close(state, env, groups)
 
 
 def note_outcome(state: State, group: Group, step: int) -> float | None:

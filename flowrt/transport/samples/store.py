@@ -384,6 +384,10 @@ class TensorStore:
         # Rows that arrived together are usually read together.
         return (block is not None and block.has_all(ids)) or all(map(held.__contains__, ids))
 
+    def has_group(self, group: int) -> bool:
+        """Whether a group column of this group is held."""
+        return any(group in held for name, held in self._blocks.items() if self._columns[name].scope == "group")
+
     def missing(self, parts: Iterable[Part]) -> tuple[Part, ...]:
         """The parts with missing rows, reduced to these rows."""
         found = []

@@ -1,4 +1,7 @@
-"""A controller of a small dataflow that can be killed and started again: python small_controller.py RUN_DIR ADDRESS."""
+"""A controller of a small dataflow that can be killed and started again.
+
+python small_controller.py RUN_DIR ADDRESS [eval]; with ``eval``, prompts of the flow "eval" are evaluated.
+"""
 
 import asyncio
 import sys
@@ -26,11 +29,23 @@ FLOW = Dataflow(
     "train",
     token_columns=("response",),
 )
+EVAL_FLOW = Dataflow(
+    FLOW.columns,
+    (
+        Stage("rollout", needs=("prompt",), makes=("response", "truncated"), generates=True),
+        Stage("reward", needs=("response", "prompt"), makes=("reward",)),
+        Stage("evaluate", needs=("reward", "truncated"), makes=(), flow="eval"),
+        Stage("train", needs=("response", "reward"), makes=(), flow="train", whole_groups=True),
+    ),
+    "train",
+    "train",
+    token_columns=("response",),
+)
 REJOIN_TIMEOUT_S = 4.0
 RECONNECT_TIMEOUT_S = 20.0
 
 
-async def serve(run_dir: Path, address: str) -> None:
+async def serve(run_dir: Path, address: str, flow: Dataflow) -> None:
     policies = Policies(StrictLag(1), Fifo(), TokenBudget(1), DelayedUpdate())
     settings = Settings(
         steps=3,
@@ -41,7 +56,7 @@ async def serve(run_dir: Path, address: str) -> None:
         worker_timeout_s=30.0,
     )
     ledger = Ledger(run_dir / "ledger.sqlite")
-    core = Core(settings=settings, flow=FLOW, policies=policies, term=ledger.term, recovered=ledger.recover())
+    core = Core(settings=settings, flow=flow, policies=policies, term=ledger.term, recovered=ledger.recover())
     server = Server(core, "", run_dir, heartbeat_s=0.5, request_timeout_s=60.0, ledger=ledger)
     sys.stdout.write(server.bind(address) + "\n")
     sys.stdout.flush()
@@ -50,4 +65,4 @@ async def serve(run_dir: Path, address: str) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2]))
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2], EVAL_FLOW if "eval" in sys.argv[3:] else FLOW))
