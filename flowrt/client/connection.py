@@ -25,11 +25,12 @@ from flowrt.errors import (
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
+from flowrt.runtime.clock import OwnAbsence
 from flowrt.runtime.waits import CONTROLLER, pause, wait_until
 
 log = logging.getLogger(__name__)
 MAX_MISSED_HEARTBEATS = 30
-"""The controller counts as gone if no message has arrived for this many heartbeat intervals."""
+"""The controller counts as gone if no message has arrived during this many heartbeat intervals in succession."""
 CONNECT_ATTEMPT_S = 5.0
 """Limit of one attempt to reconnect: a controller may fail again before it sends its welcome."""
 RETRY_S = 0.25
@@ -80,7 +81,7 @@ class Connection:
         self._inbox: deque[Event | Exception] = deque()
         self._handler: Callable[[m.Message], None] | None = None
         self._arrival: asyncio.Future[None] = self._loop.create_future()  # done once the inbox is not empty
-        self._last_received_s = 0.0
+        self._received = self._missed = 0  # messages received; heartbeat intervals without any in succession
         self._reconnects = True
 
     async def open(self, deadline_s: float) -> m.Welcome:
@@ -141,12 +142,16 @@ class Connection:
     async def heartbeat(self, message: m.Heartbeat) -> None:
         """Send this heartbeat, wait until the next one is due, and check that the controller still answers."""
         interval_s = self.welcome.heartbeat_s
-        sent_s = self._loop.time()
+        received, sent_s = self._received, self._loop.time()
         self.send(message)
         await pause(interval_s)
-        # Only heartbeats sent on time count: if this loop was blocked, messages may have arrived that it has not read.
-        timely = self._loop.time() - sent_s < 2 * interval_s
-        if timely and sent_s - self._last_received_s > MAX_MISSED_HEARTBEATS * interval_s:
+        # Intervals are counted, not time, and only those in which this process ran: otherwise messages may have arrived
+        # that it has not read, and the controller may have been stopped with it.
+        if self._received != received:
+            self._missed = 0
+        elif self._loop.time() - sent_s < 2 * interval_s:
+            self._missed += 1
+        if self._missed > MAX_MISSED_HEARTBEATS:
             self._lose()
 
     def stop_reconnecting(self) -> None:
@@ -170,7 +175,7 @@ class Connection:
             welcome = await wait_until(self._accepted(hello), deadline_s, f"the welcome of {self.address}", CONTROLLER)
             on_error.pop_all()
         self._link = link
-        self._last_received_s = self._loop.time()
+        self._missed = 0
         self.is_away = False
         return welcome
 
@@ -195,8 +200,12 @@ class Connection:
         hello = dataclasses.replace(self._hello, term=before.term)
         log.warning("the controller %s is gone; waiting for it", self.address)
         end_s = self._loop.time() + before.reconnect_timeout_s
+        absence = OwnAbsence(CONNECT_ATTEMPT_S)
         reason = "no answer"
-        while (left_s := end_s - self._loop.time()) > 0:
+        while True:
+            end_s += absence.take(now := self._loop.time())
+            if (left_s := end_s - now) <= 0:
+                break
             try:
                 self.welcome = await self._handshake(hello, min(left_s, CONNECT_ATTEMPT_S))
             except (LocalProtocolError, ConfigError) as refusal:
@@ -215,7 +224,7 @@ class Connection:
         )
 
     def _receive(self, message: m.Message) -> None:
-        self._last_received_s = self._loop.time()
+        self._received += 1
         if self._handler is None or self._inbox or self.is_away:
             self._put(message)
             return

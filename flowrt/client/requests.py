@@ -16,6 +16,7 @@ from typing import TypeVar
 from flowrt.client.weights import WeightTransfers
 from flowrt.errors import Drained, FlowError, RemoteProtocolError, WaitExpired
 from flowrt.protocol import messages as m
+from flowrt.runtime.clock import MIN_ABSENCE_S
 from flowrt.runtime.waits import CONTROLLER, tracked
 from flowrt.transport.samples.store import TensorStore
 
@@ -23,8 +24,17 @@ CLOCK_RESOLUTION_S = 0.001
 """An event loop may call a timer this much early."""
 
 
+CHECK_S = 5.0
+ANSWER_S = 1.0
+"""Time to read answers, or to get them, after this process did not run."""
+
+
 class Deadlines:
-    """Deadlines by number. ``on_expiry`` is called once with each number whose deadline has passed."""
+    """Deadlines by number. ``on_expiry`` is called once with each number whose deadline has passed.
+
+    Of a time in which this process does not run (it is stopped, or its loop blocked), at most `CHECK_S` seconds count:
+    the answers may be unread, and the controller may have been stopped too.
+    """
 
     def __init__(self, on_expiry: Callable[[int], None]) -> None:
         self._on_expiry = on_expiry
@@ -52,13 +62,16 @@ class Deadlines:
     def _set_timer(self, at_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(at_s, self._expire_due)
-        self._timer_s = at_s
+        self._timer_s = min(at_s, self._loop.time() + CHECK_S)
+        self._timer = self._loop.call_at(self._timer_s, self._expire_due)
 
     def _expire_due(self) -> None:
+        now = self._loop.time()
+        if (late_s := now - self._timer_s) > MIN_ABSENCE_S:
+            grace_s = now + ANSWER_S
+            self._at_s = {number: max(at_s + late_s, grace_s) for number, at_s in self._at_s.items()}
         self._timer = None
         self._timer_s = float("inf")
-        now = self._loop.time()
         passed = (number for number, at_s in self._at_s.items() if at_s <= now + CLOCK_RESOLUTION_S)
         due = sorted(passed, key=self._at_s.__getitem__)  # several if the loop was blocked
         for number in due:

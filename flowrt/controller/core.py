@@ -15,6 +15,7 @@ from flowrt.controller.diagnostics.invariants import audit
 from flowrt.controller.diagnostics.wait_graph import WaitGraph, unserved, wait_graph
 from flowrt.controller.events import (
     Command,
+    ControllerStalled,
     EndRun,
     Event,
     KernelAlive,
@@ -176,6 +177,9 @@ class Core:
                 return members.disconnected(state, env, worker, reason, now)
             case KernelAlive(worker, at_s):
                 state.membership.note_alive(worker, at_s)
+                return []
+            case ControllerStalled(seconds):
+                state.extend_deadlines(seconds)
                 return []
             case PreemptRun():
                 return preemption.preempt(state, env, event, now)

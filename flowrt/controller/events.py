@@ -49,6 +49,16 @@ class KernelAlive:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllerStalled:
+    """The controller did not run for this time, up to now: every deadline is extended by it.
+
+    Workers may have been stopped too, and the messages that they sent meanwhile were not read.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PreemptRun:
     """The run is preempted: save a checkpoint of what is trained, then end the run, which can be resumed later."""
 
@@ -69,7 +79,16 @@ class Shutdown:
     even_if_complete: bool = False
 
 
-Event = WorkerConnected | MessageReceived | WorkerDisconnected | KernelAlive | Tick | PreemptRun | Shutdown
+Event = (
+    WorkerConnected
+    | MessageReceived
+    | WorkerDisconnected
+    | KernelAlive
+    | Tick
+    | PreemptRun
+    | Shutdown
+    | ControllerStalled
+)
 
 
 @dataclass(slots=True)  # one for every message: not frozen, because creating a frozen one takes three times as long

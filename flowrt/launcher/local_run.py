@@ -64,11 +64,14 @@ from flowrt.recipes.run_dir import CONFIG, address_file, has_adapters_to_merge, 
 from flowrt.recipes.tasks.task_file import is_task_file, split
 from flowrt.rewards.functions import with_paths
 from flowrt.runtime.addresses import parse_address
+from flowrt.runtime.clock import OwnAbsence
 from flowrt.runtime.files import atomic_write, os_error_text, private_directory
 from flowrt.runtime.memory import total_bytes
 from flowrt.runtime.waits import pause
 
 READY_S = 30.0
+STATUS_S = 1.0
+"""A controller that runs sends its status more often than this."""
 WORKERS_EXIT_S = 3.0
 CONTROLLER_EXIT_S = 15.0
 PROGRESS_S = 1.0
@@ -391,7 +394,10 @@ class LocalRun:
         )
         vacancies = Vacancies({command.name: command.role for command in commands}, lambda: self._signals.preempted)
 
+        absence = OwnAbsence(STATUS_S)
+
         def on_status(status: dict[str, Any]) -> None:
+            reaper.postpone(absence.take(monotonic()))
             view.show(status)
             vacancies.update(status)
             if status["ended"] is None:

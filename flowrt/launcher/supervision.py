@@ -161,6 +161,10 @@ class HungProcessReaper:
         """Set every deadline to ``for_s`` plus the timeout from now: workers have to find a restarted controller."""
         self._deadline_s = dict.fromkeys(self._deadline_s, monotonic() + for_s + self._timeout_s)
 
+    def postpone(self, seconds: float) -> None:
+        """Postpone every deadline by a time in which no status could come or be read."""
+        self._deadline_s = {key: deadline_s + seconds for key, deadline_s in self._deadline_s.items()}
+
     def check(
         self, workers: Collection[str], local: Mapping[str, Collection[str]], critical: Collection[str] = ()
     ) -> None:

@@ -24,6 +24,7 @@ from time import monotonic
 
 from flowrt.net.liveness import BATCH, LIBC, RECHECK_MS, TCP_INFO, LivenessMonitor, tcp_info
 from flowrt.runtime.addresses import Endpoint, unmapped
+from flowrt.runtime.clock import OwnAbsence
 
 log = logging.getLogger(__name__)
 MAX_UNDELIVERED_BYTES = 128 << 20
@@ -177,6 +178,7 @@ class ConnectionGuard:
         self._handshake_failure: HandshakeFailure | None = None
         self._unjoined_timer: asyncio.TimerHandle | None = None
         self._trim_memory = False
+        self._absence = OwnAbsence(UNJOINED_CHECK_S)
         self._liveness = LivenessMonitor()
         self.backlog = ReceiveBacklog(self._liveness.add)
         self._liveness_round: Iterator[list[int]] | None = None
@@ -207,6 +209,7 @@ class ConnectionGuard:
         self.backlog.add(descriptor)
         self._unjoined[descriptor] = monotonic()
         if self._unjoined_timer is None:
+            self._absence = OwnAbsence(UNJOINED_CHECK_S)
             self._check_unjoined()
 
     def on_handshake_failed(self, failure: HandshakeFailure) -> None:
@@ -354,6 +357,8 @@ class ConnectionGuard:
         if not self._unjoined:
             return
         now = monotonic()
+        if (absent_s := self._absence.take(now)) > 0.0:  # their hellos may be unread
+            self._unjoined = {descriptor: since_s + absent_s for descriptor, since_s in self._unjoined.items()}
         held = {descriptor: self.backlog.undelivered(descriptor) for descriptor in self._unjoined}
         total = sum(held.values())
         for descriptor in sorted(held, key=held.__getitem__, reverse=True):

@@ -32,6 +32,31 @@ class SteadyClock:
         return now + self._lost_s
 
 
+MIN_ABSENCE_S = 1.0
+"""A shorter absence is not noticed: a busy machine may delay a process for that long."""
+
+
+class OwnAbsence:
+    """Measures the time in which this process did not run: it was stopped, its machine was paused, or its event loop
+    was blocked.
+
+    A deadline for another process must not contain that time: messages of the other one may wait to be read, and it may
+    have been stopped as well.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        """``interval_s``: `take` is called at least this often."""
+        self._interval_s = interval_s
+        self._last_s: float | None = None
+
+    def take(self, now: float) -> float:
+        """The absence since the last call in seconds; 0 if it was called in time. ``now``: any clock, in seconds."""
+        last_s, self._last_s = self._last_s, now
+        if last_s is None or now - last_s <= self._interval_s + MIN_ABSENCE_S:
+            return 0.0
+        return now - last_s - self._interval_s
+
+
 class DrivenClock:
     """A clock that stands still until `advance` is called."""
 

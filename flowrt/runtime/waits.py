@@ -2,6 +2,8 @@
 
 - Every wait has a deadline, and names what it waits for and, as ``blocked_on``, the worker or object that has to act.
 - Open waits are listed by `open_waits`; a wait that reaches its deadline raises WaitExpired with the same information.
+- A number of seconds does not contain the time in which this process itself did not run, because it was stopped or its
+  event loop blocked: what it waits for may have happened, or may have been stopped as well.
 - A deadline is a number of seconds, a `LivenessTimeout` that heartbeats renew, or a `BoundedElsewhere`: another wait
   or timer that is certain to end this one.
 """
@@ -19,11 +21,14 @@ from typing import Any, TypeVar
 
 from flowrt.errors import WaitExpired
 from flowrt.ids import CONTROLLER as CONTROLLER
+from flowrt.runtime.clock import MIN_ABSENCE_S
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 POLLS_PER_TIMEOUT = 8
-"""Number of checks of a `LivenessTimeout` within its seconds."""
+"""Number of checks of a `LivenessTimeout`, or of a number of seconds, within its seconds."""
+MAX_LATE_POLLS = POLLS_PER_TIMEOUT
+"""Number of late checks that do not count, so that a wait on a loop that is often blocked has an end, too."""
 MIN_POLL_S = 1e-3
 POLL_FRACTION = 0.01
 """Polling interval as a fraction of the wait so far: an event is noticed late by at most this fraction of the wait."""
@@ -129,12 +134,65 @@ async def wait_until(work: Awaitable[Result], deadline: Deadline, what: str, blo
         if isinstance(deadline, LivenessTimeout):
             return await _while_alive(work, deadline, what, blocked_on)
         try:
-            async with asyncio.timeout(deadline) as timer:
-                return await work
+            async with asyncio.timeout(None) as timer:
+                with _expiring(timer, deadline):
+                    return await work
         except TimeoutError:
             if not timer.expired():
                 raise  # raised by the work itself
             raise expired(what, blocked_on, deadline) from None
+
+
+class _Polls:
+    """The checks of one deadline of ``seconds``: a check that is late does not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self.interval_s = seconds / POLLS_PER_TIMEOUT
+        self._left, self._late_left = POLLS_PER_TIMEOUT, MAX_LATE_POLLS
+
+    def count(self, late_s: float) -> bool:
+        """Count a check that was made ``late_s`` seconds late; returns whether it was the last one."""
+        if late_s > MIN_ABSENCE_S and self._late_left:
+            self._late_left -= 1
+        else:
+            self._left -= 1
+        return self._left <= 0
+
+
+@contextlib.contextmanager
+def _expiring(timer: asyncio.Timeout, seconds: float) -> Iterator[None]:
+    """Let ``timer`` expire after ``seconds`` in which the event loop ran."""
+    loop, polls = asyncio.get_running_loop(), _Polls(seconds)
+    handle: asyncio.TimerHandle
+
+    def check() -> None:
+        nonlocal handle
+        now = loop.time()
+        if polls.count(now - handle.when()):
+            timer.reschedule(now)
+        else:
+            handle = loop.call_later(polls.interval_s, check)
+
+    handle = loop.call_later(polls.interval_s, check)
+    try:
+        yield
+    finally:
+        handle.cancel()
+
+
+async def _wait(
+    works: Collection[asyncio.Future[Any]], seconds: float | None, return_when: str
+) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
+    """As `asyncio.wait`, for ``seconds`` in which the event loop ran."""
+    if seconds is None:
+        return await asyncio.wait(works, return_when=return_when)
+    loop, polls = asyncio.get_running_loop(), _Polls(seconds)
+    while True:
+        due_s = loop.time() + polls.interval_s
+        done, pending = await asyncio.wait(works, timeout=polls.interval_s, return_when=return_when)
+        is_over = not pending or (done and return_when == asyncio.FIRST_COMPLETED)
+        if is_over or polls.count(loop.time() - due_s):
+            return done, pending
 
 
 @contextlib.asynccontextmanager
@@ -171,7 +229,7 @@ async def wait_any(
     limit_s = None if isinstance(deadline, BoundedElsewhere) else deadline
     assert not isinstance(limit_s, LivenessTimeout)
     with tracked(what, blocked_on, deadline):
-        done, _ = await asyncio.wait(works, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await _wait(works, limit_s, asyncio.FIRST_COMPLETED)
     if not done:
         raise expired(what, blocked_on, limit_s or 0.0)
     return done
@@ -184,7 +242,7 @@ async def wait_all(works: Collection[asyncio.Future[Any]], deadline: Deadline, w
     if not works:
         return
     with tracked(what, blocked_on, deadline):
-        _, pending = await asyncio.wait(works, timeout=limit_s)
+        _, pending = await _wait(works, limit_s, asyncio.ALL_COMPLETED)
     if pending:
         raise expired(what, blocked_on, limit_s or 0.0)
 

@@ -284,7 +284,17 @@ def a_restarted_controller_resets_the_filter_tries(right: Function) -> Function:
     return restore
 
 
-# ---- restarts of the controller
+# ---- stalls and restarts of the controller
+
+
+@bug(State, "extend_deadlines")
+def a_deadline_contains_a_stall_of_the_controller(right: Function) -> Function:
+    return do_nothing
+
+
+@bug(Recovery, "extend_deadline")
+def a_stall_of_the_controller_ends_recovery(right: Function) -> Function:
+    return do_nothing
 
 
 @bug(ResyncState, "drained")

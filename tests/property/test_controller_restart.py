@@ -31,6 +31,12 @@ def test_a_controller_crash_with_other_faults_loses_nothing(scenario: Scenario, 
 
 
 @settings(RUNS, max_examples=examples(60))
+@given(scenarios(withdrawals=2), st.integers(1, 3), st.integers(0, 2))
+def test_nothing_is_lost_while_the_controller_does_not_run(scenario: Scenario, stalls: int, crashes: int) -> None:
+    assert_sound(SimulatedCluster(dataclasses.replace(scenario, stalls=stalls, crashes=crashes)).run())
+
+
+@settings(RUNS, max_examples=examples(60))
 @given(scenarios(rollouts=3, terminations=2), st.integers(0, 2))
 def test_workers_that_ask_to_leave_leave_under_any_controller(scenario: Scenario, crashes: int) -> None:
     assert_sound(SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run())

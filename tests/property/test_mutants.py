@@ -74,8 +74,10 @@ def filtered_scenario_of(seed: int) -> Scenario:
 
 
 def terminated_scenario_of(seed: int) -> Scenario:
-    """A small cluster whose workers are terminated, and whose controller is restarted."""
-    return Scenario(seed=seed, bound=seed % 3, steps=4, rollouts=3, terminations=2, crashes=3, max_actions=10_000)
+    """A small cluster whose workers are terminated, and whose controller is stopped and restarted."""
+    return Scenario(
+        seed=seed, bound=seed % 3, steps=4, rollouts=3, terminations=2, stalls=2, crashes=3, max_actions=10_000
+    )
 
 
 def late_scenario_of(seed: int) -> Scenario:

@@ -4,7 +4,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flowrt.controller.events import Dismiss, Event, MessageReceived, Send, Tick, WorkerConnected, WorkerDisconnected
+from flowrt.controller.events import (
+    ControllerStalled,
+    Dismiss,
+    EndRun,
+    Event,
+    MessageReceived,
+    Send,
+    Tick,
+    WorkerConnected,
+    WorkerDisconnected,
+)
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol import messages as m
 from tests.simulation.scenario import LEASE_S
@@ -43,6 +53,7 @@ class FaultInjection:
         self._pending += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
         self._pending += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
         self._pending += ["violate"] * scenario.violations + ["terminate"] * scenario.terminations
+        self._pending += ["stall"] * scenario.stalls
         self._rng.shuffle(self._pending)
 
     def inject(self) -> bool:
@@ -84,6 +95,9 @@ class FaultInjection:
             case "expire":
                 self._advance(LEASE_S + 1)
                 return True
+            case "stall" if cluster.core.ended is None:
+                self._stall()
+                return True
             case "kill" if working and cluster.core.ended is None:
                 self.kill(rng.choice(working))
                 return True
@@ -112,6 +126,20 @@ class FaultInjection:
                 self._repeat(rng.choice(self._messages))
                 return True
         return False
+
+    def _stall(self) -> None:
+        """The controller does not run for longer than a lease, and no lease is lost by that."""
+        cluster, seconds = self._cluster, 2 * LEASE_S
+        leases = set(cluster.core.state.table.leases)
+        was_recovering = cluster.core.state.recovery.is_active
+        cluster.clock.advance(seconds)
+        commands = cluster.handle(ControllerStalled(seconds)) + cluster.handle(Tick())
+        ends = [one for one in commands if isinstance(one, Dismiss | EndRun)]
+        assert not ends, f"the controller did not run for {seconds} s, which led to {ends}"
+        ended = leases - set(cluster.core.state.table.leases)
+        assert not ended, f"leases {ended} have expired while the controller did not run"
+        is_recovering = cluster.core.state.recovery.is_active
+        assert is_recovering or not was_recovering, "recovery has ended while the controller did not run"
 
     def kill(self, worker: Worker) -> None:
         """The worker dies; some of its last messages are still delivered, then its disconnection."""

@@ -132,6 +132,7 @@ class Scenario:
     expiries: int = 0  # the clock jumps past the deadline of every lease
     crashes: int = 0  # of the controller, which restarts
     late_inventories: int = 0  # restarts after which the inventory of one worker comes after the rejoin timeout
+    stalls: int = 0  # the controller does not run for longer than a lease
     losses: int = 0  # a worker reports that its samples cannot be produced
     withdrawals: int = 0  # a worker cancels its pull
     terminations: int = 0  # a rollout worker asks to leave, and another one takes its place

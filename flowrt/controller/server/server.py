@@ -15,6 +15,7 @@ from flowrt.controller.diagnostics.health import Health
 from flowrt.controller.diagnostics.status import brief_text, followed, status
 from flowrt.controller.events import (
     Command,
+    ControllerStalled,
     Dismiss,
     EndRun,
     EvaluationClosed,
@@ -55,7 +56,7 @@ from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import Passed, Position
-from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
+from flowrt.runtime.clock import Clock, MonotonicClock, OwnAbsence, SteadyClock
 from flowrt.runtime.host import clock_name
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
 
@@ -168,6 +169,7 @@ class Server:
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
+        self._absence = OwnAbsence(TICK_S)
         self._followed: dict[WorkerId, m.Follow] = {}
         """By observer: the workers that each of its statuses names."""
         self._dismissed: dict[str, str] = {}
@@ -437,6 +439,9 @@ class Server:
         if self._core.ended is not None and not isinstance(event, MessageReceived | Shutdown):
             return
         now = self._clock.now()
+        if (stalled_s := self._absence.take(now)) > 0.0:
+            log.warning("the controller did not run for %.1f s; its deadlines are extended by that time", stalled_s)
+            self._handle(ControllerStalled(stalled_s))
         recording = self._recording if self._recording is not None and self._recording.is_active else None
         try:
             commands = self._core.handle(event, now)

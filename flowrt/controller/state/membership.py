@@ -120,6 +120,13 @@ class Membership:
         member = self._members.get(worker)
         return float("-inf") if member is None else member.advanced_s
 
+    def extend_deadlines(self, seconds: float) -> None:
+        """Extend the timeouts of silent workers, of work without progress, and of vacant roles."""
+        for member in self._members.values():
+            member.seen_s += seconds
+            member.advanced_s += seconds
+        self._vacant = {role: (since_s + seconds, why) for role, (since_s, why) in self._vacant.items()}
+
     def role(self, worker: WorkerId) -> str:
         """The role of a member. Raises KeyError for a worker that is no member."""
         return self._members[worker].role

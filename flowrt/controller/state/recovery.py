@@ -89,6 +89,11 @@ class Recovery:
             self.until_s = now + timeout_s
         return not self.awaited or now >= self.until_s
 
+    def extend_deadline(self, seconds: float) -> None:
+        """Extend the rejoin timeout, if it has begun."""
+        if self.until_s is not None:
+            self.until_s += seconds
+
     def end(self) -> dict[WorkerId, str]:
         """Leave recovery; returns the workers that did not return, and their roles.
 

@@ -191,6 +191,11 @@ class SampleTable:
         lease.deadline_s = deadline_s
         self.leases[lease.id] = self.leases.pop(lease.id)
 
+    def extend_deadlines(self, seconds: float) -> None:
+        """Move the deadlines of all leases, which keep their order."""
+        for lease in self.leases.values():
+            lease.deadline_s += seconds
+
     def expire(self, lease: Lease) -> None:
         """Count the expiry of a lease on its slots, whose next lease is longer."""
         for slot in lease.slots.values():

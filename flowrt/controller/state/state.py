@@ -179,6 +179,15 @@ class State:
         if self.progress_s is None:
             self.progress_s = now
 
+    def extend_deadlines(self, seconds: float) -> None:
+        """Extend every deadline, of workers and of the run, by a time in which the controller did not run."""
+        self.membership.extend_deadlines(seconds)
+        self.table.extend_deadlines(seconds)
+        self.recovery.extend_deadline(seconds)
+        self.preemption.until_s += seconds
+        if self.progress_s is not None:
+            self.progress_s += seconds
+
     def end(self, reason: str, code: int) -> list[Command]:
         """End the run with this exit code; returns the command to do so, or nothing if the run has ended already."""
         if self.ended is not None:

@@ -36,6 +36,7 @@ from flowrt.controller.events import (
     AppendLedger,
     AppendReplay,
     Command,
+    ControllerStalled,
     Event,
     KernelAlive,
     MessageReceived,
@@ -81,6 +82,7 @@ _KINDS: tuple[type[Any], ...] = (
     KernelAlive,
     PreemptRun,
     Shutdown,
+    ControllerStalled,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed

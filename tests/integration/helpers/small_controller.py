@@ -1,6 +1,7 @@
 """A controller of a small dataflow that can be killed and started again.
 
-python small_controller.py RUN_DIR ADDRESS [eval]; with ``eval``, prompts of the flow "eval" are evaluated.
+python small_controller.py RUN_DIR ADDRESS [eval] [timeout=WORKER_TIMEOUT_S]; with ``eval``, prompts of the flow "eval"
+are evaluated.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ REJOIN_TIMEOUT_S = 4.0
 RECONNECT_TIMEOUT_S = 20.0
 
 
-async def serve(run_dir: Path, address: str, flow: Dataflow) -> None:
+async def serve(run_dir: Path, address: str, flow: Dataflow, worker_timeout_s: float) -> None:
     policies = Policies(StrictLag(1), Fifo(), TokenBudget(1), DelayedUpdate())
     settings = Settings(
         steps=3,
@@ -53,7 +54,7 @@ async def serve(run_dir: Path, address: str, flow: Dataflow) -> None:
         completing_roles=("trainer",),
         rejoin_timeout_s=REJOIN_TIMEOUT_S,
         reconnect_timeout_s=RECONNECT_TIMEOUT_S,
-        worker_timeout_s=30.0,
+        worker_timeout_s=worker_timeout_s,
     )
     ledger = Ledger(run_dir / "ledger.sqlite")
     core = Core(settings=settings, flow=flow, policies=policies, term=ledger.term, recovered=ledger.recover())
@@ -65,4 +66,6 @@ async def serve(run_dir: Path, address: str, flow: Dataflow) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2], EVAL_FLOW if "eval" in sys.argv[3:] else FLOW))
+    timeouts = [float(one.removeprefix("timeout=")) for one in sys.argv[3:] if one.startswith("timeout=")]
+    flow = EVAL_FLOW if "eval" in sys.argv[3:] else FLOW
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2], flow, timeouts[0] if timeouts else 30.0))

@@ -1,6 +1,7 @@
 """Many deadlines and one timer: each that is not removed expires once and on time."""
 
 import asyncio
+import time
 
 from flowrt.client.requests import Deadlines
 from flowrt.runtime.waits import wait_until
@@ -55,6 +56,27 @@ def test_no_deadline_expires_after_close() -> None:
         deadlines.close()
         asyncio.get_running_loop().call_later(0.05, other.set)
         await wait_until(other.wait(), LIMIT_S, "a later timer", "the loop")
+        return expired
+
+    assert asyncio.run(wait()) == []
+
+
+def test_a_deadline_does_not_contain_time_in_which_the_process_did_not_run() -> None:
+    async def wait() -> list[int]:
+        expired: list[int] = []
+        answered = asyncio.Event()
+        deadlines = Deadlines(expired.append)
+        deadlines.add(1, 1.0)
+
+        def answer() -> None:
+            deadlines.remove(1)
+            answered.set()
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.01, time.sleep, 2.5)  # the process is stopped, and the answer comes right after
+        loop.call_later(2.6, answer)
+        await wait_until(answered.wait(), LIMIT_S, "the answer", "the loop")
+        deadlines.close()
         return expired
 
     assert asyncio.run(wait()) == []

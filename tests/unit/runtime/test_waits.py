@@ -161,3 +161,33 @@ def test_wait_inside_a_library_is_listed() -> None:
     leave.set()
     thread.join(60.0)
     assert not waits_for("a library")
+
+
+STALL_S = 2.5
+"""Longer than every deadline below, and than an absence that is not noticed."""
+
+
+@pytest.mark.parametrize("kind", ["until", "any", "all"])
+async def test_a_deadline_does_not_contain_time_in_which_the_loop_did_not_run(kind: str) -> None:
+    """The loop is blocked, as it is in a process that is stopped; what is waited for comes right after."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def block() -> None:
+        time.sleep(STALL_S)  # the stall
+        loop.call_later(0.05, done.set_result, None)
+
+    loop.call_later(0.01, block)
+    if kind == "until":
+        await waits.wait_until(done, STALL_S / 2, "an event", "its sender")
+    elif kind == "any":
+        assert await waits.wait_any([done], STALL_S / 2, "an event", "its sender") == {done}
+    else:
+        await waits.wait_all([done], STALL_S / 2, "an event", "its sender")
+
+
+async def test_the_late_checks_of_a_deadline_are_limited() -> None:
+    polls = waits._Polls(1.0)
+    counts = [polls.count(late_s=10.0) for _ in range(waits.MAX_LATE_POLLS + waits.POLLS_PER_TIMEOUT)]
+    assert counts[-1]
+    assert not any(counts[:-1])

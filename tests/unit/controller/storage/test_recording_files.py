@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.controller.events import (
+    ControllerStalled,
     EndRun,
     Event,
     KernelAlive,
@@ -59,6 +60,7 @@ EVENTS: list[Event] = [
     KernelAlive(WORKER, 0.1 + 0.2),
     PreemptRun("terminated", 130, kept=4),
     Shutdown("the disk is full", 1, even_if_complete=True),
+    ControllerStalled(41.25),
 ]
 NUMBER = 13
 """A simulated run of several hundred events."""
@@ -69,7 +71,7 @@ times = st.floats(allow_nan=False)
 @given(st.lists(times), st.integers(0, 2**32), st.data())
 def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.DataObject) -> None:
     fuzzer = MessageFuzzer(seed)
-    chosen = data.draw(st.lists(st.integers(-6, len(MESSAGES)), min_size=len(instants), max_size=len(instants)))
+    chosen = data.draw(st.lists(st.integers(-7, len(MESSAGES)), min_size=len(instants), max_size=len(instants)))
     events = [EVENTS[-one] if one < 0 else MessageReceived(WORKER, fuzzer.message()) for one in chosen]
     numbers = st.lists(st.integers(0, 2**31 - 1), min_size=len(instants), max_size=len(instants))
     senders = data.draw(numbers)
