@@ -34,6 +34,7 @@ MAX_MISSED_HEARTBEATS = 30
 CONNECT_ATTEMPT_S = 5.0
 """Limit of one attempt to reconnect: a controller may fail again before it sends its welcome."""
 RETRY_S = 0.25
+NAME_RETRY_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +48,10 @@ class Reconnected:
 
 
 Event = m.Message | ConnectionLost | Reconnected
+
+
+class NameTaken(LocalProtocolError):
+    """Another worker in the run has the name of this worker; it may leave, if this worker replaces it."""
 
 
 class Connection:
@@ -88,14 +93,29 @@ class Connection:
         """Connect, and return the controller's welcome.
 
         Raises:
-            WaitExpired: no answer within ``deadline_s`` seconds.
+            WaitExpired: no answer within ``deadline_s`` seconds, or another worker kept the name of this one.
             LocalProtocolError: the controller refused this worker.
             Stopped: the controller refused this worker for good.
             ConfigError: the address is malformed, or the keys do not match.
         """
+        taken = ""
+
+        async def join() -> m.Welcome:
+            nonlocal taken
+            while True:
+                try:
+                    return await self._handshake(self._hello, deadline_s)
+                except NameTaken as refusal:
+                    if not taken:
+                        log.warning("%s; waiting up to %.0f s for it to leave", refusal, deadline_s)
+                    taken = str(refusal)
+                await pause(NAME_RETRY_S)
+
         try:
-            self.welcome = await self._handshake(self._hello, deadline_s)
+            self.welcome = await wait_until(join(), deadline_s, f"the welcome of {self.address}", CONTROLLER)
         except WaitExpired:
+            if taken:
+                raise WaitExpired(f"{taken}; the other one did not leave within {deadline_s:.0f} s") from None
             raise WaitExpired(
                 f"{self._hello.worker} waited {deadline_s:.0f} s for a controller at {self.address} and got no "
                 "answer; check that it is running and that the address is right"
@@ -189,6 +209,8 @@ class Connection:
                     raise Stopped(reason, code)
                 case m.Rejected(m.PERMANENT, reason):
                     raise Stopped(reason, EXIT_DISMISSED)
+                case m.Rejected(m.NAME_TAKEN, reason):
+                    raise NameTaken(f"controller {self.address} refused {hello.worker}: {reason}")
                 case m.Rejected(reason=reason) | m.Stop(reason=reason):
                     raise LocalProtocolError(f"controller {self.address} refused {hello.worker}: {reason}")
                 case _:

@@ -392,7 +392,11 @@ class LocalRun:
             self._config.supervisor.join_report_s,
             view.report,
         )
-        vacancies = Vacancies({command.name: command.role for command in commands}, lambda: self._signals.preempted)
+        vacancies = Vacancies(
+            {command.name: command.role for command in commands},
+            lambda: self._signals.preempted,
+            {command.name: command.workers for command in commands},
+        )
 
         absence = OwnAbsence(STATUS_S)
 
@@ -422,6 +426,7 @@ class LocalRun:
             view.report,
             is_missed=vacancies.is_missed,
             take_results=vacancies.take_results,
+            wait_left=vacancies.wait_left,
         )
         watchers = []
         trainer: Child | None = None

@@ -12,8 +12,10 @@ import re
 import signal
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
 from flowrt.controller.storage.event_log import EVENTS
@@ -195,6 +197,8 @@ class HungProcessReaper:
 
 
 RUN = BoundedElsewhere("the end of the run")
+LATE_STATUSES = 20
+"""The controller sends two statuses a second, and notices within seconds that a connection has closed."""
 NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
@@ -207,8 +211,20 @@ def present(status: Mapping[str, Any]) -> Collection[str]:
 class Vacancies:
     """Decides from the statuses of a run which workers to replace after they left, and which had results."""
 
-    def __init__(self, roles: Mapping[str, str], is_preempted: Callable[[], bool]) -> None:
-        """``roles``: by name of the worker; ``is_preempted``: whether the launcher was told to end the run."""
+    def __init__(
+        self,
+        roles: Mapping[str, str],
+        is_preempted: Callable[[], bool],
+        workers: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> None:
+        """Make it without a status.
+
+        Args:
+            roles: by name of the process.
+            is_preempted: whether the launcher was told to end the run.
+            workers: names of the workers of a process, by its name; by default its only worker has its name.
+        """
+        self._workers = workers
         self._roles = roles
         self._is_preempted = is_preempted
         self._has_ended = False
@@ -222,6 +238,22 @@ class Vacancies:
         waiting = self._next
         self._next = asyncio.get_running_loop().create_future()
         waiting.set_result(status)
+
+    async def wait_left(self, name: str, on_late: Callable[[], None]) -> None:
+        """Wait for a status without the workers of this process, which has ended.
+
+        They may live on: an ssh that breaks leaves the process that it has started. A replacement would find their
+        names taken, and they do their work. ``on_late`` is called when they have been present for `LATE_STATUSES`.
+        """
+        statuses = 0
+        while not (self._has_ended or self._is_preempted()):
+            next_status = asyncio.shield(self._next)
+            status = await wait_until(next_status, RUN, "the next status of the run", "the controller")
+            if not any(worker in present(status) for worker in self._workers.get(name, (name,))):
+                return
+            statuses += 1
+            if statuses == LATE_STATUSES:
+                on_late()
 
     async def is_missed(self, name: str) -> bool:
         """Whether a worker that left in order has to be replaced; waits for the next status.
@@ -271,6 +303,7 @@ class Supervisor:
         *,
         is_missed: Callable[[str], Awaitable[bool]],
         take_results: Callable[[str], bool],
+        wait_left: Callable[[str, Callable[[], None]], Awaitable[None]],
     ) -> None:
         """Set the limits of restarts.
 
@@ -280,7 +313,9 @@ class Supervisor:
             report: prints a line for each restart.
             is_missed: whether the run needs a replacement of the worker of this name, which left in order.
             take_results: whether the worker of this name had results since the last call.
+            wait_left: waits until the worker of this name is not in the run, and makes the call if that takes long.
         """
+        self._wait_left = wait_left
         self._is_missed = is_missed
         self._take_results = take_results
         self._children = children
@@ -305,9 +340,16 @@ class Supervisor:
             if failure and failure == before and not had_results:
                 self._report(f"{child.exit_description()} for the same reason as before: not restarting it")
                 return child
+            await self._wait_left(child.name, partial(self._report_remaining, child))
             if not await self.may_restart(child):
                 return child
             child = await self._children.start(child.name, words)
+
+    def _report_remaining(self, child: Child) -> None:
+        self._report(
+            f"{child.exit_description()}, but its worker is in the run: perhaps ssh or srun has ended and the worker "
+            "has not; it works on, and is replaced when it leaves"
+        )
 
     async def may_restart(self, child: Child) -> bool:
         """Wait for the back-off delay and return True; return False at once after too many restarts of this process."""

@@ -326,6 +326,8 @@ class Inventory:
 
 PERMANENT = -1
 """Request number of a `Rejected` answer to a hello that would be rejected again."""
+NAME_TAKEN = -2
+"""Request number of a `Rejected` answer to a hello whose name another worker has, which may leave."""
 
 
 @dataclass(slots=True)
@@ -348,7 +350,8 @@ class Stop:
 
 @dataclass(slots=True)
 class Rejected:
-    """controller: the request is refused; ``request`` is PERMANENT for a hello that is never accepted."""
+    """controller: the request is refused; ``request`` is PERMANENT for a hello that is never accepted, and
+    NAME_TAKEN for one that may be accepted later."""
 
     request: int
     reason: str

@@ -12,7 +12,7 @@ import zmq
 
 from flowrt import api
 from flowrt.controller.events import AppendLedger
-from flowrt.errors import EXIT_DISMISSED, LocalProtocolError, RemoteProtocolError, WaitExpired
+from flowrt.errors import EXIT_DISMISSED, RemoteProtocolError, WaitExpired
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
 from flowrt.protocol.messages import MAX_SIGNAL_BYTES, unpack
@@ -96,9 +96,20 @@ async def test_only_a_source_receives_the_previous_position(controller: tuple[ap
 
 async def test_a_second_worker_of_the_same_name_is_refused(controller: tuple[api.Server, str]) -> None:
     first = await api.connect(controller[1], "reward", "reward", 5)
-    with pytest.raises(LocalProtocolError, match="a worker named reward is here already"):
-        await api.connect(controller[1], "reward", "reward", 5)
+    with pytest.raises(WaitExpired, match=r"a worker named reward is here already.*did not leave within 2 s"):
+        await api.connect(controller[1], "reward", "reward", 2)
     await first.close()
+
+
+async def test_a_worker_waits_until_the_worker_of_its_name_that_it_replaces_has_left(
+    controller: tuple[api.Server, str],
+) -> None:
+    first = await api.connect(controller[1], "reward", "reward", 5)
+    second = asyncio.create_task(api.connect(controller[1], "reward", "reward", 30))
+    done, _ = await asyncio.wait([second], timeout=0.5)  # long enough to have been refused
+    assert not done
+    await first.close()
+    await (await second).close()
 
 
 async def test_missing_controller_is_reported_after_the_deadline() -> None:

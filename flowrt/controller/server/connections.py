@@ -265,10 +265,12 @@ def rejection_reason(hello: m.Hello, core: Core, is_taken: bool) -> str:
     return "" if hello.role == OBSERVER else core.state.lanes.fault(hello.lanes)
 
 
-def rejection(hello: m.Hello, core: Core, reason: str) -> m.Message:
-    """The answer to a worker that cannot join for this reason."""
+def rejection(hello: m.Hello, core: Core, reason: str, is_taken: bool) -> m.Message:
+    """The answer to a worker that cannot join for this reason; ``is_taken``: its name is in use."""
     if hello.term and core.ended is not None:
         return m.Stop(core.ended.reason, core.ended.code)
+    if is_taken and not hello.term and hello.protocol == m.PROTOCOL:
+        return m.Rejected(m.NAME_TAKEN, reason)
     return m.Rejected(m.PERMANENT if hello.term and not core.state.recovery.is_active else 0, reason)
 
 

@@ -380,7 +380,8 @@ class Server:
             if known is not None:
                 self._connections.send(known, m.Rejected(0, reason))
             else:
-                self._answer_unknown_peer(peer, rejection(hello, self._core, reason))
+                is_taken = hello.worker in self._connections
+                self._answer_unknown_peer(peer, rejection(hello, self._core, reason, is_taken))
             return
         worker = WorkerId(hello.worker)
         joined = WorkerConnected(worker=worker, role=hello.role, host=hello.host, lanes=hello.lanes, term=hello.term)

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from flowrt.launcher import supervision as module
 from flowrt.launcher.processes import Children
-from flowrt.launcher.supervision import Supervisor, Vacancies
+from flowrt.launcher.supervision import LATE_STATUSES, Supervisor, Vacancies
 from flowrt.recipes.config import SupervisorConfig
 
 
@@ -19,6 +20,10 @@ async def never_missed(name: str) -> bool:
 
 def no_results(name: str) -> bool:
     return False
+
+
+async def has_left(name: str, on_late: Callable[[], None]) -> None:
+    pass
 
 
 async def test_the_back_off_doubles_up_to_the_restart_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +41,7 @@ async def test_the_back_off_doubles_up_to_the_restart_limit(tmp_path: Path, monk
         messages.append,
         is_missed=never_missed,
         take_results=no_results,
+        wait_left=has_left,
     )
     assert await asyncio.wait_for(child.process.wait(), 30) == 3
     assert [await supervisor.may_restart(child) for _ in range(4)] == [True, True, True, False]
@@ -47,6 +53,7 @@ async def test_the_back_off_doubles_up_to_the_restart_limit(tmp_path: Path, monk
         messages.append,
         is_missed=never_missed,
         take_results=no_results,
+        wait_left=has_left,
     )
     assert [await without_window.may_restart(child) for _ in range(3)] == [True, True, True], (
         "no exit lies within the window"
@@ -70,7 +77,14 @@ async def supervised(
         return missed
 
     config = SupervisorConfig(max_worker_restarts=3, backoff_s=0.01)
-    supervisor = Supervisor(children, config, messages.append, is_missed=is_missed, take_results=lambda name: results)
+    supervisor = Supervisor(
+        children,
+        config,
+        messages.append,
+        is_missed=is_missed,
+        take_results=lambda name: results,
+        wait_left=has_left,
+    )
     words = [sys.executable, "-c", COUNT_STARTS + code, str(count)]
     child = await asyncio.wait_for(supervisor.supervise(await children.start("reward", words), words), 30)
     assert child.process.returncode is not None
@@ -150,3 +164,34 @@ async def test_results_count_once_for_the_process_that_had_them() -> None:
     vacancies.update(RUNNING)  # the worker has left
     assert vacancies.take_results("reward")
     assert not vacancies.take_results("reward")
+
+
+async def test_a_worker_that_outlives_its_launch_command_is_replaced_only_when_it_has_left(tmp_path: Path) -> None:
+    """A broken ssh: the process of this host has ended, and the worker of the other host is in the run."""
+    children, messages = Children(tmp_path, {}), list[str]()
+    vacancies = Vacancies({"reward-1": "reward"}, lambda: False)
+    supervisor = Supervisor(
+        children,
+        SupervisorConfig(max_worker_restarts=1, backoff_s=0.01),
+        messages.append,
+        is_missed=vacancies.is_missed,
+        take_results=vacancies.take_results,
+        wait_left=vacancies.wait_left,
+    )
+    words = [sys.executable, "-c", "raise SystemExit(255)"]
+    ssh = await children.start("reward-1", words)
+    supervised = asyncio.create_task(supervisor.supervise(ssh, words))
+    assert await asyncio.wait_for(ssh.process.wait(), 30) == 255
+    async with asyncio.timeout(30):
+        while not messages:
+            vacancies.update(RUNNING | {"workers": ["reward-1"]})
+            await asyncio.sleep(0)
+        assert messages == [
+            "reward-1 exited with exit code 255, but its worker is in the run: perhaps ssh or srun has ended and the "
+            "worker has not; it works on, and is replaced when it leaves"
+        ]
+        while not supervised.done():
+            vacancies.update(RUNNING | {"workers": []})
+            await asyncio.sleep(0.01)
+    assert "restarting" in messages[1]
+    assert LATE_STATUSES > 1
