@@ -221,8 +221,9 @@ class Settings:
     """Time without progress of a worker after which its slots are given to another one."""
     worker_timeout_s: float = 30.0
     """Silence after which a worker is dismissed."""
-    rejoin_timeout_s: float = 10.0
-    """How long a restarted controller waits for the workers of its predecessor."""
+    rejoin_timeout_s: float = 30.0
+    """How long a restarted controller waits for the workers of its predecessor; a busy one notices the restart late,
+    within ``worker_timeout_s``."""
     reconnect_timeout_s: float = 60.0
     """How long workers wait for a controller to return."""
     lanes: str = "auto"

@@ -225,6 +225,7 @@ def settings(config: RunConfig) -> Settings:
         filter_tries=config.algorithm.filter.tries,
         lease_s=config.controller.lease_s,
         worker_timeout_s=config.controller.worker_timeout_s,
+        rejoin_timeout_s=config.controller.worker_timeout_s,
         reconnect_timeout_s=config.controller.reconnect_timeout_s,
         lanes=config.controller.lanes,
         transfer_idle_timeout_s=config.controller.transfer_idle_timeout_s,

@@ -12,7 +12,8 @@ import zmq
 
 from flowrt import api
 from flowrt.controller.events import AppendLedger
-from flowrt.errors import EXIT_DISMISSED, RemoteProtocolError, WaitExpired
+from flowrt.errors import EXIT_DISMISSED, LocalProtocolError, RemoteProtocolError, WaitExpired
+from flowrt.protocol import codec
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
 from flowrt.protocol.messages import MAX_SIGNAL_BYTES, unpack
@@ -92,6 +93,19 @@ async def test_only_a_source_receives_the_previous_position(controller: tuple[ap
         positions[role] = unpack(session.welcome.position.passed)
         await session.close()
     assert positions == {"source": {0: {7}}, "reward": {}}
+
+
+async def test_a_position_that_is_too_large_for_a_message_ends_the_run_with_a_sentence(
+    controller: tuple[api.Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, address = controller
+    for number in range(1000):
+        server.ledger.add(AppendLedger(number << 40, 0, "trained", 0), 1.0)
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 10_000)
+    with pytest.raises(LocalProtocolError, match="cannot be told where the run continues"):
+        await api.connect(address, "source", "source", 10)
+    assert server.ended is not None
+    assert "Welcome has 2" in server.ended.reason
 
 
 async def test_a_second_worker_of_the_same_name_is_refused(controller: tuple[api.Server, str]) -> None:

@@ -48,7 +48,7 @@ from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import SampleStore
 from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES
-from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
+from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError, LocalProtocolError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
 from flowrt.net.connection_guard import RateLimitedLog
 from flowrt.net.curve_keys import ControllerKeys
@@ -417,7 +417,13 @@ class Server:
         position = dataclasses.replace(
             self._core.settings.position, passed=passed, numbers=numbers, evaluations=evaluations
         )
-        self._connections.send(worker, dataclasses.replace(self._welcome, position=position))
+        try:
+            self._connections.send(worker, dataclasses.replace(self._welcome, position=position))
+        except LocalProtocolError as error:
+            self.end(
+                f"{worker} cannot be told where the run continues ({error}): a million consumed prompts that are "
+                "numbered from 0 take 0.2 MB, and a million that are far apart (hashes) 24 MB; number them from 0"
+            )
 
     def _send_delayed_welcomes(self) -> None:
         """Welcome the sources that waited for the end of recovery; while the ledger is locked, they stay queued."""
