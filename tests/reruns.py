@@ -1,6 +1,6 @@
 """A failed test runs once more, alone, after all others; if it passes then it is unstable, which fails no suite.
 
-``--unstable FILE`` turns this on. The names of unstable tests are appended to FILE, so that the stages of ``make test``
+``--unstable FILE`` turns this on. The names of unstable tests are appended to FILE, so that several runs
 share one count: more than UNSTABLE_LIMIT of them fail the run that found the last one.
 """
 
