@@ -49,6 +49,7 @@ class Observer:
         """
         self._follow = tuple(follow)
         self._unjoined: tuple[tuple[str, str], ...] = ()
+        self._order: m.Stop | None = None  # to end the run
         self._on_status = on_status
         self.liveness = LivenessTimeout(worker_timeout_s)
         """Renewed by every status; the controller counts as hung when it expires."""
@@ -62,6 +63,8 @@ class Observer:
     def _introduce(self) -> None:
         self._link.send(hello())
         self._link.send(m.Follow(self._follow, self._unjoined))
+        if self._order is not None:
+            self._link.send(self._order)
 
     def show_unjoined(self, sentences: Mapping[str, str]) -> None:
         """Have every status say which processes have workers that have not joined; ``sentences``: by process."""
@@ -71,8 +74,9 @@ class Observer:
             self._link.send(m.Follow(self._follow, unjoined))
 
     def end_run(self, reason: str, code: int) -> None:
-        """Make the controller end the run with this exit code."""
-        self._link.send(m.Stop(reason, code))
+        """Make the controller end the run with this exit code; one that is away, when it is back."""
+        self._order = self._order or m.Stop(reason, code)
+        self._link.send(self._order)
 
     def log_event(self, text: str) -> None:
         """Make the controller write a sentence about an exporter to events.jsonl."""

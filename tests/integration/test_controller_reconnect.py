@@ -15,6 +15,7 @@ from flowrt.client.session import Session
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.transitions.drain import RELEASED
 from flowrt.errors import Stopped, WaitExpired
+from flowrt.launcher.observer import Observer
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import ColumnLengths, Part, unpack
@@ -122,6 +123,22 @@ async def test_a_worker_that_is_terminated_while_no_controller_is_there_drains_w
         with pytest.raises(Stopped, match=RELEASED):
             await worker.wait_stopped()
     await worker.close()
+
+
+async def test_an_order_to_end_the_run_is_repeated_to_a_restarted_controller(controllers: Controllers) -> None:
+    await controllers.start()
+    connected = asyncio.Event()
+    observer = Observer(controllers.address, lambda status: connected.set(), None, 30.0, follow=())
+    async with asyncio.timeout(40):
+        await connected.wait()
+        controllers.kill()
+        observer.end_run("a worker has bad input", 2)
+        await controllers.start()
+        while not observer.end_reason:
+            connected.clear()
+            await connected.wait()
+    assert observer.end_reason == "a worker has bad input"
+    observer.close()
 
 
 async def test_stale_commit_is_refused_with_a_reason(controllers: Controllers) -> None:
