@@ -14,7 +14,8 @@ from flowrt import api
 from flowrt.client.session import Session
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.transitions.drain import RELEASED
-from flowrt.errors import Stopped, WaitExpired
+from flowrt.errors import Drained, Stopped, WaitExpired
+from flowrt.ids import OBSERVER
 from flowrt.launcher.observer import Observer
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
@@ -139,6 +140,30 @@ async def test_an_order_to_end_the_run_is_repeated_to_a_restarted_controller(con
             await connected.wait()
     assert observer.end_reason == "a worker has bad input"
     observer.close()
+
+
+async def test_a_drain_that_an_operator_ordered_goes_on_under_the_next_controller(controllers: Controllers) -> None:
+    await controllers.start()
+    source = await api.connect(controllers.address, "s", "s", 20)
+    await source.offer("train", 7, 0, 1, {"prompt": torch.arange(5, dtype=torch.int32)})
+    worker = await api.connect(controllers.address, "o", "rollout", 20)
+    worker.params.applied("policy", 0)
+    batch = await worker.pull("rollout", slots=1)
+    operator = Stranger(controllers.address)
+    operator.send(encode(m.Hello(protocol=m.PROTOCOL, worker="x", role=OBSERVER, host="host", pid=1, lanes=())))
+    assert isinstance(await operator.receive(), m.Welcome)
+    operator.send(encode(m.Drain(1, "o")))
+    with pytest.raises(Drained):
+        await worker.pull("rollout", slots=1)
+    operator.close()
+    await controllers.restart()
+    await wait_until_processed(worker)
+    worker.give_back("rollout", batch)
+    async with asyncio.timeout(20):
+        with pytest.raises(Stopped, match=RELEASED):
+            await worker.wait_stopped()
+    await worker.close()
+    await source.close()
 
 
 async def test_stale_commit_is_refused_with_a_reason(controllers: Controllers) -> None:

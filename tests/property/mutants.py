@@ -10,9 +10,10 @@ from flowrt.client.requests import ResyncState
 from flowrt.controller.core import HANDLERS
 from flowrt.controller.events import Command, Send
 from flowrt.controller.policies.admission import StrictLag
+from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.recovery import Recovery
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Preemption, State
 from flowrt.controller.state.training_window import TrainingWindow
 from flowrt.controller.state.transfers import Lanes
 from flowrt.controller.state.weights import VersionTable
@@ -354,6 +355,16 @@ def a_late_inventory_makes_stale_columns_current(right: Function) -> Function:
         return absent
 
     return end
+
+
+@bug(Membership, "restore_drain")
+def a_restarted_controller_forgets_drains(right: Function) -> Function:
+    return do_nothing
+
+
+@bug(Preemption, "restore")
+def a_restarted_controller_forgets_preemption(right: Function) -> Function:
+    return do_nothing
 
 
 @bug(Recovery, "is_parked")

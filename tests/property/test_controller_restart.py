@@ -42,6 +42,12 @@ def test_workers_that_ask_to_leave_leave_under_any_controller(scenario: Scenario
     assert_sound(SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run())
 
 
+@settings(RUNS, max_examples=examples(60))
+@given(scenarios(rollouts=3, drains=2), st.integers(0, 2))
+def test_workers_that_an_operator_drains_leave_under_any_controller(scenario: Scenario, crashes: int) -> None:
+    assert_sound(SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run())
+
+
 @RUNS
 @given(scenarios(members=3, prompts_at_once=1), st.sampled_from(OnLostSample))
 def test_a_controller_crash_loses_nothing_under_every_lost_sample_policy(

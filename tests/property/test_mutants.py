@@ -14,6 +14,7 @@ from flowrt.controller.policies.group_filter import ZeroVariance
 from flowrt.controller.settings import OnLostSample
 from tests.property.mutants import BUGS, planted
 from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.preempted_runs import run_with_preemptions
 from tests.simulation.resumed_runs import run_with_crashes
 from tests.simulation.run_invariants import assert_evaluated, assert_exact, assert_filtered, assert_sound
 from tests.simulation.scenario import Scenario
@@ -21,6 +22,8 @@ from tests.simulation.scenario import Scenario
 RUNS = 32
 FILTERED_RUNS = 8
 TERMINATED_RUNS = 24
+DRAINED_RUNS = 12
+PREEMPTED_RUNS = 8
 LATE_SEEDS = range(10, 22)
 EVALUATED_RUNS = 18
 
@@ -119,6 +122,23 @@ def evaluated_scenario_of(seed: int) -> Scenario:
     )
 
 
+def drained_scenario_of(seed: int) -> Scenario:
+    """A small cluster whose workers an operator drains, and whose controller is restarted."""
+    return Scenario(seed=seed, bound=seed % 3, steps=4, rollouts=3, drains=2, crashes=3, max_actions=10_000)
+
+
+def run_preempted(directory: Path) -> None:
+    """Run clusters that are preempted, and whose controller is restarted before they have saved."""
+    for seed in range(PREEMPTED_RUNS):
+        scenario = Scenario(seed=seed, bound=seed % 3, steps=4, ranks=1 + seed % 2, crashes=2, max_actions=10_000)
+        runs = run_with_preemptions(scenario, [120 + 10 * seed], directory / f"preempted{seed}.sqlite")
+        try:
+            assert_exact(runs, scenario)
+            assert [closed.step for one in runs.clusters for closed in one.steps] == list(range(scenario.steps))
+        finally:
+            runs.ledger.close()
+
+
 def run_all(directory: Path) -> None:
     """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter."""
     for seed in LATE_SEEDS:
@@ -140,6 +160,9 @@ def run_all(directory: Path) -> None:
                 assert_exact(runs, scenario)
             finally:
                 runs.ledger.close()
+    run_preempted(directory)
+    for seed in range(DRAINED_RUNS):
+        assert_sound(SimulatedCluster(drained_scenario_of(seed)).run())
     for seed in range(TERMINATED_RUNS):
         assert_sound(SimulatedCluster(terminated_scenario_of(seed)).run())
 

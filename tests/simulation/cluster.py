@@ -336,7 +336,7 @@ class SimulatedCluster:
             for _ in range(self.rng.randint(0, len(worker.inbox)) if worker.alive else 0):
                 worker.receive(worker.inbox.popleft())
         self.term += 1
-        self.core = self._make_core(None, self.term, self.disk.recovered())
+        self.core = self._make_core(self.core.settings.position, self.term, self.disk.recovered())
         self.shared.sent.clear()
         for worker in self.workers.values():
             worker.outbox.clear()  # with the disconnections of dead workers, which are not received

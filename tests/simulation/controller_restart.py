@@ -6,12 +6,16 @@ from flowrt.client.requests import ResyncState
 from flowrt.controller.events import WorkerConnected
 from flowrt.controller.state.replay import (
     CounterSet,
+    DrainEnded,
     Entry,
     GroupsClosed,
     GroupsOpened,
+    Order,
     RecoveredState,
+    RunPreempted,
     StageCommitted,
     StageUndone,
+    WorkerDrained,
     WorkerJoined,
     WorkerLeft,
 )
@@ -102,6 +106,7 @@ class DurableState:
         self._numbers: dict[str, int] = {}
         self._roles: dict[str, str] = {}
         self._log: list[GroupsOpened | StageCommitted | StageUndone | GroupsClosed] = []
+        self._orders: dict[str, Order] = {}
         self.dropped: Counter[str] = Counter()
 
     def keep(self, entry: Entry) -> None:
@@ -112,8 +117,16 @@ class DurableState:
                 self._roles[worker] = role
             case WorkerLeft(worker):
                 self._roles.pop(worker, None)
+            case WorkerDrained(worker):
+                self._orders[worker] = entry
+            case DrainEnded(worker):
+                self._orders.pop(worker, None)
+            case RunPreempted():
+                self._orders[""] = entry
             case _:
                 self._log.append(entry)
 
     def recovered(self) -> RecoveredState:
-        return RecoveredState(dict(self._numbers), dict(self._roles), tuple(self._log), dict(self.dropped))
+        return RecoveredState(
+            dict(self._numbers), dict(self._roles), tuple(self._log), dict(self.dropped), tuple(self._orders.values())
+        )

@@ -23,7 +23,8 @@ class CoreDriver:
     """A core, and helpers that send it messages directly; all workers have joined."""
 
     def __init__(self, *, position: Position | None = None, **scenario: Any) -> None:
-        self.core = make_core(Scenario(**{"members": 1, "groups_per_step": 1, "references": 0} | scenario), position)
+        self.scenario = Scenario(**{"members": 1, "groups_per_step": 1, "references": 0} | scenario)
+        self.core = make_core(self.scenario, position)
         self.now = 0.0
         for worker in ("source0", "rollout0", "rollout1", "reward0", "evaluate0", "trainer0"):
             self.event(WorkerConnected(WorkerId(worker), worker[:-1], "host"))

@@ -16,6 +16,7 @@ from flowrt.controller.events import (
     WorkerDisconnected,
 )
 from flowrt.errors import RemoteProtocolError
+from flowrt.ids import OBSERVER, WorkerId
 from flowrt.protocol import messages as m
 from tests.simulation.scenario import LEASE_S
 from tests.simulation.state_dump import snapshot
@@ -24,6 +25,7 @@ from tests.simulation.worker import Worker
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
 
+OPERATOR = WorkerId("operator")
 FAULT_PROBABILITY = 0.02
 ILLEGAL: tuple[m.Message, ...] = (
     m.OfferAccepted(1, 1),
@@ -54,6 +56,7 @@ class FaultInjection:
         self._pending += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
         self._pending += ["violate"] * scenario.violations + ["terminate"] * scenario.terminations
         self._pending += ["stall"] * scenario.stalls
+        self._pending += ["drain"] * scenario.drains
         self._rng.shuffle(self._pending)
 
     def inject(self) -> bool:
@@ -114,6 +117,9 @@ class FaultInjection:
             case "terminate" if len(left := [one for one in working if one.role == "rollout" and not one.leaving]) > 1:
                 rng.choice(left).terminate()
                 return True
+            case "drain" if len(left := [one for one in working if self._may_drain(one)]) > 1:
+                self._drain(rng.choice(left))
+                return True
             case "break" if lanes := [
                 lane for worker in cluster.workers.values() for lane, turns in worker.expected.items() if turns
             ]:
@@ -140,6 +146,16 @@ class FaultInjection:
         assert not ended, f"leases {ended} have expired while the controller did not run"
         is_recovering = cluster.core.state.recovery.is_active
         assert is_recovering or not was_recovering, "recovery has ended while the controller did not run"
+
+    def _may_drain(self, worker: Worker) -> bool:
+        return worker.role == "rollout" and not worker.leaving and worker.id in self._cluster.core.state.membership
+
+    def _drain(self, worker: Worker) -> None:
+        """An operator orders the worker to leave."""
+        worker.terminated = True
+        self._cluster.handle(WorkerConnected(OPERATOR, OBSERVER, "host"))
+        self._cluster.handle(MessageReceived(OPERATOR, m.Drain(1, worker.id)))
+        self._cluster.handle(WorkerDisconnected(OPERATOR, ""))
 
     def kill(self, worker: Worker) -> None:
         """The worker dies; some of its last messages are still delivered, then its disconnection."""

@@ -13,24 +13,42 @@ from tests.simulation.resumed_runs import ResumedRuns, newest_checkpoint
 from tests.simulation.scenario import Scenario
 
 PREEMPTED = 130
+CRASH_PROBABILITY = 0.1
 
 
 class PreemptedCluster(SimulatedCluster):
-    """A cluster that is preempted after ``after`` actions; ``saved`` is the step of its last checkpoint."""
+    """A cluster that is preempted after ``after`` actions; ``saved`` is the step of its last checkpoint.
+
+    Of the scenario's crashes of the controller, all happen after that.
+    """
 
     def __init__(self, scenario: Scenario, position: Position, after: int) -> None:
+        self._crashes = scenario.crashes
+        scenario = replace(scenario, crashes=0)
         super().__init__(scenario, position)
         self.saved = position.step
         self._after = after
+        self._is_preempted = False
 
     def play(self) -> "PreemptedCluster":
-        """Run to the end. Raises AssertionError if no action is possible before it, as in a deadlock of ranks."""
+        """Run to the end.
+
+        Raises AssertionError if no action is possible before it, as in a deadlock of ranks, or if more than the step in
+        training is trained after preemption was ordered.
+        """
+        closed = 0
         while self.core.ended is None:
-            if self.actions >= self._after and not self.core.state.preemption.is_ordered:
+            if self._is_preempted and self._crashes and self.rng.random() < CRASH_PROBABILITY:
+                self._crashes -= 1
+                self.crash()
+            elif self.actions >= self._after and not self._is_preempted:
+                self._is_preempted, closed = True, len(self.steps)
                 checkpoint = self.saved = max(self.saved, newest_checkpoint(self))
                 self.handle(PreemptRun("preempted", PREEMPTED, checkpoint))
             elif not self.step():
                 raise AssertionError(f"preempted after {self._after} actions, no end; {self.describe_waits()}")
+        if self._is_preempted:
+            assert len(self.steps) <= closed + 1, f"{len(self.steps) - closed} steps were trained after preemption"
         if all(one.finished for one in self.core.state.membership.members() if one.role == "trainer"):
             self.saved = max(self.saved, self._ranks[0].step)  # trainers finish once it is saved
         return self

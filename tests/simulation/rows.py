@@ -62,9 +62,9 @@ class Shared:
     contents: int = 0  # number of commits that made tensors
     payloads: dict[LaneTurn, dict[Key, int]] = field(default_factory=dict)  # contents of the tensors of a turn
     spans: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # of a response, by (content, slot)
-    made_from: dict[tuple[int, int], int] = field(default_factory=dict)  # the response, by (content, slot)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # of one version, by group
     answers: dict[int, dict[int, Row]] = field(default_factory=lambda: defaultdict(dict))  # by group and slot
+    response_of: dict[tuple[int, int], int] = field(default_factory=dict)  # the response, by (content, slot)
     passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that need no further training, by epoch
 
 

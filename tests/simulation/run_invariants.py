@@ -44,10 +44,10 @@ def assert_sound(cluster: SimulatedCluster) -> None:
 
 
 def assert_terminated(cluster: SimulatedCluster) -> None:
-    """Each worker that has asked to leave has left, or is to leave."""
+    """Each worker that has asked to leave, or that an operator has drained, has left, or is to leave."""
     membership = cluster.core.state.membership
     staying = [one.id for one in membership.members() if cluster.workers[one.id].terminated and not one.is_leaving]
-    assert staying == [], f"{staying} have asked to leave, and the controller does not know it"
+    assert staying == [], f"{staying} are to leave, and the controller does not know it"
 
 
 def assert_whole_groups(cluster: SimulatedCluster) -> None:

@@ -135,6 +135,7 @@ class Scenario:
     stalls: int = 0  # the controller does not run for longer than a lease
     losses: int = 0  # a worker reports that its samples cannot be produced
     withdrawals: int = 0  # a worker cancels its pull
+    drains: int = 0  # an operator drains a rollout worker, and another one takes its place
     terminations: int = 0  # a rollout worker asks to leave, and another one takes its place
     violations: int = 0  # a worker breaks the protocol and is dismissed
     repeats: int = 0  # a message comes again, perhaps much later

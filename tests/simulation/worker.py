@@ -59,7 +59,7 @@ class Worker:
         self.trained: list[Row] = []
         self.hung = False  # serves transfers, but does no work
         self.leaving = self.left = False  # asked to drain; has stopped work
-        self.terminated = False  # has asked to leave itself
+        self.terminated = False  # is to leave, because it has asked to or an operator has ordered it
         self.unpublished: int | None = None
         self.rewards: dict[int, float] = {}  # of the slots of the latest grant of each
         if role == "rollout":
@@ -423,7 +423,7 @@ class Worker:
             for slot, span in zip(part.ids, spans, strict=False):
                 self.shared.spans[content, slot] = span
             if not spans:
-                self.shared.made_from |= {(content, slot): self.content["response", slot] for slot in part.ids}
+                self.shared.response_of |= {(content, slot): self.content["response", slot] for slot in part.ids}
 
     def _check_content(self, row: Row) -> None:
         """All columns of a sample that is trained are of the same response."""
@@ -432,5 +432,5 @@ class Worker:
         assert content["logprobs"] == response, f"{row} has the response of one sample and the logprobs of another"
         assert self.shared.spans[response, row.slot] == row.spans, f"{row} has the response of another sample"
         if "ref_logprobs" in content:
-            of_response = self.shared.made_from[content["ref_logprobs"], row.slot]
+            of_response = self.shared.response_of[content["ref_logprobs"], row.slot]
             assert of_response == response, f"{row} has the response of one sample and the ref_logprobs of another"

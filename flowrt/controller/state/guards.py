@@ -1,7 +1,7 @@
 """The state of the guards of a run between steps.
 
-A restarted controller and a resumed run begin with counts of 0 and without earlier values for medians; a restarted
-controller restores a hold.
+A restarted controller and a resumed run begin without earlier values for medians. A restarted controller restores
+counts and a hold; a resumed run begins with counts of 0.
 """
 
 import math

@@ -85,24 +85,48 @@ class Membership:
         """Roles that have had a worker since the run began."""
         self.drained: set[WorkerId] = set()
         """Workers that an operator drained, departed or not: they are not to be replaced."""
+        self._to_drain: set[WorkerId] = set()
+        """Workers that an earlier controller told to drain, and that have not rejoined."""
         self._departed: dict[WorkerId, None] = {}
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._members
 
-    def join(self, worker: WorkerId, role: str, host: str, now: float) -> None:
-        """Add a worker; a drain of an earlier worker of its name does not apply to it."""
+    def join(self, worker: WorkerId, role: str, host: str, now: float, *, rejoins: bool = False) -> bool:
+        """Add a worker; returns whether this ends the drain of an earlier worker of its name.
+
+        A worker that ``rejoins`` from an earlier controller, which told it to drain, drains.
+        """
         self._remove(worker)
+        is_draining = rejoins and worker in self._to_drain
+        ends_drain = not is_draining and (worker in self._to_drain or worker in self.drained)
+        self._to_drain.discard(worker)
         self._members[worker] = Member(worker, role, host, now)
+        if is_draining:
+            self._members[worker].standing = Standing.DRAINING
         self._of_role.setdefault(role, {})[worker] = None
         self._vacant.pop(role, None)
         self.joined_roles.add(role)
-        self.drained.discard(worker)
+        if ends_drain:
+            self.drained.discard(worker)
         self._work.add_members()
+        return ends_drain
 
     def restore_roles(self, roles: Iterable[str]) -> None:
         """Add roles that had workers under an earlier controller."""
         self.joined_roles.update(roles)
+
+    def restore_drain(self, worker: WorkerId, *, by_operator: bool) -> None:
+        """Add a drain that an earlier controller ordered; a worker that has left already does not rejoin."""
+        self._to_drain.add(worker)
+        if by_operator:
+            self.drained.add(worker)
+
+    def take_undrained(self) -> list[WorkerId]:
+        """Remove and return, by name, the workers that were to drain, have not rejoined, and may be replaced."""
+        missing = sorted(self._to_drain - self.drained)
+        self._to_drain.clear()
+        return missing
 
     def note_alive(self, worker: WorkerId, now: float) -> bool:
         """Record a sign of life; returns False if the worker is no member."""
@@ -209,10 +233,15 @@ class Membership:
         """Whether a worker of this name is among the last `MAX_DEPARTED` that have left."""
         return worker in self._departed
 
-    def miss(self, role: str, why: str, now: float) -> None:
-        """Record the loss of a worker of this role: the role is vacant if no other worker of it stays."""
-        if all(member.role != role or member.is_leaving for member in self._members.values()):
-            self._vacant.setdefault(role, (now, why))
+    def miss(self, role: str, why: str, now: float) -> bool:
+        """Record the loss of a worker of this role: the role is vacant if no other worker of it stays.
+
+        Returns whether the role is vacant since this call.
+        """
+        if role in self._vacant or any(one.role == role and not one.is_leaving for one in self._members.values()):
+            return False
+        self._vacant[role] = (now, why)
+        return True
 
     def vacancy_fault(self, now: float, role_vacancy_timeout_s: float) -> str:
         """The first role that has been vacant for longer than this, and why; empty if there is none."""

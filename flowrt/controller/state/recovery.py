@@ -23,6 +23,8 @@ class Recovery:
     """Workers that held a column according to the replay log, by (column, id of the slot or group)."""
     awaited: dict[WorkerId, str] = field(default_factory=dict)
     """Workers of the earlier controller that have not sent their inventories, and their roles."""
+    vacant: list[str] = field(default_factory=list)
+    """Roles that were vacant under the earlier controller."""
     returned: set[WorkerId] = field(default_factory=set)
     """Members that rejoined from an earlier controller."""
     unconfirmed: set[WorkerId] = field(default_factory=set)
@@ -97,7 +99,7 @@ class Recovery:
     def end(self) -> dict[WorkerId, str]:
         """Leave recovery; returns the workers that did not return, and their roles.
 
-        What an inventory that comes later lists may be made again by then, so nobody is known to hold it any more.
+        What an inventory that comes later lists may be made again by then, so no worker is known to hold it any more.
         """
         absent = self.awaited
         self.replayed = None

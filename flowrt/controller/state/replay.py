@@ -85,13 +85,53 @@ class WorkerLeft:
     worker: str
 
 
-Entry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed | CounterSet | WorkerJoined | WorkerLeft
+UNDECIDED = -1
+"""Number of steps in a `RunPreempted` before it is decided after which step the trainers leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDrained:
+    """A worker was told to drain, by an operator or because it was terminated."""
+
+    worker: str
+    by_operator: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """The drain of a worker is over: it has left, or another process has joined under its name."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunPreempted:
+    """Preemption of the run was ordered; the trainers leave after ``steps`` steps, or it is not decided yet."""
+
+    reason: str
+    code: int
+    kept: int
+    steps: int = UNDECIDED
+
+
+Order = WorkerDrained | RunPreempted
+"""What a controller has told workers to do, which a restarted one carries on with."""
+GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed
+Entry = GroupEntry | CounterSet | WorkerJoined | WorkerLeft | Order | DrainEnded
 STEP = "step"
 """The step in training."""
 FILTERED = "filtered"
 """Groups that the filter has dropped in the step in training."""
 SKIPPED = "skipped"
 """Prompts that the curriculum has skipped in the step in training."""
+SHARE_ENDED = "share_ended"
+"""The last step of which a trainer was told that no micro-batch is left."""
+JOINED = "joined "
+"""Prefix of a counter that is set for each role that has had a worker."""
+VACANT = "vacant "
+"""Prefix of the counter of a role, which is 1 while the role is vacant."""
+VIOLATIONS = "violations "
+"""Prefix of the counter of a guard's consecutive violations, by the index of its rule."""
 HELD_UNTIL = "held_until"
 """The step before which a guard holds the staleness bound at 0."""
 LATEST = "latest "
@@ -104,16 +144,15 @@ class RecoveredState:
 
     numbers: dict[str, int] = field(default_factory=dict)  # counters by name
     members: dict[str, str] = field(default_factory=dict)  # role of each member
-    entries: Sequence[GroupsOpened | StageCommitted | StageUndone | GroupsClosed] = ()
+    entries: Sequence[GroupEntry] = ()
     dropped: dict[str, int] = field(default_factory=dict)  # dropped samples by reason
+    orders: tuple[Order, ...] = ()  # drains and preemption in progress
 
 
 class ReplayedSamples:
     """Live groups rebuilt from the log, with columns whose owners are not confirmed yet."""
 
-    def __init__(
-        self, flows: Flows, entries: Sequence[GroupsOpened | StageCommitted | StageUndone | GroupsClosed]
-    ) -> None:
+    def __init__(self, flows: Flows, entries: Sequence[GroupEntry]) -> None:
         self._flows = flows
         self.groups: dict[int, Group] = {}
         self._slots: dict[int, Slot] = {}

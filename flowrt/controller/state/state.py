@@ -18,6 +18,7 @@ from flowrt.controller.state.guards import Guards
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.parked_requests import ParkedRequests
 from flowrt.controller.state.recovery import Recovery
+from flowrt.controller.state.replay import UNDECIDED, RunPreempted
 from flowrt.controller.state.reward_history import RewardHistory
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.step_plan import StepPlan
@@ -67,7 +68,7 @@ class Preemption:
     """The order to preempt the run, if there is one, and the progress of its execution."""
 
     order: PreemptRun | None = None
-    until_s: float = 0.0  # deadline for the checkpoint
+    until_s: float | None = None  # deadline for the checkpoint; None: from the next step of the execution on
     steps: int | None = None
     """Number of steps after which the trainers leave; None before they are told."""
     is_saved: bool = False
@@ -77,15 +78,35 @@ class Preemption:
         """Whether the run is being preempted."""
         return self.order is not None
 
-    def begin(self, order: PreemptRun, until_s: float) -> None:
+    def begin(self, order: PreemptRun) -> None:
         """Set the order. A second one does not move the deadline, because schedulers signal every process of a job."""
-        if self.order is None:
-            self.until_s = until_s
         self.order = order
+
+    def restore(self, ordered: RunPreempted) -> None:
+        """Carry on with the order of an earlier controller; the time to save begins anew."""
+        self.order = PreemptRun(ordered.reason, ordered.code, ordered.kept)
+        self.steps = None if ordered.steps == UNDECIDED else ordered.steps
+
+    def set_deadline(self, until_s: float) -> float:
+        """Set the deadline unless it is set; returns it."""
+        if self.until_s is None:
+            self.until_s = until_s
+        return self.until_s
+
+    def move_deadline(self, seconds: float) -> None:
+        """Move the deadline, if it is set, to that much later."""
+        if self.until_s is not None:
+            self.until_s += seconds
 
     def stop_after(self, steps: int) -> None:
         """Record the number of completed steps after which the trainers leave."""
         self.steps = steps
+
+    def entry(self) -> RunPreempted:
+        """The replay entry of the order. It must be ordered."""
+        assert self.order is not None
+        steps = UNDECIDED if self.steps is None else self.steps
+        return RunPreempted(self.order.reason, self.order.code, self.order.kept, steps)
 
     def save(self) -> None:
         """Record that a checkpoint of all that was trained is saved, or not needed."""
@@ -184,7 +205,7 @@ class State:
         self.membership.extend_deadlines(seconds)
         self.table.extend_deadlines(seconds)
         self.recovery.extend_deadline(seconds)
-        self.preemption.until_s += seconds
+        self.preemption.move_deadline(seconds)
         if self.progress_s is not None:
             self.progress_s += seconds
 

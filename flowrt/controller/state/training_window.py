@@ -100,6 +100,10 @@ class TrainingWindow:
         """Record that a trainer is told that no micro-batch of this step is left for it."""
         self.share_ended_step = self.step
 
+    def restore_end(self, last: int) -> None:
+        """Begin no step after ``last``, as an earlier controller decided."""
+        self.last = last
+
     def stop(self) -> int:
         """Begin no further step; returns the last one.
 
@@ -111,9 +115,12 @@ class TrainingWindow:
         self.last = self.step - (self.share_ended_step < self.step and self.places > 0)
         return self.last
 
-    def restore(self, step: int, groups: Iterable[Group], filtered: int, skipped: int) -> None:
+    def restore(
+        self, step: int, groups: Iterable[Group], filtered: int, skipped: int, share_ended_step: int = -1
+    ) -> None:
         """Continue at the step of an earlier controller, with its waiting groups and its counts for the step."""
         self.step = step
+        self.share_ended_step = share_ended_step
         self.filtered = filtered
         self.skipped = skipped
         self.enter(groups)

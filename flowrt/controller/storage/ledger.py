@@ -26,12 +26,17 @@ from typing import Any, NamedTuple
 from flowrt.controller.events import AppendLedger
 from flowrt.controller.state.replay import (
     CounterSet,
+    DrainEnded,
     Entry,
+    GroupEntry,
     GroupsClosed,
     GroupsOpened,
+    Order,
     RecoveredState,
+    RunPreempted,
     StageCommitted,
     StageUndone,
+    WorkerDrained,
     WorkerJoined,
     WorkerLeft,
 )
@@ -57,8 +62,10 @@ log = logging.getLogger(__name__)
 # has had, and the step from which the run was resumed.
 TERM = "term"
 RESUMED_FROM = "resumed_from"
-_GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed
-_KINDS: tuple[type[_GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
+# Names of orders: preemption of the run, and of each worker that drains.
+PREEMPT = "preempt"
+DRAIN = "drain "
+_KINDS: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
@@ -82,6 +89,12 @@ class ReplayLog:
                 writes.members.append((worker, role))
             case WorkerLeft(worker):
                 writes.members.append((worker, ""))
+            case WorkerDrained(worker):
+                writes.orders.append((DRAIN + worker, to_blob(entry)))
+            case DrainEnded(worker):
+                writes.orders.append((DRAIN + worker, b""))
+            case RunPreempted():
+                writes.orders.append((PREEMPT, to_blob(entry)))
             case _:
                 self._track_live_groups(self._next_id, entry)
                 writes.entries.append((self._next_id, _KIND_NUMBERS[type(entry)], to_blob(entry)))
@@ -111,11 +124,14 @@ class ReplayLog:
         members = dict(self._db.execute("SELECT worker, role FROM members").fetchall())
         if not members:
             return None
-        entries: list[_GroupEntry] = []
+        entries: list[GroupEntry] = []
         for number, kind, data in self._db.execute("SELECT id, kind, entry FROM replay_log ORDER BY id"):
             entries.append(from_blob(_KINDS[kind], data))
             self._track_live_groups(number, entries[-1])
-        return RecoveredState(self._counters(), members, entries, dropped)
+        orders: list[Order] = []
+        for name, data in self._db.execute("SELECT name, entry FROM orders ORDER BY name"):
+            orders.append(from_blob(RunPreempted, data) if name == PREEMPT else from_blob(WorkerDrained, data))
+        return RecoveredState(self._counters(), members, entries, dropped, tuple(orders))
 
     @property
     def resumed_from(self) -> int | None:
@@ -128,16 +144,17 @@ class ReplayLog:
         self._set_counter(RESUMED_FROM, step)
 
     def clear(self) -> None:
-        """Delete all entries, members and counters except the term. Raises sqlite3.Error."""
+        """Delete all entries, members, orders, and counters except the term. Raises sqlite3.Error."""
         self._db.execute("DELETE FROM replay_log")
         self._db.execute("DELETE FROM members")
+        self._db.execute("DELETE FROM orders")
         self._db.execute("DELETE FROM counters WHERE name != ?", (TERM,))
         self._first_ids.clear()
 
     def _oldest_needed(self) -> int:
         return next(iter(self._first_ids.values()), self._next_id)
 
-    def _track_live_groups(self, number: int, entry: _GroupEntry) -> None:
+    def _track_live_groups(self, number: int, entry: GroupEntry) -> None:
         if isinstance(entry, GroupsOpened):
             self._first_ids.update(dict.fromkeys(range(entry.group, entry.group + len(entry.prompts)), number))
         elif isinstance(entry, GroupsClosed):

@@ -23,6 +23,7 @@ _SET_STEP = "INSERT OR REPLACE INTO steps (step, line) VALUES (?, ?)"
 _SET_EVALUATION = "INSERT OR REPLACE INTO evaluations (name, version, line) VALUES (?, ?, ?)"
 _ADD_ENTRY = "INSERT INTO replay_log (id, kind, entry) VALUES (?, ?, ?)"
 _SET_COUNTER = "INSERT OR REPLACE INTO counters (name, value) VALUES (?, ?)"
+_SET_ORDER = "INSERT OR REPLACE INTO orders (name, entry) VALUES (?, ?)"
 _pack = msgpack.Packer(use_bin_type=True).pack
 
 
@@ -34,6 +35,8 @@ class PendingWrites(NamedTuple):
     counters: list[tuple[str, int]]
     members: list[tuple[str, str]]
     """Worker and role; an empty role deletes the worker."""
+    orders: list[tuple[str, bytes]]
+    """Name and entry; an empty entry deletes the order."""
     summary_values: list[tuple[str, float, int]]
     steps: list[tuple[int, str]]
     """The line of metrics.jsonl of each closed step."""
@@ -58,7 +61,9 @@ class PendingWrites(NamedTuple):
 
 def no_writes() -> PendingWrites:
     """A new empty buffer."""
-    return PendingWrites(records=[], entries=[], counters=[], members=[], summary_values=[], steps=[], evaluations=[])
+    return PendingWrites(
+        records=[], entries=[], counters=[], members=[], orders=[], summary_values=[], steps=[], evaluations=[]
+    )
 
 
 def append_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
@@ -87,6 +92,11 @@ def apply_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
             db.execute("INSERT OR REPLACE INTO members (worker, role) VALUES (?, ?)", (worker, role))
         else:
             db.execute("DELETE FROM members WHERE worker = ?", (worker,))
+    for name, entry in writes.orders:
+        if entry:
+            db.execute(_SET_ORDER, (name, entry))
+        else:
+            db.execute("DELETE FROM orders WHERE name = ?", (name,))
     db.execute("DELETE FROM pending_writes")
 
 

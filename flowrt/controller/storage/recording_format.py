@@ -49,11 +49,15 @@ from flowrt.controller.events import (
     WorkerDisconnected,
 )
 from flowrt.controller.state.replay import (
+    GroupEntry,
     GroupsClosed,
     GroupsOpened,
+    Order,
     RecoveredState,
+    RunPreempted,
     StageCommitted,
     StageUndone,
+    WorkerDrained,
 )
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.storage.columns import ColumnPacker, ColumnReader, pack_numbers, pack_reals
@@ -65,7 +69,7 @@ from flowrt.protocol.messages import Position, Report
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""
 _FAMILY = b"flowrt recording "
-MAGIC = _FAMILY + b"2\n"
+MAGIC = _FAMILY + b"3\n"
 BEGIN, EVENTS, END = range(3)
 BLOCK_EVENTS = 1000
 """Events after which a block is written at the latest, with a digest of all commands so far."""
@@ -85,8 +89,8 @@ _KINDS: tuple[type[Any], ...] = (
     ControllerStalled,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
-GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed
 _ENTRIES: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
+_ORDERS: tuple[type[Order], ...] = (WorkerDrained, RunPreempted)
 _REPORT = TAGS[Report]
 _SPANS = 1 + [one.name for one in fields(Report)].index("spans")
 
@@ -316,7 +320,14 @@ def pack_header(header: Header) -> list[Any]:
     kept = None
     if recovered is not None:
         entries = [(_ENTRIES.index(type(entry)), to_blob(entry)) for entry in recovered.entries]
-        kept = [list(recovered.numbers.items()), list(recovered.members.items()), entries, [*recovered.dropped.items()]]
+        orders = [(_ORDERS.index(type(order)), to_blob(order)) for order in recovered.orders]
+        kept = [
+            list(recovered.numbers.items()),
+            list(recovered.members.items()),
+            entries,
+            list(recovered.dropped.items()),
+            orders,
+        ]
     return [
         header.version,
         header.sources,
@@ -338,9 +349,10 @@ def unpack_header(content: Sequence[Any]) -> Header:
     version, sources, start_s, unix_s, config, term, position, kept, outcomes = content
     recovered = None
     if kept is not None:
-        numbers, members, entries, dropped = kept
+        numbers, members, entries, dropped, orders = kept
         known: list[GroupEntry] = [from_blob(_ENTRIES[kind], blob) for kind, blob in entries]
-        recovered = RecoveredState(dict(numbers), dict(members), known, dict(dropped))
+        ordered: list[Order] = [from_blob(_ORDERS[kind], blob) for kind, blob in orders]
+        recovered = RecoveredState(dict(numbers), dict(members), known, dict(dropped), tuple(ordered))
     inputs = CoreInputs(
         config=config,
         term=term,

@@ -1,6 +1,7 @@
 """Drain: a worker that is told to leave gets no new work, and leaves once no work is lost with it."""
 
-from flowrt.controller.events import Command, LogEvent, Send
+from flowrt.controller.events import AppendReplay, Command, LogEvent, Send
+from flowrt.controller.state.replay import WorkerDrained
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import preemption, pulls, rollback
 from flowrt.errors import EXIT_OK, RemoteProtocolError
@@ -31,7 +32,7 @@ def drain(state: State, env: Environment, worker: WorkerId, message: Drain, now:
     if not state.membership.is_leaving(worker):
         commands = _begin(state, message, by_operator=False)
         if role in env.settings.replaceable_roles and not state.membership.is_finished(worker):
-            state.membership.miss(role, f"{worker} was terminated, and leaves in order", now)
+            commands += rollback.note_vacancy(state, role, f"{worker} was terminated, and leaves in order", now)
     return commands
 
 
@@ -48,7 +49,8 @@ def _begin(state: State, message: Drain, by_operator: bool) -> list[Command]:
     state.models.clear_outdated(worker)
     text = f"{worker} is to leave without losing a sample{', as an operator ordered' if by_operator else ''}"
     ordered = LogEvent("drained", state.window.step, text, worker)
-    return [Send(worker, message), ordered, *pulls.reject_pulls(state, worker, f"{worker} is leaving the run")]
+    kept = AppendReplay(WorkerDrained(worker, by_operator))
+    return [kept, Send(worker, message), ordered, *pulls.reject_pulls(state, worker, f"{worker} is leaving the run")]
 
 
 def _fault(state: State, env: Environment, worker: WorkerId) -> str:

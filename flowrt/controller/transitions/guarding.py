@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flowrt.controller.events import AppendReplay, Command, LogEvent, PreemptRun, StepClosed
 from flowrt.controller.policies.guards import Firing, count_violations
-from flowrt.controller.state.replay import HELD_UNTIL, CounterSet
+from flowrt.controller.state.replay import HELD_UNTIL, VIOLATIONS, CounterSet
 from flowrt.controller.state.state import Environment, State
 from flowrt.errors import EXIT_GUARD
 
@@ -26,10 +26,15 @@ def guard(state: State, env: Environment, closed: StepClosed) -> tuple[StepClose
         return closed, []
     metrics = closed.measured()
     counts, firings = count_violations(rules, guards.violations, metrics, guards.recent)
+    before = guards.violations
     guards.count(counts)
     guards.note_values(rules, metrics)
     guards.note_firing(firings)
-    commands: list[Command] = []
+    commands: list[Command] = [
+        AppendReplay(CounterSet(f"{VIOLATIONS}{index}", count))
+        for index, (count, earlier) in enumerate(zip(counts, before, strict=True))
+        if count != earlier
+    ]
     fired: dict[str, int] = {}
     for firing in firings:
         metric = firing.rule.metric

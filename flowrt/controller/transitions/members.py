@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from flowrt.controller.events import AppendReplay, Command, Dismiss, EventKind, LogEvent, Send, WorkerConnected
 from flowrt.controller.state.membership import Member
-from flowrt.controller.state.replay import WorkerJoined, WorkerLeft
+from flowrt.controller.state.replay import JOINED, VACANT, CounterSet, DrainEnded, WorkerJoined, WorkerLeft
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, RemoteProtocolError
@@ -23,7 +23,8 @@ def connected(state: State, env: Environment, event: WorkerConnected, now: float
     """Add a worker that was admitted. A trainer gets the results of evaluations that were reported before."""
     worker = event.worker
     is_restarted = state.membership.has_departed(worker) and not event.term
-    state.membership.join(worker, event.role, event.host, now)
+    is_first, was_vacant = event.role not in state.membership.joined_roles, state.membership.is_vacant(event.role)
+    ends_drain = state.membership.join(worker, event.role, event.host, now, rejoins=event.term > 0)
     state.lanes.join(worker, event.lanes)
     state.recovery.join(worker, event.term)
     if event.role == OBSERVER:
@@ -33,8 +34,30 @@ def connected(state: State, env: Environment, event: WorkerConnected, now: float
     text = f"{worker} ({event.role} on host {event.host!r}) {how}"
     fields = (("role", event.role), ("host", event.host))
     joined = LogEvent("restarted" if is_restarted else "joined", state.window.step, text, worker, fields)
+    commands: list[Command] = [AppendReplay(WorkerJoined(worker, event.role))]
+    if is_first:
+        commands.append(AppendReplay(CounterSet(JOINED + event.role, 1)))
+    if was_vacant:
+        commands.append(AppendReplay(CounterSet(VACANT + event.role, 0)))
+    if ends_drain:
+        commands.append(AppendReplay(DrainEnded(worker)))
+    commands.append(joined)
+    if event.term:
+        commands += _resume_orders(state, env, worker, event.role)
     results = state.results if event.role in env.settings.checkpointing_roles else ()
-    return [AppendReplay(WorkerJoined(worker, event.role)), joined, *(Send(worker, message) for message in results)]
+    return commands + [Send(worker, message) for message in results]
+
+
+def _resume_orders(state: State, env: Environment, worker: WorkerId, role: str) -> list[Command]:
+    """Repeat an order to leave that an earlier controller gave to a worker that rejoins.
+
+    The order comes before the answers to the requests that the worker repeats: it explains why they are rejected.
+    """
+    replayed = state.recovery.replayed
+    if replayed is not None and any(owner == worker for owner, _ in replayed.offers):
+        state.requests.note_offerer(worker)
+    is_preempted = state.preemption.steps is not None and role in env.settings.checkpointing_roles
+    return [Send(worker, m.Drain(0, worker))] if is_preempted or state.membership.is_leaving(worker) else []
 
 
 def disconnected(
@@ -54,18 +77,21 @@ def disconnected(
             AppendReplay(WorkerLeft(worker)),
             LogEvent("gone", state.window.step, _gone(member, reason), worker),
         ]
+    if member.is_leaving and worker not in state.membership.drained:
+        commands.append(AppendReplay(DrainEnded(worker)))
     commands += _forget(state, env, worker)
     roles = env.settings
     if member.is_leaving or (not reason and member.finished):
         if member.role in roles.replaceable_roles and not member.finished:
-            state.membership.miss(member.role, f"{worker} was told to leave, and has left", now)
+            why = f"{worker} was told to leave, and has left"
+            commands += rollback.note_vacancy(state, member.role, why, now)
         return commands
     state.window.lose_source(worker)
     why = f"{worker}: {reason or 'left before its part was complete; see its log'} (on host {member.host!r})"
     if member.role in roles.critical_roles:
         commands += state.end(why, code)
     elif member.role in roles.replaceable_roles:
-        state.membership.miss(member.role, why, now)
+        commands += rollback.note_vacancy(state, member.role, why, now)
     return commands
 
 

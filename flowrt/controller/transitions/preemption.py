@@ -2,9 +2,10 @@
 
 The controller decides after which step the trainers leave, so all ranks leave after the same step: each completes the
 step, saves, and reports that its role is completed. Any failure in between ends the run as it would without preemption.
+A controller that is restarted in between carries on.
 """
 
-from flowrt.controller.events import Command, PreemptRun, Send
+from flowrt.controller.events import AppendReplay, Command, PreemptRun, Send
 from flowrt.controller.state.membership import Member
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import pulls
@@ -15,8 +16,9 @@ from flowrt.protocol.messages import Drain
 
 def preempt(state: State, env: Environment, order: PreemptRun, now: float) -> list[Command]:
     """Begin preemption; `advance` carries it out."""
-    state.preemption.begin(order, now + env.settings.preemption_save_timeout_s)
-    return []
+    state.preemption.begin(order)
+    state.preemption.set_deadline(now + env.settings.preemption_save_timeout_s)
+    return [AppendReplay(state.preemption.entry())]
 
 
 def terminated(state: State, env: Environment, trainer: WorkerId, now: float) -> list[Command]:
@@ -42,7 +44,8 @@ def advance(state: State, env: Environment, now: float) -> list[Command]:
         preemption.save()
         return state.end(f"{order.reason}; saved after {preemption.steps} steps", order.code)
     timeout_s = env.settings.preemption_save_timeout_s
-    if now < preemption.until_s or any(now < one.advanced_s + timeout_s for one in unsaved):
+    until_s = preemption.set_deadline(now + timeout_s)
+    if now < until_s or any(now < one.advanced_s + timeout_s for one in unsaved):
         return []
     waits = "; ".join(f"{one.id} has not saved" for one in unsaved)
     return state.end(
@@ -60,7 +63,7 @@ def _stop_trainers(state: State, env: Environment, order: PreemptRun) -> list[Co
         state.preemption.save()
         return state.end(order.reason, order.code)
     drains: list[Command] = [Send(trainer.id, Drain(0, trainer.id)) for trainer in trainers]
-    return drains + pulls.reject_beyond_end(state, env)
+    return [AppendReplay(state.preemption.entry()), *drains, *pulls.reject_beyond_end(state, env)]
 
 
 def _unsaved(state: State, env: Environment) -> list[Member]:

@@ -7,9 +7,10 @@ order to send it.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from flowrt.controller.events import Command, Send
+from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.policies.dispatch.base import Puller, Start
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
+from flowrt.controller.state.replay import SHARE_ENDED, CounterSet
 from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import plan
@@ -186,7 +187,11 @@ def _serve_trainer(state: State, env: Environment, parked: ParkedRequest[Pull]) 
     message, worker, window = parked.request, parked.worker, state.window
     groups = training.next_batch(state, env, worker, message.step)
     if groups is None:
-        return [Send(worker, closing_grant(message))]
+        kept: list[Command] = []
+        if window.share_ended_step != window.step:
+            window.end_share()
+            kept.append(AppendReplay(CounterSet(SHARE_ENDED, window.step)))
+        return [*kept, Send(worker, closing_grant(message))]
     if not groups:
         return []
     window.take(groups)

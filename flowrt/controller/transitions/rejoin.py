@@ -11,12 +11,18 @@ from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.state.replay import (
     FILTERED,
     HELD_UNTIL,
+    JOINED,
     LATEST,
+    SHARE_ENDED,
     SKIPPED,
     STEP,
+    VACANT,
+    VIOLATIONS,
     CounterSet,
+    DrainEnded,
     RecoveredState,
     ReplayedSamples,
+    WorkerDrained,
 )
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.state import Environment, State
@@ -41,12 +47,24 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
         (group for group in groups if group.flow == env.flow.train_flow),
         filtered=recovered.numbers.get(FILTERED, 0),
         skipped=recovered.numbers.get(SKIPPED, 0),
+        share_ended_step=recovered.numbers.get(SHARE_ENDED, -1),
     )
+    vacant = [name for name, value in recovered.numbers.items() if value and name.startswith(VACANT)]
+    state.recovery.vacant = [name.removeprefix(VACANT) for name in vacant]
+    for order in recovered.orders:
+        if isinstance(order, WorkerDrained):
+            state.membership.restore_drain(WorkerId(order.worker), by_operator=order.by_operator)
+        else:
+            state.preemption.restore(order)
+            if state.preemption.steps is not None:
+                state.window.restore_end(state.preemption.steps - 1)
     state.plan.restart(step)
     state.guards.hold(recovered.numbers.get(HELD_UNTIL, 0))
     for name, versions in state.models.of.items():
         versions.restore(recovered.numbers.get(LATEST + name, 0))
-    state.membership.restore_roles(recovered.members.values())
+    state.guards.count([recovered.numbers.get(f"{VIOLATIONS}{index}", 0) for index in range(len(env.policies.guards))])
+    joined = [name.removeprefix(JOINED) for name in recovered.numbers if name.startswith(JOINED)]
+    state.membership.restore_roles((*joined, *recovered.members.values()))
     for reason, times in recovered.dropped.items():
         state.dropped.count(reason, times)
 
@@ -206,7 +224,12 @@ def end_recovery(state: State, env: Environment, now: float) -> list[Command]:
             reason = f"{why}: what it had is lost, go back to the last checkpoint (flowrt resume)"
             commands += state.end(reason, EXIT_FAILED)
         elif role in settings.replaceable_roles:
-            state.membership.miss(role, why, now)
+            commands += rollback.note_vacancy(state, role, why, now)
+    for role in state.recovery.vacant:
+        missed = rollback.note_vacancy(state, role, "there was none when the controller came back", now)
+        is_filled = not state.membership.is_vacant(role)
+        commands += [AppendReplay(CounterSet(VACANT + role, 0))] if is_filled else missed
+    commands += [AppendReplay(DrainEnded(worker)) for worker in state.membership.take_undrained()]
     commands += rollback.make_unowned_again(state, env)
     for group in state.table.groups.values():
         if group.flow == env.flow.train_flow and group.id not in state.window.taken:

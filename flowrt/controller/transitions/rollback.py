@@ -18,7 +18,7 @@ from flowrt.controller.diagnostics.counters import MAX_NAME_CHARS
 from flowrt.controller.events import AppendLedger, AppendReplay, Command, Send
 from flowrt.controller.policies.group_filter import mean_reward
 from flowrt.controller.settings import OnLostSample
-from flowrt.controller.state.replay import GroupsClosed, StageUndone
+from flowrt.controller.state.replay import VACANT, CounterSet, GroupsClosed, StageUndone
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Lease, Slot
@@ -411,6 +411,11 @@ def make_unowned_again(state: State, env: Environment) -> list[Command]:
     slots: Recommendations = {slot: Action.MAKE_AGAIN for slot in state.table.slots.values() if slot.tensors}
     commands = roll_back(state, env, slots)
     return commands + roll_back(state, env, dict.fromkeys(state.table.groups.values(), Action.CHECK_SOURCE))
+
+
+def note_vacancy(state: State, role: str, why: str, now: float) -> list[Command]:
+    """Record the loss of a worker of a replaceable role, which is vacant if no other worker of it stays."""
+    return [AppendReplay(CounterSet(VACANT + role, 1))] if state.membership.miss(role, why, now) else []
 
 
 def has_lease(state: State, worker: WorkerId) -> bool:

@@ -45,8 +45,6 @@ def next_batch(state: State, env: Environment, worker: WorkerId, step: int) -> l
     if not window.over and window.places:
         is_planned = env.policies.sharing.whole_step or env.policies.cut is not None
         groups = _planned(state, env, worker) if is_planned else _streamed(state, env, env.policies.batcher)
-    if groups is None:
-        window.end_share()
     return groups
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from flowrt.controller.events import AppendLedger
-from flowrt.controller.state.replay import CounterSet, GroupsOpened, WorkerJoined
+from flowrt.controller.state.replay import (
+    CounterSet,
+    DrainEnded,
+    GroupsOpened,
+    RunPreempted,
+    WorkerDrained,
+    WorkerJoined,
+)
 from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.reader import LedgerReader
@@ -174,4 +181,28 @@ def test_a_query_that_fails_names_the_ledger(tmp_path: Path, table: str, query: 
         other.execute(f"DROP TABLE {table}")
     with pytest.raises(FlowError, match=rf"{LEDGER} cannot be read: .*{table}"):
         query(ledger)
+    ledger.close()
+
+
+def test_orders_are_recovered_until_they_end(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / LEDGER)
+    orders = (WorkerDrained("rollout-0", by_operator=True), RunPreempted("interrupted (SIGTERM)", 143, 2))
+    entries = (WorkerJoined("source", "source"), *orders, WorkerDrained("reward-0", by_operator=False))
+    for entry in entries:
+        ledger.append_replay(entry)
+    ledger.commit()
+    ledger.append_replay(DrainEnded("reward-0"))
+    ledger.append_replay(RunPreempted("interrupted (SIGTERM)", 143, 2, 5))
+    ledger.flush()
+    ledger.close()
+    ledger = Ledger(tmp_path / LEDGER)
+    recovered = ledger.recover()
+    assert recovered is not None
+    assert recovered.orders == (orders[0], RunPreempted("interrupted (SIGTERM)", 143, 2, 5))
+    ledger.resume(0, 0.0)
+    ledger.append_replay(WorkerJoined("source", "source"))
+    ledger.flush()
+    recovered = ledger.recover()
+    assert recovered is not None
+    assert recovered.orders == ()
     ledger.close()

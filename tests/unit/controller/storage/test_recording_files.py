@@ -26,7 +26,7 @@ from flowrt.controller.events import (
     WorkerConnected,
     WorkerDisconnected,
 )
-from flowrt.controller.state.replay import GroupsOpened, RecoveredState, StageCommitted
+from flowrt.controller.state.replay import GroupsOpened, RecoveredState, RunPreempted, StageCommitted, WorkerDrained
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.storage import recording
 from flowrt.controller.storage.recording import EventRecording
@@ -126,7 +126,8 @@ def test_a_header_reads_back() -> None:
         inline=(Values("truncated", (0.0,)),),
         spans=((0, 9),),
     )
-    recovered = RecoveredState({"step": 3}, {"rollout-0": "rollout"}, (offer, commit), {"too old": 2})
+    orders = (WorkerDrained("rollout-0", True), RunPreempted("interrupted (SIGTERM)", 143, 2, 3))
+    recovered = RecoveredState({"step": 3}, {"rollout-0": "rollout"}, (offer, commit), {"too old": 2}, orders)
     inputs = CoreInputs("recipe = 'x'", 2, Position(step=3), recovered, (Outcome(1, 0, 3, 0.1),))
     header = RecordingHeader(inputs=inputs, start_s=1.5, unix_s=1e9, version="0", sources="ab")
     read = unpack_header(pack_header(header))
