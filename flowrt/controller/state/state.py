@@ -16,6 +16,7 @@ from flowrt.controller.state.dataflow import Sizes
 from flowrt.controller.state.evaluations import ReportedResults
 from flowrt.controller.state.guards import Guards
 from flowrt.controller.state.membership import Membership
+from flowrt.controller.state.opened_prompts import OpenedPrompts
 from flowrt.controller.state.parked_requests import ParkedRequests
 from flowrt.controller.state.recovery import Recovery
 from flowrt.controller.state.replay import UNDECIDED, RunPreempted
@@ -143,6 +144,8 @@ class State:
     """Results of evaluations."""
     dropped: BoundedCounter
     """Lost samples and dropped groups by reason."""
+    opened: OpenedPrompts
+    """Prompts that were opened for training and are not in `Environment.passed`."""
     ended: EndRun | None = None
     progress_s: float | None = None
     """Time of the last progress; None before the first event."""
@@ -178,6 +181,7 @@ class State:
             guards=Guards([0] * len(env.policies.guards), [None] * len(env.policies.guards)),
             results=ReportedResults(),
             dropped=BoundedCounter(),
+            opened=OpenedPrompts(),
         )
 
     def admission(self, env: Environment) -> Admission:

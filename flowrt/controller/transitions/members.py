@@ -27,6 +27,7 @@ def connected(state: State, env: Environment, event: WorkerConnected, now: float
     ends_drain = state.membership.join(worker, event.role, event.host, now, rejoins=event.term > 0)
     state.lanes.join(worker, event.lanes)
     state.recovery.join(worker, event.term)
+    ended = [] if event.term else rollback.end_evaluations(state, env, worker)
     if event.role == OBSERVER:
         return []
     state.note_progress(now)
@@ -45,7 +46,7 @@ def connected(state: State, env: Environment, event: WorkerConnected, now: float
     if event.term:
         commands += _resume_orders(state, env, worker, event.role)
     results = state.results if event.role in env.settings.checkpointing_roles else ()
-    return commands + [Send(worker, message) for message in results]
+    return commands + ended + [Send(worker, message) for message in results]
 
 
 def _resume_orders(state: State, env: Environment, worker: WorkerId, role: str) -> list[Command]:

@@ -38,7 +38,8 @@ def offer(state: State, env: Environment, worker: WorkerId, message: Offer, now:
     replayed = state.recovery.replayed
     if replayed is not None and (answer := confirm(state, worker, message, replayed)):
         return answer
-    if fault := FULL if requests.is_full(worker) else offer_fault(state, env, message):
+    fault = FULL if requests.is_full(worker) else offer_fault(state, env, message)
+    if fault := fault or ("" if replayed else _repeated_fault(state, env, worker, message)):
         return [Send(worker, Rejected(message.request, fault))]
     requests.note_offerer(worker)
     parked, is_first = ParkedRequest(worker, message, now), not requests.has_offers
@@ -59,6 +60,8 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     An offer that is not needed (the run is complete, or no worker has its exact version) is answered with group -1.
     """
     offer, worker, window = parked.request, parked.worker, state.window
+    if fault := _repeated_fault(state, env, worker, offer):
+        return [Send(worker, Rejected(offer.request, fault))]
     if wait_reason(state, env, offer):
         return []
     is_training = offer.flow == env.flow.train_flow
@@ -66,6 +69,9 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     if (is_training and window.over) or (exact is not None and state.models.policy.is_gone(exact)):
         return [Send(worker, OfferAccepted(offer.request, -1))]
     state.membership.note_results(worker)
+    commands: list[Command] = []
+    if replaced := _same_evaluation(state, offer):  # its source has not received the answer, or is another process
+        commands += rollback.close(state, env, replaced)
     groups = state.table.open(
         flow=offer.flow,
         prompts=offer.prompts,
@@ -80,12 +86,12 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     first = groups[0].id
     if not is_training and not env.flow.train_stage:  # a stream is recorded neither in the ledger nor for replay
         return [Send(worker, OfferAccepted(offer.request, first))]
-    commands: list[Command] = []
     if env.flow.train_stage:
         commands.append(AppendReplay(_opened(offer, worker, groups[0])))
     skipped: list[Group] = []
     if is_training:
         window.enter(groups)
+        state.opened.add(offer.epoch, offer.prompts)
         for group in groups:
             if _is_skipped(state, env, group):
                 skipped.append(group)
@@ -173,10 +179,44 @@ def offer_fault(state: State, env: Environment, offer: Offer) -> str:
         return f"{_name(offer)} {fault}"
     if is_exhausted(state, env, offer.flow):
         return f"{_name(offer)} came after the flow was said to be exhausted"
-    passed = env.passed.get(offer.epoch) if offer.flow == env.flow.train_flow else None
-    if passed and (again := sorted(passed.intersection(offer.prompts))):
-        return f"{_name(offer)} brings prompts {again[:3]} of epoch {offer.epoch}, which the run is done with"
     return _size_fault(state, env, offer)
+
+
+def _repeated_fault(state: State, env: Environment, worker: WorkerId, offer: Offer) -> str:
+    """Why an offer is rejected that brings what was offered before; empty if it brings nothing of it.
+
+    A prompt is trained once in an epoch, whichever worker offers it. An evaluation that is offered again replaces the
+    earlier one, unless another source that is in the run waits for that. In other flows prompts may repeat.
+    """
+    if offer.flow != env.flow.train_flow:
+        others = {group.source for group in _same_evaluation(state, offer)} - {worker}
+        if waiting := sorted(other for other in others if other in state.membership):
+            return f"{_name(offer)} of version {offer.at_most}: {waiting[0]} has offered it and waits for its results"
+        return ""
+    if state.window.over:
+        return ""  # nothing is opened any more
+    if passed := sorted(env.passed.get(offer.epoch, frozenset()).intersection(offer.prompts)):
+        return f"{_name(offer)} brings prompts {passed[:3]} of epoch {offer.epoch}, which the run is done with"
+    if opened := state.opened.among(offer.epoch, offer.prompts):
+        return (
+            f"{_name(offer)} brings prompts {opened[:3]} of epoch {offer.epoch}, which were offered before and are in "
+            "training, trained or dropped; offer each prompt once in an epoch"
+        )
+    if len(set(offer.prompts)) < len(offer.prompts):
+        return f"{_name(offer)} names a prompt twice; offer each prompt once in an epoch"
+    return ""
+
+
+def _same_evaluation(state: State, offer: Offer) -> list[Group]:
+    """The live groups of an evaluation of the same prompts by the same version; empty for any other offer."""
+    if offer.at_most == NO_LIMIT or not state.table.exact.live.get(state.exact_version(offer) or 0):
+        return []
+    exact, prompts = state.exact_version(offer), set(offer.prompts)
+    return [
+        group
+        for group in state.table.groups.values()
+        if (group.at_most, group.flow, group.epoch) == (exact, offer.flow, offer.epoch) and group.prompt in prompts
+    ]
 
 
 def _exact_fault(state: State, env: Environment, offer: Offer) -> str:

@@ -58,6 +58,9 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
             state.preemption.restore(order)
             if state.preemption.steps is not None:
                 state.window.restore_end(state.preemption.steps - 1)
+    for group in groups:
+        if group.flow == env.flow.train_flow:
+            state.opened.add(group.epoch, (group.prompt,))
     state.plan.restart(step)
     state.guards.hold(recovered.numbers.get(HELD_UNTIL, 0))
     for name, versions in state.models.of.items():
@@ -219,6 +222,7 @@ def end_recovery(state: State, env: Environment, now: float) -> list[Command]:
     commands: list[Command] = []
     settings = env.settings
     for worker, role in state.recovery.end().items():
+        commands += rollback.end_evaluations(state, env, worker)
         why = f"{worker} did not come back within {settings.rejoin_timeout_s:.0f} s of the controller"
         if role in settings.critical_roles:
             reason = f"{why}: what it had is lost, go back to the last checkpoint (flowrt resume)"

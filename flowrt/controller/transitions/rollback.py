@@ -32,6 +32,9 @@ MIN_GROUP_SAMPLES = 2
 """Minimum remaining samples of a group that is trained without its lost ones: an advantage compares samples."""
 
 
+UNREAD = "unread"
+
+
 class Action(Enum):
     """The next action for a slot or a group."""
 
@@ -135,7 +138,7 @@ def _check_source(state: State, env: Environment, group: Group) -> list[Command]
     if is_owned or group.id in state.window.taken:
         return []
     state.dropped.count("its source left")
-    return _give_up(state, env, group, "its source left", "unread")
+    return _give_up(state, env, group, "its source left", UNREAD)
 
 
 def _lose(state: State, env: Environment, slot: Slot, loss: Lose, commands: list[Command]) -> Recommendations:
@@ -183,6 +186,8 @@ def _give_up(state: State, env: Environment, group: Group, reason: str, ledger_s
     if group.flow != env.flow.train_flow:
         return drop_untrained(state, env, [group], reason)
     commands = record(state, env, group, ledger_state, reason)
+    if ledger_state == UNREAD:
+        state.opened.discard(group.epoch, group.prompt)
     state.window.leave(group)
     return commands + close(state, env, [group])
 
@@ -403,7 +408,16 @@ def forget_worker(state: State, env: Environment, worker: WorkerId) -> list[Comm
     for group in list(state.table.groups.values()):
         lose_copies(group.tensors, worker)
         commands += roll_back(state, env, {group: Action.CHECK_SOURCE})
-    return commands
+    return commands + end_evaluations(state, env, worker)
+
+
+def end_evaluations(state: State, env: Environment, source: WorkerId) -> list[Command]:
+    """Close the groups of evaluations whose source is gone: the answers that it had are lost, and it offers them again.
+
+    A source that has come back as another process is gone, too.
+    """
+    groups = [group for group in state.table.groups.values() if group.is_exact and group.source == source]
+    return close(state, env, groups) if groups else []
 
 
 def make_unowned_again(state: State, env: Environment) -> list[Command]:
