@@ -10,7 +10,9 @@ from flowrt.client.requests import ResyncState
 from flowrt.controller.core import HANDLERS
 from flowrt.controller.events import Command, Send
 from flowrt.controller.policies.admission import StrictLag
+from flowrt.controller.state.dataflow import Flows
 from flowrt.controller.state.membership import Membership
+from flowrt.controller.state.opened_prompts import OpenedPrompts
 from flowrt.controller.state.recovery import Recovery
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.state import Preemption, State
@@ -19,7 +21,7 @@ from flowrt.controller.state.transfers import Lanes
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.storage import ledger
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.transitions import commits, filtering, rollback, training
+from flowrt.controller.transitions import commits, filtering, offers, rollback, training
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol.messages import CancelRequest, Inventory, Rejected, ReleaseTensors, pack, unpack
 
@@ -328,6 +330,34 @@ def the_source_is_not_notified_of_groups_that_were_closed_in_a_crash(right: Func
 @bug(commits, "_late")
 def a_refused_commit_is_answered_as_granted(right: Function) -> Function:
     return lambda *_: ([], set())
+
+
+# ---- sources
+
+
+@bug(offers, "_repeated_fault")
+def a_prompt_of_two_sources_is_opened_twice(right: Function) -> Function:
+    return lambda *_: ""
+
+
+@bug(Flows, "__init__")
+def unscored_samples_depend_on_their_source(right: Function) -> Function:
+    def init(self: Flows, *arguments: Any) -> None:
+        right(self, *arguments)
+        for name in self.generating:
+            self.fetched[name] = [need for need in self.stages[name].needs if need in self.columns]
+
+    return init
+
+
+@bug(OpenedPrompts, "discard")
+def an_unread_prompt_counts_as_opened(right: Function) -> Function:
+    return do_nothing
+
+
+@bug(rollback, "end_evaluations")
+def an_evaluation_outlasts_its_source(right: Function) -> Function:
+    return no_commands
 
 
 # ---- lanes and versions

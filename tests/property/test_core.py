@@ -18,7 +18,7 @@ from flowrt.controller.settings import OnLostSample
 from flowrt.protocol import messages as m
 from tests.effort import examples
 from tests.simulation.cluster import SimulatedCluster
-from tests.simulation.run_invariants import assert_sound
+from tests.simulation.run_invariants import assert_evaluated, assert_sound
 from tests.simulation.scenario import Scenario
 
 # Not shrunk: a smaller scenario produces unrelated events, and searching for one takes minutes.
@@ -134,6 +134,17 @@ def test_receivers_end_at_the_latest_version(scenario: Scenario) -> None:
 @given(scenarios(kills=3))
 def test_killed_workers_lose_nothing(scenario: Scenario) -> None:
     assert_sound(SimulatedCluster(scenario).run())
+
+
+@RUNS
+@given(scenarios(exact_evals=2, kills=1), st.integers(1, 2), st.integers(0, 3), st.integers(0, 2))
+def test_sources_that_die_or_offer_the_same_prompts_train_nothing_twice(
+    scenario: Scenario, sources: int, kills: int, crashes: int
+) -> None:
+    changed = dataclasses.replace(scenario, sources=sources, source_kills=kills, crashes=crashes)
+    cluster = SimulatedCluster(changed).run()
+    assert_sound(cluster)
+    assert_evaluated(cluster)
 
 
 @RUNS

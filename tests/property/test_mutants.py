@@ -16,7 +16,13 @@ from tests.property.mutants import BUGS, planted
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.preempted_runs import run_with_preemptions
 from tests.simulation.resumed_runs import run_with_crashes
-from tests.simulation.run_invariants import assert_evaluated, assert_exact, assert_filtered, assert_sound
+from tests.simulation.run_invariants import (
+    assert_evaluated,
+    assert_exact,
+    assert_filtered,
+    assert_generated_kept,
+    assert_sound,
+)
 from tests.simulation.scenario import Scenario
 
 RUNS = 32
@@ -26,6 +32,7 @@ DRAINED_RUNS = 12
 PREEMPTED_RUNS = 8
 LATE_SEEDS = range(10, 22)
 EVALUATED_RUNS = 18
+SOURCES_RUNS = 18
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -139,6 +146,21 @@ def run_preempted(directory: Path) -> None:
             runs.ledger.close()
 
 
+def sources_scenario_of(seed: int) -> Scenario:
+    """A small cluster with one or two sources, some of which die."""
+    return Scenario(
+        seed=seed,
+        bound=seed % 3,
+        steps=4,
+        sources=1 + seed % 2,
+        source_kills=1 + seed % 3,
+        kills=seed % 2,
+        exact_evals=3,
+        crashes=seed // 3 % 2,
+        max_actions=10_000,
+    )
+
+
 def run_all(directory: Path) -> None:
     """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter."""
     for seed in LATE_SEEDS:
@@ -151,6 +173,12 @@ def run_all(directory: Path) -> None:
         cluster = SimulatedCluster(evaluated_scenario_of(seed)).run()
         assert_sound(cluster)
         assert_evaluated(cluster)
+    for seed in range(SOURCES_RUNS):
+        cluster = SimulatedCluster(sources_scenario_of(seed)).run()
+        assert_sound(cluster)
+        assert_evaluated(cluster)
+        if not cluster.scenario.kills:
+            assert_generated_kept(cluster)
     for seed in range(RUNS):
         assert_sound(SimulatedCluster(scenario_of(seed)).run())
         if seed % 4 == 0:

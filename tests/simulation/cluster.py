@@ -22,6 +22,7 @@ from flowrt.controller.events import (
     Send,
     StepClosed,
     Tick,
+    WorkerConnected,
 )
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.settings import Policies, Settings
@@ -124,10 +125,11 @@ class SimulatedCluster:
         self.faults = FaultInjection(self)
         roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
         roles["filter"] = scenario.filters
-        roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
+        roles |= {"trainer": scenario.ranks, "source": scenario.sources, "evaluate": 1}
         for role, count in roles.items():
             for rank in range(count):
                 self.workers[f"{role}{rank}"] = RejoiningWorker(f"{role}{rank}", role, self.shared)
+        self._sources = [worker.id for worker in self.workers.values() if worker.role == "source"]
         self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
         first_step = self.core.settings.position.step
         for trainer in self._ranks:
@@ -194,7 +196,8 @@ class SimulatedCluster:
             yield (1.0, self._finish)
 
     def _source_is_done(self) -> bool:
-        return self.workers["source0"].closed and not self._finished and not self.faults.back_offs()
+        are_closed = all(self.workers[source].closed for source in self._sources)
+        return are_closed and not self._finished and not self.faults.back_offs()
 
     def _active_workers(self) -> list[Worker]:
         """The workers that may act now."""
@@ -239,6 +242,8 @@ class SimulatedCluster:
 
     def _deliver(self, worker: Worker) -> None:
         event = worker.outbox.popleft()
+        if isinstance(event, WorkerConnected) and worker.role == "source" and not event.term:
+            self._welcome_source()
         if self.core.ended is None or worker.id in self.core.state.membership:  # no worker joins after the end
             self.handle(event)
 
@@ -328,7 +333,8 @@ class SimulatedCluster:
 
     def _finish(self) -> None:
         self._finished = True
-        self.workers["source0"].send(m.RoleCompleted())
+        for source in self._sources:
+            self.workers[source].send(m.RoleCompleted())
 
     def crash(self) -> None:
         """The controller crashes and restarts from disk. Some of the last messages that it sent are still received."""
@@ -339,6 +345,8 @@ class SimulatedCluster:
         self.core = self._make_core(self.core.settings.position, self.term, self.disk.recovered())
         self.shared.sent.clear()
         for worker in self.workers.values():
+            if worker.role == "source" and worker.alive and worker.is_new:
+                continue  # it joins the next controller instead
             worker.outbox.clear()  # with the disconnections of dead workers, which are not received
             if worker.alive:
                 worker.reconnect(self.term - 1)
@@ -348,5 +356,20 @@ class SimulatedCluster:
             self._late -= 1
             self.delayed = self.rng.choice(working)
 
+    def open_sources(self) -> list[Worker]:
+        """The sources that may die: those whose role is not completed."""
+        return [] if self._finished else [one for name in self._sources if (one := self.workers[name]).alive]
+
+    def _welcome_source(self) -> None:
+        """A new source is sent the prompts that it must not offer: all in the ledger that are not unread."""
+        self.shared.passed = unpack(self.core.settings.position.passed)
+        for (epoch, prompt), state in self.state.items():
+            if state != "unread":
+                self.shared.passed[epoch] = self.shared.passed.get(epoch, frozenset()) | {prompt}
+
     def _rejoin(self, dead: Worker) -> None:
+        if dead.role == "source":  # a new source offers the evaluations again whose results it does not have
+            self.shared.evaluations = {
+                group: one for group, one in self.shared.evaluations.items() if one.is_closed or one.source != dead.id
+            }
         self.workers[dead.id] = RejoiningWorker(dead.id, dead.role, self.shared)

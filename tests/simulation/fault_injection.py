@@ -50,7 +50,7 @@ class FaultInjection:
         self._rng = cluster.rng
         self._messages: list[MessageReceived] = []
         scenario = cluster.scenario
-        self._pending = ["kill"] * scenario.kills
+        self._pending = ["kill"] * scenario.kills + ["kill source"] * scenario.source_kills
         self._pending += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
         self._pending += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
         self._pending += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
@@ -103,6 +103,9 @@ class FaultInjection:
                 return True
             case "kill" if working and cluster.core.ended is None:
                 self.kill(rng.choice(working))
+                return True
+            case "kill source" if cluster.core.ended is None and (sources := cluster.open_sources()):
+                self.kill(rng.choice(sources))
                 return True
             case "crash" if cluster.core.ended is None:
                 cluster.crash()

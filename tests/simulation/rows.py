@@ -44,6 +44,7 @@ class Job:
 class Evaluation:
     """A group that the source has offered for an evaluation of one version."""
 
+    source: str
     version: int
     members: int
     is_closed: bool = False  # the source was ordered to free its columns

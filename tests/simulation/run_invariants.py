@@ -2,9 +2,10 @@
 
 from collections import Counter, defaultdict
 
-from flowrt.controller.events import Send
+from flowrt.controller.events import AppendLedger, AppendReplay, Send
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.controller.settings import OnLostSample
+from flowrt.controller.state.replay import GroupsOpened, StageCommitted
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.transitions.evaluations import LOST_VERSION
 from flowrt.ids import GroupId, SlotId
@@ -117,7 +118,7 @@ def assert_accounts_agree(cluster: SimulatedCluster, live: set[tuple[int, int]])
     assert set(trainings.values()) == {1}
     assert all(one.reason for one in cluster.records if one.state == "dropped")
     others = Counter(state for pair, state in cluster.state.items() if pair not in live | trained)
-    assert set(others) <= {"dropped"}
+    assert set(others) <= ({"dropped", "unread"} if scenario.source_kills else {"dropped"})
     assert sum(others.values()) <= sum(cluster.core.state.dropped.values())
 
 
@@ -135,10 +136,27 @@ def assert_evaluated(cluster: SimulatedCluster) -> None:
         assert all(set(row.spans[::2]) == {one.version} for row in rows)
         assert len(rows) == one.members or group in dropped, f"{len(rows)} of {one.members} answers to group {group}"
     newest = cluster.core.state.models.policy.newest
-    assert not [one for one in cluster.workers["source0"].offers.values() if one.at_most <= newest]
+    sources = [worker for worker in cluster.workers.values() if worker.role == "source"]
+    assert not [one for source in sources for one in source.offers.values() if one.at_most <= newest]
     exact = cluster.core.state.table.exact
     assert (exact.live, exact.to_generate) == ({}, {})
     assert cluster.core.state.models.policy.pin is None
+
+
+def assert_generated_kept(cluster: SimulatedCluster) -> None:
+    """No prompt of which a sample has been generated becomes unread because its source dies; other workers live."""
+    prompt_of: dict[int, tuple[int, int]] = {}
+    generated: set[tuple[int, int]] = set()
+    for one in cluster.log:
+        match one:
+            case AppendReplay(GroupsOpened(flow="train") as opened):
+                for index, prompt in enumerate(opened.prompts):
+                    first = opened.slot + index * opened.members
+                    prompt_of.update(dict.fromkeys(range(first, first + opened.members), (opened.epoch, prompt)))
+            case AppendReplay(StageCommitted(stage="rollout") as committed):
+                generated.update(prompt_of[slot] for slot in committed.slots if slot in prompt_of)
+            case AppendLedger(prompt, epoch, "unread"):
+                assert (epoch, prompt) not in generated, f"prompt {prompt} of epoch {epoch} is unread with its source"
 
 
 def assert_exact(runs: ResumedRuns, scenario: Scenario) -> None:

@@ -127,7 +127,9 @@ class Scenario:
     publish_every: int = 1
     speeds: tuple[tuple[str, float], ...] = ()  # of the workers that are not as fast as the rest, by id
     fetch_speed: float = 1.0
+    sources: int = 1  # all of them offer the same prompts
     kills: int = 0
+    source_kills: int = 0
     broken_lanes: int = 0
     expiries: int = 0  # the clock jumps past the deadline of every lease
     crashes: int = 0  # of the controller, which restarts

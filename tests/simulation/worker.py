@@ -65,6 +65,11 @@ class Worker:
         if role == "rollout":
             self.send(m.WeightsActivated(MODEL, 0))
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has not joined yet."""
+        return any(isinstance(event, WorkerConnected) and not event.term for event in self.outbox)
+
     def send(self, message: m.Message) -> None:
         self.outbox.append(MessageReceived(self.id, message))
 
@@ -79,10 +84,12 @@ class Worker:
                 if offer.at_most == NO_LIMIT:
                     self.closed = self.closed or group < 0
                 elif group >= 0:
-                    self.shared.evaluations[group] = Evaluation(offer.at_most, offer.members)
+                    self.shared.evaluations[group] = Evaluation(self.id, offer.at_most, offer.members)
                 for one in offer.lengths if group >= 0 else ():
                     for item, length in enumerate(one.lengths, group):
                         self.have[one.column, item] = (length, -1)
+            case m.Rejected(request) if request in self.offers:
+                self._rejected(self.offers.pop(request), message.reason)
             case m.Rejected(request):
                 assert request in self.withdrawn or self.leaving, f"{self.id} was refused: {message.reason}"
                 self._close_request(request)
@@ -131,10 +138,15 @@ class Worker:
                 self.have.pop((name, item), None)
                 self.coming.pop((name, item), None)
         for group in groups if self.role == "source" else ():
-            if group in self.shared.evaluations:
+            if group in self.shared.evaluations and self.shared.evaluations[group].source == self.id:
                 self.shared.evaluations[group].is_closed = True
         # Work on a slot without its tensors has no lease any more.
         self._keep(lambda row: all(key in self.have or key in self.coming for key in row.needs))
+
+    def _rejected(self, offer: m.Offer, reason: str) -> None:
+        """Another source has offered the prompts."""
+        is_offered = self.shared.scenario.sources > 1 and "offered" in reason
+        assert is_offered, f"{self.id} was refused {offer}: {reason}"
 
     def _serve_weights(self, order: m.SendWeights) -> None:
         weights = self.forms.get((order.version, order.base))
@@ -234,6 +246,8 @@ class Worker:
 
     def options(self) -> Iterator[Callable[[], None]]:
         """All actions that this worker could take next."""
+        if self.role == "source" and self.shared.scenario.source_kills and self.is_new:
+            return  # its welcome has the prompts that it must not offer
         if self.hung or self.role == "source":
             if not self.hung and not self.closed and sum(one.at_most == NO_LIMIT for one in self.offers.values()) < 2:
                 yield self._offer

@@ -136,6 +136,8 @@ def _check_members(state: State) -> None:
         for holding in [*group.tensors.values(), *(one for slot in group.slots for one in slot.tensors.values())]:
             gone = [worker for worker in holding.holders if worker not in membership]
             assert not gone, f"{gone} hold a column of group {group.id}, but are no members"
+        is_kept = state.recovery.is_active or not group.is_exact or group.source in membership
+        assert is_kept, f"group {group.id} of an evaluation is live, but its source {group.source} is no member"
     for worker in [*state.models.outdated, *(parked.worker for parked in requests.all())]:
         assert worker in membership, f"{worker} waits, but is no member"
     pulls, offers = requests.parked()

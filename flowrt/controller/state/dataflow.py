@@ -55,7 +55,8 @@ class Flows:
         bits: the bit of each stage in `Slot.done`.
         makes, makers: the columns that a stage makes, and the stage that makes a column.
         after: the stages that need a column which the stage makes.
-        fetched, inline: the tensor columns and the inline columns that a stage needs.
+        fetched, inline: the tensor columns and the inline columns that a stage needs. A worker that generates also
+            fetches all other group columns: a generated sample is then complete without its source, which may die.
         named: the flows that stages name.
         of_groups: the stages that take whole groups.
     """
@@ -71,6 +72,8 @@ class Flows:
         self.generating = [stage.name for stage in stages if stage.generates]
         self.after = {s.name: [t for t in stages if set(s.makes) & set(t.needs)] for s in stages}
         self.fetched = {s.name: [need for need in s.needs if need in self.columns] for s in stages}
+        for name in self.generating:
+            self.fetched[name] += [column for column in self.group_columns if column not in self.fetched[name]]
         self.inline = {s.name: [need for need in s.needs if need not in self.columns] for s in stages}
         self.named = sorted({stage.flow for stage in stages if stage.flow})
         self.of_groups = frozenset(stage.name for stage in stages if stage.whole_groups)

@@ -112,3 +112,18 @@ def test_an_evaluation_that_its_source_offers_again_replaces_the_first() -> None
     offer(driver, "source0", 0, flow="eval", version=0)
     assert accepted(driver, offer(driver, "source0", 0, flow="eval", version=0)) == [("source0", 1)]
     assert list(driver.core.state.table.groups) == [1]
+
+
+def test_a_generated_sample_is_scored_without_its_source() -> None:
+    """The worker that generated it holds all group columns, also those that only the reward stage needs."""
+    driver = driver_of()
+    offer(driver, "source0", 0)
+    grant = driver.pull("rollout0", "rollout")
+    assert grant is not None
+    assert {part.column for part in grant.parts} == {"prompt", "answer"}
+    driver.send("rollout0", driver.generated(grant))
+    driver.event(WorkerDisconnected(WorkerId("source0"), "killed"))
+    scoring = driver.pull("reward0", "reward")
+    assert scoring is not None
+    assert {incoming.turn.sender for incoming in scoring.incoming} == {"rollout0"}
+    assert {part.column for incoming in scoring.incoming for part in incoming.parts} == {"answer", "response"}
