@@ -10,16 +10,23 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 LONGEST = {
-    "test_best_weights_killed",
+    "test_bad_input",
+    "test_evaluation_runs",
     "test_examples",
     "test_exported_models",
     "test_faults",
+    "test_fork_server",
     "test_fsdp",
+    "test_house",
     "test_keys",
     "test_lane_conformance",
     "test_own_task_page",
     "test_samples_run",
     "test_stalled_runs",
+    "test_standin",
+    "test_stopping",
+    "test_user_reward",
+    "test_watch",
     "test_where_time_goes",
 }
 """Files that take longest, which begin first: a long one at the end would leave the other workers without tests."""
