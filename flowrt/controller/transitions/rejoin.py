@@ -50,7 +50,7 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
         share_ended_step=recovered.numbers.get(SHARE_ENDED, -1),
     )
     vacant = [name for name, value in recovered.numbers.items() if value and name.startswith(VACANT)]
-    state.recovery.vacant = [name.removeprefix(VACANT) for name in vacant]
+    state.recovery.vacant.extend(name.removeprefix(VACANT) for name in vacant)
     for order in recovered.orders:
         if isinstance(order, WorkerDrained):
             state.membership.restore_drain(WorkerId(order.worker), by_operator=order.by_operator)
