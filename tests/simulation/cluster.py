@@ -205,8 +205,9 @@ class SimulatedCluster:
 
     def _deliveries(self, worker: Worker) -> Iterator[Action]:
         """Messages and transfers of one worker that can be delivered, and its restart if it is dead."""
-        if worker.outbox and not self._is_held_up(worker):
-            yield (1.0, partial(self._deliver, worker))
+        if worker.outbox:
+            if not self._is_held_up(worker):
+                yield (1.0, partial(self._deliver, worker))
         elif not worker.alive:
             yield (1.0, partial(self._rejoin, worker))
         if worker.inbox:
