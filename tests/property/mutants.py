@@ -281,8 +281,8 @@ def a_filtered_group_stays_in_the_window(right: Function) -> Function:
 
 @bug(TrainingWindow, "restore")
 def a_restarted_controller_resets_the_filter_tries(right: Function) -> Function:
-    def restore(self: TrainingWindow, step: int, groups: Any, filtered: int, skipped: int) -> None:
-        right(self, step, groups, 0, skipped)
+    def restore(self: TrainingWindow, step: int, groups: Any, filtered: int, **others: Any) -> None:
+        right(self, step, groups, filtered=0, **others)
 
     return restore
 

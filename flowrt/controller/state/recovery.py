@@ -28,7 +28,7 @@ class Recovery:
     returned: set[WorkerId] = field(default_factory=set)
     """Members that rejoined from an earlier controller."""
     unconfirmed: set[WorkerId] = field(default_factory=set)
-    """Those of them that have not sent their inventories: they get no work, also after recovery has ended."""
+    """Those of them that have not sent their inventories: they get no work and no weights, also after recovery."""
     deferred: list[tuple[WorkerId, Deferrable]] = field(default_factory=list)
     until_s: float | None = None  # end of the rejoin timeout; None: not begun
     is_active: bool = False

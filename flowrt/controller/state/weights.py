@@ -308,7 +308,7 @@ class VersionTable:
         Args:
             refresh: the policy that says which workers fetch the latest version.
             outdated: workers that fetch the latest version whatever the policy decides.
-            resting: receivers that back off after failures, and do not fetch now.
+            resting: receivers that do not fetch now: they back off after failures, or have sent no inventory yet.
         """
         self.is_changed = False
         started = self._fetch_pinned(resting)

@@ -163,6 +163,8 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
     ]
     commands += _regain_versions(state, worker, message.weights)
     state.recovery.complete(worker)
+    for versions in state.models.of.values():
+        versions.recheck()
     state.work.add_stages(one.request.stage for one in state.requests.of(worker) if isinstance(one.request, Pull))
     return commands
 

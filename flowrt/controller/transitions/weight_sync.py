@@ -86,7 +86,9 @@ def _order(state: State, env: Environment, versions: VersionTable, now: float) -
     models = state.models
     waiting = models.update_back_off(versions, now)
     outdated = models.outdated if versions is models.policy else ()
-    fetches = versions.begin_fetches(env.policies.refresh, outdated, waiting)
+    # What a worker holds that came back from an earlier controller is known from its inventory only.
+    resting = waiting.keys() | state.recovery.unconfirmed
+    fetches = versions.begin_fetches(env.policies.refresh, outdated, resting)
     for worker, version in versions.take_rewound():
         commands.append(Send(worker, m.EvictVersion(versions.model, version)))
     for fetch in fetches:
