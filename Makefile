@@ -4,9 +4,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flowrt-installed
 
-# Compiled modules are kept: the tests start hundreds of processes.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: run fast test test-long test-install test-real check bench bench-peers venv clean
 
 venv: $(STAMP)
