@@ -288,7 +288,8 @@ def refused(fork_server: None, tmp_path: Path) -> Callable[..., Refusal]:
 
 
 def tree(path: Path) -> list[str]:
-    return sorted(str(item.relative_to(path)) for item in path.rglob("*"))
+    """The files below a directory, without what Python keeps of modules that it has compiled."""
+    return sorted(str(item.relative_to(path)) for item in path.rglob("*") if "__pycache__" not in item.parts)
 
 
 @pytest.fixture
