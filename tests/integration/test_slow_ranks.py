@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.helpers import slow_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 OPERATIONS = ["keeping the model", "writing the state", "writing shards", "reading shards", "completing", "removing"]
 RANKS_S = 2.0
 SLOW_S = 2.5 * RANKS_S

@@ -200,7 +200,10 @@ def test_without_a_bug_every_run_is_sound(tmp_path: Path) -> None:
     run_all(tmp_path)
 
 
-@pytest.mark.parametrize("name", BUGS)
+# All of them take minutes: `make test` runs each fourth.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if at % 4 else []) for at, name in enumerate(BUGS)]
+)
 @pytest.mark.slow
 def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     with planted(*BUGS[name]), pytest.raises(AssertionError):
