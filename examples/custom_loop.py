@@ -15,9 +15,9 @@ POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(MEMBERS), 
 
 
 async def source(session: api.Session) -> None:
-    epoch = 0  # a prompt is offered once in an epoch
-    while await session.offer("train", 0, epoch, MEMBERS, {"question": torch.zeros(1, dtype=torch.int64)}) is not None:
-        epoch += 1
+    prompt = 0  # each is offered once in an epoch
+    while await session.offer("train", prompt, 0, MEMBERS, {"question": torch.zeros(1, dtype=torch.int64)}) is not None:
+        prompt += 1
 
 
 async def player(session: api.Session) -> None:

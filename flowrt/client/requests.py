@@ -25,6 +25,7 @@ CLOCK_RESOLUTION_S = 0.001
 
 
 CHECK_S = 5.0
+"""Longest time between two checks of the deadlines, in seconds."""
 ANSWER_S = 1.0
 """Time to read answers, or to get them, after this process did not run."""
 

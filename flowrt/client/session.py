@@ -229,7 +229,7 @@ class Session:
 
         Args:
             flow: the flow of the recipe that the prompts enter.
-            prompts: ids from 0 to 2**63 - 1, in any order (hashes, for example).
+            prompts: ids from 0 to 2**63 - 1, in any order (hashes, for example); to train on, each once in an epoch.
             epoch: the pass over the data set.
             members: samples per prompt.
             tensors: group columns, one 1-D tensor per prompt (a list, or `Packed`). They stay in this worker's store
