@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from flowrt.errors import WaitExpired
 from flowrt.ids import RANKS
+from flowrt.runtime.compute_thread import ComputeThread
 from flowrt.runtime.timeline import Timeline
 from flowrt.runtime.waits import (
     POLLS_PER_TIMEOUT,
@@ -141,7 +142,7 @@ class RankBarrier:
 
 
 class RankCollectives:
-    """Runs calls that all ranks make in the same order, on a worker thread. With a single rank there is no barrier.
+    """Runs calls that all ranks make in the same order, in one thread. With a single rank there is no barrier.
 
     Inside a call torch.distributed enforces the deadline.
     """
@@ -149,6 +150,7 @@ class RankCollectives:
     def __init__(self, timeline: Timeline | None = None, worker: str = "") -> None:
         """Waits for other ranks are added to ``timeline``; ``worker`` is this rank's name in their timelines."""
         self._barrier = RankBarrier("calls")
+        self._thread = ComputeThread()
         self._timeline = timeline
         self._waiting = contextlib.ExitStack()  # the open span of the present wait
         self._names: dict[int, str] = {}
@@ -206,7 +208,7 @@ class RankCollectives:
     async def _run(self, call: Callable[[], Result], what: str) -> Result:
         begin_s = monotonic()
         try:
-            return await wait_until(asyncio.to_thread(call), DEADLINE, what, OTHERS)
+            return await wait_until(self._thread.run(call), DEADLINE, what, OTHERS)
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise

@@ -1,6 +1,5 @@
 """The reference role: log-probabilities of responses under the initial model, or under a refreshed one."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from flowrt.recipes.devices import reference_device
 from flowrt.recipes.run_dir import reference_model_dir
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import RefreshedModel, refresh_step
+from flowrt.runtime.compute_thread import ComputeThread
 from flowrt.runtime.time_limits import pass_s, weights_s
 from flowrt.transport.devices import Device, own_device
 
@@ -35,8 +35,9 @@ async def run(session: Session, config: RunConfig) -> None:
     if config.deterministic:
         device.compute_deterministically()
     model_bytes = weight_bytes(reference_model_dir(config))
+    thread = ComputeThread()
     with session.timeline.busy("load"), session.progress.expected(weights_s(model_bytes)):
-        model = await asyncio.to_thread(load_reference, config, device)
+        model = await thread.run(load_reference, config, device)
     refreshed, every = RefreshedModel(config, model), config.reference.refresh
     # One sample per pass: shapes, and hence rounding, do not depend on the other samples of the pull.
     budget_tokens = 1 if config.deterministic else config.trainer.forward_tokens
@@ -47,7 +48,7 @@ async def run(session: Session, config: RunConfig) -> None:
         # Weights may be loaded first, to score by a refreshed reference.
         limit_s = pass_s(tokens, model_bytes) + len(set(steps)) * weights_s(model_bytes)
         with session.timeline.busy("reference"), session.progress.expected(limit_s):
-            logprobs = await asyncio.to_thread(
+            logprobs = await thread.run(
                 score_by_refresh,
                 device,
                 refreshed,

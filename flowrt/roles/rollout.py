@@ -23,6 +23,7 @@ from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.engines import rollout_engine
 from flowrt.roles.main import main
 from flowrt.roles.samples import GeneratedSamples
+from flowrt.runtime.compute_thread import ComputeThread
 from flowrt.runtime.time_limits import pass_s, weights_s
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_any
 
@@ -138,6 +139,7 @@ class RolloutLoop:
         self._version = 0  # version of the weights in use
         self._exact: set[int] = set()  # keys of running sequences of an evaluation
         self._interrupt = threading.Event()
+        self._thread = ComputeThread()
         self._pull: asyncio.Task[Batch | None] | None = None
         # (slot, lease) by key. A slot may be granted again, with another lease, while its earlier sequence still runs.
         self._running: dict[int, tuple[int, int]] = {}
@@ -173,10 +175,11 @@ class RolloutLoop:
                 self._session.timeline.busy("generate", rows=len(self._running)),
                 self._session.progress.expected(prefill_s),
             ):
-                run = asyncio.to_thread(self._engine.run, self._interrupt)
+                run = self._thread.run(self._engine.run, self._interrupt)
                 finished = await (self._interrupt_when_staged(run) if in_flight else run)
         finally:
             probe.cancel()
+            self._interrupt.set()  # a cancelled run goes on in its thread
         self._new_tokens = 0
         if finished:
             self._exact.difference_update(response.key for response in finished)
@@ -217,7 +220,7 @@ class RolloutLoop:
                 self._session.timeline.busy("swap"),
                 self._session.progress.expected(self._limits.swap_s(self._engine.running)),
             ):
-                await asyncio.to_thread(self._engine.swap, staged.snapshot)
+                await self._thread.run(self._engine.swap, staged.snapshot)
             self._session.params.applied(staged.model, staged.snapshot.version)
             self._version = staged.snapshot.version
             self._preparing_for = None
