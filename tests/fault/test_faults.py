@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.integration.helpers.forked import run_script
 
 pytestmark = pytest.mark.slow
 BENCH = Path(__file__).parents[2] / "bench" / "faults.py"
@@ -42,13 +42,7 @@ TIMED = ("detect_s_p50", "recover_s_p50", "recover_s_max")
 def campaign(tmp_path: Path, *arguments: str, timeout_s: float = 270.0) -> tuple[dict[str, Any], str]:
     """Metrics and output of some trials; asserts that nothing is lost, doubled, hung or wrong."""
     path = tmp_path / "faults.json"
-    ended = subprocess.run(
-        [sys.executable, str(BENCH), *arguments, "--json", str(path)],
-        timeout=timeout_s,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    ended = run_script([str(BENCH), *arguments, "--json", str(path)], {"OMP_NUM_THREADS": "1"}, timeout_s)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     metrics: dict[str, Any] = json.loads(path.read_text())["metrics"]
     assert [metrics[name] for name in COUNTED] == [0, 0, 0, 0], ended.stdout

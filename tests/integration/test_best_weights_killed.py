@@ -1,8 +1,6 @@
 """Best weights whose writer is killed at a random time: those in best.json are complete and of their version."""
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,11 @@ from flowrt.recipes.run_dir import best_dir, best_steps
 from flowrt.roles.best_weights import Listed, read_list, to_keep
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.conftest import prepare
-from tests.integration.helpers.best_writer import weights_of
+from tests.integration.helpers.best_writer import weights_of, write_all
+from tests.integration.helpers.forked import CONTEXT
 
 KILLS = 3
+WRITE_TIMEOUT_S = 300.0
 
 
 @pytest.mark.slow
@@ -28,18 +28,20 @@ def test_listed_weights_are_complete_after_their_writer_is_killed(tmp_path: Path
     run_dir.mkdir()
     layout = named_parameters(load_model(model))
     for _ in range(KILLS):
-        command = [sys.executable, "-m", "tests.integration.helpers.best_writer", str(run_dir), str(model), str(newest)]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-        assert child.stdout is not None
+        written, end = CONTEXT.Pipe(duplex=False)
+        child = CONTEXT.Process(target=write_all, args=(run_dir, model, newest, end), daemon=True)
+        child.start()
+        end.close()
         for _ in range(rng.randint(1, 3)):
-            assert child.stdout.readline(), "the writer has failed"
+            assert written.poll(WRITE_TIMEOUT_S), "the writer has failed"
+            written.recv()
         # Killed at a random time during the next write.
-        try:
-            child.wait(rng.random() * 0.05)
-        except subprocess.TimeoutExpired:
-            child.kill()
-        child.wait(10)
-        child.stdout.close()
+        child.join(rng.random() * 0.05)
+        assert child.is_alive(), "the writer has failed"
+        child.kill()
+        child.join()
+        child.close()
+        written.close()
         [version] = best_steps(run_dir)
         assert version > newest
         newest = version

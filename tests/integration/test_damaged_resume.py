@@ -119,7 +119,7 @@ def test_one_of_two_concurrent_resumes_succeeds(killed: Path, tmp_path: Path) ->
     newest = max(checkpoint_steps(run_dir))
     runs = {
         steps: Launch(["--steps", str(steps)], tmp_path / str(steps), resume=run_dir)
-        for steps in (newest + 60, newest + 80)
+        for steps in (newest + 20, newest + 30)
     }
     try:
         codes = {steps: run.wait(120.0) for steps, run in runs.items()}

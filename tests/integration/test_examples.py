@@ -17,6 +17,7 @@ from flowrt.cli import WATCH_FLAG
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
 from tests.integration.helpers.forked import argument_error
+from tests.integration.helpers.forked_flowrt import run_flowrt
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -28,8 +29,8 @@ QUICK = ["--data.eval-prompts", "0", "--sft.steps", "60", "--sft.answer-only-ste
 def output(name: str, *arguments: str) -> str:
     """What an example prints."""
     path = ROOT / "examples" / name
-    completed = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=600)
-    assert completed.returncode == 0, completed.stderr
+    completed = run_flowrt(str(path), *arguments)
+    assert completed.returncode == 0, completed.stdout
     return completed.stdout
 
 

@@ -19,6 +19,7 @@ from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.runtime.addresses import is_loopback
 from flowrt.runtime.host import check_address
 from tests.integration.conftest import wait_until
+from tests.integration.helpers.forked_flowrt import run_module
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 SMALL = (
@@ -155,11 +156,10 @@ def test_a_worker_with_wrong_keys_exits_with_an_error(
     folder: Path, listening: tuple[str, Path], keys: str, message: str
 ) -> None:
     address, log = listening
-    command = [sys.executable, "-m", "flowrt.roles.reward", "--controller", address]
-    command += ["--keys", str(folder / keys)] if keys else []
-    ended = subprocess.run(command, timeout=WORKER_S, capture_output=True, text=True)
+    flags = ["--keys", str(folder / keys)] if keys else []
+    ended = run_module("flowrt.roles.reward", "--controller", address, *flags, timeout_s=WORKER_S)
     assert ended.returncode == 2
-    assert message in " ".join(ended.stderr.split())
+    assert message in " ".join(ended.stdout.split())
     if keys != "nowhere":  # the worker may exit before the controller logs the refusal
         wait_until(lambda: "refused a connection from " in log.read_text(), WORKER_S, log.read_text)
     assert "for the keys of" in log.read_text()

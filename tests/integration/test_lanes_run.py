@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from flowrt import api
 from flowrt.errors import LocalProtocolError, OverBudget, TransferError
 from tests.integration.helpers import lane_maker
+from tests.integration.helpers.forked import CONTEXT
 
 COLUMNS = (api.Column("prompt", "int32", "group"), api.Column("response", "float32", "slot"))
 STAGES = (
@@ -33,7 +34,7 @@ LANE_TIMEOUT_S, WORKER_TIMEOUT_S = 2.0, 3.0
 class Run:
     """A controller, a source in this process, and a process that has generated all responses and sends them."""
 
-    def __init__(self, address: str, producer: asyncio.subprocess.Process, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(self, address: str, producer: ForkServerProcess, stack: contextlib.AsyncExitStack) -> None:
         self.address = address
         self.producer = producer
         self._stack = stack
@@ -43,8 +44,14 @@ class Run:
         self._stack.push_async_callback(session.close)
         return session
 
+    @property
+    def pid(self) -> int:
+        """Of the producer."""
+        assert self.producer.pid is not None
+        return self.producer.pid
+
     def kill(self, number: signal.Signals) -> None:
-        os.kill(self.producer.pid, number)
+        os.kill(self.pid, number)
 
 
 @asynccontextmanager
@@ -57,18 +64,19 @@ async def running(folder: Path, lanes: str, **overrides: Any) -> AsyncIterator[R
         source = await api.connect(address, "source", "source", 10)
         stack.push_async_callback(source.close)
         await source.offer_many("data", range(ROWS), tensors={"prompt": [torch.zeros(2, dtype=torch.int32)] * ROWS})
-        producer = await asyncio.create_subprocess_exec(
-            sys.executable, lane_maker.__file__, address, "a-maker", str(ROWS), stdout=asyncio.subprocess.PIPE
-        )
+        made, end = CONTEXT.Pipe(duplex=False)
+        producer = CONTEXT.Process(target=lane_maker.run_maker, args=(address, "a-maker", ROWS, end))
+        producer.start()
+        end.close()
         try:
-            assert producer.stdout is not None
-            async with asyncio.timeout(30):
-                assert await producer.stdout.readline() == b"made\n"
+            assert await asyncio.to_thread(made.poll, 30)
+            assert made.recv() == "made"
             yield Run(address, producer, stack)
         finally:
-            if producer.returncode is None:
-                producer.kill()
-            await producer.wait()
+            producer.kill()
+            await asyncio.to_thread(producer.join, 30)
+            producer.close()
+            made.close()
 
 
 def is_in_shared_memory(tensor: torch.Tensor) -> bool:
@@ -113,7 +121,7 @@ async def test_rows_of_a_lost_owner_are_generated_again(tmp_path: Path, lanes: s
 async def test_owner_without_file_descriptors_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
     """Shared memory only: gloo ends a process that cannot accept a connection, and its rows are generated again."""
     async with running(tmp_path, "shm") as run:
-        reward, owner = await run.join("reward"), psutil.Process(run.producer.pid)
+        reward, owner = await run.join("reward"), psutil.Process(run.pid)
         before = owner.rlimit(psutil.RLIMIT_NOFILE)
         owner.rlimit(psutil.RLIMIT_NOFILE, (owner.num_fds(), before[1]))
         async with asyncio.timeout(60):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shutil
 import stat
 import subprocess
@@ -20,7 +19,8 @@ from flowrt.controller.storage.sample_store import SAMPLES, SampleStore
 from flowrt.observability.samples import ANY_EVALUATION, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.protocol.messages import SampleRecords
 from flowrt.runtime.waits import pause
-from tests.integration.conftest import FLOWRT, Launch
+from tests.integration.conftest import Launch
+from tests.integration.helpers.forked import run_flowrt
 
 ROWS = 48
 REWARD_SOURCE = """
@@ -34,7 +34,7 @@ def mine(response, answer, prompt):
     return len(response) / 10
 """
 STEPS, PROMPTS, GROUP, EVAL_PROMPTS = 4, 4, 4, 6
-CHECKPOINT_EVERY = 100
+CHECKPOINT_EVERY = 20
 STORE_ALL = [
     *("--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP), "--samples.per-step", str(PROMPTS * GROUP)),
 ]
@@ -43,14 +43,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_samples(run_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [str(FLOWRT), "samples", str(run_dir), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "COLUMNS": "160"},
-    )
+    return run_flowrt(["samples", str(run_dir), *arguments], variables={"COLUMNS": "160"})
 
 
 def samples_output(run_dir: Path, *arguments: str) -> str:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.cookiejar import CookieJar
@@ -14,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import FLOWRT, wait_until
+from tests.integration.conftest import wait_until
+from tests.integration.helpers.forked import run_flowrt
+from tests.integration.helpers.forked_flowrt import ForkedFlowrt
 from tests.run_page import unpacked
 
 pytestmark = pytest.mark.slow
-STEPS = 60
+STEPS = 40
 LIMIT_S = 120.0
 
 
@@ -56,7 +57,7 @@ def flags(model: Path, steps: int = STEPS) -> list[str]:
 
 
 def test_a_page_follows_a_run_whose_controller_is_killed(launch: Callable[..., Any], untrained_model: Path) -> None:
-    steps = 3 * STEPS  # the run must continue after the restart
+    steps = 2 * STEPS  # the run must continue after the restart
     evaluations = ("--eval.at-start", "False", "--eval.at-end", "False")
     run = launch(*flags(untrained_model, steps), *evaluations, "--watch", "0")
     run.wait_for(lambda: page_address(run.output), "address of the page")
@@ -116,18 +117,19 @@ class Watch:
     """Context manager that runs ``flowrt watch RUN`` and returns its address."""
 
     def __init__(self, run_dir: Path, *arguments: str) -> None:
-        command = [str(FLOWRT), "watch", str(run_dir), "--port", "0", *arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        read_fd, write_fd = os.pipe()
+        self._output = os.fdopen(read_fd)
+        words = ["watch", str(run_dir), "--port", "0", *arguments]
+        self._process = ForkedFlowrt(words, run_dir, os.environ, write_fd)
+        os.close(write_fd)
 
     def __enter__(self) -> str:
-        assert self._process.stdout is not None
-        return page_address(self._process.stdout.readline())
+        return page_address(self._output.readline())
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        os.kill(self._process.pid, signal.SIGTERM)
         assert self._process.wait(20.0) == 0
+        self._output.close()
 
 
 def test_a_port_in_use_is_refused_before_any_file_is_written(tmp_path: Path, untrained_model: Path) -> None:
@@ -135,8 +137,7 @@ def test_a_port_in_use_is_refused_before_any_file_is_written(tmp_path: Path, unt
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        command = [str(FLOWRT), "run", *flags(untrained_model), "--run-dir", str(tmp_path / "run"), "--watch", port]
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        completed = run_flowrt(["run", *flags(untrained_model), "--run-dir", str(tmp_path / "run"), "--watch", port])
     assert completed.returncode == 2
     assert f"cannot have port {port}: Address already in use by " in completed.stderr
     assert not (tmp_path / "run").exists()
@@ -147,8 +148,7 @@ def test_comparing_with_a_directory_that_is_not_a_run_is_refused(tmp_path: Path)
         (tmp_path / name).mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     for command in (["watch"], ["export", "--html", str(tmp_path / "run.html")]):
-        arguments = [str(FLOWRT), *command, str(tmp_path / "run"), "--compare", str(tmp_path / "none")]
-        completed = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+        completed = run_flowrt([*command, str(tmp_path / "run"), "--compare", str(tmp_path / "none")])
         assert (completed.returncode, len(completed.stderr.splitlines())) == (2, 1)
         assert f"{tmp_path / 'none'} is not a run directory" in completed.stderr
     assert not (tmp_path / "run.html").exists()
@@ -157,8 +157,6 @@ def test_comparing_with_a_directory_that_is_not_a_run_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize(("options", "expected"), [(["--port", "70000"], "no port"), (["--port", "x"], "whole number")])
 def test_a_malformed_port_is_refused_with_one_sentence(tmp_path: Path, options: list[str], expected: str) -> None:
-    completed = subprocess.run(
-        [str(FLOWRT), "watch", str(tmp_path), *options], capture_output=True, text=True, timeout=600
-    )
+    completed = run_flowrt(["watch", str(tmp_path), *options])
     assert (completed.returncode, len(completed.stderr.splitlines())) == (2, 1)
     assert expected in completed.stderr

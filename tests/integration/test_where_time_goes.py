@@ -1,6 +1,7 @@
 """Attribution of real runs: the seconds of every step add up, with late, stopped and killed workers too."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ import pytest
 from flowrt.controller.attribution.causes import KINDS
 from flowrt.controller.storage.timeline_file import read_timeline
 from tests.integration.conftest import FLOWRT, wait_until
+from tests.integration.helpers.forked_flowrt import ForkedFlowrt
 
 pytestmark = pytest.mark.slow
 SMALL = [
@@ -70,14 +72,15 @@ def run(launch: Callable[..., Any], untrained_model: Path) -> Any:
 
 
 @pytest.fixture
-def late(run: Any, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker that joins during the run."""
+def late(run: Any, tmp_path: Path) -> Iterator[int]:
+    """The process id of a worker that joins during the run."""
     address = (run.run_dir / "address").read_text().strip()
     with (tmp_path / "late.log").open("wb") as log:
-        command = [str(FLOWRT), "worker", "rollout", "--controller", address, "--name", "late"]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    yield process
-    process.kill()
+        arguments = ["worker", "rollout", "--controller", address, "--name", "late"]
+        process = ForkedFlowrt(arguments, tmp_path, os.environ, log.fileno())
+    yield process.pid
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
     process.wait(10.0)
 
 
@@ -85,12 +88,12 @@ def kinds_of(run_dir: Path, worker: str) -> set[str]:
     return {line["kind"] for line in read_timeline(run_dir) if line["worker"] == worker and "kind" in line}
 
 
-def test_seconds_add_up_with_a_late_a_stopped_and_a_killed_worker(run: Any, late: subprocess.Popen[bytes]) -> None:
+def test_seconds_add_up_with_a_late_a_stopped_and_a_killed_worker(run: Any, late: int) -> None:
     run_dir = run.run_dir
     wait_until(lambda: "generate" in kinds_of(run_dir, "late"), 180.0, lambda: run.output)
-    late.send_signal(signal.SIGSTOP)
+    os.kill(late, signal.SIGSTOP)
     time.sleep(STOPPED_S)  # the duration that the test measures
-    late.send_signal(signal.SIGCONT)
+    os.kill(late, signal.SIGCONT)
     wait_until(lambda: "stopped" in kinds_of(run_dir, "late"), 60.0, lambda: run.log("controller"))
     stops = [one for one in read_timeline(run_dir) if one["worker"] == "late" and one.get("kind") == "stopped"]
     assert sum(one["end_s"] - one["start_s"] for one in stops) == pytest.approx(STOPPED_S, abs=0.5)
@@ -98,7 +101,7 @@ def test_seconds_add_up_with_a_late_a_stopped_and_a_killed_worker(run: Any, late
         [str(FLOWRT), "time", str(run_dir), "--json"], capture_output=True, text=True, timeout=600, check=True
     )
     assert json.loads(completed.stdout)["sentences"], "for a run in progress"
-    late.kill()
+    os.kill(late, signal.SIGKILL)
     wait_until(lambda: presence(run_dir)["late"][2] < float("inf"), 60.0, lambda: run.log("controller"))
     done = len(lines(run_dir))
     wait_until(lambda: len(lines(run_dir)) > done + 3, 60.0, lambda: run.log("controller"))

@@ -1,7 +1,7 @@
 """Writes successive versions of a model as the best weights until killed: a child of test_best_weights_killed."""
 
-import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -17,7 +17,9 @@ def weights_of(layout: dict[str, torch.Tensor], version: int) -> dict[str, torch
     return {name: torch.full_like(one, version / 7) for name, one in layout.items()}
 
 
-def write_all(run_dir: Path, model: Path, first: int) -> None:
+def write_all(run_dir: Path, model: Path, first: int, written: Connection) -> None:
+    """Write the versions after ``first``, and send the number of each."""
+    torch.set_num_threads(1)
     base = defaults("arithmetic")
     config = replace(base, run_dir=str(run_dir), model=str(model))
     layout = named_parameters(load_model(model))
@@ -26,10 +28,4 @@ def write_all(run_dir: Path, model: Path, first: int) -> None:
     while True:
         version += 1
         directory.write(Snapshot.take(version, weights_of(layout, version)), float(version))
-        sys.stdout.write(f"{version}\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    write_all(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+        written.send(version)

@@ -1,20 +1,26 @@
-"""Short-lived commands in processes that are forked from one with flowrt and torch imported: imports take seconds.
+"""Processes that are forked from one with flowrt and torch imported: imports take seconds.
 
-For commands that end by themselves and start no process: bad input, and scripts whose arguments are checked.
+For commands that end by themselves and start no process, as with bad input, and scripts. And for the fork server of
+`forked_flowrt`, which starts other commands.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import NoReturn
+from unittest import mock
 
 from flowrt.cli import main
-from flowrt.launcher.fork_server.child import SHARED
+from flowrt.launcher.fork_server.child import SHARED, serve
+from flowrt.launcher.fork_server.parent import ONE_THREAD
 
 ROOT = Path(__file__).parents[3]
 UNKNOWN = "--no-such-flag"
@@ -25,13 +31,37 @@ CONTEXT.set_forkserver_preload(["flowrt.grpo", "flowrt.launcher.local_run", *SHA
 
 def start_fork_server() -> None:
     """Start the process that commands are forked from. It keeps the environment that this process has now."""
-    forkserver.ensure_running()
+    with mock.patch.dict(os.environ, ONE_THREAD):
+        forkserver.ensure_running()
     resource_tracker.ensure_running()  # so that later children open no descriptors in this process
 
 
-def run_flowrt(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``flowrt ARGUMENTS`` without input, in the present environment; returns its exit code and output."""
-    return _run(_flowrt, ["flowrt", *arguments], cwd)
+def run_flowrt(
+    arguments: Sequence[str], cwd: Path = ROOT, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``flowrt ARGUMENTS`` without input, in the present environment; returns its exit code and output.
+
+    ``variables``: further variables of the environment.
+    """
+    return _run(_flowrt, ["flowrt", *arguments], cwd, variables or {})
+
+
+def run_script(
+    arguments: Sequence[str], variables: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS``, whose first is the path of a script, in the root directory, like `run_flowrt`."""
+    return _run(_script, arguments, ROOT, variables or {}, timeout_s)
+
+
+def serve_forks(orders: socket.socket) -> NoReturn:
+    """Become a fork server of the product, as if it had been started by python in the root directory."""
+    os.setsid()
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, orders.fileno()}:
+        with contextlib.suppress(OSError):  # that of the listing
+            os.close(fd)
+    os.chdir(ROOT)
+    sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "bench")))]
+    serve(orders)
 
 
 def argument_error(arguments: Sequence[str]) -> str:
@@ -39,24 +69,32 @@ def argument_error(arguments: Sequence[str]) -> str:
 
     With ``--help`` instead, argparse would exit before it checks the other flags.
     """
-    ended = _run(_script, [*arguments, UNKNOWN], ROOT)
+    ended = run_script([*arguments, UNKNOWN])
     assert ended.returncode == 2, (ended.returncode, ended.stderr)
     error = ended.stderr.strip().splitlines()[-1].split("error: ", 1)[1]
     return "" if error == f"unrecognized arguments: {UNKNOWN}" else error
 
 
-def _run(call: Callable[[], None], argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def _run(
+    call: Callable[[], None],
+    arguments: Sequence[str],
+    cwd: Path,
+    variables: Mapping[str, str],
+    timeout_s: float = TIMEOUT_S,
+) -> subprocess.CompletedProcess[str]:
+    argv, environment = list(arguments), {**os.environ, **variables}
+    start_fork_server()
     with tempfile.TemporaryDirectory(prefix="flowrt-test-") as place:
         out, err = Path(place) / "stdout", Path(place) / "stderr"
-        process = CONTEXT.Process(target=_child, args=(call, argv, str(cwd), dict(os.environ), str(out), str(err)))
+        process = CONTEXT.Process(target=_child, args=(call, argv, str(cwd), environment, str(out), str(err)))
         process.start()
-        process.join(TIMEOUT_S)
+        process.join(timeout_s)
         code = process.exitcode
         if code is None:
             process.kill()
             process.join()
         process.close()
-        assert code is not None, f"{argv} does not end within {TIMEOUT_S:g} s"
+        assert code is not None, f"{argv} does not end within {timeout_s:g} s"
         return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
 
 

@@ -1,7 +1,7 @@
 """``flowrt`` in a process that is forked from one with all imports, by the product's own fork server.
 
 A new ``flowrt run`` of two steps takes 8 s of processor time, of which 6 s are imports: its own, those of its fork
-server, and those of its controller. Here they are done once for all runs of a test process. In a `ForkedFlowrt` the
+server, and those of its controller. Here they are done once for all commands of a test process. In a `ForkedFlowrt` the
 fork server of the workers is a process that was forked before the command began, and the controller is forked, too.
 """
 
@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -22,18 +23,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from flowrt.launcher.fork_server import child
-from flowrt.launcher.fork_server.parent import (
-    MAX_MESSAGE_BYTES,
-    ONE_THREAD,
-    PADDING,
-    PROGRAM,
-    ForkedProcess,
-    ForkServer,
-)
+from flowrt.launcher.fork_server.parent import MAX_MESSAGE_BYTES, ForkedProcess, ForkServer
 from flowrt.observability.page import single_file
 from flowrt.runtime.parent_death import die_with_parent
+from tests.integration.helpers.forked import CONTEXT, serve_forks, start_fork_server
 
-ROOT = Path(__file__).parents[3]
 FLOWRT = Path(sys.executable).with_name("flowrt")
 ENVIRONMENT = "ENVIRONMENT_OF_FLOWRT"
 READY_TIMEOUT_S = 300.0
@@ -45,15 +39,10 @@ class Forks:
     def __init__(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._codes: dict[int, int] = {}
+        start_fork_server()
         with theirs:
-            self._server = subprocess.Popen(
-                [*PROGRAM, str(theirs.fileno()), PADDING],
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-                env={**os.environ, **ONE_THREAD},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            self._server = CONTEXT.Process(target=serve_forks, args=(theirs,))
+            self._server.start()
         assert self._receive(READY_TIMEOUT_S) == {"unsafe": ""}
         atexit.register(self._close)
 
@@ -77,7 +66,7 @@ class Forks:
     def _close(self) -> None:
         """End the server, and with it what it has forked."""
         self._orders.close()
-        self._server.wait(READY_TIMEOUT_S)
+        self._server.join(READY_TIMEOUT_S)
 
     def _receive(self, timeout_s: float) -> dict[str, int | str]:
         """The next message of the server; empty if there is none within the timeout."""
@@ -106,7 +95,10 @@ def run_module(module: str, *arguments: str, timeout_s: float) -> subprocess.Com
 
 
 class ForkedFlowrt:
-    """A ``flowrt`` command: the part of `subprocess.Popen` that tests use."""
+    """A ``flowrt`` command: the part of `subprocess.Popen` that tests use.
+
+    With the path of a script in place of the first argument: a program that starts a run.
+    """
 
     def __init__(self, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], output: int) -> None:
         words = [sys.executable, "-m", __name__, str(directory), *arguments]
@@ -199,8 +191,8 @@ def set_environment(environment: Mapping[str, str]) -> None:
     tempfile.tempdir = None  # it is that of the process from which this one was forked
 
 
-def main() -> NoReturn:
-    """``DIRECTORY ARGUMENTS``: run ``flowrt ARGUMENTS`` there."""
+def main() -> None:
+    """``DIRECTORY ARGUMENTS``: run ``flowrt ARGUMENTS`` there, or ``python ARGUMENTS`` if the first is a script."""
     from flowrt import cli
     from flowrt.launcher import local_run, processes
 
@@ -210,10 +202,14 @@ def main() -> NoReturn:
     EarlyForkServer.waiting = fork_early()
     vars(processes)["ForkServer"] = EarlyForkServer
     vars(local_run)["write_page"] = write_page
-    sys.argv = [str(FLOWRT), *arguments]
-    sys.path[0] = str(FLOWRT.parent)
+    is_script = arguments[0].endswith(".py")
+    sys.argv = arguments if is_script else [str(FLOWRT), *arguments]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
     try:
-        sys.exit(cli.main())
+        if is_script:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            sys.exit(cli.main())
     finally:
         atexit._run_exitfuncs()
 

@@ -1,7 +1,7 @@
 """A worker in a separate process: generates ``response`` for the given number of rows, then serves them."""
 
 import asyncio
-import sys
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -21,17 +21,16 @@ async def make(session: api.Session, rows: int) -> None:
         committed += len(batch)
 
 
-async def main(address: str, name: str, rows: int) -> None:
+async def main(address: str, name: str, rows: int, made: Connection) -> None:
     session = await api.connect(address, name, "rollout", 20)
     await make(session, rows)
-    sys.stdout.write("made\n")
-    sys.stdout.flush()
+    made.send("made")
     try:
         await session.wait_stopped()
     except api.FlowError:
         await session.close()
 
 
-if __name__ == "__main__":
+def run_maker(address: str, name: str, rows: int, made: Connection) -> None:
     torch.set_num_threads(1)
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    asyncio.run(main(address, name, rows, made))

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +20,8 @@ from flowrt.engines.sglang.server_process import free_port
 from flowrt.engines.stopping import StopConditions
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.conftest import wait_until
+from tests.integration.helpers.forked import CONTEXT
+from tests.integration.sglang import standin
 
 STANDIN = Path(__file__).with_name("standin.py")
 TOKENS = 40
@@ -34,7 +34,8 @@ class StandinProcess:
     def __init__(self, release: str, device: str, info: dict[str, Any]) -> None:
         self.port = free_port()
         arguments = [str(self.port), release, device, json.dumps(info)]
-        self.process = subprocess.Popen([sys.executable, str(STANDIN), *arguments])
+        self.process = CONTEXT.Process(target=standin.main, args=(arguments,), daemon=True)
+        self.process.start()
         wait_until(self._answers, DEADLINE_S, lambda: f"the stand-in at {self.port} does not answer")
 
     def _answers(self) -> bool:
@@ -63,7 +64,8 @@ def start_standin() -> Iterator[Callable[..., StandinProcess]]:
     yield start
     for one in standins:
         one.process.kill()
-        one.process.wait(DEADLINE_S)
+        one.process.join(DEADLINE_S)
+        one.process.close()
 
 
 @pytest.fixture

@@ -168,8 +168,7 @@ class Standin:
         return web.json_response({"output_ids": tokens, "meta_info": meta})
 
 
-def main() -> None:
-    arguments = sys.argv[1:]
+def main(arguments: list[str]) -> None:
     info: list[str] = []
     if "--port" in arguments:  # started in place of SGLang's Python
         port = int(arguments[arguments.index("--port") + 1])
@@ -189,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
