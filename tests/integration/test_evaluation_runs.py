@@ -14,8 +14,7 @@ from tests.integration.conftest import Launch
 from tests.integration.helpers.forked_flowrt import run_flowrt
 
 SMALL = [
-    *("--sft.steps", "30", "--sft.answer-only-steps", "0", "--rollout.max-new-tokens", "8"),
-    *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "16"),
+    *("--rollout.max-new-tokens", "8", "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "16"),
 ]
 EVERY_TWO = [
     *("--steps", "6", "--deterministic", "True", "--max-staleness", "0", "--eval.interval", "2"),
@@ -41,10 +40,11 @@ def evaluate(run_dir: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated(tmp_path_factory: pytest.TempPathFactory, sft_model: Path) -> Path:
     """A finished run with evaluations of the versions 0, 2, 4 and 6."""
     directory = tmp_path_factory.mktemp("evaluated")
-    completed = run_flowrt("run", "arithmetic", "--run-dir", str(directory / "run"), *SMALL, *EVERY_TWO)
+    flags = ("--run-dir", str(directory / "run"), "--model", str(sft_model))
+    completed = run_flowrt("run", "arithmetic", *flags, *SMALL, *EVERY_TWO)
     assert completed.returncode == 0, completed.stdout
     return directory / "run"
 
@@ -111,9 +111,9 @@ def test_a_resumed_run_evaluates_only_missing_versions(
 
 
 @pytest.mark.slow
-def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., Launch]) -> None:
+def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., Launch], sft_model: Path) -> None:
     flags = ("--steps", "40", "--eval.interval", "2", "--eval.stop-at", "0.001", "--eval.at-start", "False")
-    stopped = launch(*SMALL, *flags, "--eval.samples", "8", "--eval.temperature", "1.0")
+    stopped = launch("--model", str(sft_model), *SMALL, *flags, "--eval.samples", "8", "--eval.temperature", "1.0")
     assert stopped.wait(200) == 0, stopped.output
     summary = json.loads((stopped.run_dir / "summary.json").read_text())
     assert 2 <= summary["steps"] < 40
@@ -125,8 +125,8 @@ def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., La
 
 
 @pytest.mark.slow
-def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launch]) -> None:
-    run = launch(*SMALL, "--eval.only", "True")
+def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launch], sft_model: Path) -> None:
+    run = launch("--model", str(sft_model), *SMALL, "--eval.only", "True")
     assert run.wait(200) == 0, run.output
     assert "evaluation held_out: avg@1" in run.words
     assert not (run.run_dir / "logs" / "trainer.log").exists()
@@ -134,14 +134,18 @@ def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launc
 
 
 @pytest.mark.long
-def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Callable[..., Launch]) -> None:
+def test_evaluations_are_completed_after_a_pinned_worker_was_killed(
+    launch: Callable[..., Launch], sft_model: Path
+) -> None:
     """Evaluations take longer than training, so that workers must load old versions for pending evaluations.
 
     Dropping groups with lost samples is a policy of training: the lost answers are generated again.
     """
     flags = ("--steps", "30", "--eval.interval", "8", "--eval.overlap", "wait", "--eval.at-start", "False")
     policy = ("--on-lost-sample", "drop_group", "--eval.temperature", "1.0")
-    run = launch(*SMALL, *flags, *policy, "--data.eval-prompts", "64", "--eval.samples", "48")
+    run = launch(
+        "--model", str(sft_model), *SMALL, *flags, *policy, "--data.eval-prompts", "64", "--eval.samples", "48"
+    )
     metrics = run.run_dir / "metrics.jsonl"
     run.wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 9, "ninth step", 120.0)
     for process in run.find("flowrt.roles.rollout", "rollout-0"):

@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +45,33 @@ STORED_NATS = 0.004
 READER = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-directory, asked = sys.argv[1], json.load(sys.stdin)
-model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-dtype = str(model.dtype)
-if asked["adapter"]:
-    from peft import PeftModel
-    base = json.load(open(asked["adapter"] + "/adapter_config.json"))["base_model_name_or_path"]
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), asked["adapter"])
-tokenizer = AutoTokenizer.from_pretrained(directory)
-found = []
-model.float()
-with torch.no_grad():
-    for conversation, response in asked["answers"]:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        prompt = tokenizer.apply_chat_template(
-            conversation, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        logprobs = logits.double().log_softmax(-1)
-        found.append([text, prompt, logprobs[torch.arange(len(response)), torch.tensor(response)].tolist()])
-ends = GenerationConfig.from_pretrained(directory).eos_token_id
-print(json.dumps({"found": found, "ends": ends, "dtype": dtype}))
+
+def read(directory, adapter, answers):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    dtype = str(model.dtype)
+    if adapter:
+        from peft import PeftModel
+        base = json.load(open(adapter + "/adapter_config.json"))["base_model_name_or_path"]
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    found = []
+    model.float()
+    with torch.no_grad():
+        for conversation, response in answers:
+            text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            prompt = tokenizer.apply_chat_template(
+                conversation, tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.double().log_softmax(-1)
+            found.append([text, prompt, logprobs[torch.arange(len(response)), torch.tensor(response)].tolist()])
+    ends = GenerationConfig.from_pretrained(directory).eos_token_id
+    return {"found": found, "ends": ends, "dtype": dtype}
+
+for line in sys.stdin:
+    print(json.dumps(read(**json.loads(line))), flush=True)
 """
+Reader = Callable[..., dict[str, Any]]
 
 pytestmark = pytest.mark.slow
 
@@ -117,6 +122,24 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    """Asks the other process, which reads one model after the other."""
+    command = [sys.executable, "-c", READER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+
+        def ask(**question: Any) -> dict[str, Any]:
+            asked.write(json.dumps(question) + "\n")
+            asked.flush()
+            answer: dict[str, Any] = json.loads(answers.readline())
+            return answer
+
+        yield ask
+
+
 def samples(run_dir: Path) -> list[Sample]:
     """The samples of the last step, all of the version before it."""
     reader = SampleReader(run_dir)
@@ -128,11 +151,12 @@ def samples(run_dir: Path) -> list[Sample]:
 
 
 def assert_policy(
-    directory: Path, run_dir: Path, adapter: Path | None = None, recorded: Sequence[str] = ("logprobs",)
+    reader: Reader, directory: Path, run_dir: Path, adapter: Path | None = None, recorded: Sequence[str] = ("logprobs",)
 ) -> dict[str, Any]:
     """Assert that a model gives the log-probabilities of the run, and of the trainer's passes; what the reader found.
 
     Args:
+        reader: asks the process that has transformers alone.
         directory: of the model, which the trainer's passes are made with.
         run_dir: of the run.
         adapter: what the other process loads, with its base model; None: ``directory``.
@@ -140,14 +164,11 @@ def assert_policy(
     """
     of_run = samples(run_dir)
     numbers = [int(one.row.prompt_text.split()[3]) for one in of_run]
-    asked = {
-        "adapter": "" if adapter is None else str(adapter),
-        "answers": [[conversation(n), list(one.ids)] for n, one in zip(numbers, of_run, strict=True)],
-    }
-    command = [sys.executable, "-c", READER, str(directory)]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    output: dict[str, Any] = json.loads(done.stdout)
+    output = reader(
+        directory=str(directory),
+        adapter="" if adapter is None else str(adapter),
+        answers=[[conversation(n), list(one.ids)] for n, one in zip(numbers, of_run, strict=True)],
+    )
     prompts = [torch.tensor(prompt) for _, prompt, _ in output["found"]]
     responses = [torch.tensor(one.ids) for one in of_run]
     scored = score(load_model(directory).eval(), prompts, responses, 1.0, 8192)
@@ -194,13 +215,14 @@ def test_written_models_are_the_trained_policy(
     settings: list[str],
     flags: tuple[str, ...],
     tmp_path: Path,
+    reader: Reader,
 ) -> None:
     run = launch(*settings, "--model", str(start), *flags)
     assert run.wait(240.0) == 0, run.output + run.log("trainer")
     final, last = run.run_dir / "final", run.run_dir / "hf" / f"step-{LAST:06}"
     # In bfloat16 the trainer's own passes are rounded.
     recorded = ("logprobs",) if "bfloat16" in flags else BOTH
-    output = assert_policy(last, run.run_dir, recorded=recorded)
+    output = assert_policy(reader, last, run.run_dir, recorded=recorded)
     assert output["dtype"] == ("torch.bfloat16" if "bfloat16" in flags else "torch.float32")
     tokenizer = chat_tokenizer(FAMILIES["qwen"])
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
@@ -234,11 +256,13 @@ def adapters(launch: Callable[..., Any], start: Path, settings: list[str]) -> An
     return run
 
 
-def test_adapters_are_written_merged_and_by_themselves(adapters: Any, start: Path, tmp_path: Path) -> None:
+def test_adapters_are_written_merged_and_by_themselves(
+    adapters: Any, start: Path, tmp_path: Path, reader: Reader
+) -> None:
     final = adapters.run_dir / "final"
     assert_trained(start, final)
     last = adapters.run_dir / "hf" / f"step-{LAST:06}"
-    assert_policy(last, adapters.run_dir, last / "adapter", BOTH)
+    assert_policy(reader, last, adapters.run_dir, last / "adapter", BOTH)
     described = json.loads((final / "adapter" / "adapter_config.json").read_text())
     assert (described["base_model_name_or_path"], described["r"]) == (str(start), 4)
     modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -280,7 +304,7 @@ def test_the_evaluation_of_a_run_with_adapters_is_that_of_its_model(
 
 @pytest.mark.long
 def test_a_run_starts_from_an_adapter_and_its_reference_is_that_start(
-    adapters: Any, launch: Callable[..., Any], settings: list[str], tmp_path: Path
+    adapters: Any, launch: Callable[..., Any], settings: list[str], tmp_path: Path, reader: Reader
 ) -> None:
     """KL at the first step is that of equal weights. The run is resumed without the adapter and its base model."""
     shutil.copytree(adapters.run_dir / "final" / "adapter", tmp_path / "adapter")
@@ -299,7 +323,7 @@ def test_a_run_starts_from_an_adapter_and_its_reference_is_that_start(
     assert first.keys() == last.keys()
     assert all(torch.allclose(first[name], tensor, atol=1e-6) for name, tensor in last.items())
     written = run.run_dir / "hf" / f"step-{LAST:06}"
-    assert_policy(written, run.run_dir, written / "adapter")
+    assert_policy(reader, written, run.run_dir, written / "adapter")
     shutil.rmtree(tmp_path / "adapter")
     shutil.rmtree(tmp_path / "base")
     resumed = launch("--steps", str(STEPS + 2), resume=run.run_dir)

@@ -21,7 +21,8 @@ from tests.integration.helpers import lane_peer as peer
 from tests.integration.helpers.lane_pair import failed, moved, take
 
 SMALL = [("int32", [3, 0, 5])]
-LARGE = [("uint8", [40_000_000, 10, 40_000_000])]
+LARGE = [("uint8", [17_000_000, 10, 17_000_000])]
+"""Rows of two chunks each, more than the buffers of a connection hold."""
 FAST_S, SLOW_S = 1.5, 30.0
 DEVICE_TRANSPORTS = ("socket", "nccl", "hccl")
 Start = Callable[..., Awaitable[pairs.Pair]]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 ROWS = 48
+STEPS = 4
 REWARD_FUNCTIONS = """
 import os, time
 
@@ -41,7 +42,7 @@ def flags(tmp_path: Path, untrained_model: Path) -> list[str]:
         *("--recipe", "custom", "--data", str(data), "--model", str(untrained_model)),
         *("--prompts-per-step", "4", "--group-size", "4", "--rollout.max-new-tokens", "8", "--algorithm.kl.coef", "0"),
         *("--rollout.workers", "1", "--trainer.lr", "1e-4", "--trainer.warmup-steps", "1", "--data.eval-prompts", "4"),
-        *("--checkpoint.every", "0", "--steps", "6", "--reward.timeout-s", "1", "--reward.workers", "3"),
+        *("--checkpoint.every", "0", "--steps", str(STEPS), "--reward.timeout-s", "1", "--reward.workers", "3"),
         *(
             "--reward.max-failures",
             "1",
@@ -63,7 +64,7 @@ def test_metrics_have_each_function_part_and_failure_kind(launch: Callable[..., 
     launched = launch(*flags, "--guard", "reward_failures/timeout above 1")
     assert launched.wait(180.0) == 0, launched.output
     found = lines(launched)
-    assert len(found) == 6
+    assert len(found) == STEPS
     for line in found:
         weighted = (
             line["reward/parts"] + 0.1 * line["reward/digits"] + line["reward/regex"] + 0.1 * line["reward/length"]
@@ -89,7 +90,7 @@ def test_a_dropped_sample_counts_as_lost(launch: Callable[..., Any], flags: list
     launched = launch(*flags, "--reward.on-failure", "drop", "--on-lost-sample", policy)
     assert launched.wait(180.0) == 0, launched.output
     found = lines(launched)
-    assert len(found) == 6
+    assert len(found) == STEPS
     assert all(line[f"reward_failures/{kind}"] == 0 for line in found for kind in ("timeout", "error", "died"))
     summary = json.loads((launched.run_dir / "summary.json").read_text())
     assert {"reward failed: error", "reward failed: died"} & summary["dropped"].keys(), summary
