@@ -24,6 +24,11 @@ SERVE = (
     "import socket, sys; from flowrt.launcher.fork_server.child import serve; "
     "serve(socket.socket(fileno=int(sys.argv[1])))"
 )
+SERVE_WITHOUT_TORCH = (
+    "import sys, types; devices = types.ModuleType('flowrt.transport.devices'); "
+    "devices.cuda_is_here = devices.npu_is_here = lambda: False; sys.modules[devices.__name__] = devices; "
+) + SERVE
+"""The search for accelerators imports torch, which takes longer than most of these tests."""
 TINY = [
     *("--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "4", "--sft.steps", "0"),
     *("--build.hidden-size", "32", "--build.layers", "1", "--build.heads", "2", "--build.intermediate-size", "64"),
@@ -33,7 +38,7 @@ SHARED = "1"
 
 
 @contextlib.asynccontextmanager
-async def started(folder: Path, program: str = SERVE) -> AsyncIterator[ForkServer]:
+async def started(folder: Path, program: str = SERVE_WITHOUT_TORCH) -> AsyncIterator[ForkServer]:
     """A real fork server without further imports."""
     command = [sys.executable, "-c", program]
     server = ForkServer(folder / "fork_server.log", {**os.environ, "SHARED": SHARED}, command, ("tests.",))
@@ -65,7 +70,7 @@ async def ended(process: ForkedProcess | None) -> int:
 
 
 async def test_forked_process_equals_one_started_by_python(tmp_path: Path) -> None:
-    async with started(tmp_path) as server:
+    async with started(tmp_path, SERVE) as server:
         for code in (0, 3):
             assert await ended(await forked(server, tmp_path, "exit", str(code))) == code
     first, second = reports(tmp_path)

@@ -181,11 +181,11 @@ async def test_old_versions_are_evicted_everywhere(tmp_path: Path) -> None:
             await group.publish(version)
             await group.all_use(version)
         await wait_until(lambda: holds_only(group.trainer, 5), "trainer free of old versions")
-        assert (await group.trainer.ask("state"))["tensor_bytes"] <= 1.01 * SIZE
+        assert await group.trainer.ask("memory") <= 1.01 * SIZE
         for one in group.receivers:
             await wait_until(partial(holds_only, one, 5), f"{one.name} free of old versions")
             # The version that it holds for other workers, and its own parameters.
-            assert (await one.ask("state"))["tensor_bytes"] <= 2.01 * SIZE
+            assert await one.ask("memory") <= 2.01 * SIZE
 
 
 async def holds_only(one: Process, version: int) -> bool:

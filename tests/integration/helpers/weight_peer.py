@@ -109,8 +109,11 @@ class Peer:
             "arrived": max(arrivals, default=0),
             "sent": self.wire.sent_bytes,
             "fetches": self.wire.fetches,
-            "tensor_bytes": tensor_bytes(),
         }
+
+    async def memory(self) -> int:
+        """Bytes of all tensors of this process."""
+        return tensor_bytes()
 
     async def limit(self, pieces: int | None) -> None:
         self.wire.limit(pieces)
