@@ -1,11 +1,8 @@
-"""The FSDP2 engine with real torchrun processes: 1, 2 and 4 ranks, checkpoints across them, adapters, export."""
+"""The FSDP2 engine with a process for each rank: 1, 2 and 4 ranks, checkpoints across them, adapters, export."""
 
 import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from flowrt.engines.tiny_model import build_model
 from flowrt.engines.torch.trainer import TorchTrainer
 from tests.decoders import DECODERS
 from tests.integration.helpers import fsdp_rank
+from tests.integration.helpers.forked_flowrt import run_module
 
 STEPS = 10
 EXACT = {"dtype": "float64"}
@@ -67,19 +65,12 @@ class Ranks:
         self._phases.append(json.dumps({"ranks": ranks, "orders": lines}))
 
     def run(self, processes: int = 4) -> None:
-        """One torchrun for all phases: importing packages takes most of the time."""
+        """The same processes for all phases, forked from one with all imports, which take most of the time."""
         plan = self.directory / "plan"
         plan.write_text("\n".join(self._phases))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        ended = subprocess.run(
-            [*torchrun, fsdp_rank.__file__, str(self.model), str(plan)],
-            timeout=360,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert ended.returncode == 0, ended.stderr[-4000:]
+        words = (str(processes), str(self.model), str(plan))
+        ended = run_module(fsdp_rank.__name__, *words, timeout_s=360.0)
+        assert ended.returncode == 0, ended.stdout[-4000:]
 
     def path(self, name: str) -> str:
         path = self.directory / name
@@ -110,7 +101,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         fused={"steps": [0, 4], "fsdp": EXACT, "fused": True},
         fused_lock_step={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "fused": True},
         stopped={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "stops": True},
-        compiled={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "options": {"compile": COMPILER}},
         # Smaller than the model: several files.
         until_4={
             "steps": [0, 4],
@@ -207,14 +197,24 @@ def test_model_that_fails_on_packed_samples_stays_sharded_and_gets_padded_ones(r
     assert max_difference(ranks.weights("stopped"), ranks.weights("until_4")) < 1e-6
 
 
+@pytest.fixture(scope="module")
+def compiled(ranks: Ranks) -> Ranks:
+    """A run by itself: compilation takes longer than all other runs."""
+    result = Ranks(ranks.directory / "compiled")
+    result.plan(2, compiled={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "options": {"compile": COMPILER}})
+    result.run(processes=2)
+    return result
+
+
+@pytest.mark.long
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_layers_reach_the_same_weights(ranks: Ranks) -> None:
+def test_compiled_layers_reach_the_same_weights(ranks: Ranks, compiled: Ranks) -> None:
     """Parts of the model are in float32 whatever its type, and are rounded elsewhere once they are compiled.
 
     How far that moves the few weights whose gradient is all rounding depends on the processor.
     """
-    assert [ranks.report(name)["compiled"] for name in ("compiled", "until_4")] == [2, 0]
-    for name, tensor in ranks.weights("compiled").items():
+    assert [one.report(name)["compiled"] for one, name in ((compiled, "compiled"), (ranks, "until_4"))] == [2, 0]
+    for name, tensor in compiled.weights("compiled").items():
         other = ranks.weights("until_4")[name]
         assert float(((tensor - other).abs() > 2e-6).double().mean()) < 1e-3, name
         assert float((tensor - other).norm() / other.norm()) < 1e-5, name

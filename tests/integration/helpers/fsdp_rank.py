@@ -1,13 +1,16 @@
-"""One rank of an FSDP2 trainer under torchrun: executes a plan, on samples that depend on the step only."""
+"""Ranks of an FSDP2 trainer, forked from one process: they execute a plan, on samples that depend on the step only."""
 
 import dataclasses
 import json
 import os
+import signal
+import socket
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
@@ -178,9 +181,8 @@ def load_error(engine: FsdpTrainer, directory: Path) -> str:
     return ""
 
 
-def main(model: Path, plan: Path) -> None:
+def run_rank(store: dist.Store, rank: int, model: Path, plan: Path) -> None:
     """Run the phases of the plan: each uses only its first ``ranks`` ranks, and the others wait."""
-    store, rank, _ = next(dist.rendezvous("env://"))
     deadline = timedelta(seconds=DEADLINE_S)
     for number, line in enumerate(plan.read_text().splitlines()):
         phase = json.loads(line)
@@ -196,8 +198,43 @@ def main(model: Path, plan: Path) -> None:
         store.wait([f"done {number}"], deadline)
 
 
-if __name__ == "__main__":
+def become_rank(port: int, rank: int, model: Path, plan: Path) -> NoReturn:
+    """What a forked process does: all ranks meet at the store of the process that forked them."""
+    code = 1
+    try:
+        run_rank(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=DEADLINE_S)), rank, model, plan)
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(ranks: int, model: Path, plan: Path) -> NoReturn:
+    """Fork the ranks and wait for them. If one fails the others are killed."""
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, left = listener.getsockname()[1], set()
+    for rank in range(ranks):  # before the store, which starts a thread
+        pid = os.fork()
+        if pid == 0:
+            become_rank(port, rank, model, plan)
+        left.add(pid)
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    failed = False
+    while left:
+        pid, status = os.wait()
+        left.discard(pid)
+        if status and not failed:
+            failed = True
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    del store
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(int(failed))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -94,6 +94,7 @@ def test_compiled_answers_equal_uncompiled_ones_without_recompilation(name: str)
         assert_same(found, answers(engine_of(build(name), 8, compiled=False), arrivals))
 
 
+@pytest.mark.long
 def test_a_single_compiled_row_repeats_bit_for_bit() -> None:
     engine = engine_of(build("qwen2"), 1, compiled=True)
     with NO_RECOMPILATION:
@@ -152,6 +153,7 @@ def test_a_model_with_other_results_when_compiled_is_refused(monkeypatch: pytest
         engine_of(build("qwen2"), 4, compiled=True)
 
 
+@pytest.mark.long
 def test_the_configuration_enables_compilation(tmp_path: Path) -> None:
     save_model(build(WIDE), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
     flags = ["arithmetic", "--model", str(tmp_path / "model"), "--rollout.max-running-requests", "4"]

@@ -275,6 +275,7 @@ def test_packed_training_gives_the_same_weights_and_exports_a_plain_model(tmp_pa
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile triggers warnings that it ignores itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.long
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_weights_and_compile_once() -> None:
     compiled = train(build(*DECODERS["qwen2"]), compile=True)
