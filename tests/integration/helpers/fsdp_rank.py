@@ -194,7 +194,7 @@ def run_rank(store: dist.Store, rank: int, model: Path, plan: Path) -> None:
             dist.barrier()
             dist.destroy_process_group()
         if rank == 0:
-            store.set(f"done {number}", b"1")
+            store.set(f"done {number}", "1")
         store.wait([f"done {number}"], deadline)
 
 

@@ -30,9 +30,12 @@ async def test_concurrent_calls_run_one_after_the_other_in_one_thread() -> None:
 
 
 async def test_calls_get_their_arguments_and_context_and_their_errors_are_raised() -> None:
+    def arguments(a: int, *, b: int) -> tuple[int, int, str]:
+        return a, b, NAME.get()
+
     thread = ComputeThread()
     NAME.set("pass")
-    assert await thread.run(lambda a, *, b: (a, b, NAME.get()), 1, b=2) == (1, 2, "pass")
+    assert await thread.run(arguments, 1, b=2) == (1, 2, "pass")
     with pytest.raises(ZeroDivisionError):
         await thread.run(lambda: 1 // 0)
 
