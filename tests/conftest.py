@@ -31,7 +31,6 @@ YOUNG_OBJECTS = 20_000
 
 def pytest_collection_finish() -> None:
     """Exclude all objects that exist now from cycle collections, which were disabled until now."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 50)
     gc.enable()

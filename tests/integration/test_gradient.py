@@ -1,14 +1,12 @@
 """The gradient of a step does not depend on its division into micro-batches or ranks."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integration.helpers import gradient_rank
+from tests.integration.helpers.forked_flowrt import run_module
 from tests.integration.helpers.gradient_rank import SAMPLES
 
 
@@ -34,22 +32,7 @@ def test_mean_of_micro_batch_means_differs_from_the_gradient() -> None:
 @pytest.mark.parametrize("dtype", ["double", pytest.param("single", marks=pytest.mark.long)])
 def test_two_ranks_compute_the_gradient_of_one_rank(tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "gradient.pt"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        gradient_rank.__file__,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, str(out), dtype],
-        check=True,
-        timeout=600,
-        env=environment,
-        capture_output=True,
-    )
+    ended = run_module(gradient_rank.__name__, str(out), dtype, timeout_s=600.0)
+    assert ended.returncode == 0, ended.stdout
     expected_gradient = gradient_rank.step_gradient([list(range(SAMPLES))], dtype == "double")
     assert relative_error(torch.load(out, weights_only=True), expected_gradient) < 1e-6

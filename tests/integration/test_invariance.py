@@ -11,8 +11,11 @@ from flowrt.engines.training.forward import enable_packing
 BOUND = 1e-11
 
 
+# All of them take half a minute: `make test` has each third.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if at % 3 else []) for at, name in enumerate(NAMES)]
+)
 def test_one_rank_computes_the_gradient_of_a_plain_loop(name: str) -> None:
     torch.set_num_threads(1)
     algorithm = presets(LIMIT)[name]

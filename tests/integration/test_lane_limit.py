@@ -119,7 +119,7 @@ def test_a_worker_raises_its_soft_limit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [8, 50])
+@pytest.mark.parametrize("limit", [8, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "command",
     [

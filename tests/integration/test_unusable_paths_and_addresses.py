@@ -1,14 +1,13 @@
 """Files, run directories and addresses that cannot be used: exit code 2, one sentence, nothing written."""
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.integration.helpers.forked_flowrt import run_module
 
 # ---- TOML
 
@@ -124,17 +123,10 @@ def test_malformed_bind_address_is_refused(refused: Callable[..., Any], model_sh
 
 
 def run_worker(address: str) -> tuple[int, str]:
-    """Run a reward worker that waits 1 s for its controller; return its exit code and stderr."""
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "flowrt.roles.reward", "--controller", address, "--connect-timeout-s", "1"],
-        timeout=600,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert "Traceback" not in ended.stderr, ended.stderr
-    return ended.returncode, ended.stderr
+    """Run a reward worker that waits 1 s for its controller; return its exit code and output."""
+    ended = run_module("flowrt.roles.reward", "--controller", address, "--connect-timeout-s", "1", timeout_s=600.0)
+    assert "Traceback" not in ended.stdout, ended.stdout
+    return ended.returncode, ended.stdout
 
 
 @pytest.mark.parametrize("listening", [False, True], ids=["no listener", "silent listener"])
@@ -142,9 +134,9 @@ def test_worker_without_a_controller_answer_exits_with_code_1(listening: bool, h
     with socket.create_server(("127.0.0.1", 0)) as closed:
         free_port = closed.getsockname()[1]
     address = f"tcp://127.0.0.1:{held_port if listening else free_port}"
-    code, stderr = run_worker(address)
-    lines = stderr.splitlines()
-    assert len(lines) == 2, stderr
+    code, output = run_worker(address)
+    lines = output.splitlines()
+    assert len(lines) == 2, output
     assert f"reward-0 is looking for the controller at {address} (timeout 1 s)" in lines[0]
     assert "waited 1 s" in lines[1]
     assert f"controller at {address}" in lines[1]
@@ -152,9 +144,9 @@ def test_worker_without_a_controller_answer_exits_with_code_1(listening: bool, h
 
 
 def test_worker_with_a_malformed_controller_address_exits_with_code_2() -> None:
-    code, stderr = run_worker("somewhere:http")
-    lines = stderr.splitlines()
-    assert len(lines) == 2, stderr
+    code, output = run_worker("somewhere:http")
+    lines = output.splitlines()
+    assert len(lines) == 2, output
     assert "'somewhere:http'" in lines[1]
     assert "tcp://HOST:PORT" in lines[1]
     assert code == 2

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RUNS = 12
+SEEDS = ("0", "1")
 
 
 @pytest.mark.slow
@@ -21,10 +22,10 @@ def test_commands_are_the_same_under_any_hash_seed() -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for seed in ("0", "1", "2")
+        for seed in SEEDS
     ]
-    first, *others = [child.communicate(timeout=600)[0].splitlines() for child in children]
-    assert [child.returncode for child in children] == [0, 0, 0]
+    first, second = [child.communicate(timeout=600)[0].splitlines() for child in children]
+    assert [child.returncode for child in children] == [0, 0]
     assert len(first) == RUNS
     assert all(int(line.split()[1]) > 50 for line in first)
-    assert others == [first, first]
+    assert second == first

@@ -4,7 +4,9 @@ The same simulated clusters run for every bug. It is found if `Core.check`, a si
 fail; without a bug all pass.
 """
 
+import itertools
 import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ from tests.simulation.run_invariants import (
 from tests.simulation.scenario import Scenario
 
 RUNS = 32
+DECISIVE = (7, 19)
+"""Seeds that show bugs which few others show."""
 FILTERED_RUNS = 8
 TERMINATED_RUNS = 24
 DRAINED_RUNS = 12
@@ -134,16 +138,15 @@ def drained_scenario_of(seed: int) -> Scenario:
     return Scenario(seed=seed, bound=seed % 3, steps=4, rollouts=3, drains=2, crashes=3, max_actions=10_000)
 
 
-def run_preempted(directory: Path) -> None:
-    """Run clusters that are preempted, and whose controller is restarted before they have saved."""
-    for seed in range(PREEMPTED_RUNS):
-        scenario = Scenario(seed=seed, bound=seed % 3, steps=4, ranks=1 + seed % 2, crashes=2, max_actions=10_000)
-        runs = run_with_preemptions(scenario, [120 + 10 * seed], directory / f"preempted{seed}.sqlite")
-        try:
-            assert_exact(runs, scenario)
-            assert [closed.step for one in runs.clusters for closed in one.steps] == list(range(scenario.steps))
-        finally:
-            runs.ledger.close()
+def run_preempted(seed: int, directory: Path) -> None:
+    """Run a cluster that is preempted, and whose controller is restarted before it has saved."""
+    scenario = Scenario(seed=seed, bound=seed % 3, steps=4, ranks=1 + seed % 2, crashes=2, max_actions=10_000)
+    runs = run_with_preemptions(scenario, [120 + 10 * seed], directory / f"preempted{seed}.sqlite")
+    try:
+        assert_exact(runs, scenario)
+        assert [closed.step for one in runs.clusters for closed in one.steps] == list(range(scenario.steps))
+    finally:
+        runs.ledger.close()
 
 
 def sources_scenario_of(seed: int) -> Scenario:
@@ -161,43 +164,67 @@ def sources_scenario_of(seed: int) -> Scenario:
     )
 
 
-def run_all(directory: Path) -> None:
-    """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter."""
-    for seed in LATE_SEEDS:
-        assert_sound(SimulatedCluster(late_scenario_of(seed)).run())
-    for seed in range(FILTERED_RUNS):
-        cluster = SimulatedCluster(filtered_scenario_of(seed)).run()
-        assert_sound(cluster)
-        assert_filtered(cluster)
-    for seed in range(EVALUATED_RUNS):
-        cluster = SimulatedCluster(evaluated_scenario_of(seed)).run()
-        assert_sound(cluster)
-        assert_evaluated(cluster)
-    for seed in range(SOURCES_RUNS):
-        cluster = SimulatedCluster(sources_scenario_of(seed)).run()
-        assert_sound(cluster)
-        assert_evaluated(cluster)
-        if not cluster.scenario.kills:
-            assert_generated_kept(cluster)
-    for seed in range(RUNS):
-        assert_sound(SimulatedCluster(scenario_of(seed)).run())
-        if seed % 4 == 0:
-            scenario = Scenario(seed=seed, bound=seed % 3, steps=4, checkpoint_every=2)
-            runs = run_with_crashes(scenario, [100 + 8 * seed, 60], directory / f"{seed}.sqlite")
-            try:
-                assert_exact(runs, scenario)
-            finally:
-                runs.ledger.close()
-    run_preempted(directory)
-    for seed in range(DRAINED_RUNS):
-        assert_sound(SimulatedCluster(drained_scenario_of(seed)).run())
-    for seed in range(TERMINATED_RUNS):
-        assert_sound(SimulatedCluster(terminated_scenario_of(seed)).run())
+def run_filtered(seed: int) -> None:
+    cluster = SimulatedCluster(filtered_scenario_of(seed)).run()
+    assert_sound(cluster)
+    assert_filtered(cluster)
+
+
+def run_evaluated(seed: int) -> None:
+    cluster = SimulatedCluster(evaluated_scenario_of(seed)).run()
+    assert_sound(cluster)
+    assert_evaluated(cluster)
+
+
+def run_with_sources(seed: int) -> None:
+    cluster = SimulatedCluster(sources_scenario_of(seed)).run()
+    assert_sound(cluster)
+    assert_evaluated(cluster)
+    if not cluster.scenario.kills:
+        assert_generated_kept(cluster)
+
+
+def run_resumed(seed: int, directory: Path) -> None:
+    scenario = Scenario(seed=seed, bound=seed % 3, steps=4, checkpoint_every=2)
+    runs = run_with_crashes(scenario, [100 + 8 * seed, 60], directory / f"{seed}.sqlite")
+    try:
+        assert_exact(runs, scenario)
+    finally:
+        runs.ledger.close()
+
+
+def run_all(directory: Path, share: int = 1) -> None:
+    """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter.
+
+    Kinds take turns, so that a bug that only one of them shows is found early. ``share``: only each n-th of a kind.
+    """
+    kinds: list[tuple[Iterable[int], Callable[[int], None]]] = [
+        (sorted(range(RUNS), key=lambda seed: seed not in DECISIVE), lambda seed: run_sound(scenario_of(seed))),
+        (range(FILTERED_RUNS), run_filtered),
+        (range(EVALUATED_RUNS), run_evaluated),
+        (range(SOURCES_RUNS), run_with_sources),
+        (range(TERMINATED_RUNS), lambda seed: run_sound(terminated_scenario_of(seed))),
+        (range(DRAINED_RUNS), lambda seed: run_sound(drained_scenario_of(seed))),
+        (range(PREEMPTED_RUNS), lambda seed: run_preempted(seed, directory)),
+        (range(0, RUNS, 4), lambda seed: run_resumed(seed, directory)),
+        (LATE_SEEDS, lambda seed: run_sound(late_scenario_of(seed))),
+    ]
+    turns = itertools.zip_longest(*([(run, seed) for seed in seeds] for seeds, run in kinds))
+    for turn in itertools.islice(turns, 0, None, share):
+        for one in turn:
+            if one is not None:
+                run, seed = one
+                run(seed)
+
+
+def run_sound(scenario: Scenario) -> None:
+    assert_sound(SimulatedCluster(scenario).run())
 
 
 @pytest.mark.slow
-def test_without_a_bug_every_run_is_sound(tmp_path: Path) -> None:
-    run_all(tmp_path)
+@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_without_a_bug_every_run_is_sound(share: int, tmp_path: Path) -> None:
+    run_all(tmp_path, share)
 
 
 # All of them take minutes: `make test` runs each fourth.

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.effort import combinations
 from tests.simulation.degraded_runs import (
     ACT_S,
     CANCELLED,
@@ -43,9 +44,7 @@ def outcome(phase: Phase, role: str, kind: Kind) -> int:
     return 0 if role == "rollout" and phase in (Phase.START, Phase.EVALUATION) else 1
 
 
-@pytest.mark.parametrize("kind", Kind, ids=lambda one: one.name.lower())
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("phase", PHASES, ids=lambda one: one.name.lower())
+@pytest.mark.parametrize(("phase", "role", "kind"), combinations(PHASES, ROLES, Kind))
 def test_a_run_with_a_faulty_role_ends_in_bounded_time_with_a_reason(phase: Phase, role: str, kind: Kind) -> None:
     """Start-up, training, evaluation, cancellation, departure, end of data and end of run, with every faulty role.
 

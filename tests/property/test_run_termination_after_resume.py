@@ -8,6 +8,7 @@ import pytest
 from flowrt.controller.events import MessageReceived, Send
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.protocol.messages import Commit, Grant
+from tests.effort import combinations
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.degraded_runs import ABSENCE_S, LEASE_S, SILENCE_S, SLOW_S, STALL_S, DegradedRun, Kind, Phase
 from tests.simulation.resumed_runs import ResumedRuns
@@ -63,8 +64,7 @@ def outcome_of_resume(role: str, kind: Kind) -> int:
     return 1 if kind is Kind.DEAD else 3
 
 
-@pytest.mark.parametrize("kind", Kind, ids=lambda one: one.name.lower())
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(("role", "kind"), combinations(ROLES, Kind))
 def test_a_run_that_is_killed_and_resumed_with_the_same_fault_ends_in_time(
     role: str, kind: Kind, tmp_path: Path
 ) -> None:
@@ -92,9 +92,9 @@ def outcome_of_drain(drained: str, role: str, kind: Kind) -> int:
     return 0  # there is another one
 
 
-@pytest.mark.parametrize("kind", Kind, ids=lambda one: one.name.lower())
-@pytest.mark.parametrize("role", [role for role in ROLES if role != "evaluate"])
-@pytest.mark.parametrize("drained", CAN_DRAIN)
+@pytest.mark.parametrize(
+    ("drained", "role", "kind"), combinations(CAN_DRAIN, [role for role in ROLES if role != "evaluate"], Kind)
+)
 def test_a_drained_worker_leaves_and_nothing_is_lost(drained: str, role: str, kind: Kind, tmp_path: Path) -> None:
     """It finishes its work and leaves during the run, while another worker is slow, hung, missing or dead."""
     runs = ResumedRuns(Ledger(tmp_path / "ledger.sqlite"))

@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
-import signal
-import socket
 import sys
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +24,9 @@ from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.training.forward import decoder_layers, is_packing_enabled
 from flowrt.errors import ConfigError, EngineError
 from flowrt.transport.devices import Device
+from tests.integration.helpers.forked_ranks import DEADLINE_S, run_ranks
 
 SAMPLES = 24
-DEADLINE_S = 240.0
 SAVED_BYTES = 50_000
 """Of one checkpoint file: so small that there are many files, as for a large model."""
 MAX_GRAD_NORM = 1.5
@@ -198,42 +194,9 @@ def run_rank(store: dist.Store, rank: int, model: Path, plan: Path) -> None:
         store.wait([f"done {number}"], deadline)
 
 
-def become_rank(port: int, rank: int, model: Path, plan: Path) -> NoReturn:
-    """What a forked process does: all ranks meet at the store of the process that forked them."""
-    code = 1
-    try:
-        run_rank(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=DEADLINE_S)), rank, model, plan)
-        code = 0
-    finally:
-        if code:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def main(ranks: int, model: Path, plan: Path) -> NoReturn:
-    """Fork the ranks and wait for them. If one fails the others are killed."""
     torch.set_num_threads(1)
-    listener = socket.create_server(("127.0.0.1", 0))
-    port, left = listener.getsockname()[1], set()
-    for rank in range(ranks):  # before the store, which starts a thread
-        pid = os.fork()
-        if pid == 0:
-            become_rank(port, rank, model, plan)
-        left.add(pid)
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    failed = False
-    while left:
-        pid, status = os.wait()
-        left.discard(pid)
-        if status and not failed:
-            failed = True
-            for other in left:
-                os.kill(other, signal.SIGKILL)
-    del store
-    sys.stdout.flush()
-    os._exit(int(failed))
+    run_ranks(ranks, lambda store, rank: run_rank(store, rank, model, plan))
 
 
 if __name__ == "__main__":

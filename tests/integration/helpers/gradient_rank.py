@@ -1,6 +1,5 @@
-"""One rank of a trainer that sees its share of a fixed step, and writes the gradient that the step used."""
+"""Two ranks of a trainer: each sees its share of a fixed step, and the first writes its gradient."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from flowrt.engines.base import TrainingBatch
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.tiny_model import build_model
 from flowrt.engines.torch.trainer import TorchTrainer
+from tests.integration.helpers.forked_ranks import run_ranks
 
 SAMPLES = 24
 
@@ -50,15 +50,17 @@ def step_gradient(cuts: list[list[int]], double: bool) -> torch.Tensor:
     return gradients[0]
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def run_rank(store: dist.Store, rank: int, out: Path, dtype: str) -> None:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     # Uneven shares, in smaller micro-batches on one rank: ranks pull at their own speed.
     mine = list(range(5)) if rank == 0 else list(range(5, SAMPLES))
     cuts = [mine] if rank == 0 else [mine[i : i + 3] for i in range(0, len(mine), 3)]
-    gradient = step_gradient(cuts, double=sys.argv[2] == "double")
+    gradient = step_gradient(cuts, double=dtype == "double")
     if rank == 0:
-        torch.save(gradient, Path(sys.argv[1]))
+        torch.save(gradient, out)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)
+
+
+if __name__ == "__main__":
+    run_ranks(2, lambda store, rank: run_rank(store, rank, Path(sys.argv[1]), sys.argv[2]))

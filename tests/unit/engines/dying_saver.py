@@ -1,6 +1,6 @@
-"""Save checkpoints and exit just before the n-th change of the run directory: python dying_saver.py DIRECTORY.
+"""Save checkpoints and exit just before the n-th change of the run directory.
 
-Forks once for each n, and prints the state that each crash leaves, one JSON line each.
+``python -m tests.unit.engines.dying_saver DIRECTORY`` forks once for each n, and prints the state that each crash leaves, one JSON line each.
 """
 
 import asyncio

@@ -1,22 +1,19 @@
 """A checkpoint is complete or absent whenever its writer crashes, and the previous one exists until then."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("dying_saver.py")
+from tests.integration.helpers.forked_flowrt import run_module
+
 FIRST, LAST = 1, 3
 
 
 @pytest.mark.slow
 def test_a_complete_checkpoint_remains_wherever_the_trainer_crashes(tmp_path: Path) -> None:
-    completed = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path)], capture_output=True, text=True, timeout=600
-    )
-    assert completed.returncode == 0, completed.stderr
+    completed = run_module("tests.unit.engines.dying_saver", str(tmp_path), timeout_s=600.0)
+    assert completed.returncode == 0, completed.stdout
     crashes = [json.loads(line) for line in completed.stdout.splitlines()]
     assert len(crashes) > 10
     for change, _, remaining, ledger_step, weights, after in crashes:

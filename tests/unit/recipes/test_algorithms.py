@@ -1,6 +1,7 @@
 """Algorithm presets: all are accepted; every field of the table changes the trained weights or is refused."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -79,8 +80,11 @@ def changed(config: Any, values: dict[str, Any]) -> Any:
     return config
 
 
+usual = functools.cache(lambda: parse([]))
+
+
 def run_config(table: AlgorithmConfig) -> RunConfig:
-    base = parse([])
+    base = usual()
     rollout = dataclasses.replace(base.rollout, max_new_tokens=LIMIT)
     return dataclasses.replace(base, algorithm=table, group_size=SIZE, rollout=rollout)
 

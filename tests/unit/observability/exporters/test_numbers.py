@@ -47,12 +47,20 @@ def assert_equal(found: Numbers, run_dir: Path, names: Iterable[tuple[str, str]]
                 assert one == value if exact else one == pytest.approx(value, rel=2**-23)
 
 
-@pytest.mark.slow
-def test_tensorboard_has_all_numbers_in_single_precision(run_dir: Path, tmp_path: Path) -> None:
-    done = export(run_dir, "--tensorboard", tmp_path / "tb")
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
+    """A run, and what `flowrt export` has written of it for TensorBoard."""
+    place = tmp_path_factory.mktemp("exported")
+    run_dir = write_run(place / "run", STEPS)
+    done = export(run_dir, "--tensorboard", place / "tb")
     assert done.returncode == 0, done.stderr
     assert "illegal" not in done.stderr
-    found = tensorboard_numbers(tmp_path / "tb")
+    return run_dir, tensorboard_numbers(place / "tb")
+
+
+@pytest.mark.slow
+def test_tensorboard_has_all_numbers_in_single_precision(exported: tuple[Path, Numbers]) -> None:
+    run_dir, found = exported
     names = [(name, tag(name)) for name in metrics([0])[0]]
     assert_equal(found, run_dir, names, exact=False)
     assert found[3]["time/rollout/gate"] == pytest.approx(0.3)
@@ -111,9 +119,9 @@ def test_prometheus_text_has_the_numbers_of_the_last_step(run_dir: Path) -> None
 
 
 @pytest.mark.slow
-def test_randomly_chosen_tensorboard_numbers_equal_the_metrics(run_dir: Path, tmp_path: Path) -> None:
-    assert export(run_dir, "--tensorboard", tmp_path / "tb").returncode == 0
-    board, known = tensorboard_numbers(tmp_path / "tb"), metrics_numbers(run_dir)
+def test_randomly_chosen_tensorboard_numbers_equal_the_metrics(exported: tuple[Path, Numbers]) -> None:
+    run_dir, board = exported
+    known = metrics_numbers(run_dir)
     draw = random.Random(0)
     for _ in range(50):
         step = draw.randrange(STEPS)
