@@ -4,6 +4,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flowrt-installed
 
+# Compiled modules are kept, whatever the environment says: hundreds of processes import them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run fast test test-long test-install test-real check bench bench-peers venv clean
 
 venv: $(STAMP)

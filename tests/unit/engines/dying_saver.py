@@ -1,6 +1,6 @@
-"""Save checkpoints and exit just before the n-th change of the run directory.
+"""Save checkpoints and exit just before the n-th change: ``python -m tests.unit.engines.dying_saver DIRECTORY``.
 
-``python -m tests.unit.engines.dying_saver DIRECTORY`` forks once for each n, and prints the state that each crash leaves, one JSON line each.
+Forks once for each n, and prints the state that each crash leaves, one JSON line each.
 """
 
 import asyncio

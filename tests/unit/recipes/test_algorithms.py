@@ -205,12 +205,17 @@ def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
     pytest.fail(f"algorithm.{name} changed nothing in {tried}")
 
 
-@pytest.mark.parametrize(("name", "kind"), dict(fields(AlgorithmConfig())).items())
-@pytest.mark.parametrize("preset", ["reinforce", "gspo", "dpo_online", "best_of_n", "decoupled"])
+@pytest.mark.parametrize(
+    ("preset", "name", "kind"),
+    [
+        (preset, name, kind)
+        for preset in ("reinforce", "gspo", "dpo_online", "best_of_n", "decoupled")
+        for name, kind in dict(fields(AlgorithmConfig())).items()
+        if name != "name" and name not in acting_fields(PRESETS[preset])
+    ],
+)
 def test_a_field_without_effect_is_refused(preset: str, name: str, kind: Any) -> None:
     table = PRESETS[preset]
-    if name == "name" or name in acting_fields(table):
-        pytest.skip("the field has an effect")
     other = alternatives(name, kind, attrgetter(name)(table))[0]
     with pytest.raises(ConfigError, match=r"algorithm\.") as refused:
         check(run_config(changed(table, {name: other})))
