@@ -277,9 +277,10 @@ def fork_server() -> None:
 def refused(fork_server: None, tmp_path: Path) -> Callable[..., Refusal]:
     """Run ``flowrt run ARGUMENTS --run-dir FRESH``; it must leave no file behind."""
 
-    def run(*arguments: str, run_dir: Path | None = None) -> Refusal:
+    def run(*arguments: str, run_dir: Path | None = None, loads_model: bool = False) -> Refusal:
         before = tree(tmp_path)
-        completed = run_flowrt(["run", *arguments, "--run-dir", str(run_dir or tmp_path / "run")], tmp_path)
+        words = ["run", *arguments, "--run-dir", str(run_dir or tmp_path / "run")]
+        completed = run_flowrt(words, tmp_path, loads_model=loads_model)
         assert "Traceback" not in completed.stderr, completed.stderr
         assert tree(tmp_path) == before
         return Refusal(completed)

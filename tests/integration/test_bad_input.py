@@ -150,7 +150,7 @@ def test_model_whose_weights_do_not_fit_its_configuration(
     model = Path(shutil.copytree(untrained_model, tmp_path / "model"))
     table = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(table | {"vocab_size": 999}))
-    error = refused("--model", str(model)).sentence()
+    error = refused("--model", str(model), loads_model=True).sentence()
     assert f"model {model}: model.embed_tokens.weight has shape [17, 64]" in error
 
 

@@ -59,7 +59,7 @@ def test_a_model_that_is_not_causal_is_refused_before_anything_starts(
     )
     torch.manual_seed(0)
     path = saved(BertLMHeadModel(config), tmp_path_factory.mktemp("models") / "bert")
-    error = refused("arithmetic", "--model", path, *SMALL).sentence()
+    error = refused("arithmetic", "--model", path, *SMALL, loads_model=True).sentence()
     assert f"model {path} (bert) is not causal" in error
     assert "use another model" in error
 

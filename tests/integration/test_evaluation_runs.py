@@ -15,6 +15,7 @@ from tests.integration.helpers.forked_flowrt import run_flowrt
 
 SMALL = [
     *("--rollout.max-new-tokens", "8", "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "16"),
+    *("--algorithm.kl.coef", "0"),
 ]
 EVERY_TWO = [
     *("--steps", "6", "--deterministic", "True", "--max-staleness", "0", "--eval.interval", "2"),

@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 QUICK = [
-    *("--data.eval-prompts", "0", "--sft.steps", "60", "--sft.answer-only-steps", "5"),
+    *("--data.eval-prompts", "0", "--sft.steps", "60", "--sft.answer-only-steps", "5", "--sft.eval-prompts", "8"),
     *("--build.hidden-size", "64", "--build.layers", "1", "--build.heads", "2", "--build.intermediate-size", "128"),
 ]
 

@@ -219,7 +219,8 @@ async def test_a_fork_server_that_dies_during_its_imports_is_not_used_again(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_workers_are_forked_unless_disabled(launch: Callable[..., Launch], forks: bool) -> None:
-    run = launch("--steps", "10", *TINY, "--launch.use-fork-server", str(forks))
+    fewest = ("--rollout.workers", "1", "--algorithm.kl.coef", "0")
+    run = launch("--steps", "4", *TINY, *fewest, "--launch.use-fork-server", str(forks))
     run.wait_for(lambda: run.find("flowrt.roles.trainer"), "trainer")
     workers = [one for role in ("trainer", "source") for one in run.find(f"flowrt.roles.{role}")]
     parents = {one.ppid() for one in workers}

@@ -52,7 +52,7 @@ def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path, monkey
     with judge() as address:
         for number, command in enumerate(commands):
             small = [*SMALL, "--run-dir", f"run-{number}"] if command[1] == "run" else []
-            small += ["--sft.steps", "5"] if command[2] == "sums.py" else []
+            small += ["--sft.steps", "5", "--sft.eval-prompts", "8"] if command[2] == "sums.py" else []
             line = [*command[1:], *small]
             line = [word.replace("/models/qwen", str(tmp_path / "model")) for word in line]
             line = [word.replace("https://judge.example", address) for word in line]

@@ -18,7 +18,8 @@ FLOWRT = Path(sys.executable).with_name("flowrt")
 WITHIN_S = 120.0
 SMALL = [
     *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "8"),
-    *("--sft.steps", "5", "--sft.answer-only-steps", "0", "--build.layers", "1", "--build.hidden-size", "32"),
+    *("--sft.steps", "5", "--sft.answer-only-steps", "0", "--sft.eval-prompts", "8"),
+    *("--build.layers", "1", "--build.hidden-size", "32"),
     *("--rollout.workers", "1", "--trainer.warmup-steps", "1", "--checkpoint.every", "1"),
 ]
 SYNCHRONOUS = ["--max-staleness", "0", "--deterministic", "True"]
@@ -74,7 +75,7 @@ def test_reward_errors_and_timeouts_of_a_task_file_are_counted(
     is_run = "'rewards.guard' in str(sys.modules['__main__'].__spec__)"
     fault = f"import sys, time\n        if {is_run}: time.sleep(60 * (int(answer) % 2)); 1 / 0"
     file.write_text(text.replace(original, f"{fault}\n        {original}"))
-    sizes = ["--steps", "1", "--prompts-per-step", "4", "--group-size", "2", "--data.eval-prompts", "0"]
+    sizes = ["--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--data.eval-prompts", "0"]
     flags = ["--model", str(untrained_model), "--rollout.workers", "1", "--reward.timeout-s", "2"]
     run = launch("--recipe", str(file), *sizes, *flags, "--reward.workers", "2")
     assert run.wait(WITHIN_S) == 0, run.output

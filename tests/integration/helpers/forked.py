@@ -37,13 +37,22 @@ def start_fork_server() -> None:
 
 
 def run_flowrt(
-    arguments: Sequence[str], cwd: Path = ROOT, variables: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    cwd: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
+    *,
+    loads_model: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``flowrt ARGUMENTS`` without input, in the present environment; returns its exit code and output.
 
-    ``variables``: further variables of the environment.
+    Args:
+        arguments: of the command.
+        cwd: its directory.
+        variables: further variables of the environment.
+        loads_model: it gets so far that its fork server is used.
     """
-    return _run(_flowrt, ["flowrt", *arguments], cwd, variables or {})
+    call = _flowrt_that_loads_model if loads_model else _flowrt
+    return _run(call, ["flowrt", *arguments], cwd, variables or {})
 
 
 def run_script(
@@ -115,6 +124,13 @@ def _child(
 
 def _flowrt() -> None:
     sys.exit(main())
+
+
+def _flowrt_that_loads_model() -> None:
+    from tests.integration.helpers.forked_flowrt import fork_workers_early
+
+    fork_workers_early()
+    _flowrt()
 
 
 def _script() -> None:

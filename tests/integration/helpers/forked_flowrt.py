@@ -165,6 +165,14 @@ def fork_early() -> tuple[socket.socket, int]:
     return ours, pid
 
 
+def fork_workers_early() -> None:
+    """Let the launcher of this process use a fork server that is forked now."""
+    from flowrt.launcher import processes
+
+    EarlyForkServer.waiting = fork_early()
+    vars(processes)["ForkServer"] = EarlyForkServer
+
+
 def become_fork_server(orders: socket.socket) -> NoReturn:
     os.setsid()
     die_with_parent()
@@ -194,13 +202,12 @@ def set_environment(environment: Mapping[str, str]) -> None:
 def main() -> None:
     """``DIRECTORY ARGUMENTS``: run ``flowrt ARGUMENTS`` there, or ``python ARGUMENTS`` if the first is a script."""
     from flowrt import cli
-    from flowrt.launcher import local_run, processes
+    from flowrt.launcher import local_run
 
     _, directory, *arguments = sys.argv
     os.chdir(directory)
     set_environment(json.loads(os.environ[ENVIRONMENT]))
-    EarlyForkServer.waiting = fork_early()
-    vars(processes)["ForkServer"] = EarlyForkServer
+    fork_workers_early()
     vars(local_run)["write_page"] = write_page
     is_script = arguments[0].endswith(".py")
     sys.argv = arguments if is_script else [str(FLOWRT), *arguments]
