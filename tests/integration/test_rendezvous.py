@@ -1,7 +1,6 @@
 """Rendezvous of ranks on several hosts without pickles; an excess host is rejected."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from flowrt.ranks import rendezvous
 from tests.integration.conftest import Launch
+from tests.integration.helpers import rendezvous_agent
+from tests.integration.helpers.forked_flowrt import forks
 
 HOSTS = 2
 SMALL = [
@@ -50,14 +51,14 @@ def test_torchruns_of_two_hosts_start_all_ranks_and_store_no_pickle(store: TCPSt
         "dist.barrier()\n"
         "open(os.path.join(os.environ['PLACE'], os.environ['RANK']), 'w').write(os.environ['WORLD_SIZE'])\n"
     )
-    arguments = ["--nnodes", str(HOSTS), "--nproc-per-node", "2", "--rdzv-backend", rendezvous.COUNTING]
+    arguments = ["--nnodes", str(HOSTS), "--rdzv-backend", rendezvous.COUNTING]
     arguments += ["--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "trainer", str(program)]
-    agent = "import sys; from flowrt.ranks import rendezvous; rendezvous.register(60.0); "
-    agent += "from torch.distributed.run import main; main(sys.argv[1:])"
     environment = {**os.environ, "PLACE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, "-c", agent, *arguments], env=environment) for _ in range(HOSTS)]
-    assert [one.wait(120) for one in started] == [0, 0]
-    assert {path.name: path.read_text() for path in tmp_path.glob("[0-9]")} == {str(rank): "4" for rank in range(4)}
+    words = [sys.executable, "-m", rendezvous_agent.__name__, "--nproc-per-node"]
+    with (tmp_path / "output").open("wb") as output:
+        started = [forks().start([*words, ranks, *arguments], environment, output.fileno()) for ranks in ("2", "1")]
+    assert [forks().exit_code(pid, 120.0) for pid in started] == [0, 0], (tmp_path / "output").read_text()
+    assert {path.name: path.read_text() for path in tmp_path.glob("[0-9]")} == {str(rank): "3" for rank in range(3)}
     keys = store.list_keys()
     assert keys
     for key in keys:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from flowrt.recipes.guards import DEFAULT_RULES, guard_rules
 from flowrt.recipes.metric_names import metric_names
 from flowrt.recipes.resume_overrides import apply_overrides
 from flowrt.roles.algorithm import algorithm
+from flowrt.runtime.file_process import ask
 from tests.unit.recipes.test_algorithms import run_config, small_model, step_batch
 
 CONTROLLER_METRICS = frozenset(
@@ -157,7 +159,16 @@ def test_a_resumed_run_may_change_its_rules() -> None:
 
 
 @pytest.mark.slow
-def test_metrics_of_a_user_algorithm_are_known_after_loading_it() -> None:
+def test_metrics_of_a_user_algorithm_are_known_after_loading_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[dict[str, object]] = []
+
+    def ask_once(*question: Any) -> dict[str, object]:
+        """Load the algorithm, which takes seconds, for the first of two equal questions."""
+        if not answers:
+            answers.append(ask(*question))
+        return answers[0]
+
+    monkeypatch.setattr("flowrt.launcher.own_files.ask", ask_once)
     flags = ["--algorithm", USER_ALGORITHM, "--guard", "loss above 5"]
     assert with_own_needs(parse(flags)).guard == (GuardConfig("loss", above=5.0),)
     with pytest.raises(ConfigError, match="no such metric"):
