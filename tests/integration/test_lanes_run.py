@@ -64,19 +64,19 @@ async def running(folder: Path, lanes: str, **overrides: Any) -> AsyncIterator[R
         source = await api.connect(address, "source", "source", 10)
         stack.push_async_callback(source.close)
         await source.offer_many("data", range(ROWS), tensors={"prompt": [torch.zeros(2, dtype=torch.int32)] * ROWS})
-        made, end = CONTEXT.Pipe(duplex=False)
+        ready, end = CONTEXT.Pipe(duplex=False)
         producer = CONTEXT.Process(target=lane_maker.run_maker, args=(address, "a-maker", ROWS, end))
         producer.start()
         end.close()
         try:
-            assert await asyncio.to_thread(made.poll, 30)
-            assert made.recv() == "made"
+            assert await asyncio.to_thread(ready.poll, 30)
+            assert ready.recv() == "ready"
             yield Run(address, producer, stack)
         finally:
             producer.kill()
             await asyncio.to_thread(producer.join, 30)
             producer.close()
-            made.close()
+            ready.close()
 
 
 def is_in_shared_memory(tensor: torch.Tensor) -> bool:

@@ -21,16 +21,16 @@ async def make(session: api.Session, rows: int) -> None:
         committed += len(batch)
 
 
-async def main(address: str, name: str, rows: int, made: Connection) -> None:
+async def main(address: str, name: str, rows: int, ready: Connection) -> None:
     session = await api.connect(address, name, "rollout", 20)
     await make(session, rows)
-    made.send("made")
+    ready.send("ready")
     try:
         await session.wait_stopped()
     except api.FlowError:
         await session.close()
 
 
-def run_maker(address: str, name: str, rows: int, made: Connection) -> None:
+def run_maker(address: str, name: str, rows: int, ready: Connection) -> None:
     torch.set_num_threads(1)
-    asyncio.run(main(address, name, rows, made))
+    asyncio.run(main(address, name, rows, ready))
