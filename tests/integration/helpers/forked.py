@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -68,6 +69,8 @@ def serve_forks(orders: socket.socket) -> NoReturn:
     for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, orders.fileno()}:
         with contextlib.suppress(OSError):  # that of the listing
             os.close(fd)
+    # Under python, the module of a worker would not be imported yet.
+    warnings.filterwarnings("ignore", ".*found in sys.modules after import of package", RuntimeWarning)
     os.chdir(ROOT)
     sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "bench")))]
     serve(orders)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,8 @@ class StandinProcess:
     def __init__(self, release: str, device: str, info: dict[str, Any]) -> None:
         self.port = free_port()
         arguments = [str(self.port), release, device, json.dumps(info)]
-        self.process = CONTEXT.Process(target=standin.main, args=(arguments,), daemon=True)
+        environment = dict(os.environ)
+        self.process = CONTEXT.Process(target=standin.forked, args=(arguments, environment), daemon=True)
         self.process.start()
         wait_until(self._answers, DEADLINE_S, lambda: f"the stand-in at {self.port} does not answer")
 

@@ -168,6 +168,13 @@ class Standin:
         return web.json_response({"output_ids": tokens, "meta_info": meta})
 
 
+def forked(arguments: list[str], environment: dict[str, str]) -> None:
+    """`main` in a forked process, in the environment of the one that asked for it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    main(arguments)
+
+
 def main(arguments: list[str]) -> None:
     info: list[str] = []
     if "--port" in arguments:  # started in place of SGLang's Python
