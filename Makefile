@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)
 	$(BIN)/flowrt run $(ARGS)
 
-# What needs nothing but this machine, in 17 minutes on two cores: three files at a time, because tests with processes
+# What needs nothing but this machine, in 12 minutes on two cores: three files at a time, because tests with processes
 # often wait; those begin first. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
 REAL := gemma or sglang or slurm or netns or chromium or gpu or npu
 PURE := tests/unit tests/property tests/architecture

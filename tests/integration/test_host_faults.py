@@ -139,16 +139,27 @@ async def test_a_full_disk_stops_the_run_with_one_error(controller: Controller) 
     assert not (controller.run_dir / "summary.json").exists()
 
 
+MAX_CLOSED = 8
+"""Descriptors that were open while they were counted, and closed afterwards: room for as many connections."""
+
+
+async def connect_many(address: str, accepted: contextlib.AsyncExitStack) -> None:
+    """Open `MAX_CLOSED` sessions, which ``accepted`` closes. Raises WaitExpired for the first that is refused."""
+    for number in range(MAX_CLOSED):
+        session = await api.connect(address, f"more-{number}", "extra", 1.0)
+        accepted.push_async_callback(session.close)
+
+
 @pytest.mark.slow
 async def test_descriptor_exhaustion_refuses_new_connections_and_keeps_open_ones(controller: Controller) -> None:
     address = await controller.address()
-    async with connected(address, "source") as source:
+    async with connected(address, "source") as source, contextlib.AsyncExitStack() as accepted:
         extra = await api.connect(address, "extra", "extra", 20.0)
         used = set(os.listdir(f"/proc/{controller.pid}/fd"))
         free = next(number for number in itertools.count() if str(number) not in used)
         resource.prlimit(controller.pid, resource.RLIMIT_NOFILE, (free, free))  # a new descriptor gets this number
         with pytest.raises(WaitExpired, match="no answer"):
-            await api.connect(address, "reward", "reward", 1.0)
+            await connect_many(address, accepted)
         await controller.wait_until(lambda: "cannot accept more connections" in controller.log)
         assert "Too many open files" in controller.log
         assert "ulimit -n" in controller.log
