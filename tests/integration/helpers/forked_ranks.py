@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ def run_ranks(ranks: int, work: Callable[[dist.Store, int], None]) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             listener.close()
-            _become(port, rank, work)
+            exit_after(partial(_run_rank, port, rank, work))
         left.add(pid)
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     failed = False
@@ -39,10 +40,15 @@ def run_ranks(ranks: int, work: Callable[[dist.Store, int], None]) -> NoReturn:
     os._exit(int(failed))
 
 
-def _become(port: int, rank: int, work: Callable[[dist.Store, int], None]) -> NoReturn:
+def _run_rank(port: int, rank: int, work: Callable[[dist.Store, int], None]) -> None:
+    work(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=DEADLINE_S)), rank)
+
+
+def exit_after(work: Callable[[], object]) -> NoReturn:
+    """Exit a forked process after this call: with code 1 and its traceback if it raises an error, else with 0."""
     code = 1
     try:
-        work(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=DEADLINE_S)), rank)
+        work()
         code = 0
     finally:
         if code:

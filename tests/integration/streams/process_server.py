@@ -5,32 +5,23 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from flowrt import api
+from tests.integration.helpers.forked_ranks import exit_after
 from tests.integration.streams.stream_process import ROLES
 
 Roles = Mapping[str, Callable[..., Coroutine[Any, Any, None]]]
 
 
-def child(roles: Roles, role: str, options: dict[str, Any]) -> None:
-    """Run a role in the forked process; never returns."""
+def child(roles: Roles, role: str, options: dict[str, Any]) -> NoReturn:
+    """Run a role in the forked process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    code = 1
-    try:
-        torch.set_num_threads(1)
-        api.run_loop(roles[role](**options))
-        code = 0
-    finally:
-        if code:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    torch.set_num_threads(1)
+    exit_after(lambda: api.run_loop(roles[role](**options)))
 
 
 def fork_server(requests: socket.socket, roles: Roles) -> None:

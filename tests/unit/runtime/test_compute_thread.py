@@ -12,21 +12,16 @@ NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME")
 
 
 async def test_concurrent_calls_run_one_after_the_other_in_one_thread() -> None:
-    thread, running, most = ComputeThread(), 0, 0
+    thread, numbers = ComputeThread(), []
 
-    def call(other: asyncio.Event) -> int:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        loop.call_soon_threadsafe(other.set)
-        running -= 1
+    def call(number: int) -> int:
+        numbers.append(number)
         return threading.get_ident()
 
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-    threads = await asyncio.gather(*(thread.run(call, event) for _ in range(20)))
+    threads = await asyncio.gather(*(thread.run(call, number) for number in range(20)))
     assert len(set(threads)) == 1
     assert threads[0] != threading.get_ident()
-    assert most == 1
+    assert numbers == list(range(20))
 
 
 async def test_calls_get_their_arguments_and_context_and_their_errors_are_raised() -> None:
