@@ -73,8 +73,9 @@ def combined(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutco
     weight = sum(one.weight for one, _ in applying)
     if len(applying) == len(pairs):
         return sum(one.weight * outcome.value for one, outcome in pairs)
-    scale = sum(one.weight for one in functions) / weight if weight else 0.0
-    return scale * sum(one.weight * outcome.value for one, outcome in applying)
+    if not weight:
+        return 0.0
+    return sum(one.weight for one in functions) * sum(one.weight / weight * outcome.value for one, outcome in applying)
 
 
 class RewardScorer:

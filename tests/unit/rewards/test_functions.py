@@ -1,10 +1,11 @@
 """Names, weights and arguments of reward functions, and their combination into one reward."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
@@ -192,14 +193,15 @@ def test_a_parameter_without_a_value_is_named() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(-100, 100), st.booleans()), min_size=1, max_size=6))
+@example([(1.0, 1.0, False), (5e-324, 1.0, True)])
 def test_weights_of_functions_that_do_not_apply_are_redistributed(drawn: list[tuple[float, float, bool]]) -> None:
     functions = [RewardFunction(str(index), "exact", "", weight) for index, (weight, _, _) in enumerate(drawn)]
     outcomes = [RewardOutcome(Result.OK if ok else Result.NOT_APPLICABLE, value * ok) for _, value, ok in drawn]
-    applying = sum(weight for weight, _, ok in drawn if ok)
-    total = math.fsum(weight for weight, _, _ in drawn)
-    value = math.fsum(weight * value for weight, value, ok in drawn if ok)
-    expected = value if all(ok for _, _, ok in drawn) else value * total / applying if applying else 0.0
-    assert combined(functions, outcomes) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    applying = sum(Fraction(weight) for weight, _, ok in drawn if ok)
+    total = sum(Fraction(weight) for weight, _, _ in drawn)
+    value = sum(Fraction(weight) * Fraction(value) for weight, value, ok in drawn if ok)
+    expected = value if all(ok for _, _, ok in drawn) else value * total / applying if applying else 0
+    assert combined(functions, outcomes) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
 
 
 def test_a_single_function_of_weight_1_is_the_reward() -> None:
