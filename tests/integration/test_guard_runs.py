@@ -95,6 +95,25 @@ def test_a_guard_stops_the_run_and_a_resume_continues_it(launch: Callable[..., A
     assert {"joined", "published", "checkpoint", "guard"} <= {*kinds}
 
 
+@pytest.mark.slow
+def test_a_stop_outlives_the_controller(launch: Callable[..., Any], untrained_model: Path, tmp_path: Path) -> None:
+    kill = tmp_path / "kill.sh"
+    kill.write_text("#!/bin/sh\nmkdir killed && kill -9 $PPID\n")  # once: a directory can be made once
+    kill.chmod(0o700)
+    run = launch(
+        *("--model", str(untrained_model), *SMALL, "--steps", "8", "--trainer.warmup-steps", "3"),
+        *("--guard", "lr above 0.0009 steps=2 action=stop", "--guards.command", str(kill)),
+        *("--supervisor.backoff-s", "0.1"),
+    )
+    assert run.wait(120.0) == 5, run.output
+    assert (run.run_dir / "killed").is_dir()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["exit_code"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (5, 0, 0)
+    assert "guard lr above 0.0009 for 2 steps (stop)" in summary["reason"]
+    assert checkpoint_steps(run.run_dir) == [summary["steps"]]
+    assert summary["steps"] < 8
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
