@@ -11,7 +11,8 @@
 For anything beyond these five calls use the session: `Service.session`.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -64,23 +65,27 @@ async def init_engines(
     policies = api.Policies(
         api.StrictLag(staleness), api.Fifo(), api.TokenBudget(micro_batch_tokens), api.DelayedUpdate()
     )
-    await api.run_roles(flow, settings, policies, {name: _role(engine) for name, engine in engines.items()})
+    prompts = itertools.count()
+    await api.run_roles(flow, settings, policies, {name: _role(engine, prompts) for name, engine in engines.items()})
 
 
-def _role(engine: Engine) -> api.Role:
+def _role(engine: Engine, prompts: Iterator[int]) -> api.Role:
     async def role(session: api.Session) -> None:
-        await engine(Service(session))
+        await engine(Service(session, prompts))
         session.finished()
 
     return role
 
 
 class Service:
-    """The service calls of one engine; ``session`` is the engine's session."""
+    """The service calls of one engine; ``session`` is the engine's session.
 
-    def __init__(self, session: api.Session) -> None:
+    ``prompts`` numbers the prompts of all engines: each is offered once, whichever engine puts it.
+    """
+
+    def __init__(self, session: api.Session, prompts: Iterator[int]) -> None:
         self.session = session
-        self._offered = 0
+        self._prompts = prompts
         self._updates = 0
         self._version: int | None = None
 
@@ -94,9 +99,7 @@ class Service:
         Returns:
             True when the prompts are admitted, False if the run needs no more prompts.
         """
-        count = len(next(iter(columns.values())))
-        prompts = range(self._offered, self._offered + count)
-        self._offered += count
+        prompts = list(itertools.islice(self._prompts, len(next(iter(columns.values())))))
         return await self.session.offer_many(PROMPTS, prompts, 0, samples, columns) is not None
 
     async def get_experience_data(

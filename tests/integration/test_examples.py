@@ -75,6 +75,39 @@ async def test_a_generating_engine_without_tensors_ends_the_run_with_an_error() 
         )
 
 
+async def test_two_engines_put_prompts_of_their_own() -> None:
+    columns = (asyncflow.Column("prompt", "int64", "group"), asyncflow.Column("response", "int64", "slot"))
+    generation = asyncflow.Stage("rollout", needs=("prompt",), makes=("response",), generates=True)
+    training = asyncflow.Stage(
+        "update", needs=("prompt", "response"), makes=(), flow=asyncflow.PROMPTS, whole_groups=True
+    )
+    trained: list[int] = []
+
+    def data(value: int) -> asyncflow.Engine:
+        async def engine(calls: asyncflow.Service) -> None:
+            while await calls.put_prompts_data({"prompt": [torch.tensor([value])]}, samples=1):
+                pass
+
+        return engine
+
+    async def rollout(calls: asyncflow.Service) -> None:
+        while batch := await calls.get_experience_data("rollout", 2, {"weight": torch.zeros(1)}):
+            await calls.put_experience_data("rollout", batch, {"response": batch.tensors["prompt"]})
+
+    async def update(calls: asyncflow.Service) -> None:
+        for _ in range(6):
+            while not (batch := await calls.get_experience_data("update")).closed:
+                trained.extend(int(prompt) for prompt in batch.tensors["prompt"])
+            await calls.weight_sync_notify({"weight": torch.zeros(1)})
+
+    engines = {"left": data(1), "right": data(2), "rollout": rollout, "update": update}
+    await asyncflow.init_engines(
+        columns, (generation, training), engines, update="update", steps=6, prompts_per_step=4, micro_batch_tokens=8
+    )
+    assert len(trained) == 24
+    assert set(trained) == {1, 2}
+
+
 @pytest.fixture(scope="module")
 def custom_trainer_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run whose trainer is the example's."""
