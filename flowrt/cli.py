@@ -277,7 +277,7 @@ def _range(text: str) -> tuple[int, int]:
 
 def _count(text: str) -> int:
     if not _whole_number(text):
-        raise argparse.ArgumentTypeError("0 samples are none; give at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is too few; give at least 1")
     return int(text)
 
 
@@ -451,7 +451,11 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", metavar="DIR", help="model that the run will start from")
     parser.add_argument("--controller", default="", metavar="RUN", help=f"{RUN_HELP}: the round trip is measured")
     parser.add_argument(
-        "--peers", type=int, default=1, metavar="N", help="nodes that probe at a time: lanes between them are measured"
+        "--peers",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="nodes that probe at a time: lanes between them are measured",
     )
     parser.add_argument(
         "--keys",
@@ -462,7 +466,9 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on", default="", metavar="PREFIX", help="command prefix that starts a command on all nodes, like srun"
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes PREFIX starts a command on")
+    parser.add_argument(
+        "--nodes", type=_count, default=1, metavar="N", help="how many nodes PREFIX starts a command on"
+    )
     parser.add_argument(
         "--deadline-s",
         type=seconds,

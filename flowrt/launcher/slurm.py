@@ -36,12 +36,27 @@ _WORD = re.compile(r"[A-Za-z0-9_.,:=+-]*")
 _RECIPE = re.compile(r"[A-Za-z0-9_.,:=+/-]+")
 _NODES = re.compile(r"[A-Za-z0-9_.,\[\]-]*")
 _FEATURES = re.compile(r"[A-Za-z0-9_.,:=+*&|()\[\]-]*")
-_MEMORY = re.compile(r"(\d+[KMGT]?)?")
-_MODULES = re.compile(r"([A-Za-z0-9_./+-]+( [A-Za-z0-9_./+-]+)*)?")
+_MEMORY = re.compile(r"([0-9]+[KMGT]?)?")
+_MODULES = re.compile(r"([A-Za-z0-9_./+][A-Za-z0-9_./+-]*( (?=[^-])[A-Za-z0-9_./+-]+)*)?")
 _IMAGE = re.compile(r"[A-Za-z0-9_.,:=+@#/-]*")
+_PATH = re.compile(r"[A-Za-z0-9_.=+@#/-]*")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+OF_TEMPLATES = {
+    "run-dir": "use --runs",
+    "device": "use --gpus or --npus",
+    "controller.bind": "edit the templates once they are written",
+    "trainer.nodes": "use --train-nodes",
+    "trainer.ranks": "use --gpus, or give it to one_node.sbatch",
+    "rollout.workers": "use --nodes, or give it to one_node.sbatch",
+    "launch.trainer": "edit the templates once they are written",
+    "launch.rollout": "edit the templates once they are written",
+    "launch.rollout-hosts": "edit the templates once they are written",
+}
+"""Flags of flowrt run that templates set, and what to do instead; ``device`` only with accelerators."""
 NO_LIMIT = ("", "0", "UNLIMITED", "INFINITE")
 """Values of --time without a limit that is known here; empty: that of the partition."""
+MAX_NUMBER = 1_000_000
+"""Far above what SLURM accepts of any number; a larger one is a typing error."""
 MIN_RUN_S = 60
 """Seconds that a job runs at least before it saves and ends."""
 _OWN_OPTION = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
@@ -212,8 +227,8 @@ def container(site: Site) -> list[str]:
     if not site.container:
         return []
     runs = Path(site.runs).absolute()
-    if not _IMAGE.fullmatch(str(runs)):
-        raise ConfigError(f"--runs {str(runs)!r} cannot be mounted; use a path of letters, digits and ._+-")
+    if not _PATH.fullmatch(str(runs)):  # a comma or colon would end it
+        raise ConfigError(f"--runs {str(runs)!r} cannot be mounted; use a path of letters, digits and _.=+@#-")
     mounts = ",".join([f"{runs}:{runs}", *filter(None, [site.container_mounts])])
     if site.container_runtime == "pyxis":
         return [f"--container-image={site.container}", f"--container-mounts={mounts}"]
@@ -236,9 +251,9 @@ def _check(site: Site) -> None:
             f"--train-nodes is {site.train_nodes} of --nodes {site.nodes}: at least one node trains and one generates; "
             "on one node use one_node.sbatch"
         )
-    for name in ("cpus", "extra", "save_s"):
-        if getattr(site, name) < 1:
-            raise ConfigError(f"{_flag(name)} is {getattr(site, name)}; use 1 or more")
+    for name in ("cpus", "extra", "save_s", "nodes"):
+        if not 1 <= getattr(site, name) <= MAX_NUMBER:
+            raise ConfigError(f"{_flag(name)} is {getattr(site, name)}; use 1 to {MAX_NUMBER}")
     for name in ("recipe", "runs", "cann"):
         if not getattr(site, name):
             raise ConfigError(f"{_flag(name)} is empty; give a value, or leave it out for the default")
@@ -304,15 +319,30 @@ def _check_texts(site: Site) -> None:
             raise ConfigError(
                 f"--sbatch {option!r} is not an option of sbatch on one line; write --sbatch=--NAME=VALUE"
             )
-        if (own := option.partition("=")[0].removeprefix("--")) in _own_options():
-            raise ConfigError(f"--sbatch {option!r} contradicts a line that the templates have; {_instead(own)}")
+        name = option.partition("=")[0].removeprefix("--")
+        if own := sorted(own for own in _own_options() if own.startswith(name)):  # sbatch accepts abbreviations
+            raise ConfigError(f"--sbatch {option!r} contradicts a line that the templates have; {_instead(own[0])}")
+        if name.startswith("mem-per-") and (site.mem or site.extra_mem):
+            raise ConfigError(f"--sbatch {option!r} contradicts --mem and --extra-mem; give one of them")
     for name in ("runs", "cann", "flags"):
         if not getattr(site, name).isprintable():
             raise ConfigError(f"{_flag(name)} {getattr(site, name)!r} has a line end or a control character")
+    _check_flags(site)
+
+
+def _check_flags(site: Site) -> None:
+    """Raise ConfigError for flags that cannot be read, or that words of the templates would override."""
     try:
-        shlex.split(site.flags)
+        words = shlex.split(site.flags)
     except ValueError as error:
         raise ConfigError(f"--flags {site.flags!r:.80} are no command line: {error}") from error
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        if word == "--" or (
+            word.startswith("--") and name in OF_TEMPLATES and (name != "device" or _device_flags(site))
+        ):
+            instead = OF_TEMPLATES.get(name, "leave it out")
+            raise ConfigError(f"--flags has {word}, after which the templates set flags of their own; {instead}")
 
 
 def _instead(option: str) -> str:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 VERSION_COPIES = 3
 """Copies of a version in the worker: the version in use, the arriving version, and the copy that is being sent."""
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size")
-PARTS = ("--dp-size", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size")
-"""Server arguments that split a server into parts with weights of their own."""
+PARTS = ("--dp-size", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--nnodes")
+"""Server arguments that split a server into parts with weights of their own, or processes on other nodes."""
 RESERVED = {
     "--model-path": "use --model",
     "--host": "a server that a worker starts listens on 127.0.0.1; for another one use rollout.sglang.url",
@@ -173,6 +173,8 @@ def _check_arguments(arguments: str) -> None:
             if _means(name, (reserved,)):
                 raise ConfigError(f"rollout.sglang.arguments has {name}: {instead}")
     for name, value in words:
+        if _means(name, TENSOR_PARALLEL) and not (value.isdecimal() and int(value)):
+            raise ConfigError(f"rollout.sglang.arguments has {name} {value!r}, which is no number of devices from 1 on")
         if _means(name, PARTS) and value != "1":
             raise ConfigError(
                 f"rollout.sglang.arguments has {name} {value}: the weights of such a server cannot be changed; use "

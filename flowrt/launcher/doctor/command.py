@@ -178,11 +178,13 @@ async def _start_everywhere(options: DoctorOptions, config: RunConfig, prefix: l
         output, _ = await wait_until(process.communicate(), deadline_s, "all nodes to answer", command)
     except WaitExpired:
         process.kill()
-        output = b""
-    found = _parse(output.decode(errors="replace"), command)
-    if len(found) < options.nodes:
         raise ConfigError(
-            f"{len(found)} of {options.nodes} nodes answered within {deadline_s:.0f} s to {command} (exit code "
-            f"{process.returncode}); does it start one command on each of them? Set their number with --nodes"
+            f"--on {command} has not ended within {deadline_s:.0f} s; can each of the nodes reach {address}?"
+        ) from None
+    answers = _parse(output.decode(errors="replace"), command)
+    if len(answers) < options.nodes:
+        raise ConfigError(
+            f"{len(answers)} of {options.nodes} nodes answered before --on {command} ended with exit code "
+            f"{process.returncode}; does it start one command on each of them? Set their number with --nodes"
         )
-    return found
+    return answers

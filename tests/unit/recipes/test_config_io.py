@@ -230,6 +230,11 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
         ([*PYTHON, "--rollout.sglang.arguments=--port 30000"], "has --port: .*rollout.sglang.url"),
         ([*PYTHON, "--rollout.sglang.arguments=--dp-size 2"], "has --dp-size 2: .*more rollout workers"),
         ([*PYTHON, "--rollout.sglang.arguments=--pp-size=2"], "has --pp-size 2: .*more rollout workers"),
+        ([*PYTHON, "--rollout.sglang.arguments=--nnodes 2 --tp 8"], "has --nnodes 2: .*more rollout workers"),
+        *(
+            ([*PYTHON, f"--rollout.sglang.arguments=--tp {value}"], "has --tp '.*', which is no number of devices")
+            for value in ("0", "-2", "x", "1.0", "")
+        ),
         ([*PYTHON, "--rollout.stop", *map(str, range(33))], "has 33 strings, and SGLang accepts 32"),
         ([*PYTHON, '--rollout.sglang.arguments=--name "x'], "arguments"),
         ([*PYTHON, "--deterministic", "True"], "need --rollout.engine torch"),
