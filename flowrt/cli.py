@@ -20,6 +20,7 @@ from flowrt.net.curve_keys import KEYS_VARIABLE
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.files import os_error_text
+from flowrt.runtime.memory import check_address_space
 from flowrt.runtime.streams import has_lost_output, prepare_streams
 from flowrt.runtime.termination import ignore_termination
 
@@ -677,6 +678,7 @@ def _call(words: Sequence[str]) -> int:
     if arguments.command in STARTING:
         raise_descriptor_limit()
         check_descriptor_limit()
+        check_address_space()
     return COMMANDS[arguments.command].run(arguments)
 
 

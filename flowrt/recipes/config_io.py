@@ -240,7 +240,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"config file {path} is not a regular file; name one with --config")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
     except RecursionError:

@@ -1,12 +1,28 @@
 """Memory of this host that a process may use: of the machine, or of its control group (containers, SLURM)."""
 
+import resource
+import socket
 from pathlib import Path
 
+from flowrt.errors import ConfigError
+
+MIN_ADDRESS_SPACE = 2 << 30
+"""Bytes; torch alone maps about half of them."""
 MEMINFO = Path("/proc/meminfo")
 GROUPS = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 """Larger limits of a control group mean none."""
+
+
+def check_address_space() -> None:
+    """Raise ConfigError if the address space of a process is limited to less than any process with torch needs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < MIN_ADDRESS_SPACE:
+        raise ConfigError(
+            f"the address space of a process on host {socket.gethostname()!r} is limited to {limit >> 20} MB, and a "
+            f"process of a run needs {MIN_ADDRESS_SPACE >> 20} MB; raise it (ulimit -v, LimitAS of systemd)"
+        )
 
 
 def total_bytes() -> int:

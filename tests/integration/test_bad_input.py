@@ -24,6 +24,15 @@ def row(question: str = "One and one?", answer: str = "1+1=2\n#### 2") -> dict[s
     return {"question": question, "answer": answer}
 
 
+def test_a_limited_address_space_is_refused_before_the_run(tmp_path: Path) -> None:
+    command = f"ulimit -v 600000; exec {FLOWRT} run --run-dir run"
+    completed = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert completed.returncode == 2, completed.stderr
+    assert "is limited to 585 MB, and a process of a run needs 2048 MB; raise it (ulimit -v" in completed.stderr
+    assert len(completed.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
 # ---- data
 
 

@@ -48,3 +48,18 @@ def test_a_signal_after_the_end_of_a_command_does_not_change_its_exit_code(numbe
     )
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WITHIN_S)
     assert completed.returncode == 0, completed.stderr
+
+
+def test_an_interrupt_while_the_command_is_imported_is_one_line() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'flowrt.cli':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from flowrt.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WITHIN_S)
+    assert (completed.returncode, completed.stderr) == (130, "flowrt: interrupted\n")

@@ -61,7 +61,7 @@ def test_an_unknown_recipe_is_refused_with_a_suggestion() -> None:
 
 
 def test_the_recipe_may_come_from_the_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "run.toml", 'recipe = "gsm8k"\nsteps = 7')
+    file = write(tmp_path / "run.toml", '\ufeffrecipe = "gsm8k"\nsteps = 7')  # editors on Windows write that mark
     assert parse(["--config", file]) == dataclasses.replace(defaults("gsm8k"), steps=7)
 
 
