@@ -89,6 +89,7 @@ async def test_forked_process_ends_like_one_started_by_python(tmp_path: Path) ->
     async with started(tmp_path) as server:
         assert await ended(await forked(server, tmp_path, "fail", "own error")) == 1
         assert "ValueError: own error" in (tmp_path / "log").read_text()
+        assert await ended(await forked(server, tmp_path, "interrupt")) == -signal.SIGINT
         waiting = await forked(server, tmp_path, "wait")
         assert waiting is not None
         assert waiting.returncode is None

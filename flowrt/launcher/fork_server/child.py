@@ -137,7 +137,10 @@ def _run(order: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as left:
         code = left.code
-    except (Exception, KeyboardInterrupt):  # noqa: BLE001 (the process ends with it, as under python)
+    except KeyboardInterrupt:  # ends by the signal, as under python, and so is told from a failure
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception:  # noqa: BLE001 (the process ends with it, as under python)
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
