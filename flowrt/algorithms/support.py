@@ -44,6 +44,10 @@ class Support:
         counts_T = self.counts_T[:positions]
         return Support(self.tokens_E[: int(counts_T.sum())], counts_T)
 
+    def suffix(self, positions: int) -> "Support":
+        """The support of the positions after the first ``positions``."""
+        return Support(self.tokens_E[int(self.counts_T[:positions].sum()) :], self.counts_T[positions:])
+
     def fits(self, response_T: Tensor) -> bool:
         """Whether there is one support for each token of a response, which contains the token exactly once."""
         if len(self.counts_T) != len(response_T) or bool((self.counts_T < 1).any()):

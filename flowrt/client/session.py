@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -102,6 +102,10 @@ class Session:
         self._uncommitted = UncommittedColumns(self.store)
         self._resync = ResyncState(welcome.renewable)
         self._released = asyncio.Event()
+        self.is_saving = False
+        """Whether the role writes unfinished work to disk, for which the end of its process waits."""
+        self.on_freed: Callable[[Sequence[str], Sequence[int]], None] | None = None
+        """Called when columns (empty: all) of slots are freed on the controller's order."""
         self.evaluations = EvaluationNews()
         connection.handle_directly(self._on_message)
         self._spawn(self._run())
@@ -189,6 +193,8 @@ class Session:
 
     def _free(self, columns: Sequence[str], slots: Sequence[int], groups: Sequence[int]) -> None:
         self.store.free(columns, slots, groups)
+        if self.on_freed is not None:
+            self.on_freed(columns, slots)
         if groups:
             self._released.set()
 
@@ -520,6 +526,11 @@ class Session:
     async def wait_stopped(self) -> None:
         """Serve tensors to other workers until the session ends, then raise its error: Stopped if the run ended."""
         await wait_until(asyncio.shield(self._ended), LIVENESS, "the end of the run", CONTROLLER)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the session has ended: its waits raise its error."""
+        return self._ended.done()
 
     async def unless_ended(self, work: Coroutine[Any, Any, Reply]) -> Reply:
         """Run ``work`` and return its result. Raises the error that ends the session if that comes first."""

@@ -26,6 +26,7 @@ from flowrt.controller.events import (
     WorkerDisconnected,
 )
 from flowrt.controller.settings import Dataflow, Policies, Settings, check_filter
+from flowrt.controller.state.kept_samples import KeptSample
 from flowrt.controller.state.replay import RecoveredState
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.state import Environment, State
@@ -100,6 +101,7 @@ class Core:
         term: int = 1,
         recovered: RecoveredState | None = None,
         outcomes: Iterable[Outcome] = (),
+        kept: Iterable[KeptSample] = (),
     ) -> None:
         """Raises ConfigError for a group filter that reads a column which the train stage does not need.
 
@@ -110,10 +112,12 @@ class Core:
             term: the number of this controller of the run, from 1.
             recovered: the state of an earlier controller that crashed, from its replay log; None without one.
             outcomes: mean rewards of groups under earlier controllers, for the curriculum.
+            kept: samples of earlier starts of the run that journals have.
         """
         check_filter(flow, policies)
         self.env = Environment(settings, flow, policies)
         self.state = State.of(self.env, term)
+        self.state.kept.add(kept)
         if recovered is not None:
             rejoin.recover(self.state, self.env, recovered)
         self.state.history.restore(outcomes, self.state.window.step)

@@ -241,3 +241,5 @@ class Settings:
     whichever is longer."""
     position: Position = field(default_factory=Position)
     """Where a resumed run continues."""
+    journals: str = ""
+    """Directory of the journals of rollout workers, in the run directory; empty: they keep none."""

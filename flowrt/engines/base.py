@@ -19,6 +19,23 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first tokens of a sequence that was not completed.
+
+    Attributes:
+        tokens: [T] int32, T >= 1, on the CPU.
+        logprobs: [T] float32, as `Response.logprobs`.
+        spans: (version, count) pairs, flattened, whose counts sum to T.
+        support: as `Response.support`.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    spans: tuple[int, ...]
+    support: Support | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One sequence to generate.
 
@@ -28,6 +45,8 @@ class Prompt:
         seed: of the sample's random numbers, in [0, 2^63).
         greedy: take the most likely token instead of sampling.
         sampling: how its tokens are drawn; None: with the engine's own options.
+        prefix: tokens of the response that were generated before, to an engine that `ContinuesSequences`. The response
+            begins with them. Token number t of a response is drawn with random number t of the seed, as without one.
     """
 
     key: int
@@ -35,6 +54,7 @@ class Prompt:
     seed: int
     greedy: bool = False
     sampling: SamplingOptions | None = None
+    prefix: Prefix | None = None
 
 
 def sample_seed(run_seed: int, prompt: int, epoch: int, member: int, attempt: int) -> int:
@@ -148,6 +168,21 @@ class SupportsInFlightUpdate(Protocol):
 
         Returns:
             The work, or None if it is time to swap. The work raises EngineError if it fails.
+
+        Raises:
+            EngineError: if the engine failed and cannot continue.
+        """
+        ...
+
+
+@runtime_checkable
+class ContinuesSequences(Protocol):
+    """Optional method of a rollout engine that continues sequences from `Prompt.prefix`."""
+
+    def prefixes(self) -> dict[int, Prefix]:
+        """What is generated of the running sequences, by key. Called between two calls of `run`.
+
+        Sequences of which nothing is generated are left out. The sequences go on.
 
         Raises:
             EngineError: if the engine failed and cannot continue.

@@ -17,9 +17,11 @@ from pathlib import Path
 from time import monotonic
 
 from flowrt.controller.events import EndRun, PreemptRun
+from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.server.server import Observability, Server
 from flowrt.controller.state.replay import STEP
 from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpoint
+from flowrt.controller.storage.journals import DISCARDED, KEPT, FoundSamples, read_journals
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs
@@ -27,6 +29,8 @@ from flowrt.controller.storage.sample_store import SAMPLES, SampleStore
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys
+from flowrt.protocol.journals import journals_of
+from flowrt.protocol.messages import Position, unpack
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file, to_toml
@@ -73,12 +77,21 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         log.info("recovering as term %d with the workers %s", ledger.term, ", ".join(sorted(recovered.members)))
     if position.step:
         log.info("resuming after step %d", position.step - 1)
+    found = kept_samples(config, ledger, position)
+    if recovered is None:
+        numbers = dict(position.numbers)
+        before = dict.fromkeys([name for name in numbers if name.startswith((KEPT, DISCARDED))], 0.0)
+        for name, value in (counts := {**before, **found.numbers()}).items():
+            ledger.add_summary_value(name, value, position.step)
+        position = dataclasses.replace(position, numbers=tuple({**numbers, **counts}.items()))
     inputs = CoreInputs(
         config=text,
         term=ledger.term,
         position=position,
         recovered=recovered,
         outcomes=tuple(ledger.outcomes()) if grpo.curriculum(config).history else (),
+        journals=journals_of(ledger.run_attempt) if config.checkpoint.samples else "",
+        kept=found.kept,
     )
     server = Server(
         core=grpo.core(config, inputs),
@@ -101,6 +114,20 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
     # The port that the workers know; the host to bind may differ from the host that they connect to.
     port = parse_address(address_of(run_dir)).port
     return server, Endpoint(parse_address(times.bind).host, port).address
+
+
+def kept_samples(config: RunConfig, ledger: Ledger, position: Position) -> FoundSamples:
+    """The samples that journals of earlier starts of the run have, and that it may still train."""
+    starts = ledger.starts()
+    if not config.checkpoint.samples or len(starts) < 2:
+        return FoundSamples()
+    bound = StrictLag(config.max_staleness)
+    found = read_journals(
+        Path(config.run_dir), starts, unpack(position.passed), lambda oldest: bound.may_train(starts[-1], oldest)
+    )
+    if sentence := found.sentence():
+        log.info("what was generated before: %s", sentence)
+    return found
 
 
 def sample_store(config: RunConfig) -> SampleStore | None:

@@ -282,6 +282,7 @@ class Welcome:
     config: str  # the run's resolved configuration, TOML
     position: Position  # where the run continues; consumed prompts are only sent to sources
     clock: str = ""  # which monotonic clock the controller reads
+    journals: str = ""  # where rollout workers keep what they generate, in the run directory; empty: nowhere
 
 
 @dataclass(slots=True)
@@ -420,6 +421,7 @@ class Grant:
     closed: bool  # no more slots will be ready, of this step (train stage) or of the stream
     refused: Ints = ()  # of the pull's ``done``: leases that had ended before, so that their slots are granted again
     exact: Ints = ()  # of each slot: the version that has to generate all of it, or -1; empty if none has one
+    kept: tuple[str, ...] = ()  # of each slot: the journal that may have generated tokens of it; empty if none has
 
 
 @dataclass(slots=True)
@@ -688,5 +690,5 @@ Message = (
     | RetireLane
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

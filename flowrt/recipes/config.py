@@ -300,6 +300,9 @@ class RolloutConfig:
     stop: tuple[str, ...] = ()
     """Stop strings: a response ends with the token that completes one, or with a stop token of the checkpoint; the
     reward gets the text before it."""
+    journal_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 0.0
+    """Seconds after which a worker writes the sequences in generation to its journal, so that they survive its sudden
+    end up to there; needs checkpoint.samples; 0: only complete samples, and sequences when the run is preempted."""
     weight_update: Literal["between_sequences", "in_flight"] = "between_sequences"
     """When a worker activates new weights: between sequences, or in flight, between two tokens of running sequences."""
     recompute_kv_on_update: bool = True
@@ -657,6 +660,9 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step always writes one; 0: no checkpoints, a resumed run starts over."""
     keep: Annotated[int, Interval(gt=0, le=10_000_000)] = 2
     """Number of newest checkpoints to keep, and of newest models of hf_every."""
+    samples: bool = True
+    """Keep what is generated in journals in the run directory, so that a resumed run trains complete samples, and
+    continues those in generation, as far as the staleness bound allows."""
     hf_every: StepCount = 0
     """Steps between models in the format of Hugging Face, as step-N in "hf" in the run directory, whether or not there
     is a checkpoint of the same step; 0: none."""

@@ -71,6 +71,11 @@ def check(config: RunConfig) -> None:
     check_eval(config)
     check_reward_options(config)
     _check_samples(config)
+    if config.rollout.journal_s and not config.checkpoint.samples:
+        raise ConfigError(
+            f"rollout.journal_s is {config.rollout.journal_s:g} and checkpoint.samples is False: without it workers "
+            "have no journals; set rollout.journal_s to 0, or leave checkpoint.samples on"
+        )
     if config.checkpoint.hf_every > config.steps:
         raise ConfigError(
             f"checkpoint.hf_every is {config.checkpoint.hf_every}, above steps ({config.steps}): no model would be "

@@ -101,12 +101,13 @@ def dataflow(config: RunConfig) -> Dataflow:
 def core(config: RunConfig, inputs: CoreInputs) -> Core:
     """The core of a controller of this run; two cores of equal inputs return the same commands to the same events."""
     return Core(
-        settings=dataclasses.replace(settings(config), position=inputs.position),
+        settings=dataclasses.replace(settings(config), position=inputs.position, journals=inputs.journals),
         flow=dataflow(config),
         policies=policies(config),
         term=inputs.term,
         recovered=inputs.recovered,
         outcomes=inputs.outcomes,
+        kept=inputs.kept,
     )
 
 

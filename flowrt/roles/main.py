@@ -6,6 +6,7 @@ directory; all other settings come from the controller.
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -107,6 +108,9 @@ log = logging.getLogger("flowrt")
 Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
 CONNECT_TIMEOUT_S = 120.0
 EXIT_GRACE_S = 2.0
+SAVE_S = 30.0
+"""Time limit of writing what is not finished when the session ends; the limit of the processes around this one may be
+shorter."""
 LIVENESS = BoundedElsewhere("the liveness timeout of the controller")
 
 
@@ -246,7 +250,10 @@ async def _run_role(role: Coroutine[Any, Any, None], session: Session) -> None:
     try:
         await wait_all({work}, EXIT_GRACE_S, "the role to notice that the run has ended", "this worker")
     except WaitExpired:
-        for wait in open_waits():
+        if session.is_saving:
+            with contextlib.suppress(WaitExpired):
+                await wait_all({work}, SAVE_S, "unfinished work to be written", "the disk")
+        for wait in () if work.done() else open_waits():
             log.warning("leaving while %s", wait)
     ended.result()
 

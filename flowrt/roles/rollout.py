@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flowrt.algorithms.support import Support
@@ -16,17 +19,21 @@ from flowrt.engines.hf import weight_bytes
 from flowrt.engines.options import SamplingOptions
 from flowrt.errors import Drained, EngineError
 from flowrt.ids import ROLLOUT
+from flowrt.protocol.journals import journal_of
 from flowrt.protocol.messages import NO_VERSION
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.engines import rollout_engine
-from flowrt.roles.main import main
+from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, newest_checkpoint
+from flowrt.roles.kept_sequences import KeptSequences
+from flowrt.roles.main import CONTROLLER_FILE, main
 from flowrt.roles.samples import GeneratedSamples
 from flowrt.runtime.compute_thread import ComputeThread
 from flowrt.runtime.time_limits import pass_s, weights_s
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_any
 
+log = logging.getLogger("flowrt")
 LEASE = BoundedElsewhere("the lease on the running slots")
 PROBE_S = 10.0
 PROBE_SHARE = 0.25
@@ -55,24 +62,67 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
             with session.timeline.busy("load"), session.progress.expected(limit_s):
                 await session.unless_ended(asyncio.to_thread(engine.start))
         session.params.applied(POLICY, 0)
-        async with asyncio.TaskGroup() as tasks:
-            in_flight = config.rollout.weight_update == "in_flight"
-            with_support = config.rollout.truncation.is_active
-            await RolloutLoop(
-                session,
-                engine,
-                config.seed,
-                tasks,
-                in_flight=in_flight,
-                with_support=with_support,
-                eval_sampling=config.eval.sampling(config.rollout.temperature),
-                samples=GeneratedSamples(session, config),
-                limits=GenerationLimits(
-                    model_bytes=model_bytes,
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    probe_s=min(PROBE_S, PROBE_SHARE * config.controller.lease_s),
-                ),
-            ).run()
+        sequences = await keep_sequences(session, config, engine)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                in_flight = config.rollout.weight_update == "in_flight"
+                with_support = config.rollout.truncation.is_active
+                loop = RolloutLoop(
+                    session,
+                    engine,
+                    config.seed,
+                    tasks,
+                    in_flight=in_flight,
+                    with_support=with_support,
+                    eval_sampling=config.eval.sampling(config.rollout.temperature),
+                    samples=GeneratedSamples(session, config),
+                    limits=GenerationLimits(
+                        model_bytes=model_bytes,
+                        max_new_tokens=config.rollout.max_new_tokens,
+                        probe_s=min(PROBE_S, PROBE_SHARE * config.controller.lease_s),
+                    ),
+                )
+                if sequences is None:
+                    await loop.run()
+                else:
+                    loop.keep(sequences)
+                    ending = tasks.create_task(session.wait_stopped())  # its error cancels the loop
+                    await loop.run()
+                    ending.cancel()
+        finally:
+            if sequences is not None and session.is_ended:
+                await sequences.save()
+
+
+async def keep_sequences(session: Session, config: RunConfig, engine: RolloutEngine) -> KeptSequences | None:
+    """The journal of this worker; None if the run has none, or this host does not have the run directory."""
+    journals, run_dir = session.welcome.journals, Path(config.run_dir)
+    if not journals:
+        return None
+    if not await asyncio.to_thread((run_dir / CONTROLLER_FILE).is_file):
+        log.warning(
+            "run directory %s is not the controller's on this host: what this worker generates does not survive it "
+            "(checkpoint.samples)",
+            run_dir,
+        )
+        return None
+    return KeptSequences(
+        session,
+        engine,
+        Journal(run_dir / journal_of(journals, session.worker), partial(newest_checkpoint, run_dir)),
+        KeptJournals(run_dir),
+        interval_s=config.rollout.journal_s,
+        continues=not config.deterministic,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Pulled slots, and what journals have of them, by row."""
+
+    batch: Batch
+    kept: Mapping[int, KeptTokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +185,13 @@ class RolloutLoop:
         self._eval_sampling = eval_sampling
         self._samples = samples
         self._limits = limits or GenerationLimits()
+        self._kept: KeptSequences | None = None
         self._new_tokens = 0  # of prompts that the engine got since it last returned
         self._version = 0  # version of the weights in use
         self._exact: set[int] = set()  # keys of running sequences of an evaluation
         self._interrupt = threading.Event()
         self._thread = ComputeThread()
-        self._pull: asyncio.Task[Batch | None] | None = None
+        self._pull: asyncio.Task[Pulled | None] | None = None
         # (slot, lease) by key. A slot may be granted again, with another lease, while its earlier sequence still runs.
         self._running: dict[int, tuple[int, int]] = {}
         self._last_key = 0
@@ -148,9 +199,16 @@ class RolloutLoop:
         self._preparing_for: StagedWeights | None = None
         self._preparing: asyncio.Task[None] | None = None
 
+    def keep(self, kept: KeptSequences) -> None:
+        """Keep what is generated in a journal, and continue what others have kept. Called before `run`."""
+        self._kept = kept
+        kept.begin(self._thread, self._interrupt)
+
     async def run(self) -> None:
         """Run until a drain is complete. Raises the error that ended the session."""
         while self._engine.running or not self._draining:
+            if self._kept is not None:
+                await self._kept.write_if_due()
             await self._swap_if_safe()
             if self._session.params.staged() is None or self._preparing is not None:
                 self._admit()
@@ -169,7 +227,8 @@ class RolloutLoop:
             return
         # The engine may compute all new prompts before it checks the interrupt for the first time.
         prefill_s = self._limits.prefill_s(self._new_tokens)
-        probe = asyncio.get_running_loop().call_later(self._limits.probe_s, self._interrupt.set)
+        probe_s = self._limits.probe_s if self._kept is None else min(self._limits.probe_s, self._kept.due_s)
+        probe = asyncio.get_running_loop().call_later(probe_s, self._interrupt.set)
         try:
             with (
                 self._session.timeline.busy("generate", rows=len(self._running)),
@@ -261,15 +320,22 @@ class RolloutLoop:
         self._pull = self._tasks.create_task(self._pull_slots(self._engine.room))
         self._pull.add_done_callback(lambda _: self._interrupt.set())
 
-    async def _pull_slots(self, slots: int) -> Batch | None:
-        """Pull slots; returns None once this worker drains.
+    async def _pull_slots(self, slots: int) -> Pulled | None:
+        """Pull slots, and read what journals have of them; returns None once this worker drains.
 
         An exception would cancel the task group and its running work.
         """
         try:
-            return await self._session.pull("rollout", slots=slots)
+            batch = await self._session.pull("rollout", slots=slots)
         except Drained:
             return None
+        if self._kept is None:
+            return Pulled(batch, {})
+        try:
+            return Pulled(batch, await self._kept.read(batch))
+        except asyncio.CancelledError:
+            self._session.give_back("rollout", batch)
+            raise
 
     def _admit(self) -> None:
         """Pass the pulled slots to the engine, if the pull is complete."""
@@ -279,12 +345,14 @@ class RolloutLoop:
         self._pull = None
         if pull.cancelled():
             return  # the running sequences are not affected; the next round pulls again
-        batch = pull.result()
-        if batch is None:
+        pulled = pull.result()
+        if pulled is None:
             self._draining = True
             return
+        batch = pulled.batch
         grant = batch.grant
         prompts = []
+        complete = []
         exact = grant.exact or (NO_VERSION,) * len(batch.slots)
         for row, slot in enumerate(batch.slots):
             if exact[row] not in (NO_VERSION, self._version):
@@ -302,9 +370,20 @@ class RolloutLoop:
             )
             prompt, is_eval = batch.tensors["prompt"][row], batch.flows[row] == EVAL
             greedy, sampling = is_eval and self._eval_sampling is None, self._eval_sampling if is_eval else None
-            prompts.append(Prompt(self._last_key, prompt, seed, greedy=greedy, sampling=sampling))
+            kept = pulled.kept.get(row)
+            if self._kept is not None and not is_eval:
+                self._kept.started(self._last_key, batch, row, kept)
+            if kept is not None and kept.is_complete:
+                complete.append(_response(self._last_key, kept))
+                continue
+            prefix = None if kept is None else kept.prefix
+            prompts.append(Prompt(self._last_key, prompt, seed, greedy=greedy, sampling=sampling, prefix=prefix))
         self._new_tokens += sum(len(one.tokens) for one in prompts)
-        self._engine.add(prompts)
+        self._new_tokens += sum(len(one.prefix.tokens) for one in prompts if one.prefix is not None)
+        if prompts:
+            self._engine.add(prompts)
+        if complete:
+            self._tasks.create_task(self._commit(complete))
 
     async def _commit(self, finished: list[Response]) -> None:
         slots, leases = zip(*(self._running.pop(response.key) for response in finished), strict=True)
@@ -319,9 +398,18 @@ class RolloutLoop:
         keys = [response.key for response in finished]
         if self._samples is not None:
             self._samples.finished(keys)
+        if self._kept is not None:
+            self._kept.finished(finished)
         refused = await self._session.commit("rollout", slots, leases, tensors, inline, spans)
         if self._samples is not None:
             self._samples.send(keys, refused)
+        if self._kept is not None:
+            self._kept.release(refused)
+
+
+def _response(key: int, kept: KeptTokens) -> Response:
+    prefix = kept.prefix
+    return Response(key, prefix.tokens, prefix.logprobs, prefix.spans, kept.truncated, prefix.support)
 
 
 def _support(response: Response) -> Support:

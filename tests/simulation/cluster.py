@@ -26,6 +26,7 @@ from flowrt.controller.events import (
 )
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.settings import Policies, Settings
+from flowrt.controller.state.kept_samples import KeptSample
 from flowrt.controller.state.replay import RecoveredState
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.errors import FlowError
@@ -51,6 +52,7 @@ def make_core(
     term: int = 1,
     recovered: RecoveredState | None = None,
     outcomes: Sequence[Outcome] = (),
+    kept: Sequence[KeptSample] = (),
     /,
     **overrides: Any,
 ) -> Core:
@@ -73,6 +75,7 @@ def make_core(
         worker_timeout_s=float("inf"),
         no_progress_timeout_s=float("inf"),
         position=position or Position(),
+        journals=scenario.journals,
     )
     policies = Policies(
         admission=StrictLag(scenario.bound),
@@ -93,14 +96,22 @@ def make_core(
         term=term,
         recovered=recovered,
         outcomes=outcomes,
+        kept=kept,
     )
 
 
 class SimulatedCluster:
     """Create one, `run` it, and read its records."""
 
-    def __init__(self, scenario: Scenario, position: Position | None = None, outcomes: Sequence[Outcome] = ()) -> None:
-        """``position`` and ``outcomes``: where a resumed run begins, and the rewards of its earlier executions."""
+    def __init__(
+        self,
+        scenario: Scenario,
+        position: Position | None = None,
+        outcomes: Sequence[Outcome] = (),
+        kept: Sequence[KeptSample] = (),
+    ) -> None:
+        """Where a resumed run begins, the rewards of its earlier executions, and samples that their journals have."""
+        self._kept = kept
         self.scenario = scenario
         self._outcomes = list(outcomes)
         self.rng = random.Random(scenario.seed)
@@ -139,7 +150,7 @@ class SimulatedCluster:
             self._report_finished()
 
     def _make_core(self, position: Position | None, term: int = 1, recovered: RecoveredState | None = None) -> Core:
-        return make_core(self.scenario, position, term, recovered, self._outcomes)
+        return make_core(self.scenario, position, term, recovered, self._outcomes, self._kept)
 
     def run(self, max_actions: int | None = None) -> "SimulatedCluster":
         """Run until all is complete and nothing is in flight, or for ``max_actions`` actions.

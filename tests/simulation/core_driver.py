@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from flowrt.controller.events import Command, Dismiss, Event, MessageReceived, Send, WorkerConnected, WorkerDisconnected
-from flowrt.controller.state.samples import NO_NUMBERS, NO_TENSORS
+from flowrt.controller.state.samples import NO_NUMBERS, NO_TENSORS, NOTHING_KEPT
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
@@ -15,7 +15,7 @@ from tests.simulation.cluster import make_core
 from tests.simulation.scenario import MODEL, Scenario, leases_of, offered_lengths
 from tests.simulation.state_dump import snapshot
 
-SHARED: dict[int, Any] = {id(one): one for one in (NO_TENSORS, NO_NUMBERS)}
+SHARED: dict[int, Any] = {id(one): one for one in (NO_TENSORS, NO_NUMBERS, NOTHING_KEPT)}
 """The objects that a copy of a core shares with it."""
 
 

@@ -1,16 +1,24 @@
 """A simulated run that is interrupted and resumed: all its processes end, and only what is on disk remains."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flowrt.controller.events import MessageReceived
+from flowrt.controller.policies.admission import StrictLag
+from flowrt.controller.storage.journals import FoundSamples, read_journals
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.protocol import messages as m
-from flowrt.protocol.messages import Position
+from flowrt.protocol.codec import to_blob
+from flowrt.protocol.journals import KIND, SampleKey, SamplePart, journals_of
+from flowrt.protocol.messages import Position, unpack
+from flowrt.runtime.record_file import RecordWriter
 from tests.simulation.cluster import SimulatedCluster
-from tests.simulation.rows import Row
+from tests.simulation.rows import Row, Written
 from tests.simulation.scenario import Scenario
+
+Journals = dict[str, dict[SampleKey, Written]]
 
 
 @dataclass(slots=True)
@@ -18,14 +26,48 @@ class ResumedRuns:
     """The executions of an interrupted run: the cluster of each, where each began, and their common ledger."""
 
     ledger: Ledger
+    run_dir: Path | None = None  # for journals
     clusters: list[SimulatedCluster] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
     checkpoint: int = 0  # steps of the newest one
+    journals: Journals = field(default_factory=dict)  # by the file that they are written to
+    discarded: Counter[str] = field(default_factory=Counter)
 
     def next_position(self) -> Position:
         """Where the next execution begins."""
         self.positions.append(self.ledger.resume(self.checkpoint, float(len(self.clusters))))
         return self.positions[-1]
+
+    def find_kept(self, scenario: Scenario) -> FoundSamples:
+        """What the journals of earlier executions have, as the controller reads it."""
+        assert self.run_dir is not None
+        starts, passed = self.ledger.starts(), unpack(self.positions[-1].passed)
+        found = read_journals(
+            self.run_dir, starts, passed, lambda oldest: StrictLag(scenario.bound).may_train(starts[-1], oldest)
+        )
+        self.discarded.update(found.discarded)
+        for one in found.kept:
+            written = self.journals[one.journal][SampleKey(one.epoch, one.prompt, one.member, 0)]
+            assert max(written.spans[::2]) <= self.checkpoint, f"{one} has tokens of versions that are gone"
+            assert one.prompt not in passed.get(one.epoch, ()), f"{one} is of a prompt that is trained"
+        return found
+
+    def write(self, journals: Journals) -> None:
+        """Write the journals of an execution to disk."""
+        if self.run_dir is None:
+            return
+        for name, samples in journals.items():
+            path = self.run_dir / name / "0.journal"
+            if not samples or path.exists() or f"{journals_of(len(self.positions))}/" not in name:
+                continue  # of an earlier execution
+            path.parent.mkdir(parents=True)
+            writer = RecordWriter(path, KIND)
+            for key, one in samples.items():
+                tokens = sum(one.spans[1::2])
+                part = SamplePart(*key, 0, 0, tokens, one.spans, one.is_complete, False, ())
+                writer.append(to_blob(part), [])
+            writer.close()
+            self.journals[f"{name}/0.journal"] = samples
 
     def add(self, cluster: SimulatedCluster, interrupted: bool) -> None:
         """Add an execution. An interrupted one has on disk all that a checkpoint waited for, and some more."""
@@ -37,6 +79,7 @@ class ResumedRuns:
         self.ledger.commit()
         self.clusters.append(cluster)
         self.checkpoint = max(self.checkpoint, newest_checkpoint(cluster))
+        self.write(cluster.shared.journals)
 
     def trained(self) -> list[tuple[int, Row]]:
         """(step, row) of all training that no later execution rolled back."""
@@ -48,13 +91,18 @@ class ResumedRuns:
         return rows
 
 
-def run_with_crashes(scenario: Scenario, crashes: Sequence[int], path: Path) -> ResumedRuns:
-    """Run the scenario; each execution but the last ends after the given number of actions."""
-    runs = ResumedRuns(Ledger(path))
+def run_with_crashes(scenario: Scenario, crashes: Sequence[int], path: Path, *, journals: bool = False) -> ResumedRuns:
+    """Run the scenario; each execution but the last ends after the given number of actions.
+
+    ``journals``: rollout workers keep what they generate, and a resumed run takes it over.
+    """
+    runs = ResumedRuns(Ledger(path), path.parent)
     for number, max_actions in enumerate([*crashes, None]):
         position = runs.next_position()
-        seeded = replace(scenario, seed=scenario.seed + number)
-        cluster = SimulatedCluster(seeded, position, runs.ledger.outcomes())
+        kept = runs.find_kept(scenario) if journals else FoundSamples()
+        seeded = replace(scenario, seed=scenario.seed + number, journals=journals_of(number + 1) if journals else "")
+        cluster = SimulatedCluster(seeded, position, runs.ledger.outcomes(), kept.kept)
+        cluster.shared.journals.update(runs.journals)
         cluster.run(max_actions)
         runs.add(cluster, interrupted=max_actions is not None)
     return runs

@@ -1,11 +1,12 @@
 """Data of simulated workers: rows of grants, tensors by key, turns of lanes."""
 
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flowrt.protocol import messages as m
+from flowrt.protocol.journals import SampleKey
 from flowrt.protocol.messages import NO_VERSION, LaneTurn, Part, Weights
 from tests.simulation.scenario import GROUP_COLUMNS, Scenario, leases_of
 
@@ -30,6 +31,16 @@ class Row:
     spans: tuple[int, ...]
     needs: tuple[Key, ...]
     exact: int = NO_VERSION
+    attempt: int = 0
+    kept: str = ""  # the journal that may have tokens of it
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a simulated journal has of a sample."""
+
+    spans: tuple[int, ...]
+    is_complete: bool
 
 
 @dataclass(slots=True)
@@ -38,6 +49,7 @@ class Job:
 
     rows: list[Row]
     begun: int = -1  # the version that generation began with
+    kept: Written | None = None  # what a journal has of its row
 
 
 @dataclass(slots=True)
@@ -67,6 +79,8 @@ class Shared:
     answers: dict[int, dict[int, Row]] = field(default_factory=lambda: defaultdict(dict))  # by group and slot
     response_of: dict[tuple[int, int], int] = field(default_factory=dict)  # the response, by (content, slot)
     passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that need no further training, by epoch
+    journals: dict[str, dict[SampleKey, Written]] = field(default_factory=lambda: defaultdict(dict))
+    taken: Counter[str] = field(default_factory=Counter)  # kept samples that a worker took over, by what was kept
 
 
 def lane_of(turn: LaneTurn) -> LaneId:
@@ -82,12 +96,18 @@ def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
     """The leased slots of a grant; asserts that its columns have as many rows as it has slots."""
     ids = zip(grant.slots, leases_of(grant), grant.groups, grant.members, grant.prompts, grant.epochs, strict=True)
     assert len(grant.attempts) == len(grant.slots)
+    assert len(grant.kept) in (0, len(grant.slots))
     assert len(grant.spans) in (0, len(grant.slots))
     assert all(len(values.values) == len(grant.slots) for values in grant.inline)
     granted = keys_of(grant.parts)
     count = len(grant.slots)
-    for (slot, lease, group, member, prompt, epoch), spans, exact in zip(
-        ids, grant.spans or [()] * count, grant.exact or [NO_VERSION] * count, strict=True
+    for (slot, lease, group, member, prompt, epoch), spans, exact, attempt, kept in zip(
+        ids,
+        grant.spans or [()] * count,
+        grant.exact or [NO_VERSION] * count,
+        grant.attempts,
+        grant.kept or [""] * count,
+        strict=True,
     ):
         needs = tuple((part.column, group if part.column in GROUP_COLUMNS else slot) for part in grant.parts)
         assert all(need in granted for need in needs), f"grant of slot {slot} has no part for one of {needs}"
@@ -102,4 +122,6 @@ def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
             spans=spans,
             needs=needs,
             exact=exact,
+            attempt=attempt,
+            kept=kept,
         )

@@ -151,4 +151,5 @@ class Scenario:
     filter_tries: int = 128
     curriculum: Curriculum = field(default_factory=EveryPrompt)
     checkpoint_every: int = 0  # steps after which the trainer saves its state; 0: never
+    journals: str = ""  # where rollout workers keep what they generate; empty: nowhere
     max_actions: int = 50_000

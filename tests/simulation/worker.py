@@ -14,8 +14,22 @@ from flowrt.controller.events import Event, MessageReceived, WorkerConnected
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
+from flowrt.protocol.journals import SampleKey, journal_of
 from flowrt.protocol.messages import NO_BASE, NO_LIMIT, NO_VERSION, Incoming, LaneTurn, Part, Values, Weights
-from tests.simulation.rows import Evaluation, Job, Key, LaneId, Packet, Row, Shared, Turns, keys_of, lane_of, rows_of
+from tests.simulation.rows import (
+    Evaluation,
+    Job,
+    Key,
+    LaneId,
+    Packet,
+    Row,
+    Shared,
+    Turns,
+    Written,
+    keys_of,
+    lane_of,
+    rows_of,
+)
 from tests.simulation.scenario import (
     COLUMNS,
     GROUP_COLUMNS,
@@ -25,6 +39,15 @@ from tests.simulation.scenario import (
     next_prompts,
     offered_lengths,
 )
+
+
+def _key(row: Row) -> SampleKey:
+    return SampleKey(row.epoch, row.prompt, row.member, row.attempt)
+
+
+def _joined(kept: Written | None, spans: tuple[int, ...]) -> tuple[int, ...]:
+    """The spans of a sample whose first tokens were kept."""
+    return spans if kept is None else (*kept.spans, *spans)
 
 
 class Worker:
@@ -197,7 +220,7 @@ class Worker:
         # The old lease of a slot that is granted again has ended.
         self._keep(lambda row: row.slot not in grant.slots)
         if self.role == "rollout":
-            self.jobs += [Job([row]) for row in rows]
+            self.jobs += [Job([row], kept=self._find_kept(row)) for row in rows]
         elif rows:
             self.jobs.append(Job(rows))
 
@@ -357,6 +380,23 @@ class Worker:
             self.abandon(job, False, "it has swapped its weights since")
             return
         job.begun = self.applied
+        if self._journal is not None and self.shared.rng.random() < 0.7:  # else it is killed before it is written
+            self._journal[_key(job.rows[0])] = Written(_joined(job.kept, (job.begun, 1)), is_complete=False)
+
+    @property
+    def _journal(self) -> dict[SampleKey, Written] | None:
+        """The journal of this worker and of those that had its name before."""
+        journals = self.shared.scenario.journals
+        return self.shared.journals[journal_of(journals, self.id)] if journals else None
+
+    def _find_kept(self, row: Row) -> Written | None:
+        """What the journal of the grant has of a sample; some journals are damaged."""
+        if not row.kept or self.shared.rng.random() < 0.1:
+            return None
+        kept = self.shared.journals[row.kept].get(_key(row))
+        if kept is not None:
+            self.shared.taken["complete" if kept.is_complete else "prefix"] += 1
+        return kept
 
     def _reward(self, row: Row) -> float:
         """The reward of a row: with a solve rate it does not depend on the worker or the time."""
@@ -408,7 +448,13 @@ class Worker:
         if self.role == "rollout":
             before = rng.randint(0, lengths[0]) if job.begun != self.applied else lengths[0]
             both = (job.begun, before, self.applied, lengths[0] - before)
-            spans = (both if 0 < before < lengths[0] else (job.begun, lengths[0]),)
+            span: tuple[int, ...] = both if 0 < before < lengths[0] else (job.begun, lengths[0])
+            if job.kept is not None:
+                span = job.kept.spans if job.kept.is_complete else _joined(job.kept, span)
+            spans, lengths = (span,), (sum(span[1::2]),)
+            parts = tuple(Part(name, slots, lengths) for name in OUTPUT_TENSORS[self.role])
+            if self._journal is not None:
+                self._journal[_key(job.rows[0])] = Written(span, is_complete=True)
         inline: tuple[Values, ...] = ()
         if self.role == "reward":
             inline = (Values("reward", tuple(map(self._reward, job.rows))),)

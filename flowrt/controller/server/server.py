@@ -41,6 +41,7 @@ from flowrt.controller.server.connections import (
 )
 from flowrt.controller.server.guard_command import GuardCommand
 from flowrt.controller.storage.event_log import EventLog
+from flowrt.controller.storage.journals import kept_summary
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.recording import EventRecording
@@ -138,6 +139,7 @@ class Server:
             config=config,
             position=Position(),
             clock=clock_name() if clock is None or isinstance(clock, MonotonicClock) else "",
+            journals=core.settings.journals,
         )
         position = core.settings.position
         lines = self.ledger.step_lines(position.step)
@@ -282,6 +284,7 @@ class Server:
         account = self.ledger.account((one.epoch, one.prompt) for one in self._core.state.table.groups.values())
         return {
             **self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now()),
+            "kept": kept_summary(self.metrics.numbers, self._core.state.kept.discarded),
             "busy_fraction": self.times.busy(),
             "time": self.times.shares(),
         }
@@ -542,9 +545,13 @@ class Server:
             if (undone := self.metrics.rolled_back) is not None:
                 text = f"steps {undone[0]} to {undone[1]} are rolled back: the newest checkpoint has {step} steps"
                 self.events.add("rolled_back", text, step, now, first=undone[0], last=undone[1])
-            self.events.add("resumed", f"the run is resumed after {step} steps", step, now)
+            self.events.add("resumed", f"the run is resumed after {step} steps{self._kept_text()}", step, now)
         else:
             self.events.add("started", f"a run of {self._core.settings.steps} steps has started", step, now)
+
+    def _kept_text(self) -> str:
+        kept = kept_summary(self.metrics.numbers, {})
+        return f", with {kept['tokens']} tokens that were generated before" if kept["tokens"] else ""
 
     def _flush(self) -> None:
         if self._commit(LOCKED_TIMEOUT_S):  # otherwise at the next tick

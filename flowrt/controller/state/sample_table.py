@@ -12,7 +12,7 @@ from typing import cast
 from flowrt.controller.policies.dispatch.base import Queue
 from flowrt.controller.state.dataflow import Flows
 from flowrt.controller.state.evaluations import ExactFirst, ExactSamples
-from flowrt.controller.state.samples import NO_LEASE, NO_STEP, ColumnLocation, Group, Lease, Slot, new_groups
+from flowrt.controller.state.samples import NO_LEASE, NO_STEP, ColumnLocation, Group, Kept, Lease, Slot, new_groups
 from flowrt.controller.state.worklist import Worklist
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
@@ -202,8 +202,15 @@ class SampleTable:
             slot.overdue += 1
 
     def next_attempt(self, slot: Slot) -> None:
-        """Count a new attempt to generate the sample, which was lost."""
+        """Count a new attempt to generate the sample, which was lost, and with it what a journal has of it."""
         slot.attempt += 1
+        if slot.has_kept:
+            self.note_kept(slot, None)
+
+    def note_kept(self, slot: Slot, kept: Kept | None) -> None:
+        """Replace what a journal has of a sample; None: nothing that can be used."""
+        slot.note_kept(kept)
+        self._note_versions((slot,))
 
     def find_lease(self, lease_id: int, worker: WorkerId) -> Lease | None:
         """The lease, if it has not ended and belongs to this worker; otherwise None."""

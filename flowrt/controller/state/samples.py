@@ -15,6 +15,7 @@ NO_LEASE = -1
 NO_SOURCE = WorkerId("")
 NO_TENSORS: Mapping[str, "ColumnLocation"] = MappingProxyType({})
 NO_NUMBERS: Mapping[str, float] = MappingProxyType({})
+NOTHING_KEPT: Mapping[int, "Kept"] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -49,14 +50,22 @@ class ColumnLocation:
         return self.owners | self.sent.keys()
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a journal has of a sample: the name of the journal, and the oldest version that generated a token of it."""
+
+    journal: str
+    oldest: int
+
+
 class Group:
     """The slots of one prompt, over which advantages are computed.
 
     ``at_least`` and ``at_most`` are the oldest and newest versions that may generate its samples; ``source`` is the
-    worker that offered it.
+    worker that offered it; ``kept`` has what journals have of its samples, by member, until that is lost.
     """
 
-    __slots__ = ("at_least", "at_most", "epoch", "flow", "id", "prompt", "slots", "source", "tensors")
+    __slots__ = ("at_least", "at_most", "epoch", "flow", "id", "kept", "prompt", "slots", "source", "tensors")
 
     def __init__(
         self,
@@ -77,6 +86,7 @@ class Group:
         self.source = source
         self.slots: list[Slot] = []
         self.tensors = NO_TENSORS
+        self.kept = NOTHING_KEPT
 
     def keep(self, column: str, holding: ColumnLocation) -> None:
         """Add or replace a tensor column of the group."""
@@ -92,6 +102,9 @@ class Group:
         without such a sample.
         """
         oldest: int | None = None
+        if self.kept:
+            unfinished = [self.kept[slot.member].oldest for slot in self.slots if not slot.spans and slot.has_kept]
+            oldest = min(unfinished, default=None)
         for slot in self.slots:
             if slot.spans:
                 version = min(slot.spans[::2])
@@ -140,6 +153,16 @@ class Slot:
         held = self.tensors.get(column)
         self.tensors = {name: one for name, one in self.tensors.items() if name != column}
         return held
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether a journal has tokens of this sample."""
+        return self.member in self.group.kept
+
+    def note_kept(self, kept: Kept | None) -> None:
+        """Replace what a journal has of this sample; None: nothing that can be used."""
+        others = {member: one for member, one in self.group.kept.items() if member != self.member}
+        self.group.kept = others if kept is None else {**others, self.member: kept}
 
     def holding(self, column: str) -> ColumnLocation | None:
         """The location of a tensor column of this slot or its group; None if it is inline or absent."""

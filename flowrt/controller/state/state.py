@@ -15,6 +15,7 @@ from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.state.dataflow import Sizes
 from flowrt.controller.state.evaluations import ReportedResults
 from flowrt.controller.state.guards import Guards
+from flowrt.controller.state.kept_samples import KeptSamples
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.opened_prompts import OpenedPrompts
 from flowrt.controller.state.parked_requests import ParkedRequests
@@ -146,6 +147,7 @@ class State:
     """Lost samples and dropped groups by reason."""
     opened: OpenedPrompts
     """Prompts that were opened for training and are not in `Environment.passed`."""
+    kept: KeptSamples
     ended: EndRun | None = None
     progress_s: float | None = None
     """Time of the last progress; None before the first event."""
@@ -182,6 +184,7 @@ class State:
             results=ReportedResults(),
             dropped=BoundedCounter(),
             opened=OpenedPrompts(),
+            kept=KeptSamples(),
         )
 
     def admission(self, env: Environment) -> Admission:

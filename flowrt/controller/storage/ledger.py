@@ -333,6 +333,10 @@ class Ledger:
         [(count,)] = self._rows("SELECT COUNT(*) FROM run_attempts")
         return max(int(count), 1)
 
+    def starts(self) -> list[int]:
+        """The step at which each start or resume of this run began, in order. Does not flush."""
+        return [int(step) for (step,) in self._rows("SELECT step FROM run_attempts ORDER BY rowid")]
+
     def append_replay(self, entry: Entry) -> None:
         """Buffer an entry of the replay log; it needs a commit."""
         self._replay.append(entry, self._uncommitted)

@@ -48,6 +48,7 @@ from flowrt.controller.events import (
     WorkerConnected,
     WorkerDisconnected,
 )
+from flowrt.controller.state.kept_samples import KeptSample
 from flowrt.controller.state.replay import (
     GroupEntry,
     GroupsClosed,
@@ -69,7 +70,7 @@ from flowrt.protocol.messages import Position, Report
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""
 _FAMILY = b"flowrt recording "
-MAGIC = _FAMILY + b"3\n"
+MAGIC = _FAMILY + b"4\n"
 BEGIN, EVENTS, END = range(3)
 BLOCK_EVENTS = 1000
 """Events after which a block is written at the latest, with a digest of all commands so far."""
@@ -105,6 +106,9 @@ class CoreInputs:
     position: Position
     recovered: RecoveredState | None = None
     outcomes: tuple[Outcome, ...] = ()
+    journals: str = ""
+    """Where rollout workers keep what they generate, in the run directory; empty: nowhere."""
+    kept: tuple[KeptSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
         commands.append(AppendReplay(_opened(offer, worker, groups[0])))
     skipped: list[Group] = []
     if is_training:
+        state.kept.attach(groups)
         window.enter(groups)
         state.opened.add(offer.epoch, offer.prompts)
         for group in groups:

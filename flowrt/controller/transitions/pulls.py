@@ -9,6 +9,7 @@ from functools import partial
 
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.policies.dispatch.base import Puller, Start
+from flowrt.controller.state.kept_samples import TOO_OLD
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.replay import SHARE_ENDED, CounterSet
 from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
@@ -250,10 +251,24 @@ def _lease(
 
     The lease duration doubles with each lease that has expired on a slot, so work that takes longer is completed.
     """
+    if env.settings.journals and state.table.stages[parked.request.stage].generates:
+        _discard_over_age(state, env, chosen)
     overdue = chosen[0].overdue if len(chosen) == 1 else max([slot.overdue for slot in chosen])
     deadline_s = now + env.settings.lease_s * 2**overdue
     lease = state.table.lease(parked.request.stage, chosen, parked.worker, deadline_s, version, longer=overdue > 0)
     return grant(state, parked.request, chosen, lease, refused=parked.refused)
+
+
+def _discard_over_age(state: State, env: Environment, chosen: Sequence[Slot]) -> None:
+    """Discard what journals have of these samples if it is too old for the step that is expected to train them."""
+    for slot in chosen:
+        kept = slot.group.kept.get(slot.member)
+        if kept is None:
+            continue
+        step = state.window.expected_step(slot.group)
+        if not state.admission(env).may_train(step, kept.oldest):
+            state.table.note_kept(slot, None)
+            state.kept.discard(TOO_OLD)
 
 
 def _start_check(state: State, env: Environment, worker: WorkerId, version: int) -> Callable[[Slot], Start]:
@@ -323,9 +338,13 @@ def grant(
         spans = spans if any(spans) else ()
     parts, incoming = plan(table, state.lanes, lease.worker, fetched, slots, ids) if fetched else ((), ())
     exact = _exact(slots) if table.exact.live else ()
+    kept: tuple[str, ...] = ()
+    if lease.version is not None and any(slot.group.kept for slot in slots):
+        found = [slot.group.kept.get(slot.member) for slot in slots]
+        kept = tuple(["" if one is None else one.journal for one in found])
     answer = Grant(  # hot path: with keywords for all fields it takes twice as long
         message.request, lease.id, ids, flows, groups, members, prompts, epochs, attempts, spans, inline, parts,
-        incoming, False, refused, exact,
+        incoming, False, refused, exact, kept,
     )  # fmt: skip
     commands: list[Command] = [Send(lease.worker, answer)]
     for one in incoming:

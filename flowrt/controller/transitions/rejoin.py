@@ -40,6 +40,7 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
     replayed = ReplayedSamples(state.table.flows, recovered.entries)
     groups = list(replayed.groups.values())
     state.recovery.begin(replayed, recovered.members)
+    state.kept.attach(groups)
     state.table.restore(groups)
     step = recovered.numbers.get(STEP, env.settings.position.step)
     state.window.restore(

@@ -21,11 +21,12 @@ from flowrt.controller.settings import OnLostSample
 from flowrt.controller.state.replay import VACANT, CounterSet, GroupsClosed, StageUndone
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Group, Lease, Slot
+from flowrt.controller.state.samples import Group, Kept, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import check_receiver, find_holding, lose_copies
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
+from flowrt.protocol.journals import journal_of
 from flowrt.protocol.messages import GONE, GroupsDropped, ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
 
 MIN_GROUP_SAMPLES = 2
@@ -399,16 +400,46 @@ def forget_worker(state: State, env: Environment, worker: WorkerId) -> list[Comm
     commands: list[Command] = []
     for peer in state.lanes.forget(worker):
         commands.append(Send(peer, RendezvousKey(worker, "", GONE, b"")))
+    _keep_unfinished(state, env, worker)
     for lease in [lease for lease in state.table.leases.values() if lease.worker == worker]:
         commands += give_back_lease(state, env, lease)
     for slot in list(state.table.slots.values()):
         if slot.tensors and slot.id in state.table.slots:
+            before = slot.attempt, slot.spans
             lose_copies(slot.tensors, worker)
             commands += roll_back(state, env, {slot: Action.MAKE_AGAIN})
+            _keep_complete(state, env, worker, slot, before)
     for group in list(state.table.groups.values()):
         lose_copies(group.tensors, worker)
         commands += roll_back(state, env, {group: Action.CHECK_SOURCE})
     return commands + end_evaluations(state, env, worker)
+
+
+def _keep_unfinished(state: State, env: Environment, worker: WorkerId) -> None:
+    """Note that the journal of a worker that is gone may have a prefix of each sample that it was generating."""
+    for stage in state.table.flows.generating if env.settings.journals else ():
+        for lease in state.table.working[stage].get(worker, {}).values():
+            for slot in lease.slots.values():
+                before = slot.group.kept.get(slot.member)
+                versions = [lease.version or 0] if before is None else [lease.version or 0, before.oldest]
+                _keep(state, env, worker, slot, min(versions))
+
+
+def _keep_complete(
+    state: State, env: Environment, worker: WorkerId, slot: Slot, before: tuple[int, tuple[int, ...]]
+) -> None:
+    """Note that the journal of a worker that is gone may have a sample that was lost with it.
+
+    ``before``: attempt and spans of the slot before the loss.
+    """
+    attempt, spans = before
+    if env.settings.journals and spans and not slot.spans and slot.attempt == attempt:
+        _keep(state, env, worker, slot, min(spans[::2]))
+
+
+def _keep(state: State, env: Environment, worker: WorkerId, slot: Slot, oldest: int) -> None:
+    if slot.group.flow == env.flow.train_flow and slot.id in state.table.slots:
+        state.table.note_kept(slot, Kept(journal_of(env.settings.journals, worker), oldest))
 
 
 def end_evaluations(state: State, env: Environment, source: WorkerId) -> list[Command]:

@@ -13,29 +13,32 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flowrt.algorithms.support import Support, singletons
-from flowrt.engines.base import Interrupt, Prompt, Response
+from flowrt.engines.base import Interrupt, Prefix, Prompt, Response
 from flowrt.engines.options import SamplingOptions, SglangOptions, Truncation
 from flowrt.engines.sglang import protocol
 from flowrt.engines.sglang.server_process import SglangServer
 from flowrt.engines.sglang.supervisor import SglangSupervisor
 from flowrt.engines.stopping import StopConditions
 from flowrt.errors import EngineError, EngineGone, WaitExpired
-from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, join_thread, queue_get, wait_until
+from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, join_thread, pause, queue_get, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
 log = logging.getLogger("flowrt")
 POLL_INTERVAL_S = 0.005
 CLOSE_TIMEOUT_S = 15.0
+RETURN_S = 15.0
+"""Time limit of the return of all unfinished sequences by a server."""
 SERVER_DEADLINES = BoundedElsewhere("the time limits of the server's start, its requests and weight updates")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sequence:
     """A running sequence and the response so far."""
 
@@ -46,6 +49,20 @@ class _Sequence:
     supports: list[tuple[int, ...]] = field(default_factory=list)
     end: int | None = None
     """Number of tokens after which the sequence ends; None if nothing has ended it yet."""
+    is_requested: bool = False
+    """Whether the server has a request for more tokens."""
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> "_Sequence":
+        """A sequence that begins with the prefix of the prompt, if there is one."""
+        prefix = prompt.prefix
+        if prefix is None:
+            return cls(prompt)
+        supports: list[tuple[int, ...]] = []
+        if prefix.support is not None:
+            of_positions = prefix.support.tokens_E.split(prefix.support.counts_T.tolist())
+            supports = [tuple(tokens.tolist()) for tokens in of_positions]
+        return cls(prompt, prefix.tokens.tolist(), prefix.logprobs.tolist(), list(prefix.spans), supports)
 
     def add(self, part: protocol.PartialResponse, stop: StopConditions) -> None:
         """Append tokens that the server returned, and search them for the end of the sequence."""
@@ -62,13 +79,23 @@ class _Sequence:
 
     def response(self, *, with_support: bool) -> Response:
         """The complete response, up to the first token that ends it."""
-        tokens = torch.tensor(self.tokens[: self.end], dtype=torch.int32)
+        first = self.prefix(with_support=with_support)
         return Response(
             self.prompt.key,
+            first.tokens,
+            first.logprobs,
+            first.spans,
+            truncated=self.end is None,
+            support=first.support,
+        )
+
+    def prefix(self, *, with_support: bool) -> Prefix:
+        """The tokens so far, up to the first one that ends the sequence."""
+        tokens = torch.tensor(self.tokens[: self.end], dtype=torch.int32)
+        return Prefix(
             tokens,
             torch.tensor(self.logprobs[: self.end], dtype=torch.float32),
             _first_spans(self.spans, len(tokens)),
-            truncated=self.end is None,
             support=self._support(tokens) if with_support else None,
         )
 
@@ -149,6 +176,7 @@ class SglangRollout:
         self._fatal: BaseException | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sequences: dict[_Sequence, None] = {}
         self._calls: set[Future[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
@@ -230,6 +258,30 @@ class SglangRollout:
     def swap(self, snapshot: Snapshot) -> None:
         self._run_in_loop(self._supervisor.swap(snapshot))
 
+    def prefixes(self) -> dict[int, Prefix]:
+        """What is generated of the running sequences, by key (see `ContinuesSequences`).
+
+        The server returns what it has of each, and computes it again from its cache of prefixes.
+        """
+        self._run_in_loop(self._return_unfinished())
+        has_support = self._sampling.truncation.is_active
+        unfinished = [one for one in list(self._sequences) if one.tokens and one.end is None]
+        return {one.prompt.key: one.prefix(with_support=has_support) for one in unfinished}
+
+    async def _return_unfinished(self) -> None:
+        """Have the server return what it has of the running sequences, and wait until that is here."""
+        if not any(one.is_requested for one in self._sequences):
+            return
+        async with self._supervisor.interrupted():
+            try:
+                await wait_until(self._all_returned(), RETURN_S, "unfinished sequences", self.url)
+            except WaitExpired as late:
+                log.warning("%s; the tokens since the last update of the weights are not kept", late)
+
+    async def _all_returned(self) -> None:
+        while any(one.is_requested for one in self._sequences):
+            await pause(POLL_INTERVAL_S)
+
     def close(self) -> None:
         """End requests, connections and a server that was started. Calls that wait on other threads end or raise."""
         if self._closed:
@@ -258,12 +310,15 @@ class SglangRollout:
             self._calls.discard(call)
 
     def _start_sequence(self, prompt: Prompt) -> None:
-        task = self._loop.create_task(self._generate(_Sequence(prompt)))
+        sequence = _Sequence.of(prompt)
+        self._sequences[sequence] = None
+        task = self._loop.create_task(self._generate(sequence))
         self._tasks.add(task)
-        task.add_done_callback(self._on_ended)
+        task.add_done_callback(partial(self._on_ended, sequence))
 
-    def _on_ended(self, task: asyncio.Task[None]) -> None:
+    def _on_ended(self, sequence: _Sequence, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        del self._sequences[sequence]
         if not task.cancelled() and task.exception() is not None:
             self._fatal = self._fatal or task.exception()
 
@@ -284,14 +339,18 @@ class SglangRollout:
                 greedy=prompt.greedy,
                 version=version,
             )
+            sequence.is_requested = True
             try:
                 answer = await supervisor.generate(call, self._sampling.max_new_tokens - len(sequence.tokens))
+                with_supports = has_support and not prompt.greedy and prompt.sampling is None
+                part = protocol.parse_generated(answer, supervisor.can, version, with_supports=with_supports)
+                await asyncio.to_thread(sequence.add, part, self._stop)
             except EngineGone as gone:
+                sequence.is_requested = False
                 await supervisor.replace(incarnation, gone)
                 continue
-            with_supports = has_support and not prompt.greedy and prompt.sampling is None
-            part = protocol.parse_generated(answer, supervisor.can, version, with_supports=with_supports)
-            await asyncio.to_thread(sequence.add, part, self._stop)
+            finally:
+                sequence.is_requested = False
             if sequence.end is not None or self._is_full(sequence, part):
                 self._finished.put(sequence.response(with_support=has_support))
                 return

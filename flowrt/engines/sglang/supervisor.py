@@ -8,8 +8,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,27 @@ class SglangSupervisor:
                 await self._restore(failed)
             self.version = snapshot.version
             self.serving.set()
+
+    @asynccontextmanager
+    async def interrupted(self) -> AsyncIterator[None]:
+        """End the running requests within a block, with what is generated; their callers send them again after it.
+
+        A failure of the server is left to these callers.
+        """
+        async with locked(self._lock, LOCK, EARLIER_WORK, "this worker"):
+            if self._client is None or not self.serving.is_set():
+                yield
+                return
+            self.serving.clear()
+            self.aborts += 1
+            try:
+                with suppress(EngineError):
+                    await self._client.post(protocol.pause("abort"), self._update_s)
+                yield
+                with suppress(EngineError):
+                    await self._client.post(protocol.resume(), self._update_s)
+            finally:
+                self.serving.set()
 
     async def replace(self, incarnation: int, reason: EngineGone) -> None:
         """Replace a lost server, unless an earlier call has done so.

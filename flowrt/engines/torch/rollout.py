@@ -17,7 +17,7 @@ import torch
 
 from flowrt.algorithms.logprobs import CHUNK_ELEMENTS, distribution_logprobs
 from flowrt.algorithms.support import Support, join_supports, singletons
-from flowrt.engines.base import Interrupt, Prompt, Response
+from flowrt.engines.base import Interrupt, Prefix, Prompt, Response
 from flowrt.engines.hf import named_parameters
 from flowrt.engines.options import SamplingOptions, Truncation
 from flowrt.engines.stopping import StopConditions
@@ -170,6 +170,10 @@ class TorchRollout:
         by_tokens: dict[bytes, _Waiting] = {}
         for prompt in prompts:
             tokens_L = prompt.tokens.long()
+            if prompt.prefix is not None:
+                tokens_L = torch.cat([tokens_L, prompt.prefix.tokens.long()])
+                self._waiting.append(_Waiting(tokens_L, [prompt]))
+                continue
             by_tokens.setdefault(tokens_L.numpy().tobytes(), _Waiting(tokens_L, [])).prompts.append(prompt)
         # In order of length, so that a chunk needs little padding.
         self._waiting += sorted(by_tokens.values(), key=lambda one: len(one.tokens_L))
@@ -184,6 +188,24 @@ class TorchRollout:
         sequences = self._sequences()
         self._shadow.begin(snapshot.version)
         return None if self._shadow.has_caught_up(sequences) else partial(self._shadow.catch_up, snapshot, sequences)
+
+    @torch.inference_mode()
+    def prefixes(self) -> dict[int, Prefix]:
+        """What is generated of the running sequences, by key (see `ContinuesSequences`)."""
+        count = len(self._running)
+        longest = max(self._generated, default=0)
+        tokens_RT, logprobs_RT = self._tokens_RT[:count, :longest].cpu(), self._logprobs_RT[:count, :longest].cpu()
+        started = {
+            prompt.key: Prefix(
+                tokens=tokens_RT[row, : self._generated[row]].clone(),
+                logprobs=logprobs_RT[row, : self._generated[row]].clone(),
+                spans=self._spans_of(row, self._generated[row]),
+                support=join_supports(self._supports[row]).to(CPU) if self._truncation else None,
+            )
+            for row, prompt in enumerate(self._running)
+        }
+        waiting = {one.key: one.prefix for waiting in self._waiting for one in waiting.prompts}
+        return started | {key: prefix for key, prefix in waiting.items() if prefix is not None}
 
     @torch.inference_mode()
     def swap(self, snapshot: Snapshot) -> None:
@@ -203,6 +225,8 @@ class TorchRollout:
         """(version, tokens) pairs, flattened, of a sequence with ``count`` generated tokens."""
         spans = self._spans[row]
         rest = count - sum(spans[1::2])
+        if rest and spans[-2:-1] == (self.version,):  # as after a prefix
+            return (*spans[:-1], spans[-1] + rest)
         return (*spans, self.version, rest) if rest else spans
 
     def _sequences(self) -> dict[int, torch.Tensor]:
@@ -252,16 +276,24 @@ class TorchRollout:
         first, device = len(self._running), self._device
         for _, equal in groupby(range(len(new)), key=sources.__getitem__):
             members = list(equal)
-            copies = slice(first + members[0] + 1, first + members[-1] + 1)
-            self._cached.cache.copy(first + members[0], copies, len(new[members[0]].tokens))
+            if len(members) > 1:  # they have no prefix
+                copies = slice(first + members[0] + 1, first + members[-1] + 1)
+                self._cached.cache.copy(first + members[0], copies, len(new[members[0]].tokens))
         rows = slice(first, first + len(new))
+        prefixes = [prompt.prefix for prompt in new]
+        generated = [0 if one is None else len(one.tokens) for one in prefixes]
         self._running.extend(new)
-        self._spans.extend([()] * len(new))
-        self._supports.extend([] for _ in new)
-        self._generated.extend([0] * len(new))
-        self._host_tokens.extend(array("i") for _ in new)
-        self._positions_R[rows] = torch.tensor([len(prompt.tokens) for prompt in new], device=device)
-        self._counts_R[rows] = 0
+        self._spans.extend(() if one is None else one.spans for one in prefixes)
+        self._supports.extend([] if one is None or one.support is None else [one.support] for one in prefixes)
+        self._generated.extend(generated)
+        self._host_tokens.extend(array("i", [] if one is None else one.tokens.tolist()) for one in prefixes)
+        lengths = [len(prompt.tokens) + count for prompt, count in zip(new, generated, strict=True)]
+        self._positions_R[rows] = torch.tensor(lengths, device=device)
+        self._counts_R[rows] = torch.tensor(generated, device=device)
+        for row, prefix in enumerate(prefixes, first):
+            if prefix is not None:
+                self._tokens_RT[row, : len(prefix.tokens)] = prefix.tokens.to(device)
+                self._logprobs_RT[row, : len(prefix.tokens)] = prefix.logprobs.to(device)
         self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new], device=device)
         # Drawn by the host's generator, so the numbers are the same on every device.
         draws_NT = torch.empty(len(new), self._max_new)

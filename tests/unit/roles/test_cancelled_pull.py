@@ -11,7 +11,7 @@ from flowrt.engines.simulated.engine import SimulatedRollout
 from flowrt.engines.simulated.time import ManualSimClock
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, Uniform
 from flowrt.recipes.grpo import POLICY
-from flowrt.roles.rollout import RolloutLoop
+from flowrt.roles.rollout import Pulled, RolloutLoop
 
 TIMEOUT_S = 120.0
 TOKENS = 3
@@ -32,7 +32,7 @@ POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.De
 class ObservedLoop(RolloutLoop):
     """A rollout loop that puts each of its pulls into a queue."""
 
-    pulls: asyncio.Queue["asyncio.Task[api.Batch | None]"]
+    pulls: asyncio.Queue["asyncio.Task[Pulled | None]"]
 
     def _start_pull(self) -> None:
         super()._start_pull()
@@ -45,7 +45,7 @@ async def test_a_cancelled_pull_is_repeated(tmp_path: Path, in_flight: bool) -> 
     engine = SimulatedRollout(GenerationCost(base_s=1.0), Lengths(Uniform(TOKENS, TOKENS)), ManualSimClock(), rows=2)
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address), asyncio.timeout(60.0):
         source, rollout, reader = [await api.connect(address, role, role, 10) for role in ("source", "rollout", "read")]
-        pulls: asyncio.Queue[asyncio.Task[api.Batch | None]] = asyncio.Queue()
+        pulls: asyncio.Queue[asyncio.Task[Pulled | None]] = asyncio.Queue()
 
         async def generate() -> None:
             rollout.params.applied(POLICY, 0)

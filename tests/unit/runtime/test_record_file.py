@@ -1,0 +1,82 @@
+"""Files of records: what was written before a kill or a damage is read, and nothing else."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from flowrt.runtime.record_file import RecordPlace, RecordWriter, read_body, read_headers
+
+KIND = b"kind of test 1\n"
+
+
+def write(path: Path, count: int) -> list[tuple[bytes, bytes]]:
+    records = [(f"header {number}".encode(), bytes([number]) * (number * 7)) for number in range(count)]
+    writer = RecordWriter(path, KIND)
+    for header, body in records:
+        writer.append(header, [body[:3], body[3:]])
+    writer.flush(sync=True)
+    writer.close()
+    return records
+
+
+def read(path: Path) -> list[tuple[bytes, bytes]]:
+    found = []
+    with path.open("rb") as file:
+        for header, place in read_headers(path, KIND).records:
+            if (body := read_body(file, place)) is not None:
+                found.append((header, body))
+    return found
+
+
+def test_records_are_read_in_order_with_their_bodies(tmp_path: Path) -> None:
+    records = write(tmp_path / "file", 5)
+    assert read(tmp_path / "file") == records
+    assert read_headers(tmp_path / "file", KIND).damaged == 0
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_is_cut_anywhere_has_its_first_records_and_counts_as_not_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    records = write(path, 4)
+    data = path.read_bytes()
+    ends = [place.end for _, place in read_headers(path, KIND).records]
+    for size in range(len(KIND), len(data)):
+        path.write_bytes(data[:size])
+        assert read(path) == records[: sum(end <= size for end in ends)]
+        assert read_headers(path, KIND).damaged == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_byte_costs_one_record(tmp_path: Path, seed: int) -> None:
+    path, rng = tmp_path / "file", random.Random(seed)
+    records = write(path, 6)
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(KIND), len(data))
+    data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    found = read(path)
+    assert [one for one in records if one in found] == found
+    assert len(found) == len(records) - 1
+
+
+def test_a_file_of_another_kind_has_no_records(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"something else that is longer")
+    assert (read(path), read_headers(path, KIND).damaged) == ([], 1)
+    path.write_bytes(b"")
+    assert read(path) == []
+
+
+def test_a_rewritten_file_has_the_given_records_and_takes_more(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    writer = RecordWriter(path, KIND)
+    places = [writer.append(b"%d" % number, [b"x" * number]) for number in range(10)]
+    before = writer.size
+    moved = writer.rewrite(places[::3])
+    assert writer.size < before
+    last = writer.append(b"last", [b"y"])
+    writer.close()
+    assert [header for header, _ in read(path)] == [b"0", b"3", b"6", b"9", b"last"]
+    assert [place for _, place in read_headers(path, KIND).records] == [*moved, last]
+    assert all(isinstance(place, RecordPlace) for place in moved)
