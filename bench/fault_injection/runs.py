@@ -33,7 +33,7 @@ def warm_up() -> None:
     gc.freeze()
 
 
-def prepare(folder: Path, filtered: int = 0) -> RunConfig:
+def prepare(folder: Path, filtered: int = 0, max_length: int = 128) -> RunConfig:
     """Write the data and build a tiny model without warm start; returns the configuration of all trials.
 
     Raises RuntimeError if the model cannot be built.
@@ -42,6 +42,7 @@ def prepare(folder: Path, filtered: int = 0) -> RunConfig:
         folder: directory of all trials.
         filtered: groups that the group filter drops in each step for their equal rewards (dynamic sampling). The model
             solves no problem, so every group has equal rewards; the data has ``filtered`` more prompts a step.
+        max_length: of prompt and response together, in tokens.
     """
     data = folder / "data.jsonl"
     rows = [
@@ -60,7 +61,7 @@ def prepare(folder: Path, filtered: int = 0) -> RunConfig:
         max_run_restarts=4,
         data=dataclasses.replace(base.data, path=str(data), epochs=1, eval_prompts=HELD_OUT),
         build=dataclasses.replace(
-            base.build, hidden_size=32, layers=1, heads=2, intermediate_size=64, vocab_size=300, max_length=128
+            base.build, hidden_size=32, layers=1, heads=2, intermediate_size=64, vocab_size=300, max_length=max_length
         ),
         sft=dataclasses.replace(base.sft, steps=0, answer_only_steps=0, eval_prompts=1),
         rollout=dataclasses.replace(base.rollout, workers=2, max_running_requests=4, max_new_tokens=8),

@@ -1,0 +1,325 @@
+"""What survives of what was generated: preemptions, kills of the whole run, kills of a rollout worker.
+
+    python bench/durable.py [--trials 300] [--repeats 3] [--parts NAME ...] [--quick] [--json PATH]
+
+Real runs, as in bench/faults.py, with the torch engine, a tiny model and long-tailed lengths. Each decode step takes as
+long as one of a large model. The data has exactly as many prompts as the run trains, so a token is lost if it was
+generated and is in no sample that was trained at the end of the run; they are counted in the engine.
+
+    preempt   SIGTERM to the run, then flowrt resume; staleness bounds 0, 1 and 4
+              preempt_lost_fraction: tokens lost, of those that were generated and not trained at the signal;
+              preempt_lost_fraction_without: the same at bound 1 with checkpoint.samples off
+    killed    SIGKILL of all processes, rollout.journal_s 10, a checkpoint every step, then flowrt resume
+              killed_lost_s: tokens lost, in seconds of generation of all workers
+    worker    SIGKILL of one of two rollout workers, rollout.journal_s 10
+              worker_lost_s: tokens lost, in seconds of generation of a worker
+    kills     the kills of bench/faults.py at random instants, with short journals
+              lost, doubled, hung, wrong: as there; over_bound: runs that trained a sample over the staleness bound
+    ratio     journal_ratio: samples/s with journals every second over samples/s without, by turns
+
+The worst of all repetitions counts; of the ratio the median.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.report import beyond, write
+from durability.counting import Generated, TokenCounter
+from fault_injection.faults import EVERYTHING, Plan, draw
+from fault_injection.launcher_process import LauncherProcess
+from fault_injection.runs import KEYS, WORKER_TIMEOUT_S, prepare, warm_up
+from fault_injection.trial import STEPS as TRIAL_STEPS
+from fault_injection.trial import Outcome, Trial
+from rich.console import Console
+from rich.table import Table
+
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import to_toml
+from flowrt.recipes.run_dir import checkpoint_steps
+
+PARTS = ("preempt", "killed", "worker", "kills", "ratio")
+BOUNDS = (0, 1, 4)
+PROMPTS, MEMBERS = 4, 4
+STEP_S = 0.02
+JOURNAL_S = 10.0
+DEADLINE_S = 600.0
+POLL_S = 0.02
+GROUPS = ("one", "two", "everything", "resume")
+MOST = {
+    "preempt_lost_fraction": 0.01,
+    "killed_lost_s": 10.0,
+    "worker_lost_s": 10.0,
+    **dict.fromkeys(("lost", "doubled", "hung", "wrong", "over_bound"), 0.0),
+}
+LEAST = {"journal_ratio": 0.98}
+COUNTER = TokenCounter()
+
+
+class Run:
+    """A run with a journal, and the tokens that its processes generate."""
+
+    def __init__(self, base: RunConfig, folder: Path, *, steps: int, **rollout: Any) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        (folder / "tmp").mkdir(parents=True)
+        data = folder / "data.jsonl"
+        rows = [
+            {"question": f"What is {n} and {n + 3}?", "answer": f"#### {2 * n + 3}"} for n in range(steps * PROMPTS)
+        ]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.config = dataclasses.replace(
+            base,
+            steps=steps,
+            run_dir=str(self.run_dir),
+            prompts_per_step=PROMPTS,
+            group_size=MEMBERS,
+            data=dataclasses.replace(base.data, path=str(data), eval_prompts=0),
+            rollout=dataclasses.replace(
+                base.rollout, **{"max_running_requests": 8, "max_new_tokens": 1000, "journal_s": JOURNAL_S, **rollout}
+            ),
+            trainer=dataclasses.replace(base.trainer, micro_batch_tokens=20_000),
+            algorithm=dataclasses.replace(base.algorithm, kl=dataclasses.replace(base.algorithm.kl, coef=0.0)),
+            max_run_restarts=0,
+        )
+
+    def start(self, **changes: Any) -> LauncherProcess:
+        """Start the run, with these changes of its configuration."""
+        COUNTER.folder = self.folder / "tokens"
+        self.config = dataclasses.replace(self.config, **changes)
+        path = self.folder / "config.toml"
+        path.write_text(to_toml(self.config))
+        return LauncherProcess(self.folder, ["run", "--config", str(path)], [])
+
+    def resume(self) -> None:
+        """Resume the run, and wait for its end."""
+        self.finish(LauncherProcess(self.folder, ["resume", str(self.run_dir)], []))
+
+    def finish(self, launcher: LauncherProcess, code: int = 0) -> None:
+        """Wait for the end of the launcher. Raises RuntimeError for another exit code."""
+        self.wait(launcher, launcher.is_over)
+        if launcher.code != code:
+            raise RuntimeError(f"the run ended with {launcher.code}, not {code}: {launcher.read_output()[-2000:]}")
+
+    def wait(self, launcher: LauncherProcess, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, or the end of the launcher. Raises RuntimeError at the deadline."""
+        end_s = time.monotonic() + DEADLINE_S
+        while not condition() and not launcher.is_over():
+            if time.monotonic() > end_s:
+                launcher.kill()
+                raise RuntimeError(f"no end after {DEADLINE_S:.0f} s: {launcher.read_output()[-2000:]}")
+            time.sleep(POLL_S)
+
+    def generated(self) -> dict[int, Generated]:
+        """What each process has generated, by process id."""
+        return COUNTER.read(self.folder / "tokens")
+
+    def tokens(self) -> int:
+        """All tokens that were generated."""
+        return sum(one.tokens for one in self.generated().values())
+
+    def trained(self) -> int:
+        """Response tokens of the steps that were trained."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        return sum(round(line["length_mean"] * line["samples"]) for line in map(json.loads, lines))
+
+    def steps(self) -> int:
+        """Number of steps that were trained."""
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+    def lost(self) -> int:
+        """Tokens that were generated and not trained, of a run that has trained all its prompts."""
+        return max(self.tokens() - self.trained(), 0)
+
+
+def preempted(base: RunConfig, folder: Path, bound: int, rng: random.Random, *, samples: bool = True) -> float:
+    """The fraction of the tokens in progress that a preemption loses; ``samples``: of `checkpoint.samples`."""
+    run = Run(base, folder, steps=5, journal_s=0.0)
+    checkpoint = dataclasses.replace(base.checkpoint, every=1000, samples=samples)
+    launcher = run.start(max_staleness=bound, checkpoint=checkpoint)
+    run.wait(launcher, lambda: run.steps() >= 1)
+    time.sleep(rng.uniform(0.5, 3.0))
+    launcher.inject("launcher", "SIGTERM", launcher.find("launcher"))
+    run.finish(launcher, 130)
+    at_signal = run.tokens() - run.trained()
+    run.resume()
+    return run.lost() / max(at_signal, 1)
+
+
+def killed(base: RunConfig, folder: Path, rng: random.Random) -> float:
+    """Seconds of generation that a kill of all processes loses."""
+    run = Run(base, folder, steps=8)
+    launcher = run.start(max_staleness=1, checkpoint=dataclasses.replace(base.checkpoint, every=1))
+    run.wait(launcher, lambda: run.steps() >= 1 and _worked_s(run) > JOURNAL_S)
+    time.sleep(rng.uniform(0.0, JOURNAL_S / 2))
+    launcher.inject(EVERYTHING, "kill", launcher.find(EVERYTHING))
+    run.wait(launcher, launcher.is_over)
+    per_s = sum(one.per_s for one in run.generated().values())
+    if not checkpoint_steps(run.run_dir):
+        raise RuntimeError("the run was killed before its first checkpoint")
+    run.resume()
+    return run.lost() / per_s
+
+
+def worker_killed(base: RunConfig, folder: Path, rng: random.Random) -> float:
+    """Seconds of its generation that the kill of a rollout worker loses."""
+    run = Run(base, folder, steps=6)
+    launcher = run.start(max_staleness=1)
+    run.wait(launcher, lambda: run.steps() >= 1 and _worked_s(run) > JOURNAL_S)
+    time.sleep(rng.uniform(0.0, JOURNAL_S / 2))
+    [victim] = launcher.find("rollout-1")
+    launcher.inject("rollout-1", "kill", [victim])
+    per_s = run.generated()[victim.pid].per_s
+    run.finish(launcher)
+    return run.lost() / per_s
+
+
+def _worked_s(run: Run) -> float:
+    """Seconds for which the worker that began last has generated."""
+    spans = [one.last_s - one.first_s for one in run.generated().values()]
+    return min(spans) if len(spans) > 1 else 0.0
+
+
+def kills(base: RunConfig, folder: Path, trials: int, first_seed: int, console: Console) -> dict[str, float]:
+    """Counts of trials with kills at random instants."""
+    base = dataclasses.replace(
+        base, rollout=dataclasses.replace(base.rollout, journal_s=0.1, max_new_tokens=40), max_staleness=1
+    )
+    outcomes: list[Outcome] = []
+    counts = dict.fromkeys(("trials", "lost", "doubled", "hung", "wrong", "over_bound", "taken_over"), 0.0)
+    for plan in _kill_plans(first_seed):
+        if len(outcomes) == trials:
+            break
+        trial = Trial(plan=plan, base=base, folder=folder / f"trial-{plan.seed}", deadline_s=180.0, keys=folder / KEYS)
+        outcome = _complete(trial)
+        if not outcome.injected and not outcome.is_bad:  # the run ended before its fault
+            shutil.rmtree(trial.folder)
+            continue
+        outcomes.append(outcome)
+        console.print(outcome.line(len(outcomes)), highlight=False, markup=False, soft_wrap=True)
+        counts["lost"] += outcome.lost
+        counts["doubled"] += outcome.doubled
+        counts["hung"] += outcome.hung
+        counts["wrong"] += bool(outcome.wrong)
+        path = trial.folder / "place" / "run" / "summary.json"
+        summary = json.loads(path.read_text()) if path.is_file() else {}
+        counts["over_bound"] += summary.get("staleness_max", 0) > base.max_staleness
+        counts["taken_over"] += summary.get("kept", {}).get("tokens", 0) > 0
+        if not outcome.is_bad:
+            shutil.rmtree(trial.folder)
+    counts["trials"] = len(outcomes)
+    return counts
+
+
+def _kill_plans(first_seed: int) -> Iterator[Plan]:
+    seed = first_seed
+    while True:
+        plan = draw(seed, TRIAL_STEPS, WORKER_TIMEOUT_S, GROUPS)
+        seed += 1
+        if all(one.kind == "kill" for one in (*plan.faults, *plan.resume_faults)):
+            yield plan
+
+
+def _complete(trial: Trial) -> Outcome:
+    course = trial.course()
+    while True:
+        try:
+            next(course)
+        except StopIteration as over:
+            outcome: Outcome = over.value
+            return outcome
+        time.sleep(POLL_S)
+
+
+def ratio(base: RunConfig, folder: Path, steps: int, repeats: int) -> float:
+    """Samples/s with a journal over samples/s without, by turns; the median of the pairs."""
+    pairs: list[float] = []
+    for number in range(repeats):
+        rates = {}
+        for name in ("on", "off") if number % 2 else ("off", "on"):
+            run = Run(base, folder / f"ratio-{number}-{name}", steps=steps, journal_s=1.0 if name == "on" else 0.0)
+            samples = dataclasses.replace(base.checkpoint, samples=name == "on", every=1000)
+            run.finish(run.start(max_staleness=1, checkpoint=samples))
+            rates[name] = float(json.loads((run.run_dir / "summary.json").read_text())["samples_per_s"])
+        pairs.append(rates["on"] / rates["off"])
+    return statistics.median(pairs)
+
+
+def main() -> int:
+    arguments = parsed()
+    console = Console(width=140)
+    folder = Path(tempfile.mkdtemp(prefix="flowrt-durable-"))
+    COUNTER.install()
+    warm_up()
+    base = prepare(folder, max_length=2048)
+    rng = random.Random(arguments.first_seed)
+    repeats = 1 if arguments.quick else arguments.repeats
+    metrics: dict[str, float] = {}
+    COUNTER.step_s = STEP_S
+    for number in range(repeats):
+        if "preempt" in arguments.parts:
+            for bound in BOUNDS[1:2] if arguments.quick else BOUNDS:
+                value = preempted(base, folder / f"preempt-{bound}-{number}", bound, rng)
+                _worst(metrics, f"preempt_lost_fraction_bound_{bound}", value)
+                _worst(metrics, "preempt_lost_fraction", value)
+            if not number:
+                value = preempted(base, folder / "preempt-without", 1, rng, samples=False)
+                metrics["preempt_lost_fraction_without"] = round(value, 4)
+        if "killed" in arguments.parts:
+            _worst(metrics, "killed_lost_s", killed(base, folder / f"killed-{number}", rng))
+        if "worker" in arguments.parts:
+            _worst(metrics, "worker_lost_s", worker_killed(base, folder / f"worker-{number}", rng))
+    COUNTER.step_s = 0.0
+    if "ratio" in arguments.parts:
+        metrics["journal_ratio"] = ratio(base, folder, 6 if arguments.quick else 40, 1 if arguments.quick else 5)
+    if "kills" in arguments.parts:
+        COUNTER.folder = folder / "tokens"
+        metrics |= kills(base, folder, 3 if arguments.quick else arguments.trials, arguments.first_seed, console)
+    console.print(table_of(metrics))
+    missed = beyond(metrics, MOST, LEAST, quick=arguments.quick)
+    if not missed:
+        shutil.rmtree(folder)
+    write(arguments.json, metrics, repeats=repeats, first_seed=arguments.first_seed, journal_s=JOURNAL_S)
+    return int(bool(missed))
+
+
+def _worst(metrics: dict[str, float], name: str, value: float) -> None:
+    metrics[name] = max(metrics.get(name, 0.0), round(value, 4))
+
+
+def table_of(metrics: dict[str, float]) -> Table:
+    """The metrics with the values that they have to reach."""
+    table = Table(title="what survives of what was generated")
+    for heading in ("metric", "value", "to reach"):
+        table.add_column(heading, justify="left" if heading == "metric" else "right")
+    for name, value in metrics.items():
+        goal = f"<= {MOST[name]:g}" if name in MOST else f">= {LEAST[name]:g}" if name in LEAST else ""
+        table.add_row(name, f"{value:g}", goal)
+    return table
+
+
+def parsed() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=300, help="runs with kills at random instants")
+    parser.add_argument("--repeats", type=int, default=3, help="of every other measurement")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="one repetition of each, three kills")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
