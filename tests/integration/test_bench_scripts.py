@@ -23,6 +23,7 @@ SELF_CONTAINED = (
     "curve",
     "decoding",
     "deltas",
+    "durable",
     "estimate",
     "faults",
     "main_job",

@@ -53,14 +53,17 @@ def trained(run_dir: Path) -> set[tuple[int, int]]:
 
 
 def assert_taken_over(before: dict[SampleKey, KeptTokens], after: dict[SampleKey, KeptTokens]) -> Counter[str]:
-    """Samples that are in both begin with the same tokens, if the later ones are of the same sample; counts them."""
+    """Counts the samples that are in both, by what the later ones have of the earlier ones.
+
+    The tokens of a sample that is generated again are the same, and its log-probabilities are rounded otherwise.
+    """
     taken: Counter[str] = Counter()
     for key in before.keys() & after.keys():
         length = len(before[key].prefix.tokens)
-        if after[key].prefix.tokens[:length].tolist() != before[key].prefix.tokens.tolist():
+        if after[key].prefix.logprobs[:length].tolist() != before[key].prefix.logprobs.tolist():
             taken["generated again"] += 1
             continue
-        assert after[key].prefix.logprobs[:length].tolist() == before[key].prefix.logprobs.tolist()
+        assert after[key].prefix.tokens[:length].tolist() == before[key].prefix.tokens.tolist()
         taken["complete" if before[key].is_complete else "prefix"] += 1
     return taken
 
@@ -129,7 +132,7 @@ def test_a_killed_run_takes_over_what_its_journals_have_and_no_damaged_part(
     assert_exact(run.run_dir, saved + 4)
     taken = assert_taken_over(before, written(run.run_dir, "2/*"))
     assert taken["complete"] > 0
-    assert taken["generated again"] <= 1 + summary(run.run_dir)["kept"]["discarded"].get("damaged", 0)
+    assert taken["complete"] + taken["prefix"] >= summary(run.run_dir)["kept"]["complete"]
 
 
 @pytest.mark.long

@@ -65,10 +65,10 @@ class Standin:
         body = await request.json() if request.can_read_body else {}
         if route in ("/health", "/server_info", "/routes", "/bodies", "/loaded", "/fail_next"):
             return self.report(route, body)
-        noted: dict[str, Any] = {name: one for name, one in body.items() if isinstance(one, str | bool | dict)}
+        sent: dict[str, Any] = {name: one for name, one in body.items() if isinstance(one, str | bool | dict)}
         if "input_ids" in body:
-            noted["input_tokens"] = len(body["input_ids"])
-        self.bodies.append((route, noted))
+            sent["input_tokens"] = len(body["input_ids"])
+        self.bodies.append((route, sent))
         refusal = self.refusal(route, body)
         if refusal:
             return web.json_response({"success": False, "message": refusal}, status=400)
