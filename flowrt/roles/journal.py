@@ -10,6 +10,7 @@
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ MAX_PENDING_BYTES = 256 << 20
 """Bytes of parts that wait for the disk; further parts are left out until it has caught up."""
 KEPT_FILES = 4
 """Files of earlier processes of a worker, in the same start of the run, that are kept."""
+TYPES = {"response": "int32", "logprobs": "float32", "support": "int32", "support_counts": "int32"}
+"""The dtypes of the columns of a part."""
 DTYPES = {"int32": torch.int32, "float32": torch.float32}
 DISK = BoundedElsewhere("the disk")
 
@@ -46,6 +49,22 @@ class KeptTokens:
     prefix: Prefix
     is_complete: bool
     truncated: bool
+
+
+@dataclass(slots=True)
+class NewPart:
+    """Tokens of a sample to be written: those from token ``start`` on, of a prompt of these tokens [L]."""
+
+    slot: int
+    key: SampleKey
+    prompt: torch.Tensor
+    start: int
+    tokens: KeptTokens
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tokens, without their supports."""
+        return 8 * (len(self.tokens.prefix.tokens) - self.start)
 
 
 @dataclass(slots=True)
@@ -78,29 +97,15 @@ class Journal:
         self._writer: RecordWriter | None = None
         self._live: dict[int, _Written] = {}  # by slot
         self._live_bytes = 0
-        self._released: dict[int, tuple[int, _Written]] = {}  # with the checkpoint that may need it, by a number
-        self._releases = 0
+        self._released: deque[tuple[int, _Written]] = deque()  # with the checkpoint that may need it
 
-    def add(self, slot: int, key: SampleKey, prompt_crc: int, start: int, tokens: KeptTokens) -> bool:
-        """Write the tokens of a sample from token ``start`` on; False if the disk lags behind and they are left out."""
-        columns = _columns(tokens.prefix, start)
-        size = sum(values.nbytes for values in columns.values())
+    def add(self, parts: Sequence["NewPart"]) -> bool:
+        """Write parts of samples; False if the disk lags behind and they are left out."""
+        size = sum(part.size for part in parts)
         if self._has_failed or self._pending_bytes + size > MAX_PENDING_BYTES:
             return False
         self._pending_bytes += size
-        part = SamplePart(
-            *key,
-            prompt_crc=prompt_crc,
-            start=start,
-            count=len(columns["response"]),
-            spans=tokens.prefix.spans,
-            is_complete=tokens.is_complete,
-            truncated=tokens.truncated,
-            columns=tuple(
-                (name, str(values.dtype).removeprefix("torch."), values.nbytes) for name, values in columns.items()
-            ),
-        )
-        done = self._thread.submit(self._write, slot, part, list(columns.values()))
+        done = self._thread.submit(self._write, parts)
         loop = asyncio.get_running_loop()
         done.add_done_callback(lambda _: loop.call_soon_threadsafe(self._on_written, size))
         return True
@@ -120,22 +125,39 @@ class Journal:
 
     # ---- on the thread
 
-    def _write(self, slot: int, part: SamplePart, columns: list[torch.Tensor]) -> None:
+    def _write(self, parts: Sequence["NewPart"]) -> None:
         if self._has_failed:
             return
         try:
             writer = self._writer or self._open()
-            body = [values.numpy().tobytes() for values in columns]
-            place = writer.append(to_blob(part), body)
-            if part.start == 0:
-                self._forget(slot)
-            written = self._live.setdefault(slot, _Written(part.newest))
-            written.newest = part.newest
-            written.places.append(place)
-            self._live_bytes += place.end - place.start
+            for new in parts:
+                self._append(writer, new)
             writer.flush()
         except OSError as error:
             self._fail(error)
+
+    def _append(self, writer: RecordWriter, new: "NewPart") -> None:
+        prefix = new.tokens.prefix
+        columns = _columns(prefix, new.start)
+        part = SamplePart(
+            *new.key,
+            prompt_crc=prompt_checksum(new.prompt),
+            start=new.start,
+            count=len(prefix.tokens) - new.start,
+            spans=prefix.spans,
+            is_complete=new.tokens.is_complete,
+            truncated=new.tokens.truncated,
+            columns=tuple([(name, TYPES[name], len(data)) for name, data in columns.items()]),
+        )
+        place = writer.append(to_blob(part), list(columns.values()))
+        if new.start == 0:
+            self._forget(new.slot)
+        written = self._live.get(new.slot)
+        if written is None:
+            written = self._live[new.slot] = _Written(part.newest)
+        written.newest = part.newest
+        written.places.append(place)
+        self._live_bytes += place.end - place.start
 
     def _open(self) -> RecordWriter:
         private_directory(self._directory)
@@ -158,20 +180,16 @@ class Journal:
             if (written := self._live.pop(slot, None)) is None:
                 continue
             if written.newest <= checkpoint:
-                self._releases += 1
-                self._released[self._releases] = checkpoint, written
+                self._released.append((checkpoint, written))
             else:
                 self._live_bytes -= written.size
-        for number, (needed_by, written) in list(self._released.items()):
-            if needed_by >= checkpoint:
-                break  # they are in order of their checkpoints
-            del self._released[number]
-            self._live_bytes -= written.size
+        while self._released and self._released[0][0] < checkpoint:  # they are in order of their checkpoints
+            self._live_bytes -= self._released.popleft()[1].size
         if self._writer.size > 2 * self._live_bytes + SLACK_BYTES:
             self._rewrite(self._writer)
 
     def _rewrite(self, writer: RecordWriter) -> None:
-        needed = [*self._live.values(), *(written for _, written in self._released.values())]
+        needed = [*self._live.values(), *(written for _, written in self._released)]
         places = [place for written in needed for place in written.places]
         try:
             moved = dict(zip(places, writer.rewrite(places), strict=True))
@@ -205,18 +223,18 @@ def _number(path: Path) -> int:
     return int(path.stem) if path.stem.isdecimal() else 0
 
 
-def _columns(prefix: Prefix, start: int) -> dict[str, torch.Tensor]:
+def _columns(prefix: Prefix, start: int) -> dict[str, bytes]:
     """The columns of a prefix from token ``start`` on."""
-    columns = {"response": prefix.tokens[start:].to(torch.int32), "logprobs": prefix.logprobs[start:].float()}
+    columns = {"response": prefix.tokens[start:], "logprobs": prefix.logprobs[start:]}
     if prefix.support is not None:
         support = prefix.support.suffix(start)
-        columns |= {"support": support.tokens_E.to(torch.int32), "support_counts": support.counts_T.to(torch.int32)}
-    return {name: values.contiguous() for name, values in columns.items()}
+        columns |= {"support": support.tokens_E, "support_counts": support.counts_T}
+    return {name: values.to(DTYPES[TYPES[name]]).numpy().tobytes() for name, values in columns.items()}
 
 
 def prompt_checksum(tokens_L: torch.Tensor) -> int:
     """The checksum by which a prompt is recognised."""
-    return crc32(tokens_L.to(torch.int32).contiguous().numpy().tobytes())
+    return crc32(tokens_L.to(torch.int32).numpy().tobytes())
 
 
 def newest_checkpoint(run_dir: Path) -> int:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from math import inf
 from time import monotonic
 
+import torch
+
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import ContinuesSequences, Prefix, Response, RolloutEngine
 from flowrt.errors import EngineError, WaitExpired
 from flowrt.protocol.journals import SampleKey
-from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, prompt_checksum
+from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, NewPart, prompt_checksum
 from flowrt.roles.main import SAVE_S
 from flowrt.runtime.compute_thread import ComputeThread
 from flowrt.runtime.waits import wait_until
@@ -29,7 +31,7 @@ log = logging.getLogger("flowrt")
 class _KeptSequence:
     slot: int
     key: SampleKey
-    prompt_crc: int
+    prompt: torch.Tensor
     written: int = 0
     """Number of its tokens in the journal."""
 
@@ -96,18 +98,20 @@ class KeptSequences:
 
     def started(self, key: int, batch: Batch, row: int, kept: KeptTokens | None) -> None:
         """Note a sequence of the engine; what was kept of it is written to this journal too."""
-        checksum = prompt_checksum(batch.tensors["prompt"][row])
-        sequence = self._running[key] = _KeptSequence(batch.slots[row], _key(batch, row), checksum)
+        prompt = batch.tensors["prompt"][row]
+        sequence = self._running[key] = _KeptSequence(batch.slots[row], _key(batch, row), prompt)
         if kept is not None and not kept.is_complete:
-            self._write(sequence, kept)
+            self._write([(sequence, kept)])
 
     def finished(self, responses: Sequence[Response]) -> None:
         """Write sequences that are complete."""
+        complete: list[tuple[_KeptSequence, KeptTokens]] = []
         for one in responses:
             sequence = self._running.pop(one.key, None)
             if sequence is not None:
                 prefix = Prefix(one.tokens, one.logprobs, one.spans, one.support)
-                self._write(sequence, KeptTokens(prefix, is_complete=True, truncated=one.truncated))
+                complete.append((sequence, KeptTokens(prefix, is_complete=True, truncated=one.truncated)))
+        self._write(complete)
 
     def release(self, slots: Sequence[int]) -> None:
         """Note that these slots are not needed any more."""
@@ -146,15 +150,18 @@ class KeptSequences:
     async def _write_running(self) -> None:
         if self._engine is None or self._thread is None:
             return
+        new: list[tuple[_KeptSequence, KeptTokens]] = []
         for key, prefix in (await self._thread.run(self._engine.prefixes)).items():
             sequence = self._running.get(key)
             if sequence is not None and len(prefix.tokens) > sequence.written:
-                self._write(sequence, KeptTokens(prefix, is_complete=False, truncated=False))
+                new.append((sequence, KeptTokens(prefix, is_complete=False, truncated=False)))
+        self._write(new)
 
-    def _write(self, sequence: _KeptSequence, tokens: KeptTokens) -> None:
-        start = sequence.written
-        if self._journal.add(sequence.slot, sequence.key, sequence.prompt_crc, start, tokens):
-            sequence.written = len(tokens.prefix.tokens)
+    def _write(self, new: Sequence[tuple[_KeptSequence, KeptTokens]]) -> None:
+        parts = [NewPart(one.slot, one.key, one.prompt, one.written, tokens) for one, tokens in new]
+        if parts and self._journal.add(parts):
+            for one, tokens in new:
+                one.written = len(tokens.prefix.tokens)
 
     def _on_freed(self, columns: Sequence[str], slots: Sequence[int]) -> None:
         if not columns or "response" in columns:

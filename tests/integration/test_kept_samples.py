@@ -132,7 +132,8 @@ def test_a_killed_run_takes_over_what_its_journals_have_and_no_damaged_part(
     assert_exact(run.run_dir, saved + 4)
     taken = assert_taken_over(before, written(run.run_dir, "2/*"))
     assert taken["complete"] > 0
-    assert taken["complete"] + taken["prefix"] >= summary(run.run_dir)["kept"]["complete"]
+    # Of the record with the damaged byte the header may be intact, so that its sample counts as kept.
+    assert taken["complete"] + taken["prefix"] >= summary(run.run_dir)["kept"]["complete"] - 1
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from flowrt.algorithms.support import Support
 from flowrt.engines.base import Prefix
 from flowrt.protocol.journals import SampleKey, journal_of
 from flowrt.roles import journal as journal_module
-from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, prompt_checksum
+from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, NewPart, prompt_checksum
 
 PROMPT = torch.tensor([5, 6, 7], dtype=torch.int32)
 CHECKSUM = prompt_checksum(PROMPT)
@@ -27,6 +27,10 @@ def tokens(count: int, first: int = 0, *, complete: bool = False, support: bool 
     of_positions = Support(torch.arange(int(counts.sum()), dtype=torch.int32), counts) if support else None
     prefix = Prefix(ids, -ids.float(), (3, count), of_positions)
     return KeptTokens(prefix, is_complete=complete, truncated=complete)
+
+
+def part(slot: int, sample: SampleKey, start: int, kept: KeptTokens) -> list[NewPart]:
+    return [NewPart(slot, sample, PROMPT, start, kept)]
 
 
 def written(tmp_path: Path, work: Callable[[Journal], object], checkpoint: Callable[[], int] = lambda: 0) -> Path:
@@ -60,8 +64,8 @@ def assert_same(found: KeptTokens | None, expected: KeptTokens) -> None:
 def test_a_sample_that_is_written_in_parts_is_read_as_a_whole(tmp_path: Path, support: bool) -> None:
     def work(journal: Journal) -> None:
         for start, end, complete in ((0, 4, False), (4, 5, False), (5, 9, True)):
-            assert journal.add(1, key(7), CHECKSUM, start, tokens(end, complete=complete, support=support))
-        assert journal.add(2, key(8), CHECKSUM, 0, tokens(3, support=support))
+            assert journal.add(part(1, key(7), start, tokens(end, complete=complete, support=support)))
+        assert journal.add(part(2, key(8), 0, tokens(3, support=support)))
 
     written(tmp_path, work)
     assert_same(read(tmp_path, 7), tokens(9, complete=True, support=support))
@@ -75,13 +79,13 @@ def test_a_sample_that_is_written_in_parts_is_read_as_a_whole(tmp_path: Path, su
 
 def test_a_sample_that_began_anew_and_a_later_process_come_before(tmp_path: Path) -> None:
     def first(journal: Journal) -> None:
-        journal.add(1, key(7), CHECKSUM, 0, tokens(9))
-        journal.add(1, key(7), CHECKSUM, 0, tokens(2, 50))
-        journal.add(2, key(8), CHECKSUM, 0, tokens(4))
+        journal.add(part(1, key(7), 0, tokens(9)))
+        journal.add(part(1, key(7), 0, tokens(2, 50)))
+        journal.add(part(2, key(8), 0, tokens(4)))
 
     written(tmp_path, first)
     assert_same(read(tmp_path, 7), tokens(2, 50))
-    written(tmp_path, lambda journal: journal.add(2, key(8), CHECKSUM, 0, tokens(4, 20)))
+    written(tmp_path, lambda journal: journal.add(part(2, key(8), 0, tokens(4, 20))))
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["0.journal", "1.journal"]
     assert_same(read(tmp_path, 8), tokens(4, 20))
 
@@ -89,7 +93,7 @@ def test_a_sample_that_began_anew_and_a_later_process_come_before(tmp_path: Path
 def test_a_damaged_part_costs_the_tokens_from_it_on(tmp_path: Path) -> None:
     def work(journal: Journal) -> None:
         for start, end, complete in ((0, 300, False), (300, 600, False), (600, 900, True)):
-            journal.add(1, key(7), CHECKSUM, start, tokens(end, complete=complete))
+            journal.add(part(1, key(7), start, tokens(end, complete=complete)))
 
     [path] = written(tmp_path, work).iterdir()
     data = bytearray(path.read_bytes())
@@ -106,7 +110,7 @@ def test_what_is_not_needed_leaves_the_disk_but_for_the_newest_checkpoint(
 
     def first(journal: Journal) -> None:
         for prompt in range(40):
-            journal.add(prompt, key(prompt), CHECKSUM, 0, tokens(500, complete=True))
+            journal.add(part(prompt, key(prompt), 0, tokens(500, complete=True)))
 
     def work(journal: Journal) -> None:
         nonlocal checkpoint
@@ -114,7 +118,7 @@ def test_what_is_not_needed_leaves_the_disk_but_for_the_newest_checkpoint(
         journal.release(tuple(range(10)))  # their version, 3, is newer than the checkpoint
         journal._thread.submit(set_checkpoint, 5)
         journal.release(tuple(range(10, 39)))
-        journal.add(99, key(99), CHECKSUM, 0, tokens(10))
+        journal.add(part(99, key(99), 0, tokens(10)))
 
     def set_checkpoint(step: int) -> None:
         nonlocal checkpoint
@@ -142,7 +146,7 @@ def test_a_disk_that_fails_ends_the_journal_and_not_the_worker(
     (tmp_path / "w").write_text("a file in place of the directory")
 
     def work(journal: Journal) -> None:
-        journal.add(1, key(7), CHECKSUM, 0, tokens(4))
+        journal.add(part(1, key(7), 0, tokens(4)))
         journal.release((1,))
 
     written(tmp_path, work)
@@ -154,7 +158,7 @@ def test_a_disk_that_lags_behind_bounds_the_memory(tmp_path: Path, monkeypatch: 
     accepted: list[bool] = []
 
     def work(journal: Journal) -> None:
-        accepted.extend(journal.add(slot, key(slot), CHECKSUM, 0, tokens(50)) for slot in range(5))
+        accepted.extend(journal.add(part(slot, key(slot), 0, tokens(50))) for slot in range(5))
 
     written(tmp_path, work)
     assert accepted == [True, True, False, False, False]
