@@ -19,7 +19,7 @@ from flowrt.controller.state.state import Preemption, State
 from flowrt.controller.state.training_window import TrainingWindow
 from flowrt.controller.state.transfers import Lanes
 from flowrt.controller.state.weights import VersionTable
-from flowrt.controller.storage import ledger
+from flowrt.controller.storage import journals, ledger
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.transitions import commits, filtering, offers, rollback, training
 from flowrt.errors import RemoteProtocolError
@@ -400,6 +400,14 @@ def a_restarted_controller_forgets_preemption(right: Function) -> Function:
 @bug(Recovery, "is_parked")
 def a_worker_gets_work_before_its_late_inventory(right: Function) -> Function:
     return lambda self, worker: self.is_active
+
+
+# ---- samples in journals
+
+
+@bug(journals, "_fault")
+def a_sample_of_a_version_after_the_checkpoint_is_kept(right: Function) -> Function:
+    return lambda part, newest, may_train: right(part, max(newest, part.newest), may_train)
 
 
 # ---- rollback

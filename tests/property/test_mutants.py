@@ -34,6 +34,7 @@ FILTERED_RUNS = 8
 TERMINATED_RUNS = 24
 DRAINED_RUNS = 12
 PREEMPTED_RUNS = 8
+KEPT_RUNS = 12
 LATE_SEEDS = range(10, 22)
 EVALUATED_RUNS = 18
 SOURCES_RUNS = 18
@@ -193,6 +194,20 @@ def run_resumed(seed: int, directory: Path) -> None:
         runs.ledger.close()
 
 
+def run_kept(seed: int, directory: Path) -> None:
+    """Run a cluster that is interrupted twice and takes over what its journals have."""
+    scenario = Scenario(
+        seed=seed, bound=1 + seed % 3, steps=6, checkpoint_every=2, capacity=6, members=3, kills=seed % 2
+    )
+    place = directory / f"kept{seed}"
+    place.mkdir(exist_ok=True)
+    runs = run_with_crashes(scenario, [200 + 20 * seed, 150], place / "ledger.sqlite", journals=True)
+    try:
+        assert_exact(runs, scenario)
+    finally:
+        runs.ledger.close()
+
+
 def run_all(directory: Path, share: int = 1) -> None:
     """Run clusters with faults, among them interrupted and resumed runs, and runs with a group filter.
 
@@ -208,6 +223,7 @@ def run_all(directory: Path, share: int = 1) -> None:
         (range(PREEMPTED_RUNS), lambda seed: run_preempted(seed, directory)),
         (range(0, RUNS, 4), lambda seed: run_resumed(seed, directory)),
         (LATE_SEEDS, lambda seed: run_sound(late_scenario_of(seed))),
+        (range(KEPT_RUNS), lambda seed: run_kept(seed, directory)),
     ]
     turns = itertools.zip_longest(*([(run, seed) for seed in seeds] for seeds, run in kinds))
     for turn in itertools.islice(turns, 0, None, share):

@@ -48,7 +48,9 @@ class ResumedRuns:
         self.discarded.update(found.discarded)
         for one in found.kept:
             written = self.journals[one.journal][SampleKey(one.epoch, one.prompt, one.member, 0)]
-            assert max(written.spans[::2]) <= self.checkpoint, f"{one} has tokens of versions that are gone"
+            later = self.positions[int(one.journal.split("/")[1]) :]
+            newest = min(position.step for position in later)
+            assert max(written.spans[::2]) <= newest, f"{one} has tokens of versions that are gone"
             assert one.prompt not in passed.get(one.epoch, ()), f"{one} is of a prompt that is trained"
         return found
 

@@ -91,7 +91,7 @@ def read_journals(
     for attempt, path in _attempts(run_dir).items():
         if attempt >= len(starts):
             continue
-        newest = min(starts[attempt:])
+        newest = newest_kept(starts, attempt)
         for journal in sorted(path.glob(f"*/*{SUFFIX}")):
             files.append(journal)
             samples = read_journal(journal, found.discarded)
@@ -113,6 +113,11 @@ def read_journals(
     found.discarded.update(reason for key, reason in refused.items() if key not in best)
     _delete(files, {journal for _, journal in best.values()})
     return found
+
+
+def newest_kept(starts: Sequence[int], attempt: int) -> int:
+    """The newest version of a start or resume of the run, counted from 1, that no later one has made again."""
+    return min(starts[attempt:])
 
 
 def read_journal(path: Path, discarded: Counter[str]) -> dict[SampleKey, WrittenSample[RecordPlace]]:
