@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from flowrt.controller.events import Command, Dismiss, Event, MessageReceived, Send, WorkerConnected, WorkerDisconnected
+from flowrt.controller.state.kept_samples import KeptSample
 from flowrt.controller.state.samples import NO_NUMBERS, NO_TENSORS, NOTHING_KEPT
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
@@ -22,9 +24,9 @@ SHARED: dict[int, Any] = {id(one): one for one in (NO_TENSORS, NO_NUMBERS, NOTHI
 class CoreDriver:
     """A core, and helpers that send it messages directly; all workers have joined."""
 
-    def __init__(self, *, position: Position | None = None, **scenario: Any) -> None:
+    def __init__(self, *, position: Position | None = None, kept: Sequence[KeptSample] = (), **scenario: Any) -> None:
         self.scenario = Scenario(**{"members": 1, "groups_per_step": 1, "references": 0} | scenario)
-        self.core = make_core(self.scenario, position)
+        self.core = make_core(self.scenario, position, 1, None, (), kept)
         self.now = 0.0
         for worker in ("source0", "rollout0", "rollout1", "reward0", "evaluate0", "trainer0"):
             self.event(WorkerConnected(WorkerId(worker), worker[:-1], "host"))
