@@ -55,6 +55,7 @@ def scenario(seed: int) -> Scenario:
         exact_evals=seed % 3,
         on_lost_sample=tuple(OnLostSample)[seed % 3],
         attempts=3,
+        journals="journals/2" if seed % 4 > 1 else "",
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from flowrt.controller.core import Core
 from flowrt.controller.events import Command, Event, Send
+from flowrt.controller.state.kept_samples import KeptSample
 from flowrt.controller.state.replay import RecoveredState
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs
@@ -27,6 +28,10 @@ STRIDE = 40
 """Number of events between two compared states."""
 MAX_STEP_S = 1e-3
 LIMIT_BYTES = 1 << 30
+KEPT = tuple(
+    KeptSample(epoch=0, prompt=prompt, member=0, oldest=0, journal="journals/1/gone/0.journal") for prompt in range(4)
+)
+"""What the journals of an earlier start have, in the runs with journals."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -85,12 +90,14 @@ class RecordedCluster(SimulatedCluster):
         self._times = random.Random(number)
         self.recording: EventRecording | None = None
         self.states: dict[str, str] = {}
-        super().__init__(scenario(number))
+        super().__init__(scenario(number), kept=KEPT if scenario(number).journals else ())
 
     def _make_core(self, position: Position | None, term: int = 1, recovered: RecoveredState | None = None) -> Core:
         if self.recording is not None:
             self.recording.close()
-        inputs = CoreInputs(str(self._number), term, position or Position(), recovered, tuple(self._outcomes))
+        inputs = CoreInputs(
+            str(self._number), term, position or Position(), recovered, tuple(self._outcomes), kept=tuple(self._kept)
+        )
         core = super()._make_core(position, term, recovered)
         self.recording = EventRecording(self.run_dir, inputs, self._limit_bytes)
         self.recording.begin(0.0)
@@ -115,7 +122,12 @@ def replay_of(recording: TermRecording, **options: Any) -> Replay:
     """The replay of a simulated run."""
     inputs = recording.header.inputs
     core = make_core(
-        scenario(int(inputs.config)), inputs.position, inputs.term, inputs.recovered, list(inputs.outcomes)
+        scenario(int(inputs.config)),
+        inputs.position,
+        inputs.term,
+        inputs.recovered,
+        list(inputs.outcomes),
+        inputs.kept,
     )
     return Replay(recording, core=core, **options)
 

@@ -321,11 +321,11 @@ def sources_digest() -> str:
 def pack_header(header: Header) -> list[Any]:
     """The header as an item of a MessagePack array."""
     inputs, recovered = header.inputs, header.inputs.recovered
-    kept = None
+    state = None
     if recovered is not None:
         entries = [(_ENTRIES.index(type(entry)), to_blob(entry)) for entry in recovered.entries]
         orders = [(_ORDERS.index(type(order)), to_blob(order)) for order in recovered.orders]
-        kept = [
+        state = [
             list(recovered.numbers.items()),
             list(recovered.members.items()),
             entries,
@@ -340,8 +340,10 @@ def pack_header(header: Header) -> list[Any]:
         inputs.config,
         inputs.term,
         to_blob(inputs.position),
-        kept,
+        state,
         [tuple(outcome) for outcome in inputs.outcomes],
+        inputs.journals,
+        [astuple(sample) for sample in inputs.kept],
     ]
 
 
@@ -350,10 +352,10 @@ def unpack_header(content: Sequence[Any]) -> Header:
 
     Raises ValueError, TypeError, IndexError or FlowError for other content.
     """
-    version, sources, start_s, unix_s, config, term, position, kept, outcomes = content
+    version, sources, start_s, unix_s, config, term, position, state, outcomes, journals, kept = content
     recovered = None
-    if kept is not None:
-        numbers, members, entries, dropped, orders = kept
+    if state is not None:
+        numbers, members, entries, dropped, orders = state
         known: list[GroupEntry] = [from_blob(_ENTRIES[kind], blob) for kind, blob in entries]
         ordered: list[Order] = [from_blob(_ORDERS[kind], blob) for kind, blob in orders]
         recovered = RecoveredState(dict(numbers), dict(members), known, dict(dropped), tuple(ordered))
@@ -363,6 +365,8 @@ def unpack_header(content: Sequence[Any]) -> Header:
         position=from_blob(Position, position),
         recovered=recovered,
         outcomes=tuple(Outcome(*outcome) for outcome in outcomes),
+        journals=journals,
+        kept=tuple(KeptSample(*sample) for sample in kept),
     )
     return Header(inputs=inputs, start_s=start_s, unix_s=unix_s, version=version, sources=sources)
 

@@ -26,6 +26,7 @@ from flowrt.controller.events import (
     WorkerConnected,
     WorkerDisconnected,
 )
+from flowrt.controller.state.kept_samples import KeptSample
 from flowrt.controller.state.replay import GroupsOpened, RecoveredState, RunPreempted, StageCommitted, WorkerDrained
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.storage import recording
@@ -128,13 +129,15 @@ def test_a_header_reads_back() -> None:
     )
     orders = (WorkerDrained("rollout-0", True), RunPreempted("interrupted (SIGTERM)", 143, 2, 3))
     recovered = RecoveredState({"step": 3}, {"rollout-0": "rollout"}, (offer, commit), {"too old": 2}, orders)
-    inputs = CoreInputs("recipe = 'x'", 2, Position(step=3), recovered, (Outcome(1, 0, 3, 0.1),))
+    kept = (KeptSample(epoch=0, prompt=4, member=1, oldest=2, journal="journals/1/w/0.journal"),)
+    inputs = CoreInputs("recipe = 'x'", 2, Position(step=3), recovered, (Outcome(1, 0, 3, 0.1),), "journals/2", kept)
     header = RecordingHeader(inputs=inputs, start_s=1.5, unix_s=1e9, version="0", sources="ab")
     read = unpack_header(pack_header(header))
     assert read.inputs.recovered is not None
     assert tuple(read.inputs.recovered.entries) == recovered.entries
     assert (read.start_s, read.inputs.outcomes, read.inputs.position) == (1.5, inputs.outcomes, Position(step=3))
     assert read.inputs.recovered.numbers == recovered.numbers
+    assert (read.inputs.journals, read.inputs.kept) == ("journals/2", kept)
 
 
 # ---- bounds
