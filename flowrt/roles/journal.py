@@ -34,6 +34,8 @@ SLACK_BYTES = 16 << 20
 """Bytes that are not needed any more from which a file is rewritten."""
 MAX_PENDING_BYTES = 256 << 20
 """Bytes of parts that wait for the disk; further parts are left out until it has caught up."""
+MAX_READ_FILES = 64
+"""Files of other processes whose contents are remembered."""
 KEPT_FILES = 4
 """Files of earlier processes of a worker, in the same start of the run, that are kept."""
 TYPES = {"response": "int32", "logprobs": "float32", "support": "int32", "support_counts": "int32"}
@@ -296,6 +298,9 @@ class KeptJournals:
                     parts.append((from_blob(SamplePart, header), place))
                 except FlowError:
                     continue  # of a damaged file
+            self._files.pop(path, None)
+            if len(self._files) >= MAX_READ_FILES:
+                del self._files[next(iter(self._files))]
             file = self._files[path] = _File(state, written_samples(parts))
         return file.samples
 

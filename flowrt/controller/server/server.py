@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from flowrt.controller.server.connections import (
 )
 from flowrt.controller.server.guard_command import GuardCommand
 from flowrt.controller.storage.event_log import EventLog
-from flowrt.controller.storage.journals import kept_summary
+from flowrt.controller.storage.journals import delete_outdated, kept_summary
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.recording import EventRecording
@@ -56,6 +57,7 @@ from flowrt.net.curve_keys import ControllerKeys
 from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
+from flowrt.protocol.journals import journal_of
 from flowrt.protocol.messages import Passed, Position
 from flowrt.runtime.clock import Clock, MonotonicClock, OwnAbsence, SteadyClock
 from flowrt.runtime.host import clock_name
@@ -192,6 +194,8 @@ class Server:
         self._run_dir = run_dir
         self._health = Health()
         self._health_watch: asyncio.Task[None] | None = None
+        self._checkpoint = core.settings.position.step
+        self._cleaning: asyncio.Task[None] | None = None  # of journals
         if self._samples is not None:
             self._samples.begin(self.ledger.run_attempt, self.ledger.resumed_from or 0)
         self._log_start()
@@ -492,6 +496,7 @@ class Server:
             case Persist(worker, request):
                 self._persist_requests.append((worker, request))
                 self._commit(LOCKED_TIMEOUT_S)
+                self._clean_journals(self._core.state.window.step)
             case LogEvent(kind, step, text, about, fields):
                 if kind in ("guard", "warning"):
                     log.warning("step %d: %s", step, text)
@@ -512,6 +517,15 @@ class Server:
                     self._alarm(self._health.evaluation(name, self.metrics.evaluations, step))
             case _:
                 self._recorder.record(command, now)
+
+    def _clean_journals(self, checkpoint: int) -> None:
+        """Delete what journals of lost processes have and no run needs that goes back to the checkpoint before."""
+        journals, may_train = self._core.settings.journals, self._core.env.policies.admission.may_train
+        before, self._checkpoint = self._checkpoint, checkpoint
+        if journals and (self._cleaning is None or self._cleaning.done()):
+            in_use = {journal_of(journals, worker) for worker in self._connections.workers()}
+            work = asyncio.to_thread(delete_outdated, self._run_dir, in_use, partial(may_train, before))
+            self._cleaning = asyncio.create_task(work)
 
     def _alarm(self, text: str) -> None:
         """Warn of a finding of the health watch, as a guard does; no effect for an empty text or after the end."""

@@ -7,7 +7,7 @@ weights, so what they generated is discarded. Files without a kept sample are de
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +166,28 @@ def _delete(files: Sequence[Path], kept: set[Path]) -> None:
     for directory in sorted({parent for path in files for parent in path.parents[:2]}, reverse=True):
         with suppress(OSError):  # it still has kept files
             directory.rmdir()
+
+
+def delete_outdated(run_dir: Path, in_use: Collection[str], may_train: Callable[[int], bool]) -> None:
+    """Delete the journals of processes that are gone, if none of their samples can be trained any more.
+
+    Args:
+        run_dir: the run directory.
+        in_use: the directories of the journals of connected workers; their newest files stay.
+        may_train: whether a run that goes back to the newest checkpoint can train a sample, by the oldest version that
+            generated a token of it.
+    """
+    outdated: list[Path] = []
+    for attempt in _attempts(run_dir).values():
+        for directory in attempt.iterdir() if attempt.is_dir() else ():
+            files = sorted(directory.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+            if str(directory.relative_to(run_dir)) in in_use:
+                files = files[:-1]
+            for path in files:
+                samples = read_journal(path, Counter()).values()
+                if not any(may_train(sample.last.newest) for sample in samples):
+                    outdated.append(path)
+    _delete(outdated, set())
 
 
 def kept_summary(numbers: Mapping[str, float], discarded: Mapping[str, int]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from flowrt.controller.storage.journals import (
     DAMAGED,
     OTHER_ATTEMPT,
     FoundSamples,
+    delete_outdated,
     kept_summary,
     read_journals,
 )
@@ -118,3 +119,15 @@ def test_files_of_which_nothing_is_kept_are_deleted_and_those_of_this_start_are_
         "journals/3/a",
         "journals/3/a/0.journal",
     ]
+
+
+def test_journals_of_lost_workers_that_no_step_can_train_any_more_are_deleted(tmp_path: Path) -> None:
+    for name in ("gone", "old", "running"):
+        write(
+            tmp_path / f"journals/2/{name}/0.journal", [part(1, (2, 3)), part(2, (2, 3, 5 if name == "gone" else 3, 1))]
+        )
+    write(tmp_path / "journals/2/running/1.journal", [part(3, (2, 3))])
+    write(tmp_path / "journals/1/old/0.journal", [part(1, (1, 3))])
+    delete_outdated(tmp_path, {"journals/2/running"}, lambda newest: newest >= 5)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.journal"))
+    assert left == ["journals/2/gone/0.journal", "journals/2/running/1.journal"]
