@@ -59,6 +59,7 @@ def write_checkpoint(
     directory: Path,
     *,
     lora: LoraOptions,
+    base: Path | None = None,
     wanted: str = "source",
     file_gb: float = FILE_GB,
 ) -> None:
@@ -69,6 +70,7 @@ def write_checkpoint(
         source: directory of the model that the run started from.
         directory: created by the call.
         lora: options of the run's adapters; rank 0: none.
+        base: the model that the written adapter names; None: ``source``.
         wanted: dtype of the written parameters; "source": that of ``source``, "state": that of the optimiser's.
         file_gb: maximum size of a file, in GB.
 
@@ -90,7 +92,7 @@ def write_checkpoint(
     full = merge_adapters(model, tensors) if lora.rank else tensors
     write_weights(source, full, directory, wide if wanted == "state" else export_dtype(source, wanted), file_gb)
     if lora.rank:
-        write_adapters(model, tensors, source, directory / ADAPTER)
+        write_adapters(model, tensors, base or source, directory / ADAPTER)
 
 
 def complete(directory: Path, source: Path, chat_template: str) -> None:

@@ -19,6 +19,7 @@ from flowrt.recipes.config import CheckpointConfig, RunConfig
 from flowrt.recipes.constraints import check
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.registry import held_out_by_default
+from flowrt.recipes.tasks.task_file import digest, is_task_file, split
 from flowrt.runtime.files import atomic_write, check_target, private_directory
 
 
@@ -46,6 +47,12 @@ def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, consol
     if json_path is not None:
         check_target(json_path)
     config = read_config(run_dir)
+    if is_task_file(config.recipe) and config.recipe_sha256 not in ("", digest(config.recipe)):
+        text = (
+            f"task file {split(config.recipe)[0]} has changed since the run began: the evaluation is by it as it is now"
+        )
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        config = dataclasses.replace(config, recipe_sha256="")
     version, weights = saved_weights(run_dir, options.step, best=options.best)
     work = run_dir / f".eval-{os.getpid()}"
     source = weights if options.best else model_dir(config)

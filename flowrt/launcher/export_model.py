@@ -95,6 +95,7 @@ def export_model(options: ModelExport) -> int:
                 source,
                 partial,
                 lora=trainer.lora,
+                base=model_dir(stored_config(options.run_dir.absolute())),
                 wanted=trainer.final_dtype,
                 file_gb=trainer.fsdp.file_gb,
             )

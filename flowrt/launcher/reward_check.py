@@ -141,7 +141,13 @@ def _print(found: dict[tuple[str, str], Found], rows: int, console: Console) -> 
     for text in dict.fromkeys(text for one in found.values() for text in one.first.values()):
         line(f"  {text}")
     for name in dict.fromkeys(name for name, _ in found):
-        given = {outcome.value for (of, _), one in found.items() if of == name for outcome in one.outcomes}
+        given = {
+            outcome.value
+            for (of, _), one in found.items()
+            if of == name
+            for outcome in one.outcomes
+            if outcome.result is Result.OK
+        }
         if len(given) == 1:
             line(f"  {name} gave every response the same reward, {given.pop():g}: nothing would be learned from it")
 

@@ -269,8 +269,8 @@ def test_adapters_are_written_merged_and_by_themselves(
     assert described["target_modules"] == modules
     assert main(["export", str(adapters.run_dir), "--hf", str(tmp_path / "model")]) == 0
     assert_equal_weights(tmp_path / "model", final)
-    written, again = (one / "adapter" / "adapter_model.safetensors" for one in (final, tmp_path / "model"))
-    assert again.read_bytes() == written.read_bytes()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "model" / "adapter" / name).read_bytes() == (final / "adapter" / name).read_bytes(), name
 
 
 DRAWN = ("--temperature", "1", "--samples", "8")

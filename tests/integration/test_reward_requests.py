@@ -346,7 +346,9 @@ def test_reward_check_rejects_invalid_functions_and_flags(
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(4)))
     reward_file.write_text(text)
     assert main(["reward", "check", "--data", str(data), "--reward", str(reward_file), *flags]) == 2
-    error = capsys.readouterr().err.strip()
+    written = capsys.readouterr()
+    error = written.err.strip()
+    assert "the same reward" not in written.out  # no call gave one
     assert error.startswith("flowrt: ")
     assert message in error
     assert "\n" not in error

@@ -100,6 +100,9 @@ def test_a_task_file_run_resumes_with_the_same_file_and_is_readable_without_it(
     assert refused.wait(WITHIN_S) == 2, refused.output
     assert f"task file {copy} has changed since the run began" in refused.words
     digest = refused.output.split()[-1]
+    evaluated = stdout_of(tmp_path, "eval", str(run.run_dir))
+    assert f"task file {copy} has changed since the run began" in " ".join(evaluated.split())
+    assert "avg@1" in evaluated
     resumed = launch("--steps", "3", "--recipe-sha256", digest, resume=run.run_dir)
     assert resumed.wait(WITHIN_S) == 0, resumed.output
     assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 3

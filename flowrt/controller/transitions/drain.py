@@ -58,7 +58,7 @@ def _fault(state: State, env: Environment, worker: WorkerId) -> str:
     members, settings = state.membership.members(), env.settings
     role = next((member.role for member in members if member.id == worker), None)
     if role is None:
-        names = ", ".join(sorted(member.id for member in members))
+        names = ", ".join(sorted(member.id for member in members if member.role != OBSERVER))
         return f"there is no worker {worker[:MAX_NAME_CHARS]!r} in this run; there are {names}"
     if role in settings.critical_roles or role in settings.completing_roles:
         return f"{worker} cannot leave before the run ends: the work of a {role} cannot be passed on"

@@ -39,7 +39,7 @@ def open_rows(path: Path, split: str = "train") -> Rows:
     """
     try:
         if not path.exists():
-            raise ConfigError(f"data file {path} does not exist; give one with --data.path")
+            raise ConfigError(f"data file {path} does not exist; give one with --data")
         if path.is_dir():
             files = _files(path, split)
         elif path.is_file():

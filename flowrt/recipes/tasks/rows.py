@@ -22,9 +22,7 @@ class Row:
 def data_path(config: RunConfig) -> Path:
     """The path ``data.path``. Raises ConfigError if it is empty."""
     if not config.data.path:
-        raise ConfigError(
-            f"recipe {config.recipe} reads its problems from a file; give one with --data.path FILE.jsonl"
-        )
+        raise ConfigError(f"recipe {config.recipe} reads its problems from a file; give one with --data FILE.jsonl")
     return Path(config.data.path)
 
 

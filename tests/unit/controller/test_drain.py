@@ -90,6 +90,7 @@ def test_an_impossible_drain_is_rejected_with_the_reason(driver: CoreDriver, wor
     [(receiver, refusal)] = driver.sent(commands, m.Rejected)
     assert (receiver, refusal.request) == ("watcher", 5)
     assert reason in refusal.reason
+    assert "watcher" not in refusal.reason  # no worker of the run
     assert driver.sent(commands, m.Drain) == []
 
 
