@@ -18,7 +18,7 @@ from flowrt.engines.training.forward import response_logprobs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.launcher import adapter_start, build_model
 from flowrt.launcher.controller_main import sample_store
-from flowrt.launcher.model_check import write_models
+from flowrt.launcher.model_check import check_weights, write_models
 from flowrt.recipes import grpo as recipe
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
@@ -113,6 +113,8 @@ def _prepare(config: RunConfig) -> None:
         adapter_start.merge_starts(config)
     if config.model_overrides:
         write_models(config)
+    if config.model:
+        check_weights(model_dir(config))
 
 
 def trainer_worker(make: Callable[[RunConfig], TrainEngine]) -> None:

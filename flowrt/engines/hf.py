@@ -4,17 +4,17 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from flowrt.engines.model_config import read_config, text_table
 from flowrt.errors import EngineError
 from flowrt.runtime.files import partial_path, replace_directory
 
@@ -28,8 +28,61 @@ _REQUIRED = re.compile(
 """How transformers names a package that a checkpoint needs."""
 NO_ADAPTER = {"subfolder": "no-adapter"}
 """For transformers: where to look for an adapter of a model, so that it finds none."""
+NO_CODE = {"local_files_only": True, "trust_remote_code": False}
+"""For transformers: load from this host only, and never run code of a checkpoint, nor ask whether to."""
+COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "vocab_size"),
+    *("hidden_size", "n_embd", "num_attention_heads", "n_head"),
+)
+"""Fields of config.json of which the number is at least 1 in every model that can be trained."""
+QUANTIZATION = ("quantization_config", "compression_config")
+MAX_SENTENCE = 200
 _loading = threading.Lock()
 """Serialises loading, during which transformers changes process-wide state of torch."""
+
+
+def load_config(path: str | os.PathLike[str]) -> Any:
+    """transformers' configuration of a checkpoint.
+
+    Raises EngineError if transformers cannot read it, or the model cannot be trained: it brings its own code, its
+    weights are quantised, or it has no layers.
+    """
+    _check_table(path)
+    with reading(path, "is no causal LM"):
+        return AutoConfig.from_pretrained(path, **NO_CODE)
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Within it, what transformers raises for a checkpoint becomes an EngineError with the text of `unloadable`.
+
+    A checkpoint may make transformers raise anything: each model has code that computes with the fields of config.json.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(unloadable(path, what, error)) from error
+
+
+def _check_table(path: str | os.PathLike[str]) -> None:
+    """Raise EngineError for a config.json of quantised weights, or of a model without layers, heads or tokens."""
+    if not (Path(path) / "config.json").is_file():
+        return  # transformers says what is missing
+    table = read_config(Path(path))
+    for part in (table, text_table(table)):
+        for name in QUANTIZATION:
+            if (settings := part.get(name)) is not None:
+                method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+                raise EngineError(
+                    f"{path} is quantised ({method or name!s:.40}): its config.json has {name}, and quantised weights "
+                    "cannot be trained; use the checkpoint that it was made from"
+                )
+    for name in COUNTS:
+        count = text_table(table).get(name)
+        if type(count) is int and count < 1:
+            raise EngineError(
+                f"{path} has {name} {count} in its config.json, and no model can be trained without; download it again"
+            )
 
 
 def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -38,16 +91,31 @@ def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.d
     Reads safetensors only: ``pytorch_model.bin`` is a pickle and is never opened. An adapter in the same directory is
     not applied.
 
-    Raises EngineError if transformers cannot load it.
+    Raises EngineError if transformers cannot load it, or its weights do not fit its configuration.
     """
-    try:
-        with _loading:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, local_files_only=True, use_safetensors=True, adapter_kwargs=NO_ADAPTER
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        raise EngineError(unloadable(path, "is no causal LM", error)) from error
+    load_config(path)  # raises for a model that cannot be trained
+    with reading(path, "is no causal LM"), _loading:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, adapter_kwargs=NO_ADAPTER, **NO_CODE
+        )
+    for target, source in tied_names(model).items():
+        if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source):
+            raise EngineError(differently_tied(path, target, source))
     return model.to(device)
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Names of parameters that share their values with another one by the model's configuration, and of that one."""
+    names: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return names
+
+
+def differently_tied(path: str | os.PathLike[str], target: str, source: str) -> str:
+    """That a checkpoint has two values for two parameters which its configuration ties, in one sentence."""
+    return (
+        f"{path} has a {target} that differs from its {source}, and its config.json ties them; set tie_word_embeddings "
+        "to false in config.json"
+    )
 
 
 def weight_bytes(path: str | os.PathLike[str]) -> int:
@@ -71,10 +139,8 @@ def head_on(model: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Itera
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """Load a checkpoint's tokenizer. Raises EngineError if there is none or it has no end token."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise EngineError(unloadable(path, "has no tokenizer", error)) from error
+    with reading(path, "has no tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(path, **NO_CODE)
     if tokenizer.eos_token_id is None:
         raise EngineError(f"the tokenizer in {path} has no end-of-sequence token; set eos_token in its configuration")
     return tokenizer
@@ -88,6 +154,11 @@ def unloadable(path: str | os.PathLike[str], what: str, error: Exception) -> str
         what: the fault if no package is missing: "is no causal LM", "has no tokenizer".
         error: of transformers.
     """
+    if "trust_remote_code" in str(error):
+        return (
+            f"{path} brings its own code (auto_map in its configuration), which is never run here; use a checkpoint of "
+            "a model and tokenizer that transformers has"
+        )
     package = missing_package(error)
     if package in TOKENIZER_PACKAGES:
         return (
@@ -96,6 +167,10 @@ def unloadable(path: str | os.PathLike[str], what: str, error: Exception) -> str
         )
     if package:
         return f"{path} needs the package {package}, which is not installed here: pip install {package}"
+    if "backend tokenizer" in str(error):
+        return (
+            f"{path} has no tokenizer.json, and no other file of a tokenizer that transformers reads; is it complete?"
+        )
     return f"{path} {what} that transformers can load: {first_sentence(error)}"
 
 
@@ -111,12 +186,17 @@ def missing_package(error: Exception) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """The first line of an error, and the second if the first ends with a colon; without the advice that follows."""
+    """The first line of an error, and those that continue it, without the advice that follows."""
+    if isinstance(error, KeyError):
+        return f"it does not know {error!s:.80}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    if first.endswith(":") and len(lines) > 1:
-        first = f"{first} {lines[1]}"
-    return first[:200].rstrip(". ")
+    text = lines[0] if lines else type(error).__name__
+    for line in lines[1:]:
+        if not text.endswith((":", ",")):
+            break
+        text = f"{text} {line}"
+    cut = "…" if len(text) > MAX_SENTENCE else ""
+    return text[:MAX_SENTENCE].rstrip(". ") + cut
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
@@ -136,7 +216,7 @@ def export_dtype(path: str | os.PathLike[str], wanted: str) -> torch.dtype:
     if wanted != "source":
         dtype: torch.dtype = getattr(torch, wanted)
         return dtype
-    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    config = load_config(path).get_text_config()
     return config.dtype or torch.float32
 
 
@@ -225,9 +305,6 @@ def meta_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
 
     Raises EngineError if transformers does not support the model.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        with _loading, torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise EngineError(unloadable(path, "is no causal LM", error)) from error
+    config = load_config(path)
+    with reading(path, "is no causal LM"), _loading, torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

@@ -33,6 +33,7 @@ POSITIVE = (
 STOP_TOKENS = ("eos_token_id", "bos_token_id")
 FIXED = (
     *("architectures", "auto_map", "model_type", "quantization_config", "tie_word_embeddings"),
+    *("vocab_size", "dtype", "torch_dtype"),
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
 )
 """Fields that say what the weights are: with others some would not load, or would be left out."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
-from flowrt.engines.hf import load_tokenizer, unloadable
+from flowrt.engines.hf import load_config, load_tokenizer, reading
 from flowrt.engines.options import CUT_CHARACTER
 from flowrt.engines.prompts import end_of_turn_ids, template_text
 from flowrt.errors import EngineError
@@ -33,16 +33,14 @@ def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_tem
     number; ConfigError if the chat template cannot be read.
     """
     tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
-    sources = {"the tokenizer": tokenizer.eos_token_id}
-    try:
-        sources["config.json"] = getattr(
-            AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), "eos_token_id", None
-        )
-        if (Path(path) / "generation_config.json").is_file():
+    sources = {
+        "the tokenizer": tokenizer.eos_token_id,
+        "config.json": getattr(load_config(path).get_text_config(), "eos_token_id", None),
+    }
+    if (Path(path) / "generation_config.json").is_file():
+        with reading(path, "has no generation_config.json"):
             generation = GenerationConfig.from_pretrained(path, local_files_only=True)
-            sources["generation_config.json"] = generation.eos_token_id
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise EngineError(unloadable(path, "has no configuration", error)) from error
+        sources["generation_config.json"] = generation.eos_token_id
     found: set[int] = set()
     for name, value in sources.items():
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]

@@ -20,9 +20,10 @@ from flowrt.engines.exported_model import copy_generation
 from flowrt.engines.hf import export_dtype, load_model, load_tokenizer
 from flowrt.engines.training.lora import merged_start
 from flowrt.errors import EXIT_BAD_INPUT, ConfigError, EngineError, FlowError
+from flowrt.launcher.model_check import check_finite_files
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
-from flowrt.recipes.model_files import base_model_dir, is_adapter, tokenizer_dir
+from flowrt.recipes.model_files import ADAPTER_WEIGHTS, base_model_dir, is_adapter, tokenizer_dir, weight_files
 from flowrt.recipes.run_dir import model_dir, reference_model_dir
 from flowrt.runtime.files import fsync_tree, partial_path
 from flowrt.runtime.logs import log_to_stderr
@@ -48,6 +49,7 @@ def write_merged(adapter: Path, directory: Path) -> None:
         OSError, SafetensorError: if writing fails.
     """
     base = base_model_dir(adapter)
+    check_finite_files([adapter / ADAPTER_WEIGHTS, *weight_files(base)])
     partial = partial_path(directory)
     shutil.rmtree(partial, ignore_errors=True)
     try:

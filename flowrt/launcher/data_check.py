@@ -16,7 +16,13 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, take
 from flowrt.recipes.constraints import check_bounds, check_data_options, check_text
 from flowrt.recipes.data.difficulty import Selection
-from flowrt.recipes.model_files import base_model_dir, tokenizer_dir
+from flowrt.recipes.model_files import (
+    base_model_dir,
+    check_model_files,
+    is_adapter,
+    tokenizer_dir,
+    weight_files,
+)
 from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
 from flowrt.recipes.tasks.base import Example, PromptBlock
 from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, folded, open_sets
@@ -106,6 +112,9 @@ def check_data(config: RunConfig, show: int, is_deep: bool, console: Console) ->
     check_text(config)
     check_bounds(config)
     check_data_options(config)
+    model = Path(config.model)
+    if is_adapter(model) or weight_files(base_model_dir(model)):
+        check_model_files(model, config.rollout.max_new_tokens, parse_overrides(config.model_overrides))
     sets = open_sets(config.data)
     check_rows(sets, replace(config.data, allow_overlap=True))
     try:
@@ -126,20 +135,21 @@ def _reason(limits: PromptLimits) -> str:
 
 def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: Console) -> int:
     from flowrt.engines.prompts import PromptEncoder, template_text
+    from flowrt.launcher.prompt_check import check_end_token
 
     model = base_model_dir(Path(config.model))
     tokenizer, model_config = _model(model, tokenizer_dir(Path(config.model)))
-    if overrides := parse_overrides(config.model_overrides):
-        from flowrt.launcher.model_check import check_overrides
-
-        check_overrides(config.model, model, overrides)
+    notes = _check_model(config, model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format)
     limits = prompt_limits(config, model_config)
+    check_end_token(tokenizer, limits.vocab_size, f"model {config.model}")
     found = _read(encoder, tokenizer.bos_token_id, limits, sets)
 
     def line(name: str, text: str) -> None:
         console.print(f"{name:<14}{text}", soft_wrap=True)
 
+    for note in notes:
+        line("weights", note)
     for one, of_share in zip(sets, _shares(sets), strict=True):
         training, held_out = len(one.training), len(one.held_out)
         counts = f"{len(one.rows):,}: {training:,} to train on, {held_out:,} held out{of_share}"
@@ -185,6 +195,18 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
     return EXIT_BAD_INPUT if is_refused else EXIT_OK
 
 
+def _check_model(config: RunConfig, model: Path) -> list[str]:
+    """What a run would say of a model before it starts. Raises ConfigError for one that a run would refuse."""
+    from flowrt.launcher.model_check import check_overrides, check_weights
+
+    notes: list[str] = []
+    if overrides := parse_overrides(config.model_overrides):
+        check_overrides(config.model, model, overrides)
+    elif weight_files(model):
+        check_weights(model, notes.append)
+    return notes
+
+
 def _compare(config: RunConfig, sets: Sequence[ProblemSet], console: Console) -> int:
     """Print how far rollout and trainer disagree on the first prompts of each data set; returns the exit code."""
     from flowrt.engines.prompts import PromptEncoder
@@ -207,17 +229,13 @@ def _model(path: Path, with_tokenizer: Path) -> tuple[Any, Any]:
     """
     import transformers
 
-    from flowrt.engines.hf import load_tokenizer, unloadable
+    from flowrt.engines.hf import load_config, load_tokenizer
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     if not (path / "config.json").is_file():
         raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
-    tokenizer = load_tokenizer(with_tokenizer)
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ConfigError(unloadable(path, "has no configuration", error)) from error
-    return tokenizer, config
+    config = load_config(path).get_text_config()
+    return load_tokenizer(with_tokenizer), config
 
 
 def _shares(sets: Sequence[ProblemSet]) -> list[str]:

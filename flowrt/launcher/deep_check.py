@@ -6,6 +6,7 @@ with those of the trainer's forward pass, packed or padded, in the trainer's dty
 Shapes: T tokens of a response.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,12 @@ from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.engines.training.forward import apply_optimizations, is_packing_enabled, response_logprobs
 from flowrt.errors import ConfigError, EngineError
 from flowrt.launcher.adapter_start import merge_starts
-from flowrt.launcher.model_check import check_weights, write_models
+from flowrt.launcher.model_check import as_named, check_finite, check_weights, write_models
 from flowrt.recipes.config import ReferenceConfig, RunConfig
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.engines import initial_mismatch_limit, rollout_engine
 
+log = logging.getLogger("flowrt")
 PROMPTS = 4
 NEW_TOKENS = 16
 
@@ -83,13 +85,12 @@ def compare(config: RunConfig, prompts: Sequence[Sequence[int]]) -> Disagreement
     chosen = [*ascending[: PROMPTS // 2], *ascending[PROMPTS // 2 :][-PROMPTS // 2 :]]
     with TemporaryDirectory(prefix="flowrt-") as directory:
         own = replace(config, run_dir=directory, reference=ReferenceConfig())
-        written = str(model_dir(own))
         try:
             write_start(own)
             found = _compare(own, chosen)
         except (ConfigError, EngineError) as error:
-            raise type(error)(str(error).replace(written, config.model)) from error
-    return replace(found, model=found.model.replace(written, config.model))
+            raise type(error)(as_named(own, str(error))) from error
+    return replace(found, model=as_named(own, found.model))
 
 
 def write_start(config: RunConfig) -> None:
@@ -100,7 +101,8 @@ def write_start(config: RunConfig) -> None:
     merge_starts(config)
     if config.model_overrides:
         write_models(config)
-    check_weights(model_dir(config))
+    check_weights(model_dir(config), log.info)
+    check_finite(model_dir(config))
 
 
 def _compare(config: RunConfig, chosen: Sequence[Sequence[int]]) -> Disagreement:

@@ -368,6 +368,8 @@ class LocalRun:
         if code != EXIT_OK:
             self._failure = child.log_tail()
             return EXIT_FAILED
+        for warning in child.warnings():
+            view.report(warning)
         return EXIT_OK
 
     async def _run_once(self, view: LiveView) -> tuple[int, int | None]:

@@ -5,35 +5,41 @@ loaded, or a prompt does not fit it. Names, types and shapes of the weights are 
 """
 
 import argparse
+import contextlib
+import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors import safe_open
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from flowrt.engines.hf import (
+    differently_tied,
+    load_config,
     load_model,
     load_tokenizer,
     meta_model,
     parameter_shapes,
+    reading,
     set_training_mode,
-    unloadable,
+    tied_names,
 )
 from flowrt.engines.model_config import (
+    CONFIG_FILE,
     ROPE,
     TEXT_TABLES,
     overwrite_config,
     parse_overrides,
     read_config,
     text_table,
+    with_overrides,
     write_overridden,
 )
 from flowrt.engines.options import Truncation
@@ -42,7 +48,7 @@ from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.engines.torch.generation_path import right_way
 from flowrt.engines.training.architecture import check_training
 from flowrt.engines.training.lora import add_adapters
-from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError, suggested
+from flowrt.errors import EXIT_BAD_INPUT, ConfigError, EngineError, FlowError, suggested
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
@@ -59,22 +65,33 @@ MAX_SCANNED_BYTES = 4 * 10**9
 """Larger weights are not searched for NaN and infinity: it would take too long."""
 MAX_LOADED_BYTES = 5 * 10**8
 """Models with larger weights are not loaded before the run starts: they would take as much memory twice."""
-LOAD_ERRORS = (
-    AssertionError,
-    OSError,
-    ValueError,
-    RuntimeError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    SafetensorError,
-)
-"""Exceptions of transformers for a checkpoint that it cannot load."""
+COMPARED_ROWS = 4096
+"""Rows of two matrices of weights that are compared at a time."""
+WIDE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of weights that can be trained, as safetensors names them."""
 
 
 def check_model(config: RunConfig) -> None:
     """Raises ConfigError if the model or reference.model cannot be loaded, or a prompt or top-k does not fit."""
+    try:
+        _check_model(config)
+    except (ConfigError, EngineError) as error:
+        raise ConfigError(as_named(config, str(error))) from error
+
+
+def as_named(config: RunConfig, text: str) -> str:
+    """A message with the names that the user gave to models, in place of directories that a run writes."""
+    overridden = " with model_overrides" if config.model_overrides else ""
+    for given, written in (
+        (config.reference.model, reference_model_dir(config)),  # first: its path may begin with that of the model
+        (config.model, model_dir(config)),
+    ):
+        if given and str(written) != given:
+            text = text.replace(str(written), f"{given}{overridden}")
+    return text
+
+
+def _check_model(config: RunConfig) -> None:
     path = model_dir(config)
     if config.model_overrides:
         write_models(config)
@@ -130,7 +147,7 @@ def check_overrides(name: str, source: Path, overrides: Mapping[str, Any]) -> No
         overrides: the fields of ``model_overrides``.
     """
     table = read_config(source)
-    original = AutoConfig.from_pretrained(source, local_files_only=True)
+    original = load_config(source)
     whole, text = original.to_dict(), original.get_text_config()
     fields = dict(overrides)
     for nested in TEXT_TABLES:
@@ -146,6 +163,12 @@ def check_overrides(name: str, source: Path, overrides: Mapping[str, Any]) -> No
             )
         if field in ROPE and isinstance(value, dict):
             check_rope(field, value, rope)
+    with TemporaryDirectory(prefix="flowrt-") as directory:
+        (Path(directory) / CONFIG_FILE).write_text(json.dumps(with_overrides(table, overrides)))
+        try:
+            meta_model(directory, torch.float32)
+        except EngineError as error:
+            raise ConfigError(f"model {str(error).replace(directory, f'{name} with model_overrides')}") from error
 
 
 def check_rope(field: str, settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
@@ -178,9 +201,7 @@ def check_reference(config: RunConfig) -> None:
     """
     path, policy = reference_model_dir(config), model_dir(config)
     text_config = check_weights(path).get_text_config()
-    sizes = [
-        AutoConfig.from_pretrained(one, local_files_only=True).get_text_config().vocab_size for one in (policy, path)
-    ]
+    sizes = [load_config(directory).get_text_config().vocab_size for directory in (policy, path)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"reference.model {path} has a vocab_size of {sizes[1]}, and the trained model {policy} of {sizes[0]}: the "
@@ -220,22 +241,23 @@ def check_sampling(config: RunConfig, vocab_size: int, what: str) -> None:
         )
 
 
-def check_weights(path: Path) -> Any:
-    """The model's configuration. Raises ConfigError if its architecture is unknown or its weights do not fit."""
+def check_weights(path: Path, report: Callable[[str], object] = log.warning) -> Any:
+    """The model's configuration.
+
+    Args:
+        path: directory of the model.
+        report: receives a sentence that names tensors of the files which the model does not use, if there are some.
+
+    Raises ConfigError if transformers cannot build the model, or its weights do not fit its configuration.
+    """
     try:
-        model_config = AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
-            kind: Any = type(AutoModelForCausalLM.from_config(model_config))
-        _, found = kind.from_pretrained(
-            None,
-            config=model_config,
-            state_dict=_headers(path),
-            device_map={"": "meta"},
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (*LOAD_ERRORS, StrictDataclassError) as error:
-        raise ConfigError(f"model {unloadable(path, 'is no causal LM', error)}") from error
+        model_config = load_config(path)
+        plain = meta_model(path, torch.float32)
+        with reading(path, "has no weights"):
+            headers = _headers(path)
+    except EngineError as error:
+        raise ConfigError(f"model {error}") from error
+    found = _loaded(path, plain, model_config, headers)
     if found["mismatched_keys"]:
         name, there, wanted = sorted(found["mismatched_keys"])[0]
         others = f" (and {len(found['mismatched_keys']) - 1} others)" if len(found["mismatched_keys"]) > 1 else ""
@@ -248,19 +270,91 @@ def check_weights(path: Path) -> Any:
             f"model {path} lacks {len(found['missing_keys'])} tensors that config.json asks for: "
             f"{_some(found['missing_keys'])}; take both from one checkpoint"
         )
+    if narrow := {name for name, tensor in headers.items() if tensor.dtype not in WIDE.values()}:
+        wide = {name: tensor for name, tensor in headers.items() if name not in narrow}
+        without = _loaded(path, plain, model_config, wide)["missing_keys"]
+        if integers := sorted(without & {name for name, _ in plain.named_parameters()}):
+            raise ConfigError(
+                f"model {path}: {_some(integers)} is of integers or of numbers of 8 bits, as quantised weights are, "
+                "which cannot be trained; use the checkpoint that it was made from"
+            )
+    _check_tied(path, plain, set(headers))
+    if unused := found["unexpected_keys"]:
+        report(
+            f"model {path}: {len(unused)} tensors of its files are not used, as its config.json has no place for them: "
+            f"{_some(unused)}"
+        )
     return model_config
+
+
+def _loaded(path: Path, model: Any, model_config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, set[Any]]:
+    """What transformers says of loading these tensors into a model like this one."""
+    try:
+        with reading(path, "is no causal LM"):
+            _, found = type(model).from_pretrained(
+                None,
+                config=model_config,
+                state_dict=dict(tensors),
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except EngineError as error:
+        raise ConfigError(f"model {error}") from error
+    return {name: set(keys) for name, keys in found.items() if isinstance(keys, set | list)}
+
+
+def _check_tied(path: Path, model: Any, names: set[str]) -> None:
+    """Raise ConfigError if the files have two values for weights that the configuration ties.
+
+    Matrices are found by the ends of their names; `load_model` compares all that are tied.
+    """
+    for target, source in tied_names(model).items():
+        both = [[name for name in names if name.endswith(_end(one))] for one in (target, source)]
+        if any(len(found) != 1 for found in both) or both[0] == both[1]:
+            continue
+        with contextlib.ExitStack() as files:
+            first, second = (_slice(path, found[0], files) for found in both)
+            if not _is_equal(first, second):
+                raise ConfigError(f"model {differently_tied(path, target, source)}")
+
+
+def _end(name: str) -> str:
+    """The last two parts of a parameter's name."""
+    return ".".join(name.split(".")[-2:])
+
+
+def _slice(path: Path, name: str, files: contextlib.ExitStack) -> Any:
+    """A tensor of the weight files, of which the values are not read yet."""
+    for file in weight_files(path):
+        tensors = files.enter_context(safe_open(file, framework="pt"))
+        if name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+            return tensors.get_slice(name)
+    raise ConfigError(f"model {path} has no {name}; download it again")
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    rows = first.get_shape()[0]
+    return first.get_shape() == second.get_shape() and all(
+        torch.equal(first[begin : begin + COMPARED_ROWS], second[begin : begin + COMPARED_ROWS])
+        for begin in range(0, rows, COMPARED_ROWS)
+    )
 
 
 def check_finite(path: Path) -> None:
     """Raises ConfigError for a weight that is NaN or infinite; does nothing above `MAX_SCANNED_BYTES`."""
-    files = weight_files(path)
+    check_finite_files(weight_files(path))
+
+
+def check_finite_files(files: Sequence[Path]) -> None:
+    """As `check_finite`, of these files."""
     if sum(file.stat().st_size for file in files) > MAX_SCANNED_BYTES:
         return
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                 tensor = tensors.get_tensor(name)
-                if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) and tensor.numel():
+                if tensor.dtype in WIDE.values() and tensor.numel():
                     least, most = torch.aminmax(tensor)
                     if not (least.isfinite() and most.isfinite()):
                         raise ConfigError(
@@ -299,8 +393,8 @@ def _headers(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """The dtype of a safetensors dtype name; only shapes are checked, so other names count as float32."""
-    return {"F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}.get(name, torch.float32)
+    """The dtype of a safetensors dtype name; all that cannot be trained count as int8."""
+    return WIDE.get(name, torch.int8)
 
 
 def _some(names: Iterable[str]) -> str:

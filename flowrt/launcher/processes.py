@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -56,6 +57,11 @@ class Child:
         """The last line of the log without time and level; `log_tail` if the log is empty."""
         lines = self._log_lines()
         return error_message(lines[-1]) if lines else self.log_tail()
+
+    def warnings(self) -> list[str]:
+        """The messages of the log that are warnings."""
+        mark = f" {logging.getLevelName(logging.WARNING)} "
+        return [line.partition(mark)[2] for line in self._log_lines() if mark in line]
 
     def _log_lines(self) -> list[str]:
         return self.log.read_text(errors="replace").strip().splitlines()

@@ -51,15 +51,18 @@ def check_prompts(
     Raises ConfigError for a prompt without tokens, with tokens outside the vocabulary, too long, or that the chat
     template refuses; the first ten together.
     """
-    eos = tokenizer.eos_token_id
-    if eos is not None and eos >= limits.vocab_size:
-        raise ConfigError(
-            f"{what}: the tokenizer's end token is {eos}, and vocab_size {limits.vocab_size}; they do not match"
-        )
+    check_end_token(tokenizer, limits.vocab_size, what)
     check = _PromptCheck(tokenizer, limits, what, PromptEncoder(tokenizer, form or PromptFormat(template="none")))
     for block in blocks:
         check.add(block)
     check.report()
+
+
+def check_end_token(tokenizer: Any, vocab_size: int, what: str) -> None:
+    """Raise ConfigError if the model cannot generate the tokenizer's end token. ``what``: the model in messages."""
+    eos = tokenizer.eos_token_id
+    if eos is not None and eos >= vocab_size:
+        raise ConfigError(f"{what}: the tokenizer's end token is {eos}, and vocab_size {vocab_size}; they do not match")
 
 
 class _PromptCheck:

@@ -28,6 +28,8 @@ from flowrt.engines.table import RolloutEngineName, TrainEngineName
 from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
 
+MIN_TEMPERATURE = 0.01
+"""With a lower one, rounding of the logits decides which token is drawn."""
 MAX_LIVE_SAMPLES = 1_000_000
 """Maximum number of samples in all steps in progress: the controller keeps a row in memory for each."""
 PolicyLossName = Literal[
@@ -289,7 +291,7 @@ class RolloutConfig:
     """Sequences that a worker generates concurrently."""
     max_new_tokens: Annotated[int, Interval(gt=0, le=16_777_216)] = 16
     """Maximum response length, in tokens."""
-    temperature: Annotated[float, Interval(gt=0, le=100)] = 1.0
+    temperature: Annotated[float, Interval(ge=MIN_TEMPERATURE, le=100)] = 1.0
     """Sampling temperature."""
     top_k: Annotated[int, Interval(ge=0, le=4_096)] = 0
     """Sample from this many most likely tokens, of which the trainer's probabilities are then too; 0: from all."""

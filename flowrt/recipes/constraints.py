@@ -285,6 +285,12 @@ def check_trainer(trainer: TrainerConfig) -> None:
     TRAIN_ENGINES[trainer.engine].check(trainer)
     if trainer.lora.rank and not trainer.lora.alpha:
         raise ConfigError("trainer.lora.alpha is 0: the adapters would change nothing; use another, for example 16")
+    for part in dataclasses.fields(trainer.lora):
+        if not trainer.lora.rank and (value := getattr(trainer.lora, part.name)) != part.default:
+            raise ConfigError(
+                f"trainer.lora.{part.name} is {value!r:.80} and changes nothing with trainer.lora.rank 0; set the "
+                "rank, for example to 16, or leave it out"
+            )
     if trainer.compile and trainer.fsdp.recompute:
         raise ConfigError(
             "trainer.compile changes nothing with trainer.fsdp.recompute, which runs layers uncompiled; leave out one"

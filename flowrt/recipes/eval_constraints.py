@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.errors import ConfigError, suggested
-from flowrt.recipes.config import CheckpointConfig, EvalConfig, RunConfig
+from flowrt.recipes.config import MIN_TEMPERATURE, CheckpointConfig, EvalConfig, RunConfig
 from flowrt.recipes.eval_names import eval_names
 from flowrt.recipes.metric_names import pass_ks
 from flowrt.recipes.tasks.registry import held_out_by_default
@@ -55,6 +55,10 @@ def _check_sampling(config: RunConfig) -> None:
         raise ConfigError(
             f"eval.samples is {options.samples} and eval.temperature 0: all answers to a prompt would be the same; use "
             "a temperature above 0, leave it out to take rollout.temperature, or use 1 sample"
+        )
+    if options.temperature and options.temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"eval.temperature is {options.temperature}; use 0 for the most likely token, or at least {MIN_TEMPERATURE}"
         )
     is_greedy = options.sampling(config.rollout.temperature) is None
     if is_greedy and (options.top_k, options.top_p) != (default.top_k, default.top_p):

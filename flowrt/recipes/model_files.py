@@ -17,6 +17,11 @@ from flowrt.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 ADAPTER_CONFIG = "adapter_config.json"
+UNMERGEABLE = {
+    "layer_replication": "repeats layers of its base model",
+    "alora_invocation_tokens": "acts only after its invocation tokens",
+}
+"""Settings of an adapter with which no weights of the base model are equal to it, and what such an adapter does."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TRAINER_STATE = "trainer_state.json"
 """In each checkpoint of a trainer: what the directory is."""
@@ -142,7 +147,13 @@ def tokenizer_dir(path: Path) -> Path:
 
 def _checked_base(path: Path) -> Path:
     """The base model's directory of an adapter. Raises ConfigError unless it is complete, LoRA, and its base exists."""
-    kind = _read_json(path / ADAPTER_CONFIG).get("peft_type")
+    settings = _read_json(path / ADAPTER_CONFIG)
+    kind = settings.get("peft_type")
+    if unmergeable := next((name for name in UNMERGEABLE if settings.get(name)), ""):
+        raise ConfigError(
+            f"adapter {path} {UNMERGEABLE[unmergeable]} ({unmergeable}), and such an adapter cannot be merged into a "
+            "model; use a plain LORA adapter"
+        )
     if kind != "LORA":
         raise ConfigError(
             f"adapter {path} is of peft_type {kind!r:.40}, and only LORA adapters can be merged into a model"

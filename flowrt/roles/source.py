@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig
 
 from flowrt.client.session import Session
-from flowrt.engines.hf import load_tokenizer
+from flowrt.engines.hf import load_config, load_tokenizer
 from flowrt.engines.prompts import PromptEncoder
 from flowrt.ids import SOURCE, prompt_number
 from flowrt.protocol.messages import unpack
@@ -86,7 +85,7 @@ class PromptColumns:
         self._encode = PromptEncoder(load_tokenizer(path), config.data.prompt_format)
         self._most = sys.maxsize
         if config.data.overlong == "drop":
-            model = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+            model = load_config(path).get_text_config()
             self._most = prompt_limits(config, model).most
 
     def __call__(self, problem: Example) -> dict[str, torch.Tensor] | None:

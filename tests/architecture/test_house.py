@@ -76,8 +76,21 @@ def test_one_module_writes_pickles_and_no_module_reads_them() -> None:
     assert [path.name for path in picklers] == ["tensor_pickles.py"]
     assert not any(word in picklers[0].read_text() for word in ("load(", "loads(", "Unpickler"))
     # torch's object collectives use pickle; the others read pickles or run code that comes with a model.
-    forbidden = ("_object(", "object_list", "torch.load", "np.load", "allow_pickle", "trust_remote_code")
+    forbidden = ("_object(", "object_list", "torch.load", "np.load", "allow_pickle")
     assert not [f"{path}: {word}" for path in PRODUCT for word in forbidden if word in path.read_text()]
+
+
+def test_code_of_a_checkpoint_is_never_run() -> None:
+    """transformers asks on the terminal whether to run it, unless it is told not to: `flowrt.engines.hf` tells it."""
+    auto = re.compile(r"Auto\w+\.from_\w+\(")
+    loaders = [path for path in PRODUCT if auto.search(path.read_text()) and path.name != "model_files.py"]
+    assert [path.name for path in loaders] == ["hf.py"]
+    text = loaders[0].read_text()
+    calls = [text[one.start() : text.index("\n", text.index(")", one.end()))] for one in auto.finditer(text)]
+    assert len(calls) == 4
+    assert all("**NO_CODE" in call or "trust_remote_code=False" in call for call in calls)
+    assert [path for path in PRODUCT if "trust_remote_code" in path.read_text()] == loaders
+    assert not re.search(r"trust_remote_code\W+True", text)
 
 
 def test_no_message_can_carry_a_tensor() -> None:
@@ -111,6 +124,7 @@ def test_broad_excepts_occur_only_around_foreign_code() -> None:
         )
     ]
     assert sorted(broad) == [
+        "flowrt/engines/hf.py",  # transformers computes with the fields of a user's config.json
         *(["flowrt/engines/prompts.py"] * 3),  # a chat template is a program, with errors of its own
         "flowrt/launcher/fork_server/child.py",
         *(["flowrt/launcher/prompt_check.py"] * 2),  # tokenizers raises nothing narrower

@@ -31,6 +31,9 @@ MARK = ".lora_"
 """Part of the names of all parameters of adapters."""
 PEFT_PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
+MERGED_TOKENS = 8
+MERGED_ERROR = 1e-3
+"""Allowed difference of the logits (float32) of a merged model, relative to the largest."""
 TIED = "TrainableTokensWrapper"
 """Class of peft's layers that change tokens of tied embeddings on both sides."""
 
@@ -150,9 +153,27 @@ def merged_start(base: Any, adapter: Path) -> Any:
             loaded = model.load_adapter(str(adapter), ADAPTER)  # again, as from_pretrained does not say what is missing
             _check_loaded(what, loaded.missing_keys, loaded.unexpected_keys)
             _check_embeddings(what, base)
-            return model.merge_and_unload()
+            return _merged(what, model.eval())
     except (OSError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{what}: {first_sentence(error)}") from error
+
+
+@torch.no_grad()
+def _merged(what: str, model: Any) -> Any:
+    """The model with its adapter merged. Raises ConfigError if that changes what it computes for a few tokens.
+
+    So adapters of kinds that no weights are equal to are found whatever they are.
+    """
+    tokens_BL = torch.arange(MERGED_TOKENS).unsqueeze(0) % model.get_input_embeddings().weight.shape[0]
+    before = model(input_ids=tokens_BL, use_cache=False).logits
+    merged = model.merge_and_unload()
+    off = (merged(input_ids=tokens_BL, use_cache=False).logits - before).abs().max() / before.abs().max()
+    if not off <= MERGED_ERROR:
+        raise ConfigError(
+            f"{what}: the merged model computes other logits than the model with the adapter (by {float(off):.2g} of "
+            "the largest), so it is of a kind that cannot be merged; use a plain LORA adapter"
+        )
+    return merged
 
 
 def _check_loaded(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import peft
 import pytest
@@ -18,7 +18,7 @@ from flowrt.cli import main
 from flowrt.engines.hf import load_model, load_tokenizer, save_model
 from flowrt.engines.options import LoraOptions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
-from flowrt.engines.training.lora import add_adapters, write_adapters
+from flowrt.engines.training.lora import add_adapters, merged_start, write_adapters
 from flowrt.errors import ConfigError
 from flowrt.launcher.adapter_start import merge_starts
 from flowrt.launcher.doctor.model_shape import read_shape, shape_of
@@ -148,6 +148,12 @@ def lose_a_tensor(adapter: Path) -> None:
     save_file(tensors, adapter / "adapter_model.safetensors")
 
 
+def damage_a_tensor(adapter: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+
+
 def rename_tensors(adapter: Path) -> None:
     tensors = load_file(adapter / "adapter_model.safetensors")
     wrong = {name: torch.zeros(5, 7) for name in tensors}
@@ -177,6 +183,9 @@ def rename_tensors(adapter: Path) -> None:
             lambda one: change(one, target_modules=["q_proj"]),
             "12 of its tensors have no place there, such as base_model.model.model.layers.0",
         ),
+        (damage_a_tensor, "adapter/adapter_model.safetensors: base_model.model.model.layers.0"),
+        (lambda one: change(one, layer_replication=[[0, 1], [0, 1]]), "repeats layers of its base model (layer_repl"),
+        (lambda one: change(one, alora_invocation_tokens=[3, 4]), "acts only after its invocation tokens (alora_inv"),
         (lambda one: change(one, r=3), "Error(s) in loading state_dict for PeftModelForCausalLM: size mismatch for"),
     ],
 )
@@ -187,8 +196,49 @@ def test_an_adapter_that_cannot_be_merged_is_one_sentence(
     with pytest.raises(ConfigError) as refusal:
         merge_starts(config(adapter, tmp_path / "run"))
     assert message in str(refusal.value)
+    assert str(adapter) in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_data_check_names_the_adapter_whose_base_is_absent(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    change(adapter, base_model_name_or_path="/no/model")
+    assert main(["data", "check", "--model", str(adapter), "--data", str(rows), "--data.eval-prompts", "0"]) == 2
+    assert f"adapter {adapter} is of the base model /no/model, which is no model on" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("initial", ["pissa", "olora", "gaussian"])
+def test_adapters_that_change_their_base_are_merged_as_peft_computes_them(
+    base: Path, tmp_path: Path, initial: Literal["pissa", "olora", "gaussian"]
+) -> None:
+    """PiSSA and OLoRA subtract the first adapter from the weights of the base model."""
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=initial)
+    whole = peft.get_peft_model(load_model(base), options)
+    torch.manual_seed(3)
+    for name, parameter in whole.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    whole.save_pretrained(str(tmp_path / "adapter"))
+    change(tmp_path / "adapter", base_model_name_or_path=str(base))
+    with torch.no_grad():
+        expected = whole(input_ids=TOKENS).logits
+    run = config(tmp_path / "adapter", tmp_path / "run")
+    merge_starts(run)
+    torch.testing.assert_close(logits(model_dir(run)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_that_no_weights_are_equal_to_is_refused(
+    adapter: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whatever kind: the logits before and after merging are compared."""
+    monkeypatch.setattr(peft.PeftModel, "merge_and_unload", lambda self: self.unload(), raising=False)
+    with pytest.raises(ConfigError, match="the merged model computes other logits than the model with the adapter"):
+        merged_start(load_model(base), adapter)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -16,10 +17,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from flowrt.engines.hf import load_model
+from flowrt.cli import main
+from flowrt.engines.hf import load_model, load_tokenizer
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
-from flowrt.errors import ConfigError
-from flowrt.launcher.model_check import check_finite, check_reference, check_sampling, check_weights, write_models
+from flowrt.errors import EXIT_BAD_INPUT, ConfigError, EngineError
+from flowrt.launcher.model_check import (
+    check_finite,
+    check_model,
+    check_reference,
+    check_sampling,
+    check_weights,
+    write_models,
+)
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
@@ -31,6 +40,7 @@ from tests.decoders import DECODERS
 
 WEIGHTS = "model.safetensors"
 POSITIONS = 64
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +69,10 @@ def change_weights(model: Path, change: Callable[[dict[str, torch.Tensor]], obje
     tensors = load_file(model / WEIGHTS)
     change(tensors)
     save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+
+
+def narrow(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    tensors[EMBEDDINGS] = (tensors[EMBEDDINGS] * 100).clamp(-100, 100).to(dtype)
 
 
 def cut(path: Path, size: int) -> None:
@@ -219,8 +233,41 @@ MISMATCHES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "custom code": (
         lambda model: edit(model / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
-        "no causal LM that transformers can load: ",
+        "brings its own code \\(auto_map in its configuration\\), which is never run here; use a checkpoint of ",
     ),
+    "a head of its own in a tied model": (
+        lambda model: change_weights(model, lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS] + 1})),
+        f"has a {HEAD} that differs from its {EMBEDDINGS}, and .* ties them; set tie_word_embeddings to false",
+    ),
+    "no layers": (
+        lambda model: edit(model / "config.json", num_hidden_layers=0, layer_types=[]),
+        "has num_hidden_layers 0 in its config.json",
+    ),
+    "no heads": (lambda model: edit(model / "config.json", num_attention_heads=0), "has num_attention_heads 0 in"),
+    "no tokens": (lambda model: edit(model / "config.json", vocab_size=0), "has vocab_size 0 in its config.json"),
+    "a negative width": (lambda model: edit(model / "config.json", hidden_size=-32), "has hidden_size -32 in its"),
+    "an end token that is text": (
+        lambda model: edit(model / "config.json", eos_token_id="2"),
+        "no causal LM that transformers can load: Validation error for field 'eos_token_id': .*",
+    ),
+    "an activation that transformers lacks": (
+        lambda model: edit(model / "config.json", hidden_act="nope"),
+        "no causal LM that transformers can load: it does not know 'nope'",
+    ),
+    "integer weights": (
+        lambda model: change_weights(model, lambda tensors: narrow(tensors, torch.int8)),
+        f"{EMBEDDINGS} is of integers or of numbers of 8 bits, as quantised weights are, which cannot be trained",
+    ),
+    "weights of 8 bits": (
+        lambda model: change_weights(model, lambda tensors: narrow(tensors, torch.float8_e4m3fn)),
+        f"{EMBEDDINGS} is of integers or of numbers of 8 bits, as quantised weights are, which cannot be trained",
+    ),
+} | {
+    f"quantised, {method}": (
+        lambda model, method=method: edit(model / "config.json", quantization_config={"quant_method": method}),
+        f"is quantised \\({method}\\): its config.json has quantization_config, and quantised weights cannot be ",
+    )
+    for method in ("fp8", "mxfp4", "bitsandbytes", "gptq", "awq", "compressed-tensors", "bitnet", "nope")
 }
 
 
@@ -234,6 +281,105 @@ def test_weights_that_do_not_match_the_config_are_named(
         check_weights(model)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 400
+
+
+def data_check(model: Path, directory: Path, *flags: str) -> int:
+    rows = directory / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(9)))
+    common = ["--data", str(rows), "--data.eval-prompts", "0", "--rollout.max-new-tokens", "8"]
+    return main(["data", "check", "--model", str(model), *common, *flags])
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_data_check_refuses_what_a_run_refuses(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    mismatch, message = MISMATCHES[name]
+    mismatch(model)
+    assert data_check(model, tmp_path) == EXIT_BAD_INPUT
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_code_of_a_model_is_not_run_whatever_is_answered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on the terminal."""
+    edit(model / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Mine"})
+    (model / "mine.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Mine: pass\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(*question) or "y")
+    assert data_check(model, tmp_path) == EXIT_BAD_INPUT
+    edit(model / "config.json", model_type="qwen3")
+    edit(model / "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Mine", None]})
+    data_check(model, tmp_path)
+    assert not (tmp_path / "run").exists()
+    assert not asked
+
+
+def test_two_values_of_tied_weights_are_refused_wherever_the_model_is_loaded(model: Path) -> None:
+    change_weights(model, lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].clone()}))
+    check_weights(model)  # stored twice, with equal values
+    before = load_model(model)(input_ids=torch.tensor([[3, 4, 5]])).logits
+    change_weights(model, lambda tensors: tensors[HEAD].mul_(2))
+    with pytest.raises(EngineError, match=f"has a {HEAD} that differs from its {EMBEDDINGS}, and its config.json ties"):
+        load_model(model)
+    edit(model / "config.json", tie_word_embeddings=False)
+    check_weights(model)
+    untied = load_model(model)(input_ids=torch.tensor([[3, 4, 5]])).logits
+    torch.testing.assert_close(untied, 2 * before)
+
+
+def test_tensors_that_the_model_does_not_use_are_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
+        tensors["model.layers.7.mlp.up_proj.weight"] = torch.ones(48, 32)
+
+    change_weights(model, add)
+    said: list[str] = []
+    check_weights(model, said.append)
+    names = "model.layers.0.self_attn.q_proj.bias, model.layers.7.mlp.up_proj.weight"
+    assert said == [
+        f"model {model}: 2 tensors of its files are not used, as its config.json has no place for them: {names}"
+    ]
+    assert data_check(model, tmp_path) == 0
+    assert said[0] in capsys.readouterr().out
+
+
+def test_an_end_token_beyond_the_vocabulary_is_refused_by_data_check(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_special_tokens({"eos_token": "<new>"})
+    tokenizer.save_pretrained(model)
+    assert data_check(model, tmp_path) == EXIT_BAD_INPUT
+    assert "the tokenizer's end token is 17, and vocab_size 17; they do not match" in capsys.readouterr().err
+
+
+def test_a_missing_tokenizer_is_one_whole_sentence(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(EngineError, match=r"no tokenizer.json, and no other file of a tokenizer .*; is it complete\?$"):
+        load_tokenizer(model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_act": "nope"}, "with model_overrides is no causal LM .*: it does not know 'nope'"),
+        ({"intermediate_size": 64}, "with model_overrides: .* has shape .*, and config.json asks for"),
+        ({"vocab_size": 99}, "model_overrides has 'vocab_size', which says what the weights are"),
+        ({"dtype": "float16"}, "model_overrides has 'dtype', which says what the weights are"),
+    ],
+    ids=str,
+)
+def test_a_wrong_override_is_named_as_the_user_gave_it(
+    intact: Path, tmp_path: Path, overrides: dict[str, Any], message: str
+) -> None:
+    flags = ["arithmetic", "--model", str(intact), "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=message) as refusal:
+        check_model(parse([*flags, "--model-overrides", json.dumps(overrides)]))
+    assert str(tmp_path / "run") not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", DECODERS)
