@@ -22,6 +22,8 @@ SCALED_TYPES = ("yarn", "linear")
 CALL_TYPES = ("dynamic", "longrope", "su")
 """Types of rotary positions that, above the original length, depend on the longest sequence of a call: one sequence
 would change the others of its batch, and rollout and trainer would differ."""
+MASKED_ABOVE = "keep_window_size"
+"""Field of Doge: in longer sequences transformers leaves out keys, and later tokens decide which."""
 OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Settings of rotary positions that are not of one type of scaling."""
 POSITIVE = (
@@ -49,9 +51,14 @@ def position_limit(table: Mapping[str, Any]) -> int | None:
 
     That of scaled rotary positions is ``factor`` times the original length, as vLLM derives it, if that is more than
     ``max_position_embeddings``; that of positions that depend on the longest sequence of a call (`CALL_TYPES`) is the
-    original length.
+    original length. A model that is not causal in sequences above a length (`MASKED_ABOVE`) has as many positions.
     """
     text = text_table(table)
+    scaled, masked = _scaled_positions(text), text.get(MASKED_ABOVE)
+    return scaled if not isinstance(masked, int) else masked if scaled is None else min(scaled, masked)
+
+
+def _scaled_positions(text: Mapping[str, Any]) -> int | None:
     declared: int | None = next((text[name] for name in POSITIONS if isinstance(text.get(name), int)), None)
     rope = next((text[name] for name in ROPE if text.get(name)), None)
     if declared is None or not isinstance(rope, dict):

@@ -32,6 +32,7 @@ from flowrt.engines.training.architecture import (
     LENGTHS,
     allowed_difference,
     expected_difference,
+    is_scaled_by_place,
     plain_logprobs,
     sample_sequences,
 )
@@ -49,7 +50,7 @@ MAX_WINDOW = 4096
 def has_rows(model: Any) -> bool:
     """Whether the state of a sequence is a row of keys and values in every layer, by transformers' cache for it."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or PACKED_LAYERS)
-    if getattr(model, "_is_stateful", False) or not kinds <= PACKED_LAYERS:
+    if getattr(model, "_is_stateful", False) or not kinds <= PACKED_LAYERS or is_scaled_by_place(model):
         return False
     try:
         layers = DynamicCache(config=model.config).layers

@@ -43,6 +43,17 @@ def sample_sequences(model: Any) -> list[torch.Tensor]:
     return [torch.randint(vocabulary, (min(length, positions),), generator=generator) for length in LENGTHS]
 
 
+def is_scaled_by_place(model: Any) -> bool:
+    """Whether attention is scaled by the place of a token in the call or in the cache, and not by its position id.
+
+    That of layers without rotary positions of Llama 4 is, from ``floor_scale`` tokens on. So it is right for one
+    sequence without padding at the left, and in no other layout; sequences of a check may be too short to show it.
+    """
+    config = model.config.get_text_config()
+    rotary = getattr(config, "no_rope_layers", None) or [0]
+    return bool(getattr(config, "attn_temperature_tuning", False)) and not all(rotary)
+
+
 @torch.no_grad()
 def plain_logprobs(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Log-probabilities [L, V] (nats) after each token of each sequence, from a forward pass over it alone."""

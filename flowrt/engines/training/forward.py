@@ -28,7 +28,7 @@ from flowrt.algorithms.support import Support, join_supports, support_logprobs
 from flowrt.engines.descriptor import MAX_PACKED_WINDOW, PACKED_LAYERS
 from flowrt.engines.hf import head_on
 from flowrt.engines.options import TrainOptions
-from flowrt.engines.training.architecture import check_training
+from flowrt.engines.training.architecture import check_training, is_scaled_by_place
 from flowrt.engines.training.fused_head import ResponseTokens, enable_fused_head, fused_pass, uses_fused_head
 
 log = logging.getLogger("flowrt")
@@ -159,6 +159,8 @@ def _why_not_packed(model: Any) -> str:
         return f"its attention is {config._attn_implementation}, not sdpa"
     if not layers <= PACKED_LAYERS:
         return f"it has layers of type {', '.join(sorted(layers - PACKED_LAYERS))}"
+    if is_scaled_by_place(model):
+        return "its attention is scaled by the place of a token in the call"
     if window > MAX_PACKED_WINDOW:
         return f"its sliding window of {window} tokens is above {MAX_PACKED_WINDOW}"
     if not _agrees(model, config, window):

@@ -307,7 +307,12 @@ def test_code_of_a_model_is_not_run_whatever_is_answered(
     edit(model / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Mine"})
     (model / "mine.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Mine: pass\n")
     asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda *question: asked.append(*question) or "y")
+
+    def answer(question: str = "") -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
     assert data_check(model, tmp_path) == EXIT_BAD_INPUT
     edit(model / "config.json", model_type="qwen3")
     edit(model / "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Mine", None]})
