@@ -257,18 +257,18 @@ def check_weights(path: Path, report: Callable[[str], object] = log.warning) -> 
             headers = _headers(path)
     except EngineError as error:
         raise ConfigError(f"model {error}") from error
-    found = _loaded(path, plain, model_config, headers)
-    if found["mismatched_keys"]:
-        name, there, wanted = sorted(found["mismatched_keys"])[0]
-        others = f" (and {len(found['mismatched_keys']) - 1} others)" if len(found["mismatched_keys"]) > 1 else ""
+    loaded = _loaded(path, plain, model_config, headers)
+    if mismatched := loaded["mismatched_keys"]:
+        name, there, wanted = sorted(mismatched)[0]
+        others = f" (and {len(mismatched) - 1} others)" if len(mismatched) > 1 else ""
         raise ConfigError(
             f"model {path}: {name}{others} has shape {list(there)}, and config.json asks for {list(wanted)}; take both "
             "from one checkpoint"
         )
-    if found["missing_keys"]:
+    if missing := loaded["missing_keys"]:
         raise ConfigError(
-            f"model {path} lacks {len(found['missing_keys'])} tensors that config.json asks for: "
-            f"{_some(found['missing_keys'])}; take both from one checkpoint"
+            f"model {path} lacks {len(missing)} tensors that config.json asks for: {_some(missing)}; take both from "
+            "one checkpoint"
         )
     if narrow := {name for name, tensor in headers.items() if tensor.dtype not in WIDE.values()}:
         wide = {name: tensor for name, tensor in headers.items() if name not in narrow}
@@ -279,7 +279,7 @@ def check_weights(path: Path, report: Callable[[str], object] = log.warning) -> 
                 "which cannot be trained; use the checkpoint that it was made from"
             )
     _check_tied(path, plain, set(headers))
-    if unused := found["unexpected_keys"]:
+    if unused := loaded["unexpected_keys"]:
         report(
             f"model {path}: {len(unused)} tensors of its files are not used, as its config.json has no place for them: "
             f"{_some(unused)}"
@@ -291,7 +291,7 @@ def _loaded(path: Path, model: Any, model_config: Any, tensors: Mapping[str, tor
     """What transformers says of loading these tensors into a model like this one."""
     try:
         with reading(path, "is no causal LM"):
-            _, found = type(model).from_pretrained(
+            _, report = type(model).from_pretrained(
                 None,
                 config=model_config,
                 state_dict=dict(tensors),
@@ -301,7 +301,7 @@ def _loaded(path: Path, model: Any, model_config: Any, tensors: Mapping[str, tor
             )
     except EngineError as error:
         raise ConfigError(f"model {error}") from error
-    return {name: set(keys) for name, keys in found.items() if isinstance(keys, set | list)}
+    return {name: set(keys) for name, keys in report.items() if isinstance(keys, set | list)}
 
 
 def _check_tied(path: Path, model: Any, names: set[str]) -> None:
@@ -310,11 +310,11 @@ def _check_tied(path: Path, model: Any, names: set[str]) -> None:
     Matrices are found by the ends of their names; `load_model` compares all that are tied.
     """
     for target, source in tied_names(model).items():
-        both = [[name for name in names if name.endswith(_end(one))] for one in (target, source)]
-        if any(len(found) != 1 for found in both) or both[0] == both[1]:
+        stored = [[name for name in names if name.endswith(_end(tied))] for tied in (target, source)]
+        if any(len(same_end) != 1 for same_end in stored) or stored[0] == stored[1]:
             continue
         with contextlib.ExitStack() as files:
-            first, second = (_slice(path, found[0], files) for found in both)
+            first, second = (_slice(path, name, files) for (name,) in stored)
             if not _is_equal(first, second):
                 raise ConfigError(f"model {differently_tied(path, target, source)}")
 

@@ -86,7 +86,7 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
     loaders = [path for path in PRODUCT if auto.search(path.read_text()) and path.name != "model_files.py"]
     assert [path.name for path in loaders] == ["hf.py"]
     text = loaders[0].read_text()
-    calls = [text[one.start() : text.index("\n", text.index(")", one.end()))] for one in auto.finditer(text)]
+    calls = [text[call.start() : text.index("\n", text.index(")", call.end()))] for call in auto.finditer(text)]
     assert len(calls) == 4
     assert all("**NO_CODE" in call or "trust_remote_code=False" in call for call in calls)
     assert [path for path in PRODUCT if "trust_remote_code" in path.read_text()] == loaders

@@ -128,12 +128,12 @@ def test_attention_that_is_scaled_by_the_position_is_right_beyond_the_lengths_of
     while engine.running:
         done |= {response.key: response for response in engine.run(threading.Event())}
     responses = [done[key].tokens for key in range(3)]
-    alone = score(model, prompts, responses, 1.0, budget_tokens=1)
+    single = score(model, prompts, responses, 1.0, budget_tokens=1)
     assert enable_packing(model) is is_packed
     together = score(model, prompts, responses, 1.0, budget_tokens=1000)
     for key in range(3):
-        torch.testing.assert_close(done[key].logprobs, alone[key], atol=1e-4, rtol=0)
-        torch.testing.assert_close(together[key], alone[key], atol=1e-4, rtol=0)
+        torch.testing.assert_close(done[key].logprobs, single[key], atol=1e-4, rtol=0)
+        torch.testing.assert_close(together[key], single[key], atol=1e-4, rtol=0)
 
 
 def test_positions_end_where_a_model_is_not_causal_any_more() -> None:
@@ -172,5 +172,5 @@ def test_a_model_whose_forward_pass_fails_is_refused_by_name() -> None:
         v_head_dim=8,
     )
     model = MiniCPM3ForCausalLM(config).eval()
-    with pytest.raises(ConfigError, match=r"^model minicpm3 cannot generate on text alone: The size of tensor"):
+    with pytest.raises(ConfigError, match=r"^model minicpm3 cannot generate on text single: The size of tensor"):
         right_way(model)

@@ -342,14 +342,14 @@ def test_tensors_that_the_model_does_not_use_are_named(
         tensors["model.layers.7.mlp.up_proj.weight"] = torch.ones(48, 32)
 
     change_weights(model, add)
-    said: list[str] = []
-    check_weights(model, said.append)
+    reports: list[str] = []
+    check_weights(model, reports.append)
     names = "model.layers.0.self_attn.q_proj.bias, model.layers.7.mlp.up_proj.weight"
-    assert said == [
+    assert reports == [
         f"model {model}: 2 tensors of its files are not used, as its config.json has no place for them: {names}"
     ]
     assert data_check(model, tmp_path) == 0
-    assert said[0] in capsys.readouterr().out
+    assert reports[0] in capsys.readouterr().out
 
 
 def test_an_end_token_beyond_the_vocabulary_is_refused_by_data_check(
