@@ -132,7 +132,7 @@ def test_deep_check_loads_the_model_that_a_run_would_write(
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     code, output = check(capsys, with_dropout, tmp_path, "--model-overrides", json.dumps(yarn))
     assert code == 0, output
-    assert f"model {with_dropout} (qwen3)" in output
+    assert f"model {with_dropout} with model_overrides (qwen3)" in output
     options = LoraOptions(rank=2)
     adapted = add_adapters(load_model(with_dropout), options)
     write_adapters(adapted, dict(adapted.named_parameters()), Path(with_dropout), tmp_path / "adapter")
