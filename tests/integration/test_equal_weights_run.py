@@ -144,7 +144,7 @@ def test_deep_check_loads_the_model_that_a_run_would_write(
         ({"rope_scaling": {"rope_type": "yern", "factor": 4}}, "rope_scaling.rope_type 'yern', which transformers"),
         ({"rope_scaling": {"rope_type": "yarn", "facter": 4}}, "has rope_scaling.facter, which no type of rotary"),
         ({"max_positions": 64}, "has 'max_positions', which the configuration of model"),
-        ({"max_position_embeddings": "64"}, f"flowrt: model {with_dropout} is no causal LM that transformers can load"),
+        ({"max_position_embeddings": "64"}, f"flowrt: model {with_dropout} with model_overrides is no causal LM that"),
     ):
         code, output = check(capsys, with_dropout, tmp_path, "--model-overrides", json.dumps(fields))
         assert code == 2, output
