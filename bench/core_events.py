@@ -5,7 +5,8 @@
 ``core_events_per_s_LIVE``: offers, pulls and commits of one slot in a steady mix, with LIVE slots in the tables;
 ``core_flatness`` is the rate with the most slots over the rate with the fewest. ``core_us_a_sample_WORKERS``: processor
 time of a trained sample in a simulated run; ``core_flatness_workers`` is its ratio between many and few workers. Each
-is measured in a process of its own; `bench/metadata.py` reports the same figures.
+is measured in a process of its own; `bench/metadata.py` reports the same figures. ``attribution_*``: see
+`control_plane/attribution_load.py`.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from common.children import serve_commands, serve_commands_on_loop
 from common.report import Samples, write
-from control_plane import controllers
+from control_plane import attribution_load, controllers
 from control_plane.servers import POLICIES, STREAM, long_timeouts
 from rich.console import Console
 from rich.table import Table
@@ -117,12 +118,16 @@ def main() -> None:
     if arguments.serve == "workers":
         serve_commands({"measure": sample_us})
         return
+    if arguments.serve == "attribution":
+        serve_commands({"measure": attribution_load.measure})
+        return
     if arguments.serve:
         # The loop of the controller's process, with its settings of the cyclic garbage collector.
         serve_loop(serve_with_live_slots(int(float(arguments.serve))))
         return
     samples = Samples()
     controllers.core(*((1, 4) if arguments.quick else (REPEATS, 1)), samples)
+    attribution_load.add_to(samples, repeats=1 if arguments.quick else REPEATS)
     table = Table("metric", "median", title="the controller's core")
     for name, value in samples.medians().items():
         table.add_row(name, f"{value:,.4g}")

@@ -26,11 +26,12 @@ from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, St
 from flowrt.ids import FETCH, STOPPED
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.protocol import messages as m
-from flowrt.protocol.messages import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
+from flowrt.protocol.messages import NO_LIMIT, ColumnLengths, Part, Values, prompts_fault, values_fault
+from flowrt.protocol.spans import pack_spans
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.host import clock_name
 from flowrt.runtime.progress import Progress
-from flowrt.runtime.timeline import Timeline
+from flowrt.runtime.timeline import Span, Timeline
 from flowrt.runtime.waits import (
     CONTROLLER,
     BoundedElsewhere,
@@ -472,17 +473,14 @@ class Session:
             self.send(m.Report(spans, tuple(named.items()), waits))
         self._last_waits = waits
 
-    def _take_spans(self) -> tuple[BusySpan, ...]:
+    def _take_spans(self) -> tuple[bytes, ...]:
         """The spans since the last report, on the controller's clock; empty while its offset is unknown."""
         offset_s = self._clock.offset_s
         if offset_s is None:
             return ()
         spans = [*self.timeline.drain(), *self._stops.take()]
         self._reported_s = monotonic() + offset_s
-        return tuple(
-            BusySpan(one.kind, one.start_s + offset_s, one.end_s + offset_s, one.worked_s, one.rows, one.root)
-            for one in spans
-        )
+        return pack_spans(spans, offset_s)
 
     def _on_exchange(self, sent_s: float, answered_s: float) -> None:
         """Update the clock's offset with an answered heartbeat, and report a stop of this host that it shows."""
@@ -493,7 +491,7 @@ class Session:
         log.warning("the clock of the controller and that of this host differ by %+.3f s more than before", jump_s)
         if jump_s > 0:  # this host was suspended, and its clock stood still
             end_s = now + (self._clock.offset_s or 0.0)
-            self.send(m.Report((BusySpan(STOPPED, end_s - jump_s, end_s),), (), ()))
+            self.send(m.Report(pack_spans([Span(STOPPED, end_s - jump_s, end_s)]), (), ()))
 
     def evaluated(self, name: str, version: int, numbers: Mapping[str, float]) -> None:
         """Report the results of an evaluation; the trainers are told.

@@ -129,8 +129,8 @@ class Weights:
 MAX_SIGNAL_BYTES = 16 * 1024
 """Limit of the value of a `RendezvousKey`; the longest known, the root info of HCCL, has 4108 bytes."""
 MAX_RECORD_BYTES = 1024 * 1024
-"""Limit of the bytes in a tuple of bytes: of a record of a sample, in `SampleRecords`. A sample of 32,000 tokens has
-200 to 400 KB."""
+"""Limit of the bytes in a tuple of bytes: of packed spans, and of a record of a sample, in `SampleRecords`. A sample of
+32,000 tokens has 200 to 400 KB."""
 GONE = "gone"
 """Key of a `RendezvousKey` from the controller: the peer has left the run, and all lanes with it have ended."""
 
@@ -153,18 +153,6 @@ class Incoming:
 
     turn: LaneTurn
     parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BusySpan:
-    """An interval of work, in seconds of the controller's clock."""
-
-    kind: str
-    start_s: float
-    end_s: float
-    worked_s: float = -1.0  # seconds of work, without the gaps between merged spans; -1: there are no gaps
-    rows: float = -1.0  # mean number of occupied rows of the engine; -1: unknown
-    root: str = ""  # of a wait: the worker that it is blocked on; empty for work
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,7 +597,7 @@ class Evaluated:
 class Report:
     """worker: busy spans since the last report, open waits, and results for the summary of the run (``numbers``)."""
 
-    spans: tuple[BusySpan, ...]
+    spans: tuple[bytes, ...]  # on the controller's clock, packed by `flowrt.protocol.spans.pack_spans`
     numbers: tuple[tuple[str, float], ...]
     waits: tuple[tuple[str, str, float, float], ...]  # for other workers: (what, blocked on, age in s, limit in s)
 
@@ -690,5 +678,5 @@ Message = (
     | RetireLane
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

@@ -94,14 +94,14 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
 
 
 def test_no_message_can_carry_a_tensor() -> None:
-    """Only two fields contain bytes, both of limited size: rendezvous keys and stored samples."""
+    """Only three fields contain bytes, all of limited size: packed spans, rendezvous keys and stored samples."""
     fields = [
         f"{kind.__name__}.{field.name}"
         for kind in MESSAGES
         for field in dataclasses.fields(kind)
         if "bytes" in str(get_type_hints(kind)[field.name])
     ]
-    assert fields == ["RendezvousKey.value", "SampleRecords.records"]
+    assert fields == ["RendezvousKey.value", "Report.spans", "SampleRecords.records"]
     assert (MAX_SIGNAL_BYTES, MAX_RECORD_BYTES) == (16 * 1024, 1024 * 1024)
     longest = RendezvousKey("reward0", "lane", "key", bytes(MAX_SIGNAL_BYTES))
     assert decode(encode(longest)) == longest

@@ -17,11 +17,12 @@ from flowrt.controller.attribution.sweep import sweep
 from flowrt.ids import STOPPED
 
 Key = TypeVar("Key", bound=Hashable)
+BUSY_KIND = Kind.BUSY.value
 MAX_WORST = 8
 """Maximum number of workers that are listed for each kind of time, those with the most seconds first."""
 MIN_ROOT_SHARE = 0.01
 """Share of a role's time below which a root is left out."""
-MIN_SWEEP_S = 0.2
+MIN_SWEEP_S = 1.0
 """Minimum seconds of a worker that are attributed at once, except at the end of a step or of the worker."""
 
 
@@ -67,7 +68,7 @@ class StepAccount:
             of_role[kind] += length_s
             if root:
                 self.roots[role, kind, root] += length_s
-            if kind != Kind.BUSY.value:
+            if kind != BUSY_KIND:
                 self.of_workers[kind][worker] += length_s
 
     def end(self, now: float) -> None:
@@ -252,7 +253,11 @@ class TimeAccount:
             limit_s = min(max(lane.reported_s, now - self.patience_s), now)
             if lane.gone_s <= now:
                 limit_s = lane.gone_s
-            if limit_s - lane.swept_s >= MIN_SWEEP_S or lane.gone_s <= now or lane.swept_s < self._parts[0].end_s < now:
+            if (
+                limit_s - lane.swept_s >= MIN_SWEEP_S
+                or lane.gone_s <= now
+                or lane.swept_s < self._parts[0].end_s <= now
+            ):
                 lane.attribute(self._parts, limit_s, now, waits.get(lane.worker, ()), self.patience_s)
         self._left = [lane for lane in self._left if lane.swept_s < lane.gone_s]
         return self._take_complete()

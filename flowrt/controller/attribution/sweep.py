@@ -10,10 +10,9 @@ cover the span, and as `other` beyond that.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
-from flowrt.controller.attribution.causes import Interval, Kind, WaitInterval
+from flowrt.controller.attribution.causes import Cause, Interval, Kind, WaitInterval
 from flowrt.ids import FETCH, GATHER, RANKS, STOPPED
 
 KIND_OF_SPAN = {
@@ -34,24 +33,20 @@ PLACES = {**{kind: place for place, kind in UNDIVIDED.items()}, Kind.BUSY: BUSY,
 
 Key = tuple[str, str]
 """A kind of time, and the root of a wait; the root of all other kinds is empty."""
+OTHER_KEY = (Kind.OTHER.value, "")
+BUSY_KEY = (Kind.BUSY.value, "")
+UNDIVIDED_KEYS = {place: (kind.value, "") for place, kind in UNDIVIDED.items()}
+PLACE_OF_SPAN = {kind: RANK_WAIT if kind == RANKS else PLACES[of] for kind, of in KIND_OF_SPAN.items()}
+"""By kind of a span, its place in the order; a span of another kind is work."""
 Seconds = dict[Key, float]
-
-
-class _Item(NamedTuple):
-    start_s: float
-    end_s: float
-    place: int
-    number: int
+_Item = tuple[float, float, int, int]
+"""Start, end, place in the order, and index of a span or wait."""
+CAUSES = {cause: cause.value for cause in Cause}
 
 
 def kind_of_span(kind: str) -> Kind:
     """The kind of time that a span of this kind counts as; an unknown kind counts as busy."""
     return KIND_OF_SPAN.get(kind, Kind.BUSY)
-
-
-def _place(kind: str) -> int:
-    """The place of a span in the order."""
-    return RANK_WAIT if kind == RANKS else PLACES[kind_of_span(kind)]
 
 
 def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: float, end_s: float) -> Seconds:
@@ -70,69 +65,78 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
     if end_s <= start_s:
         return {}
     all_spans, all_waits = list(spans), list(waits)
-    items = [
-        _Item(max(one.start_s, start_s), min(one.end_s, end_s), _place(one.kind), index)
-        for index, one in enumerate(all_spans)
-    ]
-    items += [
-        _Item(max(one.start_s, start_s), min(one.end_s, end_s), WAIT, index) for index, one in enumerate(all_waits)
-    ]
-    items = sorted(item for item in items if item.end_s > item.start_s)
-    times = sorted({start_s, end_s, *(item.start_s for item in items), *(item.end_s for item in items)})
-    shares = [_share(one) for one in all_spans]
+    items = _items(all_spans, all_waits, start_s, end_s)
     work: dict[int, _Covered] = {}
     present: list[_Item] = []
-    following = 0
-    for begin_s, finish_s in pairwise(times):
-        present = [item for item in present if item.end_s > begin_s]
-        while following < len(items) and items[following].start_s <= begin_s:
+    following, begin_s = 0, start_s
+    for finish_s in sorted({end_s, *[item[0] for item in items], *[item[1] for item in items]} - {start_s}):
+        present = [item for item in present if item[1] > begin_s]
+        while following < len(items) and items[following][0] <= begin_s:
             present.append(items[following])
             following += 1
         length_s = finish_s - begin_s
-        place = min((item.place for item in present), default=-1)
-        if place < 0:
-            found[Kind.OTHER.value, ""] += length_s
-        elif place in UNDIVIDED:
-            found[UNDIVIDED[place].value, ""] += length_s
+        begin_s = finish_s
+        if not present:
+            found[OTHER_KEY] += length_s
+            continue
+        place = present[0][2] if len(present) == 1 else min([item[2] for item in present])
+        if place in UNDIVIDED_KEYS:
+            found[UNDIVIDED_KEYS[place]] += length_s
+        elif place == BUSY:
+            chosen = max([item[3] for item in present if item[2] == BUSY], key=lambda index: _share(all_spans[index]))
+            covered = work.get(chosen) or work.setdefault(chosen, _Covered())
+            waiting = [item[3] for item in present if item[2] == WAIT] if len(present) > 1 else []
+            covered.add(length_s, min(waiting, default=-1))
         else:
-            wait = min((item.number for item in present if item.place == WAIT), default=-1)
-            if place in (RANK_WAIT, FETCHING):
-                waiting = min(item.number for item in present if item.place == place)
-                found[Kind.SAMPLES.value, all_spans[waiting].root] += length_s
-                continue
-            if place == WAIT:
-                found[_key(all_waits[wait])] += length_s
-                continue
-            chosen = max((item.number for item in present if item.place == BUSY), key=lambda index: shares[index])
-            covered = work.setdefault(chosen, _Covered({}))
-            work[chosen] = covered._replace(length_s=covered.length_s + length_s)
-            if wait >= 0:
-                covered.waits[wait] = covered.waits.get(wait, 0.0) + length_s
+            first = min([item[3] for item in present if item[2] == place])
+            key = _key(all_waits[first]) if place == WAIT else (Kind.SAMPLES.value, all_spans[first].root)
+            found[key] += length_s
     for index, covered in work.items():
-        _divide(covered, shares[index], all_waits, found)
+        _divide(covered, _share(all_spans[index]), all_waits, found)
     return {key: seconds for key, seconds in found.items() if seconds > 0}
 
 
-class _Covered(NamedTuple):
+def _items(spans: list[Interval], waits: list[WaitInterval], start_s: float, end_s: float) -> list[_Item]:
+    """The parts of all intervals that are in the window, by start."""
+    items = []
+    for number, span in enumerate(spans):
+        begin_s, finish_s = max(span.start_s, start_s), min(span.end_s, end_s)
+        if finish_s > begin_s:
+            items.append((begin_s, finish_s, PLACE_OF_SPAN.get(span.kind, BUSY), number))
+    for number, wait in enumerate(waits):
+        begin_s, finish_s = max(wait.start_s, start_s), min(wait.end_s, end_s)
+        if finish_s > begin_s:
+            items.append((begin_s, finish_s, WAIT, number))
+    return sorted(items)
+
+
+@dataclass(slots=True)
+class _Covered:
     """The part of a span of work that no interval with a lower place covers."""
 
-    waits: dict[int, float]  # seconds of it by wait
     length_s: float = 0.0
+    waits: dict[int, float] = field(default_factory=dict)  # seconds of it by wait
+
+    def add(self, length_s: float, wait: int) -> None:
+        """Add an interval that this wait covers too; -1: none."""
+        self.length_s += length_s
+        if wait >= 0:
+            self.waits[wait] = self.waits.get(wait, 0.0) + length_s
 
 
 def _divide(covered: _Covered, share: float, waits: list[WaitInterval], found: Seconds) -> None:
     """Add the work, waiting and `other` of a span of work to ``found``."""
     gap_s = covered.length_s * (1.0 - share)
-    found[Kind.BUSY.value, ""] += covered.length_s - gap_s
+    found[BUSY_KEY] += covered.length_s - gap_s
     waited_s = sum(covered.waits.values())
     taken_s = min(gap_s, waited_s)
-    found[Kind.OTHER.value, ""] += gap_s - taken_s
+    found[OTHER_KEY] += gap_s - taken_s
     for index, seconds in covered.waits.items():
         found[_key(waits[index])] += taken_s * seconds / waited_s
 
 
 def _key(wait: WaitInterval) -> Key:
-    return wait.cause.value, wait.root
+    return CAUSES[wait.cause], wait.root
 
 
 def _share(span: Interval) -> float:

@@ -2,11 +2,11 @@
 
 - A wait is classified from the state during it, never from the state after the event that ended it: the effects of an
   event are classified before the next event is applied, with the time of the change as their start.
-- The cost is bounded: passes over all N waiting workers are ``PASS_GAP_S`` x N apart, at most `MAX_GAP_S`. The recorded
-  time of a change that concerns all workers is wrong by at most that time, and a wait that is shorter than `MIN_GAP_S`
-  is not recorded.
+- The cost is bounded: passes over all N waiting workers are ``PASS_GAP_S`` x N apart, or `MAX_GAP_S` if that is less,
+  however many changes and grants there are. The recorded time of a change that concerns all workers is wrong by at most
+  that time, and a wait that is shorter than `MIN_GAP_S` is not recorded.
 - A root may change without a change of cause (another worker holds the slowest sample). All waits are classified again
-  after N + `MIN_LEASES` grants, and after `MAX_GAP_S`.
+  after N + `MIN_LEASES` grants, and after `MAX_GAP_S`, by such a pass.
 """
 
 from collections import deque
@@ -55,6 +55,7 @@ class WaitLog:
         self._open: dict[WorkerId, _OpenWait] = {}
         self._due: dict[WorkerId, float] = {}  # since when the wait of a worker may have another cause
         self._all_due_s: float | None = None
+        self._pass_s = 0.0  # the next pass over all waiting workers is not before this time
         self._refresh_s = 0.0  # from this time on, or this number of leases, all waits are classified again
         self._refresh_leases = 0
         self._ended: deque[WaitInterval] = deque(maxlen=MAX_KEPT)
@@ -101,7 +102,8 @@ class WaitLog:
         find = Classifier(state, env)
         due, all_due_s = self._due, self._all_due_s
         granted = state.table.leases_granted
-        is_full = all_due_s is not None or now >= self._refresh_s or granted >= self._refresh_leases
+        is_due = all_due_s is not None or now >= self._refresh_s or granted >= self._refresh_leases
+        is_full = is_due and now >= self._pass_s
         since_s = changed_s if all_due_s is None else all_due_s
         for worker in self._changed(find, state.requests) if is_full else list(due):
             reason = find.reason(worker)
@@ -114,11 +116,14 @@ class WaitLog:
                 self._end(worker, start_s)
             if reason is not None:
                 self._open[worker] = _OpenWait(reason, start_s)
-        self._due, self._all_due_s = {}, None
+        self._due = {}
+        self.check_s = now + CHECK_GAP_S if self._open else NEVER_S
         if is_full:
+            self._all_due_s = None
+            self._pass_s = now + self._pass_gap_s()
             self._refresh_s = now + MAX_GAP_S
             self._refresh_leases = granted + MIN_LEASES + len(self._open)
-        self.check_s = now + CHECK_GAP_S if self._open else NEVER_S
+        self._schedule(now)
 
     def _changed(self, find: "Classifier", requests: ParkedRequests) -> list[WorkerId]:
         """The waiting workers whose reasons may differ from the recorded ones."""
@@ -151,9 +156,13 @@ class WaitLog:
 
     def _schedule(self, now: float) -> None:
         if self._all_due_s is not None:
-            self.check_s = min(self.check_s, now + min(max(MIN_GAP_S, PASS_GAP_S * len(self._open)), MAX_GAP_S))
-        elif self._due:
+            self.check_s = min(self.check_s, max(now + self._pass_gap_s(), self._pass_s))
+        if self._due:
             self.check_s = min(self.check_s, now + MIN_GAP_S)
+
+    def _pass_gap_s(self) -> float:
+        """Seconds between two passes over all waiting workers."""
+        return min(max(MIN_GAP_S, PASS_GAP_S * len(self._open)), MAX_GAP_S)
 
 
 class Classifier:
@@ -164,6 +173,7 @@ class Classifier:
         self._env = env
         self._step_root: str | None = None
         self._found: list[Group] | None = None
+        self._senders: dict[WorkerId, WorkerId] = {}  # by receiver: see `_sender`
         self._stages: dict[str, Reason] = {}  # of stages in which no worker can start anything
 
     def reason(self, worker: WorkerId) -> Reason | None:
@@ -220,12 +230,14 @@ class Classifier:
 
     def _sender(self, worker: WorkerId) -> WorkerId:
         """The first worker of a chain of relays, which has the complete weights that ``worker`` fetches."""
-        fetching = self._state.models.policy.fetching
-        for _ in range(len(fetching)):
-            if (fetch := fetching.get(worker)) is None:
-                break
+        fetching, known = self._state.models.policy.fetching, self._senders
+        path: list[WorkerId] = []
+        while worker not in known and (fetch := fetching.get(worker)) is not None and len(path) < len(fetching):
+            path.append(worker)
             worker = fetch.holder
-        return worker
+        sender = known.get(worker, worker)
+        known.update(dict.fromkeys(path, sender))
+        return sender
 
     def _of_empty_stage(self, stage: str) -> Reason:
         """The reason of a pull of a stage without ready slots: a worker that has leases of the stage which makes the

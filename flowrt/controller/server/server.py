@@ -41,6 +41,7 @@ from flowrt.controller.server.connections import (
     rejection_reason,
 )
 from flowrt.controller.server.guard_command import GuardCommand
+from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.journals import delete_outdated, kept_summary
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
@@ -48,7 +49,6 @@ from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import SampleStore
-from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError, LocalProtocolError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
@@ -155,7 +155,7 @@ class Server:
         )
         self.events = EventLog(run_dir, self.metrics.start_s, self.ledger.term)
         now = self._clock.now()
-        self.times = TimeRecorder(
+        self.times = Accounting(
             run_dir=run_dir,
             now=now,
             origin_s=self.metrics.start_s,
@@ -186,9 +186,11 @@ class Server:
             needs_commit=self.ledger.needs_commit,
             flush=self._flush,
             process_disconnects=self._process_disconnects,
-            on_removed=lambda worker: self.times.account.gone(worker, self._clock.now()),
+            on_removed=lambda worker: self.times.gone(worker, self._clock.now()),
         )
         self._ended = asyncio.Event()
+        self._end_s: float | None = None
+        """When the attribution ended; None before."""
         self._refused = RateLimitedLog()
         self._guard_command = GuardCommand(observability.guard_command, run_dir, self.warn)
         self._run_dir = run_dir
@@ -206,7 +208,7 @@ class Server:
             self._samples.close()
         self.metrics.close()
         self.events.close()
-        self.times.close(self._clock.now(), ())
+        self.times.close(self._clock.now(), [], [])
         self._link.close()
         self.ledger.close()
 
@@ -266,8 +268,8 @@ class Server:
             self._health_watch.cancel()
         await self._guard_command.finish()
         self.events.close()
-        self.times.add_waits(self._core.waits.take())
-        self.times.close(self._clock.now(), self._core.waits.open_waits(self._clock.now()))
+        now = self._end_s = self._clock.now()
+        self.times.close(now, self._core.waits.take(), self._core.waits.open_waits(now))
         self._connections.close()
         self._link.close()
         return self._core.ended or ended
@@ -287,10 +289,11 @@ class Server:
         """The numbers of summary.json for the run so far; ``bound`` is the maximum staleness in versions."""
         account = self.ledger.account((one.epoch, one.prompt) for one in self._core.state.table.groups.values())
         return {
-            **self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now()),
+            **self.metrics.summary(account, bound, self._core.state.dropped, self._end_s or self._clock.now()),
             "kept": kept_summary(self.metrics.numbers, self._core.state.kept.discarded),
             "busy_fraction": self.times.busy(),
             "time": self.times.shares(),
+            "spans_dropped": self.times.dropped,
         }
 
     async def _tick(self) -> None:
@@ -318,8 +321,9 @@ class Server:
 
     def _write_times(self) -> None:
         now = self._clock.now()
-        self.times.add_waits(self._core.waits.take())
-        self.times.write(now, self._core.waits.open_waits(now))
+        self.times.tick(now, self._core.waits.take(), self._core.waits.open_waits(now))
+        if text := self.times.notice():
+            self.warn(text)
 
     # ---- in
 
@@ -342,7 +346,7 @@ class Server:
             self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
             if isinstance(message, m.Heartbeat):
-                self.times.account.note_report(worker, min(message.reported_s, self._clock.now()))
+                self.times.note_report(worker, min(message.reported_s, self._clock.now()))
             elif isinstance(message, m.Report):
                 self._recorder.record_report(worker, message, self._core.state.window.step)
             self._handle(MessageReceived(worker, message), data)
@@ -415,7 +419,7 @@ class Server:
     def _admit(self, peer: bytes, hello: m.Hello, source: int) -> None:
         self._connections.add(peer, WorkerId(hello.worker), hello.role, source)
         if hello.role != OBSERVER:
-            self.times.account.joined(hello.worker, hello.role, self._clock.now())
+            self.times.joined(hello.worker, hello.role, self._clock.now())
         log.info("%s joined (%s on %r, pid %d)", hello.worker, hello.role, hello.host, hello.pid)
 
     def _send_welcome(self, worker: WorkerId, passed: tuple[Passed, ...]) -> None:

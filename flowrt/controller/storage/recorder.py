@@ -4,11 +4,11 @@ import logging
 
 from flowrt.controller.diagnostics.counters import describe_non_finite, finite, validate_names
 from flowrt.controller.events import AppendLedger, AppendReplay, Command, EvaluationClosed, StepClosed
+from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import GroupEnd, SampleStore
-from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.errors import FlowError
 from flowrt.net.connection_guard import RateLimitedLog
 from flowrt.protocol.messages import Report, SampleRecords
@@ -24,7 +24,7 @@ class RunRecorder:
         ledger: Ledger,
         metrics: RunMetrics,
         events: EventLog | None = None,
-        times: TimeRecorder | None = None,
+        times: Accounting | None = None,
         samples: SampleStore | None = None,
     ) -> None:
         """Record into these; None for files that are not written."""
@@ -45,7 +45,7 @@ class RunRecorder:
                 if command.state == "in_flight":
                     self._metrics.on_training_started(now)
                     if self._times is not None:
-                        self._times.account.training_started(now)
+                        self._times.training_started(now)
                 elif self._samples is not None and command.state in ("trained", "dropped"):
                     self._samples.ended(GroupEnd(command.epoch, command.prompt, command.step, command.reason))
             case AppendReplay(entry):
@@ -55,7 +55,7 @@ class RunRecorder:
                     self._warnings.warn("left out of the metrics of step %s: %s", command.step, invalid)
                 self._ledger.add_step(command.step, self._metrics.write_step(command, now))
                 if self._times is not None:
-                    self._times.account.close_step(command.step, now)
+                    self._times.close_step(command.step, now)
             case EvaluationClosed(name, version) if not self._metrics.is_evaluated(name, version):
                 self._ledger.add_evaluation(name, version, self._metrics.write_evaluation(command, now))
                 if self._events is not None:

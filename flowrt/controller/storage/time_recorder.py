@@ -14,16 +14,15 @@ from typing import Any, TextIO
 from flowrt.controller.attribution.account import StepAccount, TimeAccount
 from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES, TimelineFile
-from flowrt.protocol.messages import BusySpan
+from flowrt.protocol.spans import MAX_KIND_CHARS, unpack_spans
 from flowrt.runtime.files import atomic_write
-from flowrt.runtime.timeline import read_lines
+from flowrt.runtime.timeline import Span, read_lines
 
 log = logging.getLogger(__name__)
 ATTRIBUTION = "attribution.jsonl"
 PATIENCE_HEARTBEATS = 3
 MIN_WAIT_S = 0.001
 """Waits shorter than this are attributed, but not written to the timeline."""
-MAX_KIND_CHARS = 100
 
 
 def is_attribution(line: dict[str, Any]) -> bool:
@@ -65,6 +64,8 @@ class TimeRecorder:
         self.account = TimeAccount(now, step, PATIENCE_HEARTBEATS * heartbeat_s)
         self.latest: dict[str, Any] | None = None
         """The line of the last complete step."""
+        self.malformed = 0
+        """Records of spans that could not be read."""
         self._origin_s = origin_s
         self._is_broken = False
         self._file: TextIO | None = None
@@ -76,26 +77,27 @@ class TimeRecorder:
 
     # ---- spans and waits
 
-    def add_spans(self, worker: str, spans: Iterable[BusySpan]) -> None:
+    def add_record(self, worker: str, record: bytes) -> None:
+        """Add packed spans that a worker has reported; bytes that are none are counted as ``malformed``."""
+        try:
+            spans = unpack_spans(record)
+        except ValueError:
+            self.malformed += 1
+        else:
+            self.add_spans(worker, spans)
+
+    def add_spans(self, worker: str, spans: Iterable[Span]) -> None:
         """Add spans that a worker has reported, except spans with times that are not finite or not in order."""
-        role = self.account.role(worker)
         found = []
-        for span in spans:
-            if not (math.isfinite(span.start_s) and math.isfinite(span.end_s)) or span.end_s < span.start_s:
+        for kind, start_s, end_s, worked_s, rows, root in spans:
+            length_s = end_s - start_s
+            if not 0 <= length_s < math.inf:  # neither is a NaN
                 continue
-            length_s = span.end_s - span.start_s
-            worked_s = span.worked_s if 0 <= span.worked_s <= length_s else length_s
-            found.append(
-                Interval(
-                    span.kind[:MAX_KIND_CHARS],
-                    span.start_s,
-                    span.end_s,
-                    worked_s,
-                    span.rows,
-                    span.root[:MAX_KIND_CHARS],
-                )
-            )
+            if not 0 <= worked_s <= length_s:
+                worked_s = length_s
+            found.append(Interval(kind[:MAX_KIND_CHARS], start_s, end_s, worked_s, rows, root[:MAX_KIND_CHARS]))
         self.account.add_spans(worker, found)
+        role = self.account.role(worker)
         for one in () if self._is_broken else found:
             line = {"worker": worker, "role": role, "kind": one.kind, **self._times(one.start_s, one.end_s)}
             if one.worked_s < one.end_s - one.start_s:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 SEGMENT_BYTES = 16 * 1024 * 1024
 """Size of a segment before compression."""
 DEFAULT_MAX_BYTES = 512_000_000
@@ -20,6 +22,7 @@ DIRECTORY = "timeline"
 _GZIP_BITS = 31
 _CHUNK_BYTES = 1 << 18
 _MODE = 0o600
+_encode = msgspec.json.Encoder().encode
 
 
 def segments(run_dir: Path) -> list[Path]:
@@ -73,18 +76,18 @@ class TimelineFile:
         self._segment_bytes = segment_bytes
         self._file: BinaryIO | None = None
         self._zip = zlib.compressobj(level=1, wbits=_GZIP_BITS)
-        self._lines: list[str] = []
+        self._lines: list[bytes] = []
         self._raw_bytes = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Buffer a line until `flush`."""
-        self._lines.append(json.dumps(line, allow_nan=False, separators=(",", ":")))
+        self._lines.append(_encode(line))
 
     def flush(self) -> None:
         """Write the buffered lines, so that a reader finds them."""
         if not self._lines:
             return
-        data = ("\n".join(self._lines) + "\n").encode()
+        data = b"\n".join([*self._lines, b""])
         self._lines.clear()
         if self._file is None:
             self._file = self._begin()

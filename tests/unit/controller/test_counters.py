@@ -12,14 +12,15 @@ from flowrt.controller.diagnostics.counters import (
     BoundedCounter,
     validate_names,
 )
+from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
-from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol import messages as m
-from flowrt.protocol.messages import BusySpan
+from flowrt.protocol.spans import pack_spans
+from flowrt.runtime.timeline import Span
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import leases_of
 
@@ -68,19 +69,19 @@ def test_number_and_length_of_metric_names_are_limited() -> None:
 def test_only_the_metrics_of_an_invalid_report_are_discarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = RunMetrics(tmp_path, 0.0)
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    times = TimeRecorder(tmp_path, 0.0, 0.0, 0, 1.0)
-    times.account.joined("rollout-0", "rollout", 0.0)
+    times = Accounting(tmp_path, 0.0, 0.0, 0, 1.0)
+    times.joined("rollout-0", "rollout", 0.0)
     recorder = RunRecorder(ledger, metrics, times=times)
-    span = BusySpan("train", 0.0, 1.0)
+    spans = pack_spans([Span("train", 0.0, 1.0)])
     with caplog.at_level(logging.WARNING):
-        recorder.record_report("rollout-0", m.Report((span,), (("x" * 1000, 1.0),), ()), 0)
+        recorder.record_report("rollout-0", m.Report(spans, (("x" * 1000, 1.0),), ()), 0)
     assert "left out the numbers that rollout-0 has reported: a number's name has 1000 characters" in caplog.text
     assert metrics.numbers == {}
-    recorder.record_report("rollout-0", m.Report((span,), (("eval", 1.0),), ()), 0)
+    recorder.record_report("rollout-0", m.Report(spans, (("eval", 1.0),), ()), 0)
     assert metrics.numbers == {"eval": 1.0}
     metrics.close()
     ledger.close()
-    times.close(1.0, ())
+    times.close(1.0, [], [])
     assert len(list(read_timeline(tmp_path))) == 2
 
 

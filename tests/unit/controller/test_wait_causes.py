@@ -1,13 +1,18 @@
 """Causes and roots of waits in simulated runs with one planted bottleneck."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flowrt.controller.attribution.causes import KINDS, Cause
-from flowrt.controller.events import Tick
+from flowrt.controller.attribution.waits import PASS_GAP_S, Classifier, WaitLog
+from flowrt.controller.events import MessageReceived, Tick, WorkerConnected
 from flowrt.controller.policies.weight_sync import DelayedUpdate
+from flowrt.controller.state.parked_requests import ParkedRequests
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
+from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.simulation.cluster import ClusterPlan
 from tests.simulation.attributed import AttributedRun, attribute
@@ -108,3 +113,48 @@ def test_an_evaluation_of_an_unpublished_version_waits_for_weights(version: int)
     assert wait.cause is Cause.WEIGHTS
     (edge,) = [one for one in driver.core.wait_graph(2.0, 600.0).waits if one.who == "source0"]
     assert edge.blocked_on == ("trainer0",)
+
+
+def test_passes_over_all_waits_are_as_far_apart_as_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, seconds, event_s = 100, 2.0, 0.001
+    driver = CoreDriver(steps=9)
+    for number in range(workers):
+        worker = WorkerId(f"more{number}")
+        driver.core.handle(WorkerConnected(worker, "rollout", "host"), 0.0)
+        pull = m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1)
+        driver.core.handle(MessageReceived(worker, pull), 0.0)
+    passes = []
+    whole_pass = WaitLog._changed
+
+    def count(log: WaitLog, find: Classifier, requests: ParkedRequests) -> list[WorkerId]:
+        passes.append(driver.now)
+        return whole_pass(log, find, requests)
+
+    monkeypatch.setattr(WaitLog, "_changed", count)
+    while driver.now < seconds:
+        driver.now += event_s
+        driver.core.waits.note_all(driver.now)
+        driver.core.handle(Tick(), driver.now)
+    assert len(driver.core.waits.open_waits(driver.now)) == workers
+    assert 0.8 * seconds / (PASS_GAP_S * workers) <= len(passes) <= seconds / (PASS_GAP_S * workers) + 1
+
+
+class CountingDict(dict[WorkerId, SimpleNamespace]):
+    """Counts its look-ups."""
+
+    count = 0
+
+    def get(self, *key: Any) -> Any:
+        self.count += 1
+        return super().get(*key)
+
+
+def test_the_sender_of_a_chain_of_relays_is_searched_once_for_all_its_receivers() -> None:
+    length = 1000
+    fetching = CountingDict({WorkerId(f"{at}"): SimpleNamespace(holder=WorkerId(f"{at - 1}")) for at in range(length)})
+    weights = SimpleNamespace(fetching=fetching, receivers={}, latest=1)
+    state: Any = SimpleNamespace(models=SimpleNamespace(policy=weights))
+    find = Classifier(state, state)
+    reasons = {find.of_version(worker) for worker in reversed(list(fetching))}
+    assert reasons == {(Cause.WEIGHTS, "-1")}
+    assert fetching.count <= 4 * length

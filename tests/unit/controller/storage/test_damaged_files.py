@@ -21,8 +21,9 @@ from flowrt.errors import ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.launcher.supervision import SUMMARY, read_summary
 from flowrt.observability.page.single_file import write
-from flowrt.protocol.messages import BusySpan, Position, Report
-from flowrt.runtime.timeline import is_step, read_lines
+from flowrt.protocol.messages import Position, Report
+from flowrt.protocol.spans import pack_spans
+from flowrt.runtime.timeline import Span, is_step, read_lines
 
 STEPS = 6
 DAMAGE = {
@@ -139,9 +140,10 @@ def test_the_ledger_reopens_after_reports_of_any_numbers(
             times = TimeRecorder(run_dir, 0.0, 0.0, 0, 1.0)
             times.account.joined("mine", "mine", 0.0)
             ledger.resume(0, 0.0)
-            recorder = RunRecorder(ledger, run_metrics, times=times)
-            spans = tuple(BusySpan("train", value, value) for value in metrics)
-            recorder.record_report("mine", Report(spans, tuple(numbers), ()), 0)
+            recorder = RunRecorder(ledger, run_metrics)
+            for record in pack_spans(Span("train", value, value) for value in metrics):
+                times.add_record("mine", record)
+            recorder.record_report("mine", Report((), tuple(numbers), ()), 0)
             named = tuple((f"metric{index}", value) for index, value in enumerate(metrics))
             recorder.record(
                 StepClosed(

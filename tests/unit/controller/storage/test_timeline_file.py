@@ -10,7 +10,7 @@ from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.controller.storage.timeline_file import TimelineFile, read_segment, read_timeline, segments
 from flowrt.ids import WorkerId
-from flowrt.protocol.messages import BusySpan
+from flowrt.runtime.timeline import Span
 
 
 def recorder(run_dir: Path, now: float, step: int = 0, elapsed_s: float = 0.0) -> TimeRecorder:
@@ -99,8 +99,8 @@ def test_spans_and_waits_are_written_with_the_run_clock(tmp_path: Path) -> None:
     times = recorder(tmp_path, now=50.0, elapsed_s=2.0)
     times.account.joined("rollout-0", "rollout", 50.0)
     nan = float("nan")
-    spans = (BusySpan("generate", 50.0, 51.0, 0.75, 3.5), BusySpan("swap", 51.0, 51.5), BusySpan("x", nan, 51.0))
-    times.add_spans("rollout-0", (*spans, BusySpan("x", 52.0, 51.0)))
+    spans = (Span("generate", 50.0, 51.0, 0.75, 3.5), Span("swap", 51.0, 51.5), Span("x", nan, 51.0))
+    times.add_spans("rollout-0", (*spans, Span("x", 52.0, 51.0)))
     waits = [
         WaitInterval(WorkerId("rollout-0"), Cause.GATE, "trainer", 51.5, 52.0),
         WaitInterval(WorkerId("rollout-0"), Cause.GATE, "trainer", 52.0, 52.0004),
@@ -134,7 +134,7 @@ def test_failed_writes_log_one_warning(tmp_path: Path, caplog: pytest.LogCapture
     times = recorder(tmp_path, now=0.0)
     times.account.joined("trainer", "trainer", 0.0)
     for number in range(3):
-        times.add_spans("trainer", [BusySpan("train", number, number + 1.0)])
+        times.add_spans("trainer", [Span("train", number, number + 1.0)])
         times.account.close_step(number, number + 1.0)
         times.write(number + 10.0, ())
     times.close(20.0, ())
