@@ -6,7 +6,7 @@
 ``core_flatness`` is the rate with the most slots over the rate with the fewest. ``core_us_a_sample_WORKERS``: processor
 time of a trained sample in a simulated run; ``core_flatness_workers`` is its ratio between many and few workers. Each
 is measured in a process of its own; `bench/metadata.py` reports the same figures. ``attribution_*``: see
-`control_plane/attribution_load.py`.
+`control_plane/attribution_load.py`; ``ledger_10m_*``, not with ``--quick``: see `control_plane/long_ledger.py`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.children import serve_commands, serve_commands_on_loop
 from common.report import Samples, write
-from control_plane import attribution_load, controllers
+from control_plane import attribution_load, controllers, long_ledger
 from control_plane.servers import POLICIES, STREAM, long_timeouts
 from rich.console import Console
 from rich.table import Table
@@ -118,6 +118,9 @@ def main() -> None:
     if arguments.serve == "workers":
         serve_commands({"measure": sample_us})
         return
+    if arguments.serve == "ledger":
+        serve_commands({"start": long_ledger.start})
+        return
     if arguments.serve == "attribution":
         serve_commands({"measure": attribution_load.measure})
         return
@@ -128,6 +131,8 @@ def main() -> None:
     samples = Samples()
     controllers.core(*((1, 4) if arguments.quick else (REPEATS, 1)), samples)
     attribution_load.add_to(samples, repeats=1 if arguments.quick else REPEATS)
+    if not arguments.quick:
+        long_ledger.add_to(samples, REPEATS)
     table = Table("metric", "median", title="the controller's core")
     for name, value in samples.medians().items():
         table.add_row(name, f"{value:,.4g}")

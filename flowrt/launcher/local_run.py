@@ -24,6 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
+from flowrt.controller.storage.integrity import ledger_bytes
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, ConfigError, FlowError, WaitExpired
 from flowrt.ids import OBSERVER, TRAINER
 from flowrt.launcher.accelerators import DEV, environments, visible
@@ -67,6 +68,7 @@ from flowrt.runtime.addresses import parse_address
 from flowrt.runtime.clock import OwnAbsence
 from flowrt.runtime.files import atomic_write, os_error_text, private_directory
 from flowrt.runtime.memory import total_bytes
+from flowrt.runtime.time_limits import controller_start_s
 from flowrt.runtime.waits import pause
 
 READY_S = 30.0
@@ -375,7 +377,7 @@ class LocalRun:
     async def _run_once(self, view: LiveView) -> tuple[int, int | None]:
         """Run from the newest checkpoint; returns the run's exit code and that of the trainer, if it has ended."""
         self._restarts.begin()
-        controller, address = await self._start_controller(READY_S, "--from-checkpoint")
+        controller, address = await self._start_controller(0.0, "--from-checkpoint")
         self._controller = controller
         self._is_new = False
         self._has_started_controller = True
@@ -482,12 +484,14 @@ class LocalRun:
     async def _restart_controller(self) -> Child:
         """Start a controller that recovers the run with its workers. Raises FlowError if none can be started."""
         try:
-            child, _ = await self._start_controller(READY_S + self._config.controller.reconnect_timeout_s)
+            child, _ = await self._start_controller(self._config.controller.reconnect_timeout_s)
         except FlowError as error:
             raise FlowError(f"{error}; fix this, then flowrt resume {self._run_dir}") from error
         return child
 
-    async def _start_controller(self, ready_s: float, *flags: str) -> tuple[Child, str]:
+    async def _start_controller(self, bind_s: float, *flags: str) -> tuple[Child, str]:
+        """Start a controller, which may try for ``bind_s`` seconds to get its port."""
+        ready_s = bind_s + controller_start_s(ledger_bytes(self._run_dir))
         command = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(self._config_path), *flags]
         for left in reversed(range(self._config.supervisor.max_worker_restarts + 1)):
             child, address = await self._children.start_ready("controller", command, ready_s)

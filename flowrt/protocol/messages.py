@@ -9,7 +9,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import hypot
 from typing import Annotated, get_args
@@ -200,11 +200,16 @@ def prompts_fault(prompts: Sequence[int]) -> str:
 
 def pack(pairs: Iterable[tuple[int, int]]) -> tuple[Passed, ...]:
     """Pack (epoch, prompt) pairs as bitmaps; prompts count from 0."""
-    bits: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for epoch, prompt in pairs:
-        word, bit = divmod(prompt, WORD_BITS)
-        bits[epoch][word] |= 1 << bit
-    return tuple(_in_runs(epoch, words) for epoch, words in sorted(bits.items()))
+    return pack_words((epoch, prompt // WORD_BITS, 1 << prompt % WORD_BITS) for epoch, prompt in pairs)
+
+
+def pack_words(words: Iterable[tuple[int, int, int]]) -> tuple[Passed, ...]:
+    """Pack words (epoch, index of the word, bits) as bitmaps; the bits of words that come more than once are joined."""
+    found: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for epoch, word, bits in words:
+        if bits:
+            found[epoch][word] |= bits
+    return tuple(_in_runs(epoch, of_epoch) for epoch, of_epoch in sorted(found.items()))
 
 
 def _in_runs(epoch: int, words: dict[int, int]) -> Passed:
@@ -220,20 +225,42 @@ def _in_runs(epoch: int, words: dict[int, int]) -> Passed:
     return Passed(epoch, tuple(starts), tuple(counts), tuple(words[place] for place in places))
 
 
-def unpack(passed: Iterable[Passed]) -> dict[int, frozenset[int]]:
+class PromptSet(Set[int]):
+    """Prompts of one epoch, as words: ten million take 15 MB."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: Mapping[int, int]) -> None:
+        self._words = words
+
+    def __contains__(self, prompt: object) -> bool:
+        return isinstance(prompt, int) and bool(self._words.get(prompt // WORD_BITS, 0) >> prompt % WORD_BITS & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        for word, bits in self._words.items():
+            yield from (word * WORD_BITS + bit for bit in range(WORD_BITS) if bits >> bit & 1)
+
+    def __len__(self) -> int:
+        return sum(map(int.bit_count, self._words.values()))
+
+    def intersection(self, prompts: Iterable[int]) -> frozenset[int]:
+        """Those of these prompts that are in the set."""
+        return frozenset(prompt for prompt in prompts if prompt in self)
+
+    @classmethod
+    def _from_iterable(cls, prompts: Iterable[int]) -> frozenset[int]:  # type: ignore[override]
+        return frozenset(prompts)
+
+
+def unpack(passed: Iterable[Passed]) -> dict[int, PromptSet]:
     """The prompts of each epoch. Raises RemoteProtocolError for bitmaps that `pack` does not produce."""
-    found: dict[int, frozenset[int]] = {}
+    found: dict[int, PromptSet] = {}
     for one in passed:
         fits = len(one.starts) == len(one.counts) and min(one.counts, default=1) > 0 <= min(one.starts, default=0)
         if not fits or sum(one.counts) != len(one.words) or any(not 0 <= word < 1 << WORD_BITS for word in one.words):
             raise RemoteProtocolError(f"the prompts of epoch {one.epoch} are not packed {WORD_BITS} a word")
         places = (start + at for start, count in zip(one.starts, one.counts, strict=True) for at in range(count))
-        found[one.epoch] = frozenset(
-            place * WORD_BITS + bit
-            for place, word in zip(places, one.words, strict=True)
-            for bit in range(WORD_BITS)
-            if word >> bit & 1
-        )
+        found[one.epoch] = PromptSet(dict(zip(places, one.words, strict=True)))
     return found
 
 

@@ -24,6 +24,9 @@ MAX_TOKENS_PER_S = 500.0
 """Highest rate at which one sequence is generated."""
 MIN_DRAIN_S = 30.0
 MIN_REQUEST_S = 3600.0
+CONTROLLER_START_S = 30.0
+MIN_LEDGER_BYTES_PER_S = 5e6
+"""Lowest rate at which a controller reads the ledger of a run that it continues."""
 MAX_REQUEST_S = 30 * 24 * 3600.0
 
 
@@ -35,6 +38,11 @@ def weights_s(weight_bytes: int) -> float:
 def state_s(weight_bytes: int) -> float:
     """Limit of work on the whole state of a trainer: to update, save or load it."""
     return BASE_S + STATE_COPIES * weight_bytes / MIN_BYTES_PER_S
+
+
+def controller_start_s(ledger_bytes: int) -> float:
+    """Limit of the start of a controller, until it listens; ``ledger_bytes`` is the size of its ledger's files."""
+    return CONTROLLER_START_S + ledger_bytes / MIN_LEDGER_BYTES_PER_S
 
 
 def pass_s(tokens: int, weight_bytes: int) -> float:

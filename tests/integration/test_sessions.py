@@ -90,7 +90,7 @@ async def test_only_a_source_receives_the_previous_position(controller: tuple[ap
     positions = {}
     for role in ("source", "reward"):
         session = await api.connect(address, role, role, 5)
-        positions[role] = unpack(session.welcome.position.passed)
+        positions[role] = {epoch: set(of) for epoch, of in unpack(session.welcome.position.passed).items()}
         await session.close()
     assert positions == {"source": {0: {7}}, "reward": {}}
 

@@ -32,7 +32,7 @@ from flowrt.controller.state.reward_history import Outcome
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.messages import LaneTurn, Position, unpack
+from flowrt.protocol.messages import LaneTurn, Position
 from flowrt.runtime.clock import DrivenClock
 from tests.simulation.controller_restart import DurableState, RejoiningWorker
 from tests.simulation.fault_injection import FaultInjection
@@ -118,7 +118,7 @@ class SimulatedCluster:
         self.clock = DrivenClock()
         self.core = self._make_core(position)
         self.shared = Shared(scenario, self.rng, lambda: self.core.state.models.policy.latest)
-        self.shared.passed = unpack(self.core.settings.position.passed)
+        self.shared.passed = {epoch: frozenset(of) for epoch, of in self.core.env.passed.items()}
         self.workers: dict[str, RejoiningWorker] = {}
         self.term = 1
         self.disk = DurableState()
@@ -374,7 +374,7 @@ class SimulatedCluster:
 
     def _welcome_source(self) -> None:
         """A new source is sent the prompts that it must not offer: all in the ledger that are not unread."""
-        self.shared.passed = unpack(self.core.settings.position.passed)
+        self.shared.passed = {epoch: frozenset(of) for epoch, of in self.core.env.passed.items()}
         for (epoch, prompt), state in self.state.items():
             if state != "unread":
                 self.shared.passed[epoch] = self.shared.passed.get(epoch, frozenset()) | {prompt}

@@ -29,7 +29,7 @@ from flowrt.controller.state.transfers import Lanes, RendezvousLimits
 from flowrt.controller.state.weights import Models
 from flowrt.controller.state.worklist import Worklist
 from flowrt.errors import EXIT_OK
-from flowrt.protocol.messages import NO_LIMIT, Offer, unpack
+from flowrt.protocol.messages import NO_LIMIT, Offer, PromptSet, unpack
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Environment:
         return not isinstance(self.policies.group_filter, KeepAll)
 
     @cached_property
-    def passed(self) -> dict[int, frozenset[int]]:
+    def passed(self) -> dict[int, PromptSet]:
         """Prompts by epoch that the run had trained or dropped when it was resumed."""
         return unpack(self.settings.position.passed)
 

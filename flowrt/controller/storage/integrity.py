@@ -8,18 +8,29 @@ import logging
 import os
 import sqlite3
 import struct
+import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from flowrt.controller.storage.pending_writes import apply_pending, read_pending
+from flowrt.controller.storage.pending_writes import read_pending
+from flowrt.controller.storage.prompt_words import LAST_STEP
 from flowrt.controller.storage.schema import check_version, is_empty
 from flowrt.errors import FlowError
+from flowrt.runtime.waits import CONTROLLER, blocking, join_thread
 
 log = logging.getLogger(__name__)
 LEDGER = "ledger.sqlite"
 """File name of the ledger in the run directory."""
 BUSY_TIMEOUT_S = 5.0
+CHECKED_AT_ONCE_BYTES = 256 << 20
+"""A file up to this size is checked as a whole before it is used, which takes up to a second."""
+QUICKLY_CHECKED = ("prompt_words", "pending_writes", "replay_log", "members", "orders", "counters", "run_attempts")
+"""Tables of a larger file that are checked before it is used; `IntegrityCheck` checks all of it."""
+CHECK_AFTER_S = 30.0
+"""Seconds after the start at which a large file is checked: not while the workers wait for the controller."""
+JOIN_TIMEOUT_S = 10.0
 _WAL_HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
 _BYTE_ORDERS = {0x377F0682: "<", 0x377F0683: ">"}
@@ -80,7 +91,7 @@ def missing_steps(last: int | None, steps: int) -> str:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """Open a ledger read-only, and check the whole file.
+    """Open a ledger read-only, and check the whole file, or of a large one the tables in `QUICKLY_CHECKED`.
 
     Raises sqlite3.Error if the file is damaged or locked, OSError if it does not exist, and FlowError if it has another
     schema version, or is empty while its write-ahead log is not.
@@ -93,29 +104,102 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     uri = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro{immutable}"
     database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:
-        [(found,)] = database.execute("PRAGMA quick_check(1)").fetchall()
-        if found != "ok":
-            raise sqlite3.DatabaseError(" ".join(found.split()))
         check_version(database)
+        is_large = path.stat().st_size > CHECKED_AT_ONCE_BYTES
+        for what in QUICKLY_CHECKED if is_large and not is_empty(database) else ("1",):
+            _quick_check(database, what)
         return database
     except (sqlite3.Error, FlowError):
         database.close()
         raise
 
 
-def with_pending_writes(database: sqlite3.Connection) -> sqlite3.Connection:
-    """The ledger with its pending writes applied.
+def _quick_check(database: sqlite3.Connection, what: str) -> None:
+    """Check the pages of the whole file (1) or of a table. Raises sqlite3.Error for damage."""
+    [(result,)] = database.execute(f"PRAGMA quick_check({what})").fetchall()
+    if result != "ok":
+        raise sqlite3.DatabaseError(" ".join(result.split()))
 
-    Without pending writes this is ``database`` itself, otherwise a copy in memory; ``database`` is closed then. Raises
-    sqlite3.Error, and FlowError if a pending write is damaged.
+
+class IntegrityCheck:
+    """Check of a large ledger on a thread, while the run goes on: `open_read_only` checks only the tables it reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread: threading.Thread | None = None
+        self._db: sqlite3.Connection | None = None
+        self._stop = threading.Event()
+        self.damage = ""
+        """What is damaged, as a sentence; empty if nothing is, or the check goes on."""
+
+    def start(self) -> None:
+        """Start the check, if the file is large."""
+        try:
+            if self._path.stat().st_size <= CHECKED_AT_ONCE_BYTES:
+                return
+            self._thread = threading.Thread(target=self._check, name="integrity", daemon=True)
+            self._thread.start()
+        except (OSError, RuntimeError) as error:
+            self._thread = None
+            log.warning("ledger %s was not checked as a whole: %s", self._path, error)
+
+    def stop(self) -> None:
+        """Interrupt the check."""
+        self._stop.set()
+        if self._db is not None:
+            self._db.interrupt()
+        if self._thread is not None and not join_thread(self._thread, JOIN_TIMEOUT_S):
+            log.warning("the check of the ledger has not ended after %.0f s: is the disk stuck?", JOIN_TIMEOUT_S)
+
+    def _check(self) -> None:
+        if blocking(partial(self._stop.wait, CHECK_AFTER_S), CHECK_AFTER_S, "the start of the run", CONTROLLER):
+            return
+        try:
+            with closing(sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)) as database:
+                self._db = database
+                _quick_check(database, "1")
+                self._db = None
+        except sqlite3.Error as error:
+            self._db = None
+            code = getattr(error, "sqlite_errorcode", None)  # missing for damage that the check has found
+            if code in (sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_BUSY):
+                log.info("ledger %s was not checked as a whole: %s", self._path, error)
+            else:
+                self.damage = f"ledger {self._path} is damaged: {error}; restore it from a copy"
+
+
+def with_pending_writes(database: sqlite3.Connection) -> sqlite3.Connection:
+    """The ledger, of which ``prompts`` and ``events`` show the pending writes too, as temporary views.
+
+    Raises sqlite3.Error, and FlowError if a pending write is damaged.
     """
-    if database.execute("SELECT 1 FROM pending_writes LIMIT 1").fetchone() is None:
+    records = read_pending(database).records
+    if not records:
         return database
-    copy = sqlite3.connect(":memory:", isolation_level=None)
-    database.backup(copy)
-    database.close()
-    apply_pending(copy, read_pending(copy))
-    return copy
+    [(last,)] = database.execute("SELECT COALESCE(MAX(id), 0) FROM events").fetchall()
+    database.execute("PRAGMA temp_store = MEMORY")
+    database.executescript(_PENDING)
+    events = [(last + number, *record) for number, record in enumerate(records, 1)]
+    database.executemany("INSERT INTO new_events VALUES (?, ?, ?, ?, ?, ?, ?, ?)", events)
+    database.executemany(
+        "INSERT OR REPLACE INTO changed_prompts (at_s, epoch, prompt, state, step, reason, reward) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?)",
+        records,
+    )
+    return database
+
+
+_PENDING = """
+CREATE TEMP TABLE new_events AS SELECT * FROM main.events LIMIT 0;
+CREATE TEMP TABLE changed_prompts (
+    epoch INTEGER, prompt INTEGER, state TEXT, step INTEGER, reason TEXT, reward REAL, at_s REAL,
+    PRIMARY KEY (epoch, prompt)
+) WITHOUT ROWID;
+CREATE TEMP VIEW events AS SELECT * FROM main.events UNION ALL SELECT * FROM new_events;
+CREATE TEMP VIEW prompts AS SELECT * FROM changed_prompts UNION ALL SELECT * FROM main.prompts AS before
+WHERE NOT EXISTS (SELECT 1 FROM changed_prompts AS c WHERE c.epoch = before.epoch AND c.prompt = before.prompt);
+"""
+"""Temporary views have precedence over the tables of the file."""
 
 
 def last_step(path: Path) -> int | None:
@@ -126,16 +210,22 @@ def last_step(path: Path) -> int | None:
         with closing(open_read_only(path)) as database:
             if is_empty(database):
                 return None
-            with closing(with_pending_writes(database)) as complete:
-                [(last,)] = complete.execute("SELECT MAX(step) FROM prompts WHERE state = 'trained'").fetchall()
+            found = [step for (step,) in database.execute(LAST_STEP)]
+            found += [step for _, _, _, state, step, *_ in read_pending(database).records if state == "trained"]
     except (sqlite3.Error, FlowError) as error:
         raise FlowError(f"ledger {path} cannot be read: {error}; {_IF_DAMAGED}") from error
-    return None if last is None else int(last)
+    return max(found, default=None)
 
 
 def wal_path(path: Path) -> Path:
     """The write-ahead log that SQLite keeps next to the ledger."""
     return path.with_name(f"{path.name}-wal")
+
+
+def ledger_bytes(run_dir: Path) -> int:
+    """Size of the ledger and its write-ahead log; 0 if there is none."""
+    path = run_dir / LEDGER
+    return sum(one.stat().st_size for one in (path, wal_path(path)) if one.exists())
 
 
 def wal_corruption(path: Path) -> str:

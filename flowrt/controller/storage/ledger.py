@@ -1,7 +1,8 @@
 """The ledger: each prompt in exactly one state, across any crash. SQLite in the run directory, written in batches.
 
 - ``prompts`` has the current state of each prompt of each epoch, ``events`` its history, append only. ``reward`` is the
-  mean reward of a group that was trained, or dropped by the group filter.
+  mean reward of a group that was trained, or dropped by the group filter. ``prompt_words`` has sets of prompts by state
+  as bitmaps: a start, a resume and the summary read these, and of ``prompts`` only what is unfinished or rolled back.
 - A run that is resumed from a checkpoint rolls back all work after the checkpoint: those prompts become ``unread``
   again, with an event that says why.
 - ``run_attempts`` has a row for each start or resume of the run, ``summary_values`` the numbers of its summary.
@@ -16,12 +17,11 @@ import logging
 import sqlite3
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flowrt.controller.events import AppendLedger
 from flowrt.controller.state.replay import (
@@ -41,21 +41,35 @@ from flowrt.controller.state.replay import (
     WorkerLeft,
 )
 from flowrt.controller.state.reward_history import Outcome
-from flowrt.controller.storage.integrity import BUSY_TIMEOUT_S, check_integrity, open_error, wal_path
+from flowrt.controller.storage.integrity import (
+    BUSY_TIMEOUT_S,
+    IntegrityCheck,
+    check_integrity,
+    open_error,
+    wal_path,
+)
 from flowrt.controller.storage.pending_writes import (
     PendingWrites,
+    add_records,
     append_pending,
     apply_pending,
     no_writes,
     read_pending,
 )
+from flowrt.controller.storage.prompt_words import (
+    UNFINISHED,
+    count,
+    finished,
+    not_unread,
+)
 from flowrt.controller.storage.schema import create_tables, is_empty
 from flowrt.errors import FlowError
 from flowrt.protocol.codec import from_blob, to_blob
-from flowrt.protocol.messages import Passed, Position, pack
+from flowrt.protocol.messages import Passed, Position
 from flowrt.runtime.waits import join_thread
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 # ---- the replay log
 
 # Counters of the log itself, in addition to those of the controller's state: the number of controllers that this run
@@ -179,33 +193,20 @@ DEFERRABLE_STATES = frozenset({"ready", "leased"})
 MAX_DEFERRED = 512
 
 
+_ROLLED_BACK = (
+    # Two queries, because each has an index.
+    "SELECT epoch, prompt, state, step FROM prompts WHERE state IN ('in_flight', 'ready', 'leased') UNION ALL "
+    "SELECT epoch, prompt, state, step FROM prompts WHERE state IN ('trained', 'dropped') AND step >= :step"
+)
 _ROLLBACK = (
     "INSERT INTO run_attempts SELECT COALESCE(MAX(id), 0), :step, :at_s, :unix_s FROM events",
-    "INSERT INTO events (at_s, epoch, prompt, state, step, reason) "
-    "SELECT :at_s, epoch, prompt, 'unread', :step, 'rolled back: ' || state || ' in step ' || step FROM prompts "
-    "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
-    "UPDATE prompts SET reason = 'rolled back: ' || state || ' in step ' || step, state = 'unread', "
-    "reward = NULL, at_s = :at_s, step = :step "
-    "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
+    "DELETE FROM dropped_reasons",
     # Evaluations before the first step stay valid, even if no step was trained.
     "DELETE FROM summary_values WHERE step >= MAX(:step, 1)",
     "DELETE FROM steps WHERE step >= :step",
     # A version is made by the steps before it.
     "DELETE FROM evaluations WHERE version > :step",
 )
-_DROPPED = (
-    "SELECT reason FROM events WHERE (state = 'dropped' OR (state = 'unread' AND reason NOT LIKE 'rolled back%')) "
-    "AND id > (SELECT COALESCE(MAX(after_event), 0) FROM run_attempts)"
-)
-# Training that was rolled back does not count.
-_TRAINED_TWICE = """
-SELECT COUNT(*) FROM (
-    SELECT 1 FROM events LEFT JOIN
-        (SELECT epoch, prompt, MAX(id) AS last FROM events WHERE state = 'unread' GROUP BY epoch, prompt)
-        USING (epoch, prompt)
-    WHERE state = 'trained' AND id > COALESCE(last, 0) GROUP BY epoch, prompt HAVING COUNT(*) > 1
-)
-"""
 
 
 class WalCheckpointer:
@@ -284,6 +285,7 @@ class Ledger:
         self._unapplied = no_writes()  # committed since the last flush
         self._commit_needed = False
         self._checkpointer = WalCheckpointer(path)
+        self._integrity = IntegrityCheck(path)
         check_integrity(path)
         with suppress(OSError):  # if this fails, SQLite fails too, and its error is reported below
             path.touch(mode=0o600)  # SQLite would make it readable for all users; the WAL gets the rights of this file
@@ -305,6 +307,7 @@ class Ledger:
             self._db.execute("PRAGMA busy_timeout=0")
         except (sqlite3.Error, FlowError) as error:
             raise open_error(path, error) from error
+        self._integrity.start()
 
     def add(self, record: AppendLedger, at_s: float) -> None:
         """Buffer a change of a prompt's state; ``at_s``: seconds on the controller's clock."""
@@ -348,7 +351,7 @@ class Ledger:
         Raises FlowError if it is damaged.
         """
         try:
-            return self._replay.read(Counter(reason.split(";")[0] for (reason,) in self._db.execute(_DROPPED)))
+            return self._replay.read(dict(self._db.execute("SELECT reason, prompts FROM dropped_reasons").fetchall()))
         except (sqlite3.Error, FlowError, IndexError) as error:
             raise self._read_error(error) from error
 
@@ -398,7 +401,12 @@ class Ledger:
         return list(lines.values())
 
     def check_present(self) -> None:
-        """Raises FlowError if the file was removed or replaced: all that is written to it would be lost at exit."""
+        """Raises FlowError if the file was removed or replaced: all that is written to it would be lost at exit.
+
+        Also raises it if the check of a large file, which goes on while the run does, has found damage.
+        """
+        if damage := self._integrity.damage:
+            raise FlowError(damage)
         try:
             found = self._path.stat()
         except OSError:
@@ -420,6 +428,14 @@ class Ledger:
             self._db.execute("BEGIN")
             for statement in _ROLLBACK:
                 self._db.execute(statement, values)
+            undone = self._db.execute(_ROLLED_BACK, values).fetchall()
+            add_records(
+                self._db,
+                [
+                    (at_s, epoch, prompt, "unread", step, f"rolled back: {state} in step {of_step}", None)
+                    for epoch, prompt, state, of_step in undone
+                ],
+            )
             self._replay.reset(step)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -428,9 +444,8 @@ class Ledger:
 
     def position(self, step: int) -> Position:
         """The position of the run, of which ``step`` steps are trained. Does not flush."""
-        done = self._rows("SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')")
         numbers = self._rows("SELECT name, value FROM summary_values ORDER BY name")
-        return Position(step, pack(done), tuple(numbers))
+        return Position(step, self._read(finished), tuple(numbers))
 
     def outcomes(self) -> list[Outcome]:
         """The mean rewards of all groups that were trained or filtered and not rolled back, in order of steps."""
@@ -441,7 +456,7 @@ class Ledger:
     def passed(self) -> tuple[Passed, ...]:
         """Prompts that a new source must not offer, by epoch: all in the ledger that are not unread."""
         self.flush()
-        return pack(self._rows("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
+        return self._read(not_unread)
 
     def persist(self) -> None:
         """Flush and sync the disk, so that a power failure cannot undo the flush."""
@@ -487,8 +502,12 @@ class Ledger:
 
     def _rows(self, query: str, *values: int) -> list[tuple[Any, ...]]:
         """The rows of a query. Raises FlowError if the file cannot be read, LedgerBusy while it is locked."""
+        return self._read(lambda db: db.execute(query, values).fetchall())
+
+    def _read(self, read: Callable[[sqlite3.Connection], Result]) -> Result:
+        """The result of a function that reads the file. Raises as `_rows`."""
         try:
-            return self._db.execute(query, values).fetchall()
+            return read(self._db)
         except sqlite3.Error as error:
             if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 raise self._write_error(error) from error
@@ -515,13 +534,14 @@ class Ledger:
         A prompt is lost when the ledger has it in flight, ready or leased and it has no live group.
         """
         self.flush()
-        states: dict[str, int] = dict(self._rows("SELECT state, COUNT(*) FROM prompts GROUP BY state"))
-        unfinished = "SELECT epoch, prompt FROM prompts WHERE state NOT IN ('trained', 'dropped', 'unread')"
-        lost = {(epoch, prompt) for epoch, prompt in self._rows(unfinished)} - set(live)
-        [(twice,)] = self._rows(_TRAINED_TWICE)
-        return Account(states, len(lost), int(twice))
+        unfinished = self._rows(UNFINISHED)
+        words = self._rows("SELECT trained, dropped, unread, trained_twice FROM prompt_words")
+        counts = count(words, (state for _, _, state in unfinished))
+        lost = {(epoch, prompt) for epoch, prompt, _ in unfinished} - set(live)
+        return Account(counts.states, len(lost), counts.trained_twice)
 
     def close(self) -> None:
         """Close the database without a commit; wait for a running checkpoint."""
         self._checkpointer.close()
+        self._integrity.stop()
         self._db.close()

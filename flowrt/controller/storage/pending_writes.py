@@ -1,5 +1,8 @@
 """Write-ahead buffer of the ledger: a commit inserts one row, and a later flush applies all rows to their tables.
 
+A record of a prompt that was dropped, or is unread again without a rollback, also counts its reason: a restarted
+controller reads how many prompts its run attempt has dropped.
+
 Commits happen thousands of times a second and block the messages that follow from them; to update three tables in each
 would cost several times as much. Opening a ledger applies the rows that its last writer left.
 """
@@ -7,16 +10,23 @@ would cost several times as much. Opening a ledger applies the rows that its las
 import logging
 import math
 import sqlite3
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import msgpack
 
+from flowrt.controller.storage.prompt_words import Record, add_states
 from flowrt.errors import FlowError
 
 log = logging.getLogger(__name__)
 _ADD_EVENT = "INSERT INTO events (at_s, epoch, prompt, state, step, reason, reward) VALUES (?, ?, ?, ?, ?, ?, ?)"
 _SET_PROMPT = (
     "INSERT OR REPLACE INTO prompts (at_s, epoch, prompt, state, step, reason, reward) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+_COUNT_REASON = (
+    "INSERT INTO dropped_reasons (reason, prompts) VALUES (?, ?) "
+    "ON CONFLICT (reason) DO UPDATE SET prompts = prompts + excluded.prompts"
 )
 _SET_SUMMARY_VALUE = "INSERT OR REPLACE INTO summary_values (name, value, step) VALUES (?, ?, ?)"
 _SET_STEP = "INSERT OR REPLACE INTO steps (step, line) VALUES (?, ?)"
@@ -30,7 +40,7 @@ _pack = msgpack.Packer(use_bin_type=True).pack
 class PendingWrites(NamedTuple):
     """Rows in the layout of their tables, in the order in which they were added."""
 
-    records: list[tuple[float, int, int, str, int, str, float | None]]
+    records: list[Record]
     entries: list[tuple[int, int, bytes]]
     counters: list[tuple[str, int]]
     members: list[tuple[str, str]]
@@ -76,8 +86,11 @@ def apply_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
 
     Raises sqlite3.Error.
     """
-    db.executemany(_ADD_EVENT, writes.records)
-    db.executemany(_SET_PROMPT, {row[1:3]: row for row in writes.records}.values())
+    add_records(db, writes.records)
+    reasons = Counter(
+        reason.split(";")[0] for _, _, _, state, _, reason, _ in writes.records if state in ("dropped", "unread")
+    )
+    db.executemany(_COUNT_REASON, reasons.items())
     for name, value, step in writes.summary_values:
         if math.isfinite(value):
             db.execute(_SET_SUMMARY_VALUE, (name, value, step))
@@ -98,6 +111,13 @@ def apply_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
         else:
             db.execute("DELETE FROM orders WHERE name = ?", (name,))
     db.execute("DELETE FROM pending_writes")
+
+
+def add_records(db: sqlite3.Connection, records: Sequence[Record]) -> None:
+    """Add changes of state to the tables of prompts, within the caller's transaction. Raises sqlite3.Error."""
+    db.executemany(_ADD_EVENT, records)
+    db.executemany(_SET_PROMPT, {row[1:3]: row for row in records}.values())
+    add_states(db, records)
 
 
 def read_pending(db: sqlite3.Connection) -> PendingWrites:

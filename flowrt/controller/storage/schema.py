@@ -2,14 +2,16 @@
 
 import sqlite3
 
+from flowrt.controller.storage.prompt_words import INDEXES, PROMPT_WORDS
 from flowrt.errors import FlowError
 
-SCHEMA_VERSION = 4
-_TABLES = """
+SCHEMA_VERSION = 5
+_TABLES = f"""{PROMPT_WORDS}
 CREATE TABLE prompts (
     epoch INTEGER NOT NULL, prompt INTEGER NOT NULL, state TEXT NOT NULL, step INTEGER NOT NULL,
     reason TEXT NOT NULL, reward REAL, at_s REAL NOT NULL, PRIMARY KEY (epoch, prompt)
 ) WITHOUT ROWID;
+{INDEXES}CREATE TABLE dropped_reasons (reason TEXT PRIMARY KEY, prompts INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE events (
     id INTEGER PRIMARY KEY, at_s REAL NOT NULL, epoch INTEGER NOT NULL, prompt INTEGER NOT NULL,
     state TEXT NOT NULL, step INTEGER NOT NULL, reason TEXT NOT NULL, reward REAL

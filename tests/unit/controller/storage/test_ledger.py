@@ -168,7 +168,7 @@ def test_a_long_log_is_checkpointed_in_the_background(tmp_path: Path, monkeypatc
     [
         ("prompts", Ledger.passed),
         ("prompts", Ledger.outcomes),
-        ("prompts", lambda ledger: ledger.position(1)),
+        ("prompt_words", lambda ledger: ledger.position(1)),
         ("prompts", lambda ledger: ledger.account(())),
         ("steps", lambda ledger: ledger.step_lines(1)),
         ("evaluations", Ledger.evaluation_lines),
