@@ -11,14 +11,15 @@ from pathlib import Path
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, WaitExpired
 from flowrt.launcher.processes import Child, Children
-from flowrt.launcher.supervision import RUN
+from flowrt.launcher.supervision import RUN, RestartWindow
 from flowrt.observability.exporters.sink import check_exporter, close_timeout_s, log_name, target_of
 from flowrt.recipes.config import RunConfig
 from flowrt.runtime.waits import cancel_and_wait, pause, wait_all
 
 MODULE = "flowrt.observability.exporters.process"
-MAX_RESTARTS = 3
-BACKOFF_S = 1.0
+MAX_RESTARTS, WINDOW_S = 3, 3600.0
+"""Restarts of an exporter within this window."""
+BACKOFF_S, BACKOFF_FACTOR = 1.0, 4
 MARGIN_S = 5.0
 """Time for an exporter to react to SIGTERM, in addition to the time that it may take to close."""
 KILL_S = 5.0
@@ -88,10 +89,9 @@ class ExporterProcesses:
             await cancel_and_wait(self._watchers, KILL_S)
 
     async def _watch(self, name: str) -> None:
-        """Start an exporter, and restart it after a failure, at most `MAX_RESTARTS` times."""
-        for left in reversed(range(MAX_RESTARTS + 1)):
-            if self._ending.is_set():
-                return
+        """Start an exporter, and restart it after a failure, at most `MAX_RESTARTS` times within `WINDOW_S`."""
+        restarts = RestartWindow(MAX_RESTARTS, WINDOW_S)
+        while not self._ending.is_set():
             try:
                 child = await self._children.start(log_name(name), self._words(name))
             except ConfigError as error:
@@ -103,14 +103,15 @@ class ExporterProcesses:
             code = await child.wait_exit(RUN)
             if code == EXIT_OK:
                 return
-            if code == EXIT_BAD_INPUT or not left:
+            delay_s = restarts.take(BACKOFF_S, BACKOFF_FACTOR)
+            if code == EXIT_BAD_INPUT or delay_s is None:
                 self._note(f"{child.log_tail()}; the run goes on without it")
                 return
             if self._ending.is_set():
                 self._note(child.log_tail())
                 return
             self._note(f"{child.log_tail()}; it is started again")
-            await pause(BACKOFF_S)
+            await pause(delay_s)
 
     def _words(self, name: str) -> list[str]:
         target = target_of(name, self._run_dir)

@@ -277,7 +277,7 @@ class LocalRun:
         self._controller: Child | None = None
         self._has_started_controller = False  # one that held the lock of the run directory
         self._rendezvous: Child | None = None
-        self._restarts = RestartPolicy(self._run_dir, config.max_run_restarts)
+        self._restarts = RestartPolicy(self._run_dir, config.max_run_restarts, config.run_restart_window_s)
 
     async def run(self) -> int:
         """Run to the end; returns the exit code. Raises ConfigError for bad input that a process of the run found."""

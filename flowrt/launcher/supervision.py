@@ -3,6 +3,7 @@
 - A worker that dies is restarted under its name (`Supervisor`), unless it failed twice for the same reason.
 - A process that is alive but no longer part of the run is killed, so that it can be replaced (`HungProcessReaper`).
 - A run that loses its trainer restarts from its newest checkpoint (`RestartPolicy`).
+- Restarts are limited within a sliding window (`RestartWindow`): a run of a month may have many.
 - A process that has no connection counts as alive while it uses CPU time (`cpu_time_watchdog`).
 """
 
@@ -31,6 +32,7 @@ SUMMARY = {"exit_code": int, "reason": str, "steps": int}
 FIRST_BACK_OFF_S = 1.0
 MAX_BACK_OFF_S = 60.0
 BACK_OFF_FACTOR = 4
+WORKER_BACK_OFF_FACTOR = 2
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -47,13 +49,50 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
     return found if all(isinstance(found[name], kind) for name, kind in SUMMARY.items()) else None
 
 
+class RestartWindow:
+    """Counts restarts within a sliding window: one that is older than the window no longer counts."""
+
+    def __init__(self, most: int, window_s: float, clock: Callable[[], float] = monotonic) -> None:
+        """Allow ``most`` restarts within ``window_s`` seconds of the clock."""
+        self.most = most
+        self._window_s = window_s
+        self._clock = clock
+        self._starts: deque[float] = deque()
+
+    def count(self) -> int:
+        """Restarts in the window that ends now."""
+        while self._starts and self._clock() - self._starts[0] > self._window_s:
+            self._starts.popleft()
+        return len(self._starts)
+
+    def take(self, first_s: float, factor: float) -> float | None:
+        """Count a restart; returns the delay before it, or None, without counting it, if the window has ``most``.
+
+        Args:
+            first_s: delay of the only restart in a window, in seconds.
+            factor: of each further delay to the one before, up to `MAX_BACK_OFF_S`: a process that cannot start must
+                not use up the CPU time of others.
+        """
+        before = self.count()
+        if before >= self.most:
+            return None
+        self._starts.append(self._clock())
+        delay_s = first_s
+        for _ in range(before):
+            delay_s = min(delay_s * factor, max(first_s, MAX_BACK_OFF_S))
+        return delay_s
+
+
 class RestartPolicy:
     """Decides whether a run that lost its trainer, and with it its optimiser state, restarts as a whole."""
 
-    def __init__(self, run_dir: Path, max_restarts: int) -> None:
+    def __init__(
+        self, run_dir: Path, max_restarts: int, window_s: float, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """Allow ``max_restarts`` restarts within ``window_s`` seconds of the clock."""
         self._run_dir = run_dir
-        self._max_restarts = max_restarts
-        self._restarts = 0
+        self._restarts = RestartWindow(max_restarts, window_s, clock)
+        self._has_lacked_summary = False
         self._first_step = 0
 
     def begin(self) -> None:
@@ -70,18 +109,17 @@ class RestartPolicy:
         if summary is None or summary["exit_code"] == 0 or not summary["reason"].startswith("trainer"):
             return None
         killed = trainer_code is None or trainer_code < 0
-        if self._restarts >= self._max_restarts or not (killed or summary["steps"] > self._first_step):
+        if not (killed or summary["steps"] > self._first_step):
             return None
-        self._restarts += 1
-        return float(min(FIRST_BACK_OFF_S * BACK_OFF_FACTOR ** (self._restarts - 1), MAX_BACK_OFF_S))
+        return self._restarts.take(FIRST_BACK_OFF_S, BACK_OFF_FACTOR)
 
     def lacks_only_summary(self, steps: int) -> bool:
-        """Whether only the summary is missing, all ``steps`` are saved, and a restart is left; counts the restart."""
+        """Whether only the summary is missing and all ``steps`` are saved, in the first call of which this is true."""
         saved = max(checkpoint_steps(self._run_dir), default=0)
         if read_summary(self._run_dir) is not None or saved < steps:
             return False
-        self._restarts += 1
-        return self._restarts <= max(self._max_restarts, 1)
+        is_first, self._has_lacked_summary = not self._has_lacked_summary, True
+        return is_first
 
     def reason(self) -> str:
         """Why the run ended, from the summary of the controller."""
@@ -91,7 +129,8 @@ class RestartPolicy:
     def describe(self, back_off_s: float) -> str:
         """A description of the restart for the terminal."""
         step = max(checkpoint_steps(self._run_dir), default=0)
-        return f"restart {self._restarts} of {self._max_restarts} in {back_off_s:.0f} s, from step {step}"
+        count = f"restart {self._restarts.count()} of {self._restarts.most}"
+        return f"{count if self._restarts.count() else 'restart'} in {back_off_s:.0f} s, from step {step}"
 
 
 COMPUTATION = BoundedElsewhere("the end of the computation, which waits for no other process")
@@ -304,6 +343,7 @@ class Supervisor:
         is_missed: Callable[[str], Awaitable[bool]],
         take_results: Callable[[str], bool],
         wait_left: Callable[[str, Callable[[], None]], Awaitable[None]],
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Set the limits of restarts.
 
@@ -314,6 +354,7 @@ class Supervisor:
             is_missed: whether the run needs a replacement of the worker of this name, which left in order.
             take_results: whether the worker of this name had results since the last call.
             wait_left: waits until the worker of this name is not in the run, and makes the call if that takes long.
+            clock: for the window of restarts, in seconds.
         """
         self._wait_left = wait_left
         self._is_missed = is_missed
@@ -321,7 +362,9 @@ class Supervisor:
         self._children = children
         self._config = config
         self._report = report
-        self._starts: dict[str, deque[float]] = defaultdict(deque)
+        self._restarts = defaultdict[str, RestartWindow](
+            lambda: RestartWindow(config.max_worker_restarts, config.window_s, clock)
+        )
 
     async def supervise(self, child: Child, words: Sequence[str]) -> Child:
         """Restart a worker whenever it fails, or leaves in order while the run needs it; returns the last process.
@@ -353,15 +396,9 @@ class Supervisor:
 
     async def may_restart(self, child: Child) -> bool:
         """Wait for the back-off delay and return True; return False at once after too many restarts of this process."""
-        starts = self._starts[child.name]
-        now = monotonic()
-        while starts and now - starts[0] > self._config.window_s:
-            starts.popleft()
-        if len(starts) >= self._config.max_worker_restarts:
+        delay_s = self._restarts[child.name].take(self._config.backoff_s, WORKER_BACK_OFF_FACTOR)
+        if delay_s is None:
             return False
-        # Exponential: a process that cannot start must not use up the CPU time of other processes.
-        delay_s = self._config.backoff_s * 2 ** len(starts)
-        starts.append(now)
         self._report(f"{child.exit_description()}: restarting in {delay_s:.1f} s")
         await pause(delay_s)
         return True

@@ -643,7 +643,7 @@ class SupervisorConfig:
     window_s: Seconds = 300.0
     """Length of the window in which restarts are counted, in seconds."""
     backoff_s: Seconds = 0.5
-    """Delay before the first restart, in seconds; doubles with each further restart."""
+    """Delay before the first restart, in seconds; doubles with each further restart in the window, up to a minute."""
     hung_process_timeout_s: Seconds = 10.0
     """A local process is killed and replaced this long after its worker was removed from the run, in seconds; one whose
     worker never joined, controller.connect_timeout_s later."""
@@ -775,7 +775,9 @@ class RunConfig:
     threads: Annotated[int, Interval(gt=0, le=1_024)] = 1
     """CPU threads of torch in each worker."""
     max_run_restarts: RestartCount = 3
-    """Restarts of a local run from its last checkpoint after a trainer is lost."""
+    """Restarts of a local run from its last checkpoint after a trainer is lost, within run_restart_window_s."""
+    run_restart_window_s: Seconds = 86_400.0
+    """Length of the window in which restarts of a run are counted, in seconds: after a healthy day all are left."""
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     """Which worker gets which ready samples."""
     guard: tuple[GuardConfig, ...] = ()

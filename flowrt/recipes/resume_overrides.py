@@ -18,6 +18,7 @@ FREE = (
     "threads",
     "device",
     "max_run_restarts",
+    "run_restart_window_s",
     "guard",
     "reward.workers",
     "reward.timeout_s",

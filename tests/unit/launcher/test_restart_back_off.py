@@ -10,7 +10,7 @@ import pytest
 
 from flowrt.launcher import supervision as module
 from flowrt.launcher.processes import Children
-from flowrt.launcher.supervision import LATE_STATUSES, Supervisor, Vacancies
+from flowrt.launcher.supervision import LATE_STATUSES, RestartWindow, Supervisor, Vacancies
 from flowrt.recipes.config import SupervisorConfig
 
 
@@ -58,6 +58,42 @@ async def test_the_back_off_doubles_up_to_the_restart_limit(tmp_path: Path, monk
     assert [await without_window.may_restart(child) for _ in range(3)] == [True, True, True], (
         "no exit lies within the window"
     )
+
+
+async def test_a_worker_gets_its_restarts_back_after_a_healthy_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def record_pause(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(module, "pause", record_pause)
+    children, now = Children(tmp_path, {}), [0.0]
+    child = await children.start("reward", [sys.executable, "-c", "raise SystemExit(3)"])
+    assert await asyncio.wait_for(child.process.wait(), 30) == 3
+    supervisor = Supervisor(
+        children,
+        SupervisorConfig(max_worker_restarts=2, backoff_s=0.25, window_s=300.0),
+        lambda _: None,
+        is_missed=never_missed,
+        take_results=no_results,
+        wait_left=has_left,
+        clock=lambda: now[0],
+    )
+    for _ in range(20):
+        assert [await supervisor.may_restart(child) for _ in range(3)] == [True, True, False]
+        now[0] += 301.0
+    assert waits == [0.25, 0.5] * 20
+
+
+def test_the_delay_of_many_restarts_is_bounded() -> None:
+    restarts = RestartWindow(10_000, 300.0, lambda: 0.0)
+    delays = [restarts.take(0.5, 2) for _ in range(10_000)]
+    assert delays[:9] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert delays[-1] == 60.0
+    assert restarts.take(0.5, 2) is None
+    assert [RestartWindow(2, 1.0, lambda: 0.0).take(90.0, 2) for _ in range(1)] == [90.0]
 
 
 COUNT_STARTS = (

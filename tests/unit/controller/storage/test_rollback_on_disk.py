@@ -6,7 +6,7 @@ import random
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,10 +234,13 @@ def write_summary(run_dir: Path, reason: str, *, steps: int = 9, since: int = 6,
     )
 
 
-def restart_policy(run_dir: Path, most: int) -> RestartPolicy:
-    """The restart policy of a run that was resumed after step 6."""
+WINDOW_S = 1000.0
+
+
+def restart_policy(run_dir: Path, most: int, at_s: Sequence[float] = (0.0,)) -> RestartPolicy:
+    """The restart policy of a run that was resumed after step 6; the first item of ``at_s`` is the present time."""
     (run_dir / "checkpoints" / "step-000006").mkdir(parents=True, exist_ok=True)
-    restarts = RestartPolicy(run_dir, most)
+    restarts = RestartPolicy(run_dir, most, WINDOW_S, lambda: next(iter(at_s)))
     restarts.begin()
     return restarts
 
@@ -247,6 +250,22 @@ def test_a_lost_trainer_is_restarted_a_limited_number_of_times(tmp_path: Path) -
     write_summary(tmp_path, "trainer-1: its connection is closed; see its log")
     assert [restarts.back_off_s(1) for _ in range(4)] == [1.0, 4.0, 16.0, None]
     assert restart_policy(tmp_path, 0).back_off_s(-9) is None
+
+
+def test_a_run_of_a_month_is_restarted_whenever_it_was_healthy_for_a_window(tmp_path: Path) -> None:
+    at_s = [0.0]
+    restarts = restart_policy(tmp_path, 3, at_s)
+    write_summary(tmp_path, "trainer-1: its connection is closed; see its log")
+    for _ in range(30):  # one failure in a window: each is as the first
+        assert restarts.back_off_s(-9) == 1.0
+        assert restarts.describe(1.0) == "restart 1 of 3 in 1 s, from step 6"
+        at_s[0] += WINDOW_S + 1.0
+    found = []
+    for _ in range(4):  # a window that slides: the first of these has left it when the last comes
+        found.append(restarts.back_off_s(-9))
+        at_s[0] += WINDOW_S / 3 + 1.0
+    assert found == [1.0, 4.0, 16.0, 16.0]
+    assert [restarts.back_off_s(-9), restarts.back_off_s(-9)] == [16.0, None]
 
 
 def test_errors_that_would_repeat_are_not_restarted(tmp_path: Path) -> None:
