@@ -5,20 +5,17 @@ thread may call.
 """
 
 import json
-import os
 import re
-import shutil
 import sqlite3
 import struct
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
+from flowrt.controller.storage.integrity import connect_read_only
 from flowrt.controller.storage.sample_store import SAMPLES, SAMPLES_VERSION
 from flowrt.errors import ConfigError, FlowError
 from flowrt.protocol.messages import LARGEST_PROMPT
@@ -27,7 +24,6 @@ from flowrt.protocol.sample_records import unpack_text
 Order = Literal["newest", "oldest", "worst", "best", "random"]
 ANY_EVALUATION = "*"
 """Name that stands for the evaluations of all data sets."""
-BUSY_TIMEOUT_S = 5.0
 _ROLLED_BACK = (
     "EXISTS (SELECT 1 FROM run_attempts AS later "
     "WHERE later.run_attempt > samples.run_attempt AND later.step <= samples.step)"
@@ -331,23 +327,13 @@ class SampleReader:
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        log = self._path.with_name(f"{self._path.name}-wal")
-        if not log.exists():
-            # Without a log there is no writer, and `immutable` needs no write access to the directory.
-            with closing(_connect(self._path, "&immutable=1")) as database:
-                yield database
-            return
+        database = connect_read_only(self._path)
         try:
-            database = _connect(self._path)
             database.execute("SELECT 1 FROM sqlite_master").fetchall()
         except sqlite3.OperationalError:
             # SQLite needs an index of the log, which it cannot create in a read-only directory.
-            with tempfile.TemporaryDirectory(prefix="flowrt-") as copy:
-                for one in (self._path, log):
-                    shutil.copyfile(one, Path(copy) / one.name)
-                with closing(_connect(Path(copy) / self._path.name)) as database:
-                    yield database
-            return
+            database.close()
+            database = connect_read_only(self._path, alone=True)
         with closing(database):
             yield database
 
@@ -355,11 +341,6 @@ class SampleReader:
 def _select(columns: str, where: str, *more: str) -> str:
     """A statement of constant parts; values from a user are bound to its parameters."""
     return " ".join(("SELECT", columns, "FROM samples WHERE", where, *more))
-
-
-def _connect(path: Path, options: str = "") -> sqlite3.Connection:
-    uri = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro{options}"
-    return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 
 def _row(values: Sequence[Any]) -> SampleRow:

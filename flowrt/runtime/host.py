@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import struct
 from pathlib import Path
@@ -134,3 +135,24 @@ def _default_routes() -> list[str]:
         with contextlib.suppress(OSError):
             found.append(source_address(endpoint)[1])
     return [address for address in found if "%" not in address]
+
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "panfs", "smb3")
+)
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def is_on_network(path: Path) -> bool:
+    """Whether a file is on a file system that other hosts share, or on FUSE, which may be one; False if unknown."""
+    try:
+        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
+        place = path.resolve()
+    except OSError:
+        return False
+    kinds: dict[Path, str] = {}
+    for line in lines:  # a later mount hides an earlier one at the same place
+        left, _, right = line.partition(" - ")
+        kinds[Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), left.split()[4]))] = right.split()[0]
+    kind = next((kinds[one] for one in (place, *place.parents) if one in kinds), "")
+    return kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse.")

@@ -18,6 +18,7 @@ from flowrt.controller.storage.pending_writes import read_pending
 from flowrt.controller.storage.prompt_words import LAST_STEP
 from flowrt.controller.storage.schema import check_version, is_empty
 from flowrt.errors import FlowError
+from flowrt.runtime.host import is_on_network
 from flowrt.runtime.waits import CONTROLLER, blocking, join_thread
 
 log = logging.getLogger(__name__)
@@ -99,10 +100,7 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     wal = wal_path(path)
     if not path.stat().st_size and wal.exists() and wal.stat().st_size:
         raise FlowError("it is empty, and its write-ahead log is not")  # SQLite would delete the log
-    # A writer has a WAL next to the file. Without one there is no writer, and `immutable` leaves no files behind.
-    immutable = "" if wal.exists() else "&immutable=1"
-    uri = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro{immutable}"
-    database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    database = connect_read_only(path)
     try:
         check_version(database)
         is_large = path.stat().st_size > CHECKED_AT_ONCE_BYTES
@@ -112,6 +110,40 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     except (sqlite3.Error, FlowError):
         database.close()
         raise
+
+
+def connect_read_only(path: Path, *, alone: bool | None = None) -> sqlite3.Connection:
+    """Open a SQLite file of a run for reading.
+
+    - A writer has a WAL next to the file. Without one there is no writer, and ``immutable`` leaves no files behind.
+    - The index of the WAL is in memory that processes of one host share. On a file system that several hosts share, a
+      reader takes no part in it: it makes an index of its own (locking mode EXCLUSIVE) and takes no locks
+      (``unix-none``), so that it cannot harm the writer. `wal_start` tells whether the writer began the WAL again.
+
+    Args:
+        path: the file.
+        alone: whether to use an index of its own, also in a directory that cannot be written; None: as above.
+
+    Raises sqlite3.Error.
+    """
+    has_writer = wal_path(path).exists()
+    is_alone = has_writer and (is_on_network(path) if alone is None else alone)
+    how = "" if has_writer else "&immutable=1"
+    how = "&vfs=unix-none" if is_alone else how
+    uri = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro{how}"
+    database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    if is_alone:
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")  # before the first access
+    return database
+
+
+def wal_start(path: Path) -> bytes:
+    """The header of the WAL, which changes whenever the writer begins the WAL again; empty if there is none."""
+    try:
+        with wal_path(path).open("rb") as file:
+            return file.read(_WAL_HEADER_BYTES)
+    except FileNotFoundError:
+        return b""
 
 
 def _quick_check(database: sqlite3.Connection, what: str) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from flowrt.controller.storage.integrity import open_read_only, wal_corruption, with_pending_writes
+from flowrt.controller.storage.integrity import open_read_only, wal_corruption, wal_start, with_pending_writes
 from flowrt.errors import ConfigError, FlowError
 from flowrt.ids import ROW_BITS
+from flowrt.runtime.host import is_on_network
 
 
 class PromptEvent(NamedTuple):
@@ -43,6 +44,8 @@ class LedgerReader:
         if not path.is_file():
             raise ConfigError(f"{path} is not there; is {path.parent} a run directory, and has the run begun?")
         self._path = path
+        self._wal_start = wal_start(path) if is_on_network(path) else None
+        """Of a ledger that is read without locks: the WAL as it was then."""
         try:
             self._db = self._open()
         except (sqlite3.Error, FlowError) as error:
@@ -135,9 +138,12 @@ class LedgerReader:
     def query(self, statement: str, *values: int | str) -> list[tuple[Any, ...]]:
         """All rows of a query. Raises ConfigError if the file cannot be read."""
         try:
-            return self._db.execute(statement, values).fetchall()
+            rows = self._db.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise self._unreadable(error) from error
+        if self._wal_start is not None and wal_start(self._path) != self._wal_start:
+            raise ConfigError(f"{self._path} has changed while it was read over a network file system: repeat it")
+        return rows
 
     def _unreadable(self, error: Exception) -> ConfigError:
         return ConfigError(

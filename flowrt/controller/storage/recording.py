@@ -159,8 +159,8 @@ class EventRecording:
 
 
 def _size_of(rows: Sequence[Row]) -> int:
-    """Bytes of the messages of these rows."""
-    return sum([len(data) for _, data, _, _, _ in rows])
+    """Bytes of the messages of these rows, received and sent: both wait in the queue until the thread has read them."""
+    return sum([len(data) + sum(map(len, encoded)) for _, data, _, _, encoded in rows])
 
 
 class _SegmentWriter:

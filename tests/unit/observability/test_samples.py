@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from flowrt.cli import main
+from flowrt.controller.storage.integrity import connect_read_only
 from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleWriter
 from flowrt.errors import ConfigError
 from flowrt.launcher.terminal import PlainConsole
@@ -125,6 +126,13 @@ def test_exported_tables_have_the_columns_of_trl(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*.part"))
 
 
+class Refusing(sqlite3.Connection):
+    """Fails at the first access."""
+
+    def execute(self, *_: object) -> sqlite3.Cursor:
+        raise sqlite3.OperationalError("unable to open database file")
+
+
 def test_a_copy_of_an_open_store_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     run.mkdir()
@@ -134,16 +142,16 @@ def test_a_copy_of_an_open_store_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     for name in (SAMPLES, f"{SAMPLES}-wal"):  # without the index of the log
         shutil.copy(run / name, copy)
     writer.close()
-    connect = module._connect
 
-    def refuse(path: Path, options: str = "") -> sqlite3.Connection:
-        if path.parent == copy:
-            raise sqlite3.OperationalError("unable to open database file")  # as in a read-only directory
-        return connect(path, options)
+    def refuse(path: Path, *, alone: bool | None = None) -> sqlite3.Connection:
+        if path.parent == copy and not alone:  # as in a read-only directory
+            return sqlite3.connect(":memory:", factory=Refusing)
+        return connect_read_only(path, alone=alone)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_connect", refuse)
+        patched.setattr(module, "connect_read_only", refuse)
         assert SampleReader(copy).count == STEPS * MEMBERS
+    assert sorted(path.name for path in copy.iterdir()) == [SAMPLES, f"{SAMPLES}-wal"]
     before = sorted(path.name for path in copy.iterdir())
     assert SampleReader(copy / SAMPLES).count == STEPS * MEMBERS
     assert {SAMPLES, f"{SAMPLES}-wal"} <= {*before}

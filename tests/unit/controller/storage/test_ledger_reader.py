@@ -9,9 +9,12 @@ import pytest
 
 from flowrt.cli import main
 from flowrt.controller.events import AppendLedger
+from flowrt.controller.storage import integrity, reader
+from flowrt.controller.storage.integrity import wal_path
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import ConfigError
+from flowrt.runtime import host
 
 
 def write_ledger(path: Path) -> Ledger:
@@ -135,3 +138,67 @@ def test_a_missing_file_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not there"):
         LedgerReader(tmp_path / "ledger.sqlite")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def on_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in (integrity, reader):
+        monkeypatch.setattr(one, "is_on_network", lambda _: True)
+
+
+@pytest.mark.usefixtures("on_network")
+def test_a_reader_on_a_shared_file_system_uses_no_memory_of_the_writer(tmp_path: Path) -> None:
+    """As another host sees a live run: the file and its log, and memory that is not shared."""
+    path, elsewhere = tmp_path / "ledger.sqlite", tmp_path / "elsewhere"
+    ledger = write_ledger(path)
+    ledger.flush()
+    memory = path.with_name("ledger.sqlite-shm")
+    elsewhere.mkdir()
+    for one in (path, wal_path(path)):
+        shutil.copy(one, elsewhere)
+    before = memory.read_bytes()
+    for place in (path, elsewhere / path.name):
+        with LedgerReader(place) as found:
+            assert found.states() == {"in_flight": 2, "dropped": 1}
+            if place == path:
+                ledger.add(AppendLedger(18, 1, "in_flight", 1), 103.0)  # no lock of the reader is in its way
+                ledger.flush()
+                assert found.states() == {"in_flight": 2, "dropped": 1}, "the state at the time of the opening"
+                after = memory.read_bytes()
+    assert sorted(one.name for one in elsewhere.iterdir()) == ["ledger.sqlite", "ledger.sqlite-wal"]
+    assert before != after == memory.read_bytes(), "only the writer wrote to it"
+    with LedgerReader(path) as found:
+        assert found.states() == {"in_flight": 3, "dropped": 1}
+    ledger.close()
+
+
+@pytest.mark.usefixtures("on_network")
+def test_a_reader_without_locks_notices_that_the_log_was_begun_again(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = write_ledger(path)
+    ledger.flush()
+    with LedgerReader(path) as found:
+        found.states()
+        ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with pytest.raises(ConfigError, match="has changed while it was read over a network file system"):
+            found.states()
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"), [("/home/a/run", True), ("/home/a b/run", True), ("/home/local/run", False), ("/x", False)]
+)
+def test_file_systems_of_several_hosts_are_recognized(
+    place: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/root rw\n"
+        "30 22 0:40 / /home rw shared:2 - nfs4 server:/home rw,vers=4.2\n"
+        "31 30 8:2 / /home/local rw - xfs /dev/sdb rw\n"
+        "32 30 0:41 / /home/a\\040b rw - fuse.sshfs host:/ rw\n"
+    )
+    monkeypatch.setattr(host, "_MOUNTS", mounts)
+    assert host.is_on_network(Path(place)) is expected
+    monkeypatch.setattr(host, "_MOUNTS", tmp_path / "missing")
+    assert not host.is_on_network(Path(place))

@@ -4,6 +4,7 @@ import dataclasses
 import resource
 import shutil
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -322,3 +323,26 @@ def test_a_missing_segment_is_named(recorded: RecordedCluster, tmp_path: Path) -
     segments[0].unlink()
     with pytest.raises(ConfigError, match="the first segment of term 1 is missing"):
         Recordings.of(tmp_path)
+
+
+def test_sent_messages_count_as_waiting_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may be a thousand times as long as its request."""
+    monkeypatch.setattr(recording, "MAX_PENDING_BYTES", 10_000)
+    release = threading.Event()
+    write = recording._SegmentWriter.write
+
+    def wait_and_write(writer: recording._SegmentWriter, rows: list[recording.Row], *, ends_block: bool) -> None:
+        release.wait(60.0)
+        write(writer, rows, ends_block=ends_block)
+
+    monkeypatch.setattr(recording._SegmentWriter, "write", wait_and_write)
+    cluster = RecordedCluster(NUMBER, tmp_path)
+    recorded = cluster.recording
+    assert recorded is not None
+    recorded.add(Tick(), 0.0, (), (b"x" * 10_001,))
+    recorded.flush()
+    try:
+        assert "the disk is too slow" in recorded.stopped()
+    finally:
+        release.set()
+        recorded.close()
