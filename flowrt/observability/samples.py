@@ -333,7 +333,7 @@ class SampleReader:
         except sqlite3.OperationalError:
             # SQLite needs an index of the log, which it cannot create in a read-only directory.
             database.close()
-            database = connect_read_only(self._path, alone=True)
+            database = connect_read_only(self._path, private_index=True)
         with closing(database):
             yield database
 

@@ -123,6 +123,8 @@ class Accounting:
     def joined(self, worker: str, role: str, now: float) -> None:
         """Attribute the time of a worker from ``now`` on."""
         self._records.append((JOINED, worker, role, now))
+        if self._thread is None and not self._process.failed:
+            self._begin()
 
     def gone(self, worker: str, now: float) -> None:
         """Attribute the time of a worker only up to ``now``."""
@@ -214,7 +216,7 @@ class Accounting:
             self._drop(records, waits)
             self._process.give_up()
             return
-        if self._thread is None and not self._begin(records):
+        if self._thread is None:  # no worker has joined
             return
         if pending_bytes > self._max_pending_bytes:
             records, waits = self._drop(records, waits), []
@@ -224,19 +226,16 @@ class Accounting:
         self._queued_bytes += len(data)
         self._queue.put(data)
 
-    def _begin(self, records: Sequence[Record]) -> bool:
-        """Start the thread, and with it the process, when there is anything to attribute."""
-        if not any(one[0] == JOINED for one in records):
-            return False
+    def _begin(self) -> None:
+        """Start the thread, and with it the process."""
         self._put(encode(self._start))
         thread = Thread(target=self._process.run, name="accounting", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
             self._process.fail(str(error))
-            return False
-        self._thread = thread
-        return True
+        else:
+            self._thread = thread
 
     def _drop(self, records: list[Record], waits: Sequence[WaitInterval]) -> list[Record]:
         """Count the spans and waits that are dropped; returns the other records."""
@@ -264,9 +263,9 @@ class _AccountingProcess:
 
     def run(self) -> None:
         """Start the process and pass on frames until the queue ends. A failure costs the attribution only."""
-        mine, its = socket.socketpair()
-        with mine:
-            try:
+        try:
+            mine, its = socket.socketpair()
+            with mine:
                 with its:
                     # Started by this thread: the process is killed when the thread that started it ends.
                     self._child = subprocess.Popen(
@@ -277,10 +276,10 @@ class _AccountingProcess:
                 with mine.makefile("rb") as answers:
                     while (data := blocking(self._queue.get, OPEN, "a frame", CONTROLLER)) is not None:
                         self._exchange(mine, answers, data)
-            except (OSError, ValueError) as error:
-                self.fail(self._exit_text() or str(error))
-                while blocking(self._queue.get, OPEN, "the end of the queue", CONTROLLER) is not None:
-                    pass
+        except (OSError, ValueError) as error:
+            self.fail(self._exit_text() or str(error))
+            while blocking(self._queue.get, OPEN, "the end of the queue", CONTROLLER) is not None:
+                pass
         if self._child is not None and not self.failed:
             self._wait()
 

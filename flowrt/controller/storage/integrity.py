@@ -112,7 +112,7 @@ def open_read_only(path: Path) -> sqlite3.Connection:
         raise
 
 
-def connect_read_only(path: Path, *, alone: bool | None = None) -> sqlite3.Connection:
+def connect_read_only(path: Path, *, private_index: bool | None = None) -> sqlite3.Connection:
     """Open a SQLite file of a run for reading.
 
     - A writer has a WAL next to the file. Without one there is no writer, and ``immutable`` leaves no files behind.
@@ -122,17 +122,17 @@ def connect_read_only(path: Path, *, alone: bool | None = None) -> sqlite3.Conne
 
     Args:
         path: the file.
-        alone: whether to use an index of its own, also in a directory that cannot be written; None: as above.
+        private_index: whether to use an index of its own, also in a directory that cannot be written; None: as above.
 
     Raises sqlite3.Error.
     """
     has_writer = wal_path(path).exists()
-    is_alone = has_writer and (is_on_network(path) if alone is None else alone)
+    is_private = has_writer and (is_on_network(path) if private_index is None else private_index)
     how = "" if has_writer else "&immutable=1"
-    how = "&vfs=unix-none" if is_alone else how
+    how = "&vfs=unix-none" if is_private else how
     uri = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro{how}"
     database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-    if is_alone:
+    if is_private:
         database.execute("PRAGMA locking_mode = EXCLUSIVE")  # before the first access
     return database
 

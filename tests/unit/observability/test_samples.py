@@ -143,10 +143,10 @@ def test_a_copy_of_an_open_store_is_read(tmp_path: Path, monkeypatch: pytest.Mon
         shutil.copy(run / name, copy)
     writer.close()
 
-    def refuse(path: Path, *, alone: bool | None = None) -> sqlite3.Connection:
-        if path.parent == copy and not alone:  # as in a read-only directory
+    def refuse(path: Path, *, private_index: bool | None = None) -> sqlite3.Connection:
+        if path.parent == copy and not private_index:  # as in a read-only directory
             return sqlite3.connect(":memory:", factory=Refusing)
-        return connect_read_only(path, alone=alone)
+        return connect_read_only(path, private_index=private_index)
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "connect_read_only", refuse)

@@ -40,7 +40,7 @@ async def test_controller_files_in_a_shared_directory_are_readable_only_by_the_o
     run_dir.mkdir(mode=0o755)
     async with api.controller(FLOW, api.Settings(), POLICIES, run_dir):
         during = modes(run_dir)
-    assert {"ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "attribution.jsonl"} <= set(during)
+    assert {"ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "evaluations.jsonl"} <= set(during)
     assert set((during | modes(run_dir)).values()) == {0o600}
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o755, "an existing directory keeps its mode"
 

@@ -1,8 +1,10 @@
 """The accounting process: the figures of `TimeRecorder`, and a run that does not depend on it."""
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -98,6 +100,8 @@ def test_the_process_writes_the_figures_of_a_recorder_in_this_process(tmp_path: 
     assert times.shares() == here.shares() != {}
     assert times.busy() == here.busy()
     assert (times.notice(), times.dropped) == ("", 0)
+    files = [tmp_path / "attribution.jsonl", *(tmp_path / "timeline").iterdir()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
 def test_no_process_is_started_without_a_worker(tmp_path: Path) -> None:
@@ -105,6 +109,21 @@ def test_no_process_is_started_without_a_worker(tmp_path: Path) -> None:
     times.tick(1.0, [], [])
     times.close(2.0, [], [])
     assert times.pid is None
+
+
+def test_a_process_that_cannot_be_started_costs_the_attribution_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socketpair", refuse)
+    times = Accounting(tmp_path, 0.0, 0.0, 0, 1.0)
+    times.joined("trainer", "trainer", 0.0)
+    until(lambda: "Too many open files" in times.notice(), "the failure is not told")
+    run_step(times, 0)
+    times.close(1.0, [], [])
+    assert times.dropped
 
 
 def test_a_killed_process_costs_the_attribution_only(times: Accounting, caplog: pytest.LogCaptureFixture) -> None:

@@ -50,7 +50,9 @@ SELECT COUNT(*) FROM (
 
 
 @given(st.lists(st.lists(CHANGES, max_size=6), max_size=8))
-def test_the_words_say_what_all_prompts_and_events_say(transactions: list[list[tuple[str, int, int]]]) -> None:
+def test_figures_of_the_words_are_those_of_all_prompts(
+    transactions: list[list[tuple[str, int, int]]],
+) -> None:
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
         create_tables(db)
         for changes in transactions:
@@ -156,7 +158,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_damage_of_a_large_ledger_ends_the_run_soon_after_its_start(large: Path) -> None:
+def test_damage_of_a_large_ledger_ends_the_run_after_its_start(large: Path) -> None:
     damage(large, "events")
     with closing(Ledger(large)) as opened:
         end_s = time.monotonic() + DEADLINE_S
