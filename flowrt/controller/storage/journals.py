@@ -7,7 +7,7 @@ weights, so what they generated is discarded. Files without a kept sample are de
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +71,7 @@ KEPT, DISCARDED = "kept/", "discarded/"
 def read_journals(
     run_dir: Path,
     starts: Sequence[int],
-    passed: Mapping[int, frozenset[int]],
+    passed: Mapping[int, Set[int]],
     may_train: Callable[[int], bool],
 ) -> FoundSamples:
     """Read the journals of the earlier starts of a run, and delete the files of which nothing is kept.
