@@ -155,6 +155,8 @@ async def test_descriptor_exhaustion_refuses_new_connections_and_keeps_open_ones
     address = await controller.address()
     async with connected(address, "source") as source, contextlib.AsyncExitStack() as accepted:
         extra = await api.connect(address, "extra", "extra", 20.0)
+        # Written when the accounting process runs: until then, descriptors are used to start it.
+        await controller.wait_until((controller.run_dir / "attribution.jsonl").exists)
         used = set(os.listdir(f"/proc/{controller.pid}/fd"))
         free = next(number for number in itertools.count() if str(number) not in used)
         resource.prlimit(controller.pid, resource.RLIMIT_NOFILE, (free, free))  # a new descriptor gets this number
