@@ -296,6 +296,7 @@ def main() -> int:
 
 def _worst(metrics: dict[str, float], name: str, value: float) -> None:
     metrics[name] = max(metrics.get(name, 0.0), round(value, 4))
+    print(f"{name}: {value:.4f}", flush=True)
 
 
 def table_of(metrics: dict[str, float]) -> Table:
