@@ -1,22 +1,31 @@
 """The controller's core alone, without sockets, disk or other processes.
 
-    python bench/core_events.py [--quick] [--json PATH]
+    python bench/core_events.py [--quick] [--json PATH] [--parts slots weights …]
 
 ``core_events_per_s_LIVE``: offers, pulls and commits of one slot in a steady mix, with LIVE slots in the tables;
 ``core_flatness`` is the rate with the most slots over the rate with the fewest. ``core_us_a_sample_WORKERS``: processor
 time of a trained sample in a simulated run; ``core_flatness_workers`` is its ratio between many and few workers. Each
 is measured in a process of its own; `bench/metadata.py` reports the same figures. ``attribution_*``: see
 `control_plane/attribution_load.py`; ``ledger_10m_*``, not with ``--quick``: see `control_plane/long_ledger.py`.
+
+Costs that must not grow with slots or workers, in processor time of the core: with 100,000 slots and 4,096 rollout
+workers, of a death (``death_ms``), of 200 deaths in one tick (``deaths_200_s``), of a tick while 16 workers drain
+(``drain_tick_ms``), of a message while the run is preempted (``preempting_us``), of the first pull and the end of a
+step of 512 groups (``first_pull_ms``, ``step_closed_ms``); with 2,048 receivers, of a version that `Rolling` spreads
+(``rolling_version_s``) and of the death of the first relay (``relay_break_s``). ``relay_4096_ratio``: simulated time
+until 4,096 receivers have a version when one dies and one link is 10 times slower, over the time without.
+``month_memory_growth``: growth of memory over the second half of 3 million steps with 10,000 joins and deaths.
 """
 
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from common.children import serve_commands, serve_commands_on_loop
+from common.children import Child, serve_commands, serve_commands_on_loop
 from common.report import Samples, write
-from control_plane import attribution_load, controllers, long_ledger
+from control_plane import attribution_load, controllers, core_costs, long_ledger
 from control_plane.servers import POLICIES, STREAM, long_timeouts
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +42,21 @@ from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
 REPEATS = 5
 PORTION = 1000
 WORKER = WorkerId("worker")
+PARTS = ("events", "attribution", "ledger", "slots", "weights", "relays", "month")
+COST_REPEATS = 3
+COST_DEADLINE_S = 4 * 3600.0
+COSTS: dict[str, dict[str, int]] = {
+    "slots": {"workers": 4096, "slots": 100_000},
+    "weights": {"workers": 2048},
+    "relays": {"receivers": 4096},
+    "month": {"steps": 3_000_000, "deaths": 10_000},
+}
+QUICK_COSTS: dict[str, dict[str, int]] = {
+    "slots": {"workers": 128, "slots": 6000},
+    "weights": {"workers": 128},
+    "relays": {"receivers": 256},
+    "month": {"steps": 3000, "deaths": 30},
+}
 
 
 def offer(core: Core, rows: int) -> None:
@@ -100,6 +124,18 @@ def sample_us(workers: int, steps: int) -> float:
     return 1e6 * fleet.core.spent_s / sum(closed.samples for _, closed in fleet.steps)
 
 
+def costs(parts: Sequence[str], quick: bool, samples: Samples) -> None:
+    """Costs of single events at full size, each part in a process of its own."""
+    for part in parts:
+        for _ in range(1 if quick or part in ("relays", "month") else COST_REPEATS):
+            child = Child("core_events.py", "--serve", "costs")
+            child.wait_ready()
+            child.tell(part, **(QUICK_COSTS if quick else COSTS)[part])
+            for name, value in child.answer(COST_DEADLINE_S).items():
+                samples.add(name, value)
+            child.leave()
+
+
 async def serve_with_live_slots(live: int) -> None:
     core = Core(long_timeouts(), STREAM, POLICIES)
     core.handle(WorkerConnected(WORKER, "bench", "host"), 0.0)
@@ -114,6 +150,7 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help=f"1 repeat in place of {REPEATS}, a quarter of the work")
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
     if arguments.serve == "workers":
         serve_commands({"measure": sample_us})
@@ -124,15 +161,28 @@ def main() -> None:
     if arguments.serve == "attribution":
         serve_commands({"measure": attribution_load.measure})
         return
+    if arguments.serve == "costs":
+        serve_commands(
+            {
+                "slots": core_costs.slot_costs,
+                "weights": core_costs.weight_costs,
+                "relays": lambda **size: {"relay_4096_ratio": core_costs.relay_ratio(**size)},
+                "month": lambda **size: {"month_memory_growth": core_costs.month_growth(**size)},
+            }
+        )
+        return
     if arguments.serve:
         # The loop of the controller's process, with its settings of the cyclic garbage collector.
         serve_loop(serve_with_live_slots(int(float(arguments.serve))))
         return
     samples = Samples()
-    controllers.core(*((1, 4) if arguments.quick else (REPEATS, 1)), samples)
-    attribution_load.add_to(samples, repeats=1 if arguments.quick else REPEATS)
-    if not arguments.quick:
+    if "events" in arguments.parts:
+        controllers.core(*((1, 4) if arguments.quick else (REPEATS, 1)), samples)
+    if "attribution" in arguments.parts:
+        attribution_load.add_to(samples, repeats=1 if arguments.quick else REPEATS)
+    if "ledger" in arguments.parts and not arguments.quick:
         long_ledger.add_to(samples, REPEATS)
+    costs([part for part in COSTS if part in arguments.parts], arguments.quick, samples)
     table = Table("metric", "median", title="the controller's core")
     for name, value in samples.medians().items():
         table.add_row(name, f"{value:,.4g}")
