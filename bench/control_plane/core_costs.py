@@ -43,6 +43,7 @@ FLOW = Dataflow(
     stages=(
         Stage("rollout", ("prompt",), ("response", "logprobs"), generates=True),
         Stage("reward", ("response",), ("reward",)),
+        Stage("evaluate", ("reward",), (), flow="eval"),
         Stage("train", ("prompt", "response", "logprobs", "reward"), (), flow="train", whole_groups=True),
     ),
     train_stage="train",
@@ -117,7 +118,11 @@ class Run:
     def pull(self, worker: WorkerId, stage: str, slots: int, step: int = -1) -> m.Grant | None:
         """A grant with slots; None for one that closes the step."""
         commands = self.send(worker, m.Pull(request=self.number(), stage=stage, slots=slots, tokens=0, step=step))
-        grants = [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, m.Grant)]
+        grants = [
+            command.message
+            for command in commands
+            if isinstance(command, Send) and isinstance(command.message, m.Grant)
+        ]
         assert grants, f"{worker} waits for {stage}: {self.core.waiting()[:3]}"
         return None if grants[0].closed else grants[0]
 
@@ -164,6 +169,7 @@ class Size:
 
     workers: int
     slots: int
+    step_groups: int = STEP_GROUPS
 
     @property
     def share(self) -> int:
@@ -188,7 +194,7 @@ def new_core(bound: int = 1, refresh: WeightSyncPolicy | None = None, groups: in
 def loaded_run(size: Size) -> Run:
     """Half of the slots are generated and scored, and half are in generation; all workers wait for slots."""
     groups = size.slots // MEMBERS
-    of_step = min(STEP_GROUPS, groups // 4)
+    of_step = min(size.step_groups, groups // 4)
     run = Run(new_core(bound=groups // of_step + STEPS + 1, groups=of_step))
     run.join(SOURCE_WORKER, SOURCE)
     run.join(TRAINER_WORKER, TRAINER)
@@ -251,25 +257,25 @@ def slot_costs(workers: int, slots: int) -> dict[str, float]:
     size = Size(workers, slots)
     run = loaded_run(size)
     first_s, closed_s = steps(run, STEPS)
-    found = {"first_pull_ms": 1e3 * max(first_s), "step_closed_ms": 1e3 * median(closed_s)}
+    costs = {"first_pull_ms": 1e3 * max(first_s), "step_closed_ms": 1e3 * median(closed_s)}
     names = iter(range(workers - 1, 0, -1))
     victims = [WorkerId(f"{ROLLOUT}{next(names)}") for _ in range(21)]
     deaths = [run.timed_s(WorkerDisconnected(victim, "killed")) for victim in victims]
-    found["death_ms"] = 1e3 * median(deaths)
+    costs["death_ms"] = 1e3 * median(deaths)
     leaving = [WorkerId(f"{ROLLOUT}{next(names)}") for _ in range(DRAINING)]
     for worker in leaving:
         for lease in list(run.core.state.table.working["rollout"].get(worker, {}).values()):
-            slots = tuple(lease.slots)
-            leases = (lease.id,) * len(slots)
-            run.send(worker, m.ReleaseLease(stage="rollout", slots=slots, leases=leases, lost=False, reason=""))
+            leased = tuple(lease.slots)
+            leases = (lease.id,) * len(leased)
+            run.send(worker, m.ReleaseLease(stage="rollout", slots=leased, leases=leases, lost=False, reason=""))
         run.send(worker, m.Drain(0, worker))
-    found["drain_tick_ms"] = 1e3 * median(run.timed_s(Tick()) for _ in range(11))
+    costs["drain_tick_ms"] = 1e3 * median(run.timed_s(Tick()) for _ in range(11))
     dying = {WorkerId(f"{ROLLOUT}{next(names)}") for _ in range(min(200, workers // 4))}
     run.now += 1000.0
     for member in run.core.state.membership.members():
         if member.id not in dying:
             run.event(KernelAlive(member.id, run.now))
-    found["deaths_200_s"] = run.timed_s(Tick())
+    costs["deaths_200_s"] = run.timed_s(Tick())
     assert not [worker for worker in dying if worker in run.core.state.membership]
     run.event(PreemptRun("the time limit", 1))
     alive = [member.id for member in run.core.state.membership.members() if member.role == ROLLOUT]
@@ -277,9 +283,9 @@ def slot_costs(workers: int, slots: int) -> dict[str, float]:
     start_s = time.process_time()
     for beat in beats:
         run.core.transition(beat, run.now)
-    found["preempting_us"] = 1e6 * (time.process_time() - start_s) / len(beats)
+    costs["preempting_us"] = 1e6 * (time.process_time() - start_s) / len(beats)
     gc.unfreeze()
-    return found
+    return costs
 
 
 def weight_costs(workers: int) -> dict[str, float]:
@@ -289,12 +295,12 @@ def weight_costs(workers: int) -> dict[str, float]:
     start_s = time.process_time()
     count = run.fetch_all(run.publish())
     assert count == workers, f"{count} of {workers} receivers have the version"
-    found = {"rolling_version_s": time.process_time() - start_s}
+    costs = {"rolling_version_s": time.process_time() - start_s}
     run = receivers_only(workers, DelayedUpdate())
     orders = {
-        one.worker: one.message
-        for one in run.publish()
-        if isinstance(one, Send) and isinstance(one.message, m.ReceiveWeights)
+        command.worker: command.message
+        for command in run.publish()
+        if isinstance(command, Send) and isinstance(command.message, m.ReceiveWeights)
     }
     first = next(worker for worker, order in orders.items() if order.turn.sender == TRAINER_WORKER)
     start_s = time.process_time()
@@ -304,9 +310,9 @@ def weight_costs(workers: int) -> dict[str, float]:
         if order.turn.sender in cut:
             cut.add(worker)
             again += run.send(worker, m.FetchFailed(order.turn, order.weights, "its sender has died"))
-    found["relay_break_s"] = time.process_time() - start_s
+    costs["relay_break_s"] = time.process_time() - start_s
     assert run.fetch_all(again) >= len(cut) - 1
-    return found
+    return costs
 
 
 def receivers_only(workers: int, refresh: WeightSyncPolicy) -> Run:

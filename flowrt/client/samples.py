@@ -149,7 +149,7 @@ class SampleTransfers:
             self._lanes.refuse(incoming.turn, str(error))
             self._store.expect_failure(incoming.parts, arrival)
             arrival.set_exception(TransferError(str(error)))
-            self._send_message(TransferFailed(incoming, str(error)))
+            self._send_message(TransferFailed(incoming, str(error), is_full=True))
             return
 
         def on_received(received: asyncio.Future[list[torch.Tensor]]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from time import monotonic
 from typing import Any, TypeVar
@@ -166,12 +167,8 @@ class Session:
                 self._lanes.deliver(peer, lane, key, value)
             case m.RetireLane(turn):
                 self._lanes.retire(turn)
-            case m.ReceiveWeights():
-                self.params.receive(event)
-            case m.SendWeights():
-                self.params.send(event)
-            case m.EvictVersion():
-                self.params.evict(event)
+            case m.ReceiveWeights() | m.StopFetch() | m.SendWeights() | m.EvictVersion():
+                self.params.execute(event)
             case m.GroupsDropped() | m.Evaluated():
                 self.evaluations.add(event)
             case m.Drain():
@@ -316,14 +313,15 @@ class Session:
 
         Raises:
             WaitExpired: no slot was ready in time; nothing is leased.
-            TransferError: the tensors did not arrive in MAX_PULL_ATTEMPTS attempts.
+            TransferError: the tensors of one worker did not arrive in MAX_PULL_ATTEMPTS attempts.
             Drained: this worker has been asked to leave the run.
             RemoteProtocolError: the controller rejected the pull.
             FlowError: the error that ended the session.
         """
         reason = ""
+        failures = Counter[str]()
         leases = () if done is None else (done.grant.lease,)
-        for _ in range(MAX_PULL_ATTEMPTS):
+        while max(failures.values(), default=0) < MAX_PULL_ATTEMPTS:
             pull = m.Pull(
                 request=self._requests.number(), stage=stage, slots=slots, tokens=tokens, step=step, done=leases
             )
@@ -343,6 +341,9 @@ class Session:
                 numbers = Numbers((values.column, list(values.values)) for values in grant.inline)
                 return Batch(grant, Columns(tensors), numbers)
             self._release(grant, stage, reason or "freed during the transfer")
+            failures.update(
+                {incoming.turn.sender for incoming in grant.incoming if self.store.missing(incoming.parts)} or {""}
+            )
             leases = ()
         raise TransferError(
             f"{self.worker} pulled {stage} {MAX_PULL_ATTEMPTS} times and its tensors never arrived: {reason}"

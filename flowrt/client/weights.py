@@ -3,6 +3,7 @@
 - A received version is verified by its checksum and staged; the worker continues with the old one until it calls
   `applied`.
 - A version can be sent on while it arrives, chunk by chunk.
+- What has arrived of a fetch that fails is kept, until the controller orders the rest or another version.
 - Transfers run in the order of the controller's orders, as both ends of a lane must.
 """
 
@@ -23,8 +24,10 @@ from flowrt.protocol.messages import (
     Publish,
     ReceiveWeights,
     SendWeights,
+    StopFetch,
     Weights,
     WeightsActivated,
+    WeightsArriving,
     WeightsStaged,
 )
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, pause, wait_until
@@ -36,6 +39,7 @@ from flowrt.transport.weights.snapshot import RunningChecksum, Snapshot
 
 UNTIL_SESSION_END = BoundedElsewhere("the pull that runs at the same time, or the end of the session")
 NO_MEMORY_RETRY_S = 1.0
+MIN_CHUNKS = 8
 Encoding = tuple[str, int, int]
 """Model, version, and the version that it is a delta to (NO_BASE: the full version)."""
 
@@ -57,9 +61,14 @@ class _Held:
     weights: Weights
     buckets: list[torch.Tensor]
     inbound: PipelinedReceive | None = None
+    checksum: RunningChecksum | None = None  # of the chunks that have arrived
 
-    def outgoing(self) -> Generator[torch.Tensor, None, None]:
-        yield from split_buckets(self.buckets) if self.inbound is None else self.inbound.relay(self.buckets)
+    def outgoing(self, first: int) -> Generator[torch.Tensor, None, None]:
+        """The chunks to send, from the chunk ``first`` on."""
+        if self.inbound is None:
+            yield from split_buckets(self.buckets)[first:]
+        else:
+            yield from self.inbound.relay(self.buckets, first)
 
 
 class WeightTransfers:
@@ -73,6 +82,7 @@ class WeightTransfers:
         self._spawn = spawn
         self._deadline_s = deadline_s
         self._held: dict[Encoding, _Held] = {}
+        self._paused: dict[Encoding, _Held] = {}  # of these, those whose fetch has failed and may go on
         self._applied: dict[str, int] = {}
         self._published: dict[str, tuple[Snapshot, int]] = {}  # latest version of each model, and its checksum
         self._publishing: asyncio.Future[None] | None = None
@@ -180,10 +190,22 @@ class WeightTransfers:
 
     # ---- orders of the controller, in the order in which they arrive
 
+    def execute(self, order: SendWeights | ReceiveWeights | StopFetch | EvictVersion) -> None:
+        """Execute an order."""
+        match order:
+            case SendWeights():
+                self.send(order)
+            case ReceiveWeights():
+                self.receive(order)
+            case StopFetch(turn):  # what has arrived is kept
+                self._lanes.give_up(turn, "it is much slower than others")
+            case EvictVersion():
+                self.evict(order)
+
     def send(self, order: SendWeights) -> None:
         """Send a version over a turn of a lane."""
         held = self._held.get((order.model, order.version, order.base))
-        outgoing = _fail_lane(order) if held is None else held.outgoing()
+        outgoing = _fail_lane(order) if held is None else held.outgoing(order.first)
         done = self._lanes.send_each(order.turn, outgoing)
         done.add_done_callback(ignore_exception)
         # The thread of a lane that failed halfway would otherwise keep the version in memory.
@@ -192,32 +214,84 @@ class WeightTransfers:
     def receive(self, order: ReceiveWeights) -> None:
         """Receive a version over a turn of a lane, and stage it."""
         weights = order.weights
-        inbound = PipelinedReceive(f"version {weights.version} of {weights.model}", self._deadline_s)
+        encoding = weights.model, weights.version, weights.base
+        for other in [key for key in self._paused if key[0] == weights.model and (key != encoding or not order.first)]:
+            self._give_up(other, f"version {weights.version} is fetched in place of the rest")
+        held = self._paused.pop(encoding, None)
         try:
-            held = _Held(weights, self._allocate(weights, weights.bucket_bytes), inbound)
+            if held is None:
+                held = self._begin(weights, order.first)
         except TransferError as error:
             self._lanes.refuse(order.turn, str(error))  # so that the sender does not wait for its deadline
             self._spawn(self._report_no_memory(order, str(error)))
             return
-        self._held[weights.model, weights.version, weights.base] = held
-        checksum = RunningChecksum(self._checksum_thread)
-        incoming = inbound.receive(held.buckets, checksum.add)
+        assert held.inbound is not None
+        assert held.checksum is not None
+        self._held[encoding] = held
+        incoming = held.inbound.receive(held.buckets, self._counted(order, held))
         arrived = self._lanes.receive_each(order.turn, incoming)
         arrived.add_done_callback(lambda done: None if done.cancelled() else _close(incoming))
-        self._spawn(self._stage(order, held, arrived, checksum))
+        self._spawn(self._stage(order, held, arrived))
+
+    def _begin(self, weights: Weights, first: int) -> _Held:
+        """Buffers for a version. Raises TransferError without memory, or if chunks that it has are assumed."""
+        if first:
+            raise TransferError(f"the first {first} chunks of version {weights.version} are not held here any more")
+        inbound = PipelinedReceive(f"version {weights.version} of {weights.model}", self._deadline_s)
+        buckets = self._allocate(weights, weights.bucket_bytes)
+        return _Held(weights, buckets, inbound, RunningChecksum(self._checksum_thread))
+
+    def _counted(self, order: ReceiveWeights, held: _Held) -> Callable[[torch.Tensor], object]:
+        """What is called with each chunk that has arrived: adds it to the checksum, and reports an eighth of all.
+
+        A version of less than `MIN_CHUNKS` arrives too soon for that.
+        """
+        inbound, checksum = held.inbound, held.checksum
+        assert inbound is not None
+        assert checksum is not None
+        loop = asyncio.get_running_loop()
+        chunks = len(split_buckets(held.buckets))
+        reported = max(chunks // 8, order.first + 1) if chunks >= MIN_CHUNKS else -1
+
+        def on_chunk(chunk: torch.Tensor) -> None:
+            checksum.add(chunk)
+            if inbound.count == reported:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(self._send_message, WeightsArriving(order.turn, order.weights.model))
+
+        return on_chunk
+
+    def _give_up(self, encoding: Encoding, reason: str) -> None:
+        """Drop the chunks of a fetch that has failed; relays of it fail."""
+        held = self._paused.pop(encoding)
+        assert held.inbound is not None
+        held.inbound.fail(reason)
+        if self._held.get(encoding) is held:
+            del self._held[encoding]
 
     def evict(self, order: EvictVersion) -> None:
         """Drop a version: the full version and its deltas."""
         for encoding in [encoding for encoding in self._held if encoding[:2] == (order.model, order.version)]:
-            del self._held[encoding]
+            if encoding in self._paused:
+                self._give_up(encoding, "the version is evicted")
+            else:
+                del self._held[encoding]
 
-    async def _stage(
-        self, order: ReceiveWeights, held: _Held, arrived: asyncio.Future[None], checksum: RunningChecksum
-    ) -> None:
+    async def _stage(self, order: ReceiveWeights, held: _Held, arrived: asyncio.Future[None]) -> None:
         weights = order.weights
         model, version = weights.model, weights.version
+        assert held.inbound is not None
+        assert held.checksum is not None
+        checksum = held.checksum
         try:
-            await arrived
+            try:
+                await arrived
+            except TransferError as error:
+                if (count := held.inbound.pause()) and self._held.get((model, version, weights.base)) is held:
+                    self._paused[model, version, weights.base] = held
+                    self._send_message(FetchFailed(order.turn, weights, str(error), count))
+                    return
+                raise
             if weights.base == NO_BASE:
                 snapshot = _verify(weights, held, await checksum.total())
             else:
@@ -225,7 +299,6 @@ class WeightTransfers:
             if model in self._devices:
                 snapshot = await asyncio.to_thread(snapshot.pinned_for, self._devices[model])
         except (*PROGRAMMING_ERRORS, TransferError) as error:
-            assert held.inbound is not None
             reason = str(error) if isinstance(error, TransferError) else f"{error!r} at {model} {version}"
             held.inbound.fail(reason)
             if self._held.get((model, version, weights.base)) is held:

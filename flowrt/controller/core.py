@@ -34,6 +34,7 @@ from flowrt.controller.transitions import (
     commits,
     drain,
     evaluations,
+    failed_transfers,
     members,
     offers,
     preemption,
@@ -60,11 +61,12 @@ HANDLERS: dict[type[m.Message], Handler] = {
     m.CancelRequest: pulls.cancel_request,
     m.EndOfData: offers.end_of_data,
     m.ReleaseLease: rollback.release_lease,
-    m.TransferFailed: rollback.transfer_failed,
+    m.TransferFailed: failed_transfers.transfer_failed,
     m.StepCompleted: training.step_completed,
     m.CheckpointWritten: training.checkpoint_written,
     m.Publish: weight_sync.publish,
     m.WeightsStaged: weight_sync.weights_staged,
+    m.WeightsArriving: weight_sync.weights_arriving,
     m.WeightsActivated: weight_sync.weights_activated,
     m.FetchFailed: weight_sync.fetch_failed,
     m.Evaluated: evaluations.evaluated,
@@ -249,11 +251,12 @@ class Core:
     # ---- ends of the run
 
     def _end_if_complete(self) -> list[Command]:
-        roles = self.env.settings.completing_roles
-        of_roles = [member for member in self.state.membership.members() if member.role in roles]
-        if not roles or {member.role for member in of_roles} != set(roles):
+        roles, membership = self.env.settings.completing_roles, self.state.membership
+        if not roles or not all(membership.has_role(role) for role in roles):
             return []
-        return self.state.end("the run is complete", EXIT_OK) if all(one.finished for one in of_roles) else []
+        if not all(member.finished for member in membership.of_roles(roles)):
+            return []
+        return self.state.end("the run is complete", EXIT_OK)
 
     def _tick(self, now: float) -> list[Command]:
         """Check the deadlines."""
@@ -262,6 +265,7 @@ class Core:
         vacancy = state.membership.vacancy_fault(now, env.settings.role_vacancy_timeout_s)
         if vacancy and not state.preemption.is_ordered:  # a run that is being preempted needs no new workers
             commands += state.end(vacancy, EXIT_FAILED)
+        failed_transfers.mend(state, now)
         commands += rollback.expire_leases(state, env, now)
         commands += drain.release(state)
         return commands + self._end_if_stalled(now)
@@ -319,9 +323,9 @@ class Core:
         if stages := unserved(state):
             return f"samples are ready for {', '.join(stages)}, and no worker pulls them: {waits}"
         unfinished = [
-            one.id
-            for one in state.membership.members()
-            if one.role in self.env.settings.completing_roles and one.id in returned and not one.finished
+            member.id
+            for member in state.membership.of_roles(self.env.settings.completing_roles)
+            if member.id in returned and not member.finished
         ]
         if unfinished:
             return (

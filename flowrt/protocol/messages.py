@@ -518,6 +518,7 @@ class TransferFailed:
 
     incoming: Incoming
     reason: str
+    is_full: bool = False  # the receiver had no room for the parts: neither the sender nor the link has failed
 
 
 @dataclass(slots=True)
@@ -556,6 +557,7 @@ class SendWeights:
     model: str
     version: int
     base: int  # NO_BASE: the full version
+    first: int = 0  # the first chunk to send; the receiver has those before it
 
 
 @dataclass(slots=True)
@@ -565,6 +567,7 @@ class ReceiveWeights:
     turn: LaneTurn
     weights: Weights
     older: bool = False  # use it in place of a newer version, to generate the samples of an evaluation
+    first: int = 0  # the first chunk that comes; the receiver has those before it of an earlier turn that failed
 
 
 @dataclass(slots=True)
@@ -576,12 +579,28 @@ class WeightsStaged:
 
 
 @dataclass(slots=True)
+class WeightsArriving:
+    """receiver: an eighth of a version has arrived in this turn of a lane."""
+
+    turn: LaneTurn
+    model: str
+
+
+@dataclass(slots=True)
+class StopFetch:
+    """controller to receiver: fail this turn of a lane, which is slow; another source follows."""
+
+    turn: LaneTurn
+
+
+@dataclass(slots=True)
 class FetchFailed:
     """receiver: the version did not arrive in this turn of a lane; the worker continues with the old one."""
 
     turn: LaneTurn
     weights: Weights
     reason: str
+    received: int = 0  # chunks that it keeps, to go on from in a later turn; 0: none, and what it relays fails too
 
 
 @dataclass(slots=True)
@@ -703,7 +722,9 @@ Message = (
     | Notice
     | Follow
     | RetireLane
+    | WeightsArriving
+    | StopFetch
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 16
+PROTOCOL = 17
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from flowrt.controller.core import Core
-from flowrt.controller.events import Event, MessageReceived, Send, WorkerConnected, WorkerDisconnected
+from flowrt.controller.events import Event, MessageReceived, Send, Tick, WorkerConnected, WorkerDisconnected
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo
@@ -24,6 +24,7 @@ from flowrt.protocol.messages import NO_BASE, LaneTurn, Weights
 from flowrt.simulation.cluster import FLOW, TRAINER_WORKER
 
 MODEL = "policy"
+TICK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ class RelayPlan:
 class _Transfer:
     turn: LaneTurn
     receiver: "_Node"
-    next_chunk: int = 0
+    first: int
     is_sending: bool = False
     is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.next_chunk = self.first
 
 
 @dataclass(eq=False)
@@ -101,12 +105,19 @@ class RelaySimulation:
             self._at(at_s, partial(self._die, self._of[WorkerId(victim)]))
         self._of[TRAINER_WORKER].chunks = self.plan.chunks
         self._handle(MessageReceived(TRAINER_WORKER, m.Publish((self._weights,), ())))
+        self._at(TICK_S, self._tick)
         while self._agenda:
             self.now_s, _, action = heapq.heappop(self._agenda)
             action()
         left = [name for name in self._receivers if name not in self.staged_s and self._of[name].is_alive]
         assert not left, f"{left[:3]} wait for a version, and nothing happens any more"
         return max(self.staged_s.values())
+
+    def _tick(self) -> None:
+        """Let the controller check its deadlines, while anything else happens."""
+        if self._agenda:
+            self._handle(Tick())
+            self._at(self.now_s + TICK_S, self._tick)
 
     # ---- messages
 
@@ -130,20 +141,21 @@ class RelaySimulation:
         if not node.is_alive:
             return
         match message:
-            case m.ReceiveWeights(turn):
-                self._fetch(node, turn)
-            case m.SendWeights(turn):
-                self._serve(turn)
+            case m.ReceiveWeights(turn, first=first):
+                self._fetch(node, turn, first)
+            case m.SendWeights(turn, first=first):
+                self._serve(turn, first)
+            case m.StopFetch(turn) if node.fetches is not None and node.fetches.turn == turn:
+                self._fail(node, "it is slow")
 
     # ---- transfers
 
-    def _fetch(self, node: _Node, turn: LaneTurn) -> None:
-        if node.fetches is not None:
-            node.fetches.is_over = True
-        node.chunks = 0
+    def _fetch(self, node: _Node, turn: LaneTurn, first: int) -> None:
+        assert node.fetches is None, f"{node.id} fetches already"
+        assert node.chunks == first, f"{node.id} has {node.chunks} chunks, and is sent those from {first} on"
         transfer = self._early.pop(turn, None)
         if transfer is None:
-            transfer = self._early[turn] = _Transfer(turn, node)
+            transfer = self._early[turn] = _Transfer(turn, node, first)
         else:
             self._begin(transfer)
         node.fetches = transfer
@@ -152,10 +164,10 @@ class RelaySimulation:
         if not holder.is_alive:
             self._fail(node, "its sender has died")
 
-    def _serve(self, turn: LaneTurn) -> None:
+    def _serve(self, turn: LaneTurn, first: int) -> None:
         transfer = self._early.pop(turn, None)
         if transfer is None:
-            self._early[turn] = _Transfer(turn, self._of[WorkerId(turn.receiver)])
+            self._early[turn] = _Transfer(turn, self._of[WorkerId(turn.receiver)], first)
         else:
             self._begin(transfer)
 
@@ -166,7 +178,9 @@ class RelaySimulation:
 
     def _send_chunks(self, holder: _Node) -> None:
         """Begin to send the next chunk to the receiver whose turn it is, and over each slow link that is free."""
-        holder.serves = deque(one for one in holder.serves if not one.is_over and one.receiver.is_alive)
+        holder.serves = deque(
+            transfer for transfer in holder.serves if not transfer.is_over and transfer.receiver.is_alive
+        )
         for transfer in list(holder.serves):
             factor = self.plan.slow.get((holder.id, transfer.receiver.id), 1.0)
             if transfer.is_sending or transfer.next_chunk >= holder.chunks or (factor == 1.0 and holder.is_busy):
@@ -185,6 +199,8 @@ class RelaySimulation:
         if holder.is_alive and node.is_alive and not transfer.is_over:
             transfer.next_chunk += 1
             node.chunks = transfer.next_chunk
+            if node.chunks == max(self.plan.chunks // 8, transfer.first + 1):
+                self._send(node.id, m.WeightsArriving(transfer.turn, MODEL))
             if node.chunks == self.plan.chunks:
                 transfer.is_over = True
                 node.fetches = None
@@ -202,9 +218,9 @@ class RelaySimulation:
 
     def _fail_receivers(self, node: _Node) -> None:
         waiting: dict[str, list[_Transfer]] = defaultdict(list)
-        for one in [*node.serves, *self._early.values()]:
-            if one.turn.sender == node.id and not one.is_over:
-                waiting[one.turn.receiver].append(one)
+        for transfer in [*node.serves, *self._early.values()]:
+            if transfer.turn.sender == node.id and not transfer.is_over:
+                waiting[transfer.turn.receiver].append(transfer)
         for transfers in waiting.values():
             for transfer in transfers:
                 if transfer.receiver.fetches is transfer and transfer.receiver.is_alive:
@@ -215,5 +231,6 @@ class RelaySimulation:
         assert transfer is not None
         transfer.is_over = True
         node.fetches = None
-        self._send(node.id, m.FetchFailed(transfer.turn, self._weights, reason))
-        self._fail_receivers(node)  # its relays fail too
+        self._send(node.id, m.FetchFailed(transfer.turn, self._weights, reason, node.chunks))
+        if not node.chunks:
+            self._fail_receivers(node)  # else its relays wait for the rest

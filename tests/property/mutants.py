@@ -368,6 +368,21 @@ def a_broken_lane_is_used_again(right: Function) -> Function:
     return do_nothing
 
 
+@bug(Lanes, "is_cut")
+def a_link_that_fails_again_and_again_is_used(right: Function) -> Function:
+    return lambda self, owner, receiver: False
+
+
+@bug(VersionTable, "_release")
+def receivers_below_a_fetch_that_resumes_are_no_sources(right: Function) -> Function:
+    return do_nothing
+
+
+@bug(VersionTable, "_stall")
+def a_receiver_fetches_from_one_below_it(right: Function) -> Function:
+    return do_nothing
+
+
 @bug(VersionTable, "failed")
 def a_failed_fetch_is_not_retried(right: Function) -> Function:
     return do_nothing

@@ -38,6 +38,8 @@ KEPT_RUNS = 12
 LATE_SEEDS = range(10, 22)
 EVALUATED_RUNS = 18
 SOURCES_RUNS = 18
+LINKS_RUNS = 12
+RELAYS_RUNS = 12
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -165,6 +167,38 @@ def sources_scenario_of(seed: int) -> Scenario:
     )
 
 
+def links_scenario_of(seed: int) -> Scenario:
+    """A small cluster in which some rollout workers can send nothing to the trainer."""
+    rng = random.Random(f"planted links {seed}")
+    return Scenario(
+        seed=seed,
+        bound=rng.randint(0, 2),
+        steps=rng.randint(3, 6),
+        groups_per_step=rng.randint(1, 3),
+        members=rng.randint(1, 3),
+        rollouts=3,
+        references=seed % 2,
+        broken_links=1 + seed % 2,
+        kills=seed % 3 // 2,
+        max_actions=10_000,
+    )
+
+
+def relays_scenario_of(seed: int) -> Scenario:
+    """A cluster that spreads weights slowly over relays, some of which break or die."""
+    return Scenario(
+        seed=seed,
+        bound=1 + seed % 2,
+        steps=5,
+        rollouts=5,
+        references=0,
+        fetch_speed=0.03,
+        broken_lanes=8,
+        kills=2,
+        max_actions=10_000,
+    )
+
+
 def run_filtered(seed: int) -> None:
     cluster = SimulatedCluster(filtered_scenario_of(seed)).run()
     assert_sound(cluster)
@@ -218,6 +252,8 @@ def run_all(directory: Path, share: int = 1) -> None:
         (range(FILTERED_RUNS), run_filtered),
         (range(EVALUATED_RUNS), run_evaluated),
         (range(SOURCES_RUNS), run_with_sources),
+        (range(RELAYS_RUNS), lambda seed: run_sound(relays_scenario_of(seed))),
+        (range(LINKS_RUNS), lambda seed: run_sound(links_scenario_of(seed))),
         (range(TERMINATED_RUNS), lambda seed: run_sound(terminated_scenario_of(seed))),
         (range(DRAINED_RUNS), lambda seed: run_sound(drained_scenario_of(seed))),
         (range(PREEMPTED_RUNS), lambda seed: run_preempted(seed, directory)),

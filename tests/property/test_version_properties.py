@@ -30,7 +30,10 @@ NAMES = [WorkerId(f"rollout{number}") for number in range(5)]
 
 @dataclass(eq=False)
 class Transfer:
-    """A version in flight. It can complete once ``upstream`` has; None: the holder has the whole version."""
+    """A version in flight. It can complete once ``upstream`` has; None: the holder has the whole version.
+
+    ``broken``: its lane has failed.
+    """
 
     fetch: m.ReceiveWeights
     upstream: "Transfer | None"
@@ -58,6 +61,7 @@ class World:
     newest: dict[WorkerId, int] = field(default_factory=dict)
     latest_transfer: dict[tuple[WorkerId, int], Transfer] = field(default_factory=dict)
     moving: list[Transfer] = field(default_factory=list)  # neither end of it has been reported
+    kept: dict[WorkerId, Transfer] = field(default_factory=dict)  # failed, and the receiver has a part of it
 
 
 class WeightVersions(RuleBasedStateMachine):
@@ -108,8 +112,8 @@ class WeightVersions(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.world.moving)
     def fail(self, data: st.DataObject) -> None:
-        """A lane breaks, or the checksum differs; the receivers behind it are notified later."""
-        self.fail_fetch(data.draw(st.sampled_from(self.world.moving)))
+        """A lane breaks, or the checksum differs; without a part that is kept, the receivers behind it fail later."""
+        self.fail_fetch(data.draw(st.sampled_from(self.world.moving)), kept=data.draw(st.booleans()))
 
     @rule(name=st.sampled_from([*NAMES, TRAINER]), late=st.booleans())
     def die(self, name: WorkerId, late: bool = False) -> None:
@@ -121,9 +125,12 @@ class WeightVersions(RuleBasedStateMachine):
         self.failed[name] = 0
         for transfer in [one for one in self.world.moving if name in (one.holder, one.receiver)]:
             if not (late and transfer.can_complete and transfer.holder == name):
-                self.break_chain(transfer)
+                transfer.broken = True
             if transfer.receiver == name:
                 self.world.moving.remove(transfer)
+                self.break_below(transfer)
+        if (kept := self.world.kept.pop(name, None)) is not None:
+            self.break_below(kept)
         self.state.models.forget(name)
         self.execute_orders()
 
@@ -150,17 +157,19 @@ class WeightVersions(RuleBasedStateMachine):
         self.failed[transfer.receiver] = 0
         self.report(transfer.receiver, m.WeightsStaged(MODEL, version))
 
-    def fail_fetch(self, transfer: Transfer) -> None:
+    def fail_fetch(self, transfer: Transfer, *, kept: bool = False) -> None:
         self.world.moving.remove(transfer)
-        self.break_chain(transfer)
+        if kept:
+            self.world.kept[transfer.receiver] = transfer
+        else:
+            self.break_below(transfer)
         self.failed[transfer.receiver] += 1
-        self.report(transfer.receiver, m.FetchFailed(transfer.fetch.turn, transfer.fetch.weights, "the lane broke"))
+        fetch = transfer.fetch
+        self.report(transfer.receiver, m.FetchFailed(fetch.turn, fetch.weights, "the lane broke", int(kept)))
 
-    def break_chain(self, transfer: Transfer) -> None:
-        transfer.broken = True
+    def break_below(self, transfer: Transfer) -> None:
         for other in self.world.moving:
-            if other.upstream is transfer and not other.broken:
-                self.break_chain(other)
+            other.broken = other.broken or other.upstream is transfer
 
     def report(
         self, worker: WorkerId, message: m.Publish | m.WeightsStaged | m.FetchFailed | m.WeightsActivated
@@ -176,7 +185,7 @@ class WeightVersions(RuleBasedStateMachine):
             match command.message:
                 case m.ReceiveWeights():
                     self.begin_transfer(command.message)
-                case m.SendWeights(turn, _, version, _):
+                case m.SendWeights(turn, _, version, _, _):
                     self.assert_can_serve(command.worker, turn, version)
                 case m.EvictVersion(_, version):
                     self.evict(command.worker, version)
@@ -189,7 +198,15 @@ class WeightVersions(RuleBasedStateMachine):
         upstream = None
         if version not in self.world.whole.get(holder, ()):
             upstream = self.world.latest_transfer[holder, version]
-        transfer = Transfer(fetch, upstream, broken=upstream is not None and upstream.broken)
+        transfer = Transfer(fetch, upstream)
+        kept = self.world.kept.pop(receiver, None)
+        if fetch.first:
+            assert kept is not None, f"{receiver} has nothing of version {version} to go on from"
+            assert kept.fetch.weights == fetch.weights
+            for other in self.world.moving:
+                other.upstream = transfer if other.upstream is kept else other.upstream
+        elif kept is not None:
+            self.break_below(kept)
         self.world.latest_transfer[receiver, version] = transfer
         self.world.moving.append(transfer)
 
@@ -291,6 +308,6 @@ def test_the_publisher_sends_one_copy_when_the_head_of_a_chain_fails() -> None:
     machine.publish()
     assert [one.holder for one in machine.world.moving] == [TRAINER, *NAMES[:4]]
     machine.die(NAMES[0])
-    for transfer in [one for one in machine.world.moving if one.broken]:
-        machine.fail_fetch(transfer)
+    while broken := [transfer for transfer in machine.world.moving if transfer.broken]:
+        machine.fail_fetch(broken[0])
     assert sorted(one.holder for one in machine.world.moving if not one.broken) == [*NAMES[1:4], TRAINER]

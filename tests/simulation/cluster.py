@@ -140,6 +140,7 @@ class SimulatedCluster:
         for role, count in roles.items():
             for rank in range(count):
                 self.workers[f"{role}{rank}"] = RejoiningWorker(f"{role}{rank}", role, self.shared)
+        self.shared.broken_links = {(f"rollout{number}", "trainer0") for number in range(scenario.broken_links)}
         self._sources = [worker.id for worker in self.workers.values() if worker.role == "source"]
         self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
         first_step = self.core.settings.position.step
@@ -229,7 +230,8 @@ class SimulatedCluster:
                 yield (speed, partial(self._transfer, worker, lane))
 
     def _is_broken(self, lane: LaneId) -> bool:
-        return lane in self.shared.broken or not all(end.alive for end in self._ends[lane])
+        is_broken = lane in self.shared.broken or lane[:2] in self.shared.broken_links
+        return is_broken or not all(end.alive for end in self._ends[lane])
 
     def _is_held_up(self, worker: Worker) -> bool:
         event = worker.outbox[0]

@@ -80,6 +80,7 @@ class RejoiningWorker(Worker):
         self.outbox.clear()
         self.expected.clear()
         self.relays.clear()
+        self.kept = None
         self.forms = {form: one for form, one in self.forms.items() if form[0] in self.weights}
         self.outbox.append(WorkerConnected(worker=self.id, role=self.role, host="host", lanes=(), term=term))
         if self.role == "rollout":

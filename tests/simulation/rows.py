@@ -71,6 +71,7 @@ class Shared:
     latest: Callable[[], int]  # the newest version that was published
     sent: Turns = field(default_factory=lambda: defaultdict(deque))
     broken: set[LaneId] = field(default_factory=set)
+    broken_links: set[tuple[str, str]] = field(default_factory=set)  # pairs of workers all of whose lanes break
     evals_offered: int = 0
     contents: int = 0  # number of commits that made tensors
     payloads: dict[LaneTurn, dict[Key, int]] = field(default_factory=dict)  # contents of the tensors of a turn

@@ -131,6 +131,7 @@ class Scenario:
     kills: int = 0
     source_kills: int = 0
     broken_lanes: int = 0
+    broken_links: int = 0  # rollout workers that can send nothing to the first trainer
     expiries: int = 0  # the clock jumps past the deadline of every lease
     crashes: int = 0  # of the controller, which restarts
     late_inventories: int = 0  # restarts after which the inventory of one worker comes after the rejoin timeout

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from flowrt.client.session import MAX_PULL_ATTEMPTS
 from flowrt.controller.events import Event, MessageReceived, WorkerConnected
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.ids import WorkerId
@@ -61,12 +62,14 @@ class Worker:
         self.content: dict[Key, int] = {}  # the number of the commit that made it, by which copies are told apart
         self.coming: dict[Key, LaneTurn] = {}
         self.failed: set[LaneTurn] = set()
+        self.failed_pulls: Counter[str] = Counter()  # in a row, by sender
         self.sequences: dict[LaneId, int] = {}
         self.expected: Turns = defaultdict(deque)
         self.weights: set[int] = set()
         self.downgrades: set[LaneTurn] = set()  # turns that carry an older version than the one in use
         self.reported: Counter[int] = Counter()  # reports of each version, less its evictions
         self.forms: dict[tuple[int, int], Weights] = {}  # full or as changes, present or in flight
+        self.kept: Weights | None = None  # a part of these has come, and the rest may follow
         self.relays: dict[Weights, list[LaneTurn]] = defaultdict(list)  # turns that forward what is still in flight
         self.applied = 0
         self.staged = 0
@@ -140,12 +143,8 @@ class Worker:
                 self._serve_weights(message)
             case m.GroupsDropped():
                 pass  # followed by the order to free its columns
-            case m.ReceiveWeights(turn, weights, older):
-                self.downgrades.update([turn] if older else ())
-                based = weights.base == NO_BASE or weights.base in self.weights
-                assert based, f"{self.id} is sent changes to {weights.base}, but has {self.weights}"
-                self.forms[weights.version, weights.base] = weights
-                self._issue(turn, weights, self.expected)
+            case m.ReceiveWeights():
+                self._receive_weights(message)
             case m.EvictVersion(_, version):
                 # A version that was fetched twice may be evicted in between: the second report is still in flight.
                 assert self.reported[version], f"{self.id} has to evict version {version}, but has {self.weights}"
@@ -170,6 +169,18 @@ class Worker:
         """Another source has offered the prompts."""
         is_offered = self.shared.scenario.sources > 1 and "offered" in reason
         assert is_offered, f"{self.id} was refused {offer}: {reason}"
+
+    def _receive_weights(self, order: m.ReceiveWeights) -> None:
+        weights = order.weights
+        assert not order.first or self.kept == weights, f"{self.id} has no part of {weights} to go on from"
+        if self.kept is not None and not order.first:
+            self._fail_relays(self.kept)
+        self.kept = None
+        self.downgrades.update([order.turn] if order.older else ())
+        based = weights.base == NO_BASE or weights.base in self.weights
+        assert based, f"{self.id} is sent changes to {weights.base}, but has {self.weights}"
+        self.forms[weights.version, weights.base] = weights
+        self._issue(order.turn, weights, self.expected)
 
     def _serve_weights(self, order: m.SendWeights) -> None:
         weights = self.forms.get((order.version, order.base))
@@ -260,10 +271,18 @@ class Worker:
         if not isinstance(packet, Weights):
             self.send(m.TransferFailed(Incoming(turn, packet), "the lane broke"))
             return
-        if not any(other == packet for turns in self.expected.values() for _, other in turns):
+        is_expected = any(other == packet for turns in self.expected.values() for _, other in turns)
+        if not is_expected and turn.incarnation % 2:
+            self.kept = packet  # its relays wait
+        else:
+            self._fail_relays(packet, keep_form=is_expected)
+        self.send(m.FetchFailed(turn, packet, "the lane broke", int(self.kept == packet)))
+
+    def _fail_relays(self, packet: Weights, *, keep_form: bool = False) -> None:
+        """The rest of a version will not come, here and at those to which it is relayed."""
+        if not keep_form:
             self.forms.pop((packet.version, packet.base), None)
         self.shared.broken |= {lane_of(relayed) for relayed in self.relays.pop(packet, ())}
-        self.send(m.FetchFailed(turn, packet, "the lane broke"))
 
     # ---- work
 
@@ -278,7 +297,7 @@ class Worker:
         for job in self.jobs:
             needs = [key for row in job.rows for key in row.needs]
             if any(self._is_missing(key) for key in needs):
-                yield partial(self.abandon, job, False, "its tensors did not come")
+                yield partial(self._lose, job)
             elif job.begun >= 0 or all(key in self.have for key in needs):
                 yield partial(self._finish if job.begun >= 0 or self.role != "rollout" else self._begin, job)
         is_evaluating = any(job.begun >= 0 and job.rows[0].exact >= 0 for job in self.jobs)
@@ -421,6 +440,15 @@ class Worker:
         self.withdrawn.add(self.pull_request)
         self.send(m.CancelRequest(self.pull_request))
 
+    def _lose(self, job: Job) -> None:
+        """Give up a job whose tensors did not come. A trainer ends if those of one worker fail too often in a row."""
+        missing = {key for row in job.rows for key in row.needs if self._is_missing(key)}
+        self.failed_pulls.update({self.coming[key].sender for key in missing if key in self.coming})
+        most = max(self.failed_pulls.values(), default=0)
+        is_over = self.shared.broken_links and self.role == "trainer" and most >= MAX_PULL_ATTEMPTS
+        assert not is_over, f"{self.id} exits: its tensors did not come, {self.failed_pulls} times"
+        self.abandon(job, False, "its tensors did not come")
+
     def abandon(self, job: Job, lost: bool, reason: str) -> None:
         """Release the leases of a job; ``lost``: its samples cannot be produced."""
         self.jobs.remove(job)
@@ -429,6 +457,7 @@ class Worker:
 
     def _finish(self, job: Job) -> None:
         self.jobs.remove(job)
+        self.failed_pulls.clear()
         if self.role == "trainer":
             for row in job.rows:
                 self._check_content(row)

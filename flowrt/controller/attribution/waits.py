@@ -294,7 +294,7 @@ class Classifier:
         """The oldest groups of the window that are not ready to be trained."""
         if self._found is None:
             table = self._state.table
-            ready = table.ready_groups.get(self._env.flow.train_stage, {})
+            ready = table.ready_groups.get(self._env.flow.train_stage, ())
             oldest = islice(self._state.window.waiting, MAX_SEARCHED)
             self._found = [table.groups[one] for one in islice((one for one in oldest if one not in ready), MAX_GROUPS)]
         return self._found

@@ -8,7 +8,7 @@ from flowrt.controller.state.samples import Group, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.transitions import rollback
-from flowrt.ids import LeaseId, WorkerId
+from flowrt.ids import GroupId, LeaseId, WorkerId
 from flowrt.protocol.messages import NO_BASE, Pull, Stage
 
 
@@ -28,6 +28,7 @@ def audit(state: State, env: Environment) -> None:
             assert table.slots.get(member.id) is member, f"slot {member.id} of group {group.id} is not live"
             assert member.group is group, f"slot {member.id} of group {group.id} refers to group {member.group.id}"
     _check_queues(table)
+    _check_holders(table)
     _check_leases(table)
     _check_counters(table)
     for versions in state.models.of.values():
@@ -76,6 +77,27 @@ def _check_queues(table: SampleTable) -> None:
         stage = table.stages[name]
         whole = {g.id for g in table.groups.values() if g.slots and all(_is_ready(table, s, stage) for s in g.slots)}
         assert set(groups) == whole, f"groups {sorted(groups)} are queued for {name}, {sorted(whole)} are ready"
+        for group in groups.values():
+            oldest = group.oldest_version()
+            assert groups.version(group.id) == oldest, f"group {group.id} is queued with another version than {oldest}"
+        assert [group.id for group in groups.in_order()] == sorted(groups), f"{name} has not its groups in order"
+
+
+def _check_holders(table: SampleTable) -> None:
+    """Each holder of a tensor is among the holders of its group, which are in the index of holders."""
+    held: dict[WorkerId, set[GroupId]] = {}
+    for group in table.groups.values():
+        of_slots = [holding for slot in group.slots for holding in slot.tensors.values()]
+        for holding in [*group.tensors.values(), *of_slots]:
+            unknown = holding.holders - group.holders.keys()
+            assert not unknown, f"{unknown} hold a column of group {group.id}, and are not among its holders"
+        for worker in group.holders:
+            held.setdefault(worker, set()).add(group.id)
+    indexed = {worker: set(groups) for worker, groups in table.held.items()}
+    assert indexed == held, "the groups by holder are not those of the table"
+    exact = {group.id for group in table.groups.values() if group.is_exact}
+    listed = {group.id for version in table.exact.live for group in table.exact_groups.of_version(version)}
+    assert listed == exact, f"groups {sorted(listed)} are those of evaluations, not {sorted(exact)}"
 
 
 def _is_ready(table: SampleTable, slot: Slot, stage: Stage) -> bool:
@@ -184,11 +206,46 @@ def _check_versions(versions: VersionTable, membership: Membership, over: bool) 
     assert set(versions.behind) == behind, f"{sorted(versions.behind)} count as behind, {sorted(behind)} are"
     applying = Counter(one.applied for one in versions.receivers.values())
     assert versions.applying == applying, f"receivers by version of {model} are {applying}, not {versions.applying}"
+    staging = Counter(receiver.staged for receiver in versions.receivers.values())
+    assert versions.staging == staging, f"receivers by received version of {model} are not {versions.staging}"
+    idle = versions.receivers.keys() - versions.fetching.keys() - versions.resting.keys()
+    assert {receiver.worker for receiver in versions.idle} == idle, f"the idle receivers of {model} are {sorted(idle)}"
+    for receiver in versions.idle:
+        known = versions.receivers[receiver.worker]
+        assert (receiver.applied, receiver.staged) == (known.applied, known.staged), f"{receiver} is not {known}"
+    _check_sources(versions)
     for fetch in versions.fetching.values():
         served = versions.serving[fetch.holder, fetch.weights.version]
         assert served, f"{fetch.holder} serves {fetch.receiver}, but is not counted as serving"
     gone = [] if over else [one for one in {*versions.held, *versions.receivers} if one not in membership]
     assert not gone, f"{gone} hold or use versions of {model}, but are no members"
+
+
+def _check_sources(versions: VersionTable) -> None:
+    """A version is fetched from its holders, and from receivers that an unbroken chain of fetches joins to one."""
+    served: dict[WorkerId, set[WorkerId]] = {}
+    for fetch in versions.fetching.values():
+        served.setdefault(fetch.holder, set()).add(fetch.receiver)
+    assert {holder: set(below) for holder, below in versions.served.items()} == served, "receivers by holder differ"
+    interrupted = {*versions.broken, *versions.stalled, *versions.resumable}
+    waiting = [receiver for receiver in versions.stalled if versions.fetching[receiver].holder not in interrupted]
+    assert not waiting, f"{waiting} are below no interrupted fetch"
+    for (version, base), sources in versions.sources.items():
+        joined = set(versions.holders.get((version, base), ()))
+        pending = list(joined)
+        while pending:
+            for receiver in served.get(pending.pop(), ()):
+                fetch = versions.fetching[receiver]
+                fits = (fetch.weights.version, fetch.weights.base) == (version, base)
+                if fits and receiver not in versions.orphaned and receiver not in joined:
+                    joined.add(receiver)
+                    pending.append(receiver)
+        wrong = [
+            receiver
+            for receiver in {*joined, *versions.receivers, *versions.held}
+            if (receiver in sources) != (receiver in joined)
+        ]
+        assert not wrong, f"whether {sorted(wrong)} are sources of version {version} is wrong"
 
 
 def _check_filter(state: State, env: Environment) -> None:

@@ -4,8 +4,10 @@ No policy can stop a run: a worker that may start no sample because its version 
 any case.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from flowrt.errors import ConfigError
@@ -21,10 +23,64 @@ class Receiver(NamedTuple):
     divergence: float | None = None  # KL of the version in use from the latest one, if it was measured
 
 
+class Receivers:
+    """Receivers by the versions that they use and have received.
+
+    A policy that reads them by version, as those of this module do, costs as much as there are different versions and
+    workers that fetch. Iteration yields every receiver.
+    """
+
+    def __init__(self, receivers: Iterable[Receiver] = (), divergence: Mapping[int, float] | None = None) -> None:
+        """``divergence``: KL of earlier versions from the latest one, where measured."""
+        self._of: dict[tuple[int, int], dict[WorkerId, None]] = {}
+        self._versions: dict[WorkerId, tuple[int, int]] = {}
+        self.divergence = {} if divergence is None else divergence
+        for receiver in receivers:
+            self.add(receiver)
+
+    def __len__(self) -> int:
+        return len(self._versions)
+
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._versions
+
+    def __iter__(self) -> Iterator[Receiver]:
+        for (applied, staged), workers in self.by_version():
+            for worker in workers:
+                yield Receiver(worker, applied, staged, self.divergence.get(applied))
+
+    def by_version(self) -> list[tuple[tuple[int, int], Iterable[WorkerId]]]:
+        """((version in use, newest version received), the workers of these), ascending; workers that have had them
+        longest come first.
+        """
+        return sorted(self._of.items(), key=itemgetter(0))
+
+    @property
+    def swapping(self) -> int:
+        """Number of receivers that have received a newer version than they use."""
+        return sum(len(workers) for (applied, staged), workers in self._of.items() if applied < staged)
+
+    def add(self, receiver: Receiver) -> None:
+        """Add a receiver, or change its versions."""
+        versions = receiver.applied, receiver.staged
+        if self._versions.get(receiver.worker) != versions:
+            self.discard(receiver.worker)
+            self._versions[receiver.worker] = versions
+            self._of.setdefault(versions, {})[receiver.worker] = None
+
+    def discard(self, worker: WorkerId) -> None:
+        """Remove a receiver, if it is one."""
+        versions = self._versions.pop(worker, None)
+        if versions is not None:
+            del self._of[versions][worker]
+            if not self._of[versions]:
+                del self._of[versions]
+
+
 class WeightSyncPolicy(Protocol):
     """Which workers fetch new weights now?"""
 
-    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:
+    def due(self, latest: int, receivers: Receivers, fetching: int) -> list[WorkerId]:
         """The receivers that are to fetch ``latest``, by name.
 
         Args:
@@ -39,8 +95,8 @@ class WeightSyncPolicy(Protocol):
 class DelayedUpdate:
     """All workers that are behind fetch immediately, while they generate, and swap at their own safe points."""
 
-    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:  # noqa: ARG002
-        return [receiver.worker for receiver in receivers if receiver.staged < latest]
+    def due(self, latest: int, receivers: Receivers, fetching: int) -> list[WorkerId]:  # noqa: ARG002
+        return [worker for (_, staged), workers in receivers.by_version() if staged < latest for worker in workers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +118,12 @@ class Rolling:
         if self.max_behind < 0:
             raise ConfigError(f"max_behind is {self.max_behind}, but no worker can be ahead; use 0 or more")
 
-    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:
-        swapping = sum(receiver.applied < receiver.staged for receiver in receivers)
-        free = max(0, self.at_once - fetching - swapping)
-        behind = sorted(
-            (receiver for receiver in receivers if receiver.staged < latest),
-            key=lambda receiver: (receiver.applied, receiver.staged, receiver.worker),
-        )
-        cannot_wait = [receiver for receiver in behind if latest - receiver.staged > self.max_behind]
-        others = [receiver for receiver in behind if latest - receiver.staged <= self.max_behind]
-        in_turn = others[: max(0, free - len(cannot_wait))]
-        chosen = {receiver.worker for receiver in [*cannot_wait, *in_turn]}
-        return [receiver.worker for receiver in receivers if receiver.worker in chosen]
+    def due(self, latest: int, receivers: Receivers, fetching: int) -> list[WorkerId]:
+        behind = [(latest - staged, workers) for (_, staged), workers in receivers.by_version() if staged < latest]
+        cannot_wait = [worker for age, workers in behind if age > self.max_behind for worker in workers]
+        free = max(0, self.at_once - fetching - receivers.swapping - len(cannot_wait))
+        others = (worker for age, workers in behind if age <= self.max_behind for worker in workers)
+        return [*cannot_wait, *islice(others, free)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +139,11 @@ class EveryN:
         if self.versions < 1:
             raise ConfigError(f"a refresh every {self.versions} versions is none; use 1 or more")
 
-    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:  # noqa: ARG002
-        return [receiver.worker for receiver in receivers if latest - receiver.staged >= self.versions]
+    def due(self, latest: int, receivers: Receivers, fetching: int) -> list[WorkerId]:  # noqa: ARG002
+        of_versions = receivers.by_version()
+        return [
+            worker for (_, staged), workers in of_versions if latest - staged >= self.versions for worker in workers
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +165,11 @@ class Divergence:
         if self.max_age < 1:
             raise ConfigError(f"max_age is {self.max_age} versions; use 1 (every version) or more")
 
-    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:  # noqa: ARG002
-        return [
-            receiver.worker
-            for receiver in receivers
-            if receiver.staged < latest
-            and (
-                self.threshold < 0
-                or latest - receiver.staged >= self.max_age
-                or (receiver.divergence is not None and receiver.divergence > self.threshold)
-            )
-        ]
+    def due(self, latest: int, receivers: Receivers, fetching: int) -> list[WorkerId]:  # noqa: ARG002
+        chosen: list[WorkerId] = []
+        for (applied, staged), workers in receivers.by_version():
+            divergence = receivers.divergence.get(applied)
+            is_far = self.threshold < 0 or (divergence is not None and divergence > self.threshold)
+            if staged < latest and (is_far or latest - staged >= self.max_age):
+                chosen += workers
+        return chosen

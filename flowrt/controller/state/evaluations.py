@@ -5,12 +5,17 @@ of the evaluation before all others, and fetches no newer weights until the last
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from types import MappingProxyType
 
 from flowrt.controller.policies.dispatch.base import FifoQueue, Puller, Queue
-from flowrt.controller.state.samples import Slot
+from flowrt.controller.state.samples import Group, Slot
+from flowrt.ids import GroupId, WorkerId
 from flowrt.protocol.messages import Evaluated
+
+NO_GROUPS: Mapping[GroupId, Group] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -57,6 +62,53 @@ class ExactSamples:
             del counter[version]
         if not before or version not in counter:
             self.is_changed = True
+
+
+Evaluation = tuple[int, str, int]
+"""The version, flow and epoch of exact groups."""
+
+
+class ExactGroups:
+    """The live exact groups by evaluation and prompt, and by source."""
+
+    def __init__(self) -> None:
+        self._of: dict[Evaluation, dict[int, dict[GroupId, Group]]] = {}
+        self._of_source: dict[WorkerId, dict[GroupId, Group]] = {}
+
+    def add(self, group: Group) -> None:
+        prompts = self._of.setdefault((group.at_most, group.flow, group.epoch), {})
+        prompts.setdefault(group.prompt, {})[group.id] = group
+        self._of_source.setdefault(group.source, {})[group.id] = group
+
+    def discard(self, group: Group) -> None:
+        evaluation = group.at_most, group.flow, group.epoch
+        prompts, offered = self._of[evaluation], self._of_source[group.source]
+        del prompts[group.prompt][group.id], offered[group.id]
+        if not prompts[group.prompt]:
+            del prompts[group.prompt]
+        if not prompts:
+            del self._of[evaluation]
+        if not offered:
+            del self._of_source[group.source]
+
+    def among(self, evaluation: Evaluation, prompts: Iterable[int]) -> list[Group]:
+        """The groups of these prompts in an evaluation, in order of issue."""
+        of = self._of.get(evaluation)
+        if of is None:
+            return []
+        groups = [group for prompt in dict.fromkeys(prompts) for group in of.get(prompt, NO_GROUPS).values()]
+        return sorted(groups, key=attrgetter("id"))
+
+    def of_version(self, version: int) -> list[Group]:
+        """The groups of all evaluations of a version, in order of issue."""
+        prompts = [
+            of_prompt for evaluation, of in self._of.items() if evaluation[0] == version for of_prompt in of.values()
+        ]
+        return sorted((group for groups in prompts for group in groups.values()), key=attrgetter("id"))
+
+    def of_source(self, source: WorkerId) -> list[Group]:
+        """The groups that a worker has offered, in order of issue."""
+        return sorted(self._of_source.get(source, NO_GROUPS).values(), key=attrgetter("id"))
 
 
 @dataclass(slots=True)

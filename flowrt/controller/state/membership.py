@@ -5,9 +5,10 @@
 - A role is vacant when it has lost a worker and has no other worker that is not leaving.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from flowrt.controller.state.worklist import Worklist
@@ -71,6 +72,9 @@ class Member:
         return self.standing is not Standing.ACTIVE
 
 
+NO_MEMBERS: Mapping[WorkerId, Member] = MappingProxyType({})
+
+
 class Membership:
     """The members by id, and the roles that lack a worker."""
 
@@ -78,7 +82,10 @@ class Membership:
         self._work = Worklist() if work is None else work
         self._timeout_s = worker_timeout_s
         self._members: dict[WorkerId, Member] = {}
-        self._of_role: dict[str, dict[WorkerId, None]] = {}
+        self._of_role: dict[str, dict[WorkerId, Member]] = {}
+        self.leaving: dict[WorkerId, None] = {}
+        """Members that get no new work: they drain, or were told to leave."""
+        self._silence_s = float("-inf")  # no member is silent before this time
         self._finished: set[WorkerId] = set()
         self._vacant: dict[str, tuple[float, str]] = {}  # since when, and why
         self.joined_roles: set[str] = set()
@@ -101,10 +108,10 @@ class Membership:
         is_draining = rejoins and worker in self._to_drain
         ends_drain = not is_draining and (worker in self._to_drain or worker in self.drained)
         self._to_drain.discard(worker)
-        self._members[worker] = Member(worker, role, host, now)
+        member = self._members[worker] = self._of_role.setdefault(role, {})[worker] = Member(worker, role, host, now)
         if is_draining:
-            self._members[worker].standing = Standing.DRAINING
-        self._of_role.setdefault(role, {})[worker] = None
+            member.standing = Standing.DRAINING
+            self.leaving[worker] = None
         self._vacant.pop(role, None)
         self.joined_roles.add(role)
         if ends_drain:
@@ -199,6 +206,7 @@ class Membership:
     def drain(self, worker: WorkerId, by_operator: bool) -> None:
         """Give the worker no new work: it is to leave before the run ends, and that does not count as a failure."""
         self._members[worker].standing = Standing.DRAINING
+        self.leaving[worker] = None
         if by_operator:
             self.drained.add(worker)
 
@@ -211,7 +219,7 @@ class Membership:
 
     def draining(self) -> list[WorkerId]:
         """Workers that drain and may not leave yet, by name."""
-        return sorted(one.id for one in self._members.values() if one.standing is Standing.DRAINING)
+        return sorted(member for member in self.leaving if self._members[member].standing is Standing.DRAINING)
 
     def leave(self, worker: WorkerId) -> Member | None:
         """Remove a worker; returns its last state, or None if it was no member."""
@@ -226,6 +234,7 @@ class Membership:
         member = self._members.pop(worker, None)
         if member is not None:
             del self._of_role[member.role][worker]
+            self.leaving.pop(worker, None)
             self._finished.discard(worker)
         return member
 
@@ -238,10 +247,13 @@ class Membership:
 
         Returns whether the role is vacant since this call.
         """
-        if role in self._vacant or any(one.role == role and not one.is_leaving for one in self._members.values()):
+        if role in self._vacant or self._stays_one_of(role):
             return False
         self._vacant[role] = (now, why)
         return True
+
+    def _stays_one_of(self, role: str) -> bool:
+        return any(not member.is_leaving for member in self._of_role.get(role, NO_MEMBERS).values())
 
     def vacancy_fault(self, now: float, role_vacancy_timeout_s: float) -> str:
         """The first role that has been vacant for longer than this, and why; empty if there is none."""
@@ -261,6 +273,14 @@ class Membership:
     def members(self) -> list[Member]:
         return list(self._members.values())
 
+    def of_roles(self, roles: Iterable[str]) -> list[Member]:
+        """The members of these roles."""
+        return [member for role in roles for member in self._of_role.get(role, NO_MEMBERS).values()]
+
+    def has_role(self, role: str) -> bool:
+        """Whether a member has the role."""
+        return bool(self._of_role.get(role))
+
     def of_role(self) -> dict[str, set[WorkerId]]:
         """The members of each role that has some."""
         return {role: set(members) for role, members in self._of_role.items() if members}
@@ -278,5 +298,11 @@ class Membership:
         return [(one.id, one.seen_s) for one in self._members.values() if now - one.seen_s > self._timeout_s / 2]
 
     def silent(self, now: float) -> list[Member]:
-        """Workers silent for longer than the worker timeout."""
+        """Workers silent for longer than the worker timeout.
+
+        All members are examined only when the one that was silent longest then may have become so.
+        """
+        if now < self._silence_s:
+            return []
+        self._silence_s = min((member.seen_s for member in self._members.values()), default=now) + self._timeout_s
         return [member for member in self._members.values() if now - member.seen_s > self._timeout_s]

@@ -1,7 +1,7 @@
 """Requests that cannot be answered yet. They are not polled: the worklist names those to be tried again."""
 
 import heapq
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -31,11 +31,14 @@ class ParkedRequest(Generic[Request]):
 
 
 class ParkedRequests:
-    """Parked pulls by stage and parked offers, each in order of arrival."""
+    """Parked pulls by stage and parked offers by flow, each in order of arrival."""
 
     def __init__(self, stages: Iterable[str] = ()) -> None:
         self._pulls: dict[str, dict[RequestId, ParkedRequest[Pull]]] = defaultdict(dict)
-        self._offers: dict[RequestId, ParkedRequest[Offer]] = {}
+        # By flow. The first of a dict of which the first are deleted is not found in constant time.
+        self.offers = 0
+        """Number of parked offers. An attribute: most events read it."""
+        self._offers: defaultdict[str, OrderedDict[RequestId, ParkedRequest[Offer]]] = defaultdict(OrderedDict)
         self.pullers: dict[str, dict[WorkerId, None]] = {stage: {} for stage in stages}  # connected, ever pulled
         self.offerers: dict[WorkerId, None] = {}  # connected workers that have ever offered
         self._of: dict[WorkerId, dict[int, ParkedRequest[Pull] | ParkedRequest[Offer]]] = defaultdict(dict)
@@ -59,10 +62,6 @@ class ParkedRequests:
         """Record that the worker offers prompts."""
         self.offerers[worker] = None
 
-    @property
-    def has_offers(self) -> bool:
-        return bool(self._offers)
-
     def has_pulls(self, stage: str) -> bool:
         return bool(self._pulls[stage])
 
@@ -72,7 +71,8 @@ class ParkedRequests:
         self.changed[parked.worker] = None
 
     def park_offer(self, parked: ParkedRequest[Offer]) -> None:
-        self._offers[parked.worker, parked.request.request] = parked
+        self._offers[parked.request.flow][parked.worker, parked.request.request] = parked
+        self.offers += 1
         self._of[parked.worker][parked.request.request] = parked
         self.changed[parked.worker] = None
 
@@ -85,7 +85,8 @@ class ParkedRequests:
         if isinstance(parked.request, Pull):
             del self._pulls[parked.request.stage][worker, request]
         else:
-            del self._offers[worker, request]
+            del self._offers[parked.request.flow][worker, request]
+            self.offers -= 1
         return parked
 
     def serve_pulls(
@@ -109,24 +110,22 @@ class ParkedRequests:
 
     def serve_offers(self, serve: Callable[[ParkedRequest[Offer]], list[Command]]) -> list[Command]:
         """As `serve_pulls`, for all parked offers; an offer that stays parked blocks the later ones of its flow."""
-        if not self._offers:
-            return []
         commands: list[Command] = []
-        blocked: set[str] = set()
-        for parked in list(self._offers.values()):
-            flow = parked.request.flow
-            if flow in blocked:
-                continue
-            if answer := serve(parked):
+        for offers in self._offers.values():
+            while offers:
+                parked = next(iter(offers.values()))
+                answer = serve(parked)
+                if not answer:
+                    break
                 commands += answer
                 self.take_out(parked.worker, parked.request.request)
-            else:
-                blocked.add(flow)
         return commands
 
     def oldest(self, count: int) -> list[ParkedRequest[Pull] | ParkedRequest[Offer]]:
         """The ``count`` requests that have waited longest, the longest first."""
-        first: list[ParkedRequest[Pull] | ParkedRequest[Offer]] = list(islice(self._offers.values(), count))
+        first: list[ParkedRequest[Pull] | ParkedRequest[Offer]] = []
+        for offers in self._offers.values():
+            first += islice(offers.values(), count)
         for pulls in self._pulls.values():
             first += islice(pulls.values(), count)
         return heapq.nsmallest(count, first, key=attrgetter("since_s"))
@@ -136,7 +135,7 @@ class ParkedRequests:
         return {worker for worker, parked in self._of.items() if parked}
 
     def __len__(self) -> int:
-        return sum(map(len, self._pulls.values())) + len(self._offers)
+        return sum(map(len, self._pulls.values())) + self.offers
 
     def of(self, worker: WorkerId) -> list[ParkedRequest[Pull] | ParkedRequest[Offer]]:
         """The parked requests of a worker."""
@@ -167,7 +166,7 @@ class ParkedRequests:
 
     def is_offer_parked(self, flow: str) -> bool:
         """Whether an offer to this flow is parked."""
-        return any(parked.request.flow == flow for parked in self._offers.values())
+        return bool(self._offers.get(flow))
 
     def take_changed(self) -> list[WorkerId]:
         """Workers whose parked requests have changed since the last call."""
@@ -182,4 +181,5 @@ class ParkedRequests:
 
     def parked(self) -> tuple[set[RequestId], set[RequestId]]:
         """(worker, request number) of all parked pulls, and of all parked offers; `all` has the same requests."""
-        return {one for waiting in self._pulls.values() for one in waiting}, set(self._offers)
+        pulls = {request for waiting in self._pulls.values() for request in waiting}
+        return pulls, {request for waiting in self._offers.values() for request in waiting}

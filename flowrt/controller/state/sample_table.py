@@ -7,16 +7,20 @@ stage also undoes the stages that need its columns, so nothing that was computed
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 from flowrt.controller.policies.dispatch.base import Queue
 from flowrt.controller.state.dataflow import Flows
-from flowrt.controller.state.evaluations import ExactFirst, ExactSamples
+from flowrt.controller.state.evaluations import ExactFirst, ExactGroups, ExactSamples
+from flowrt.controller.state.ready_groups import ReadyGroups
 from flowrt.controller.state.samples import NO_LEASE, NO_STEP, ColumnLocation, Group, Kept, Lease, Slot, new_groups
 from flowrt.controller.state.worklist import Worklist
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
 from flowrt.protocol.messages import NO_LIMIT, Column, Stage
+
+NO_LEASES: Mapping[LeaseId, Lease] = MappingProxyType({})
 
 
 class SampleTable:
@@ -37,11 +41,13 @@ class SampleTable:
         self.leases: dict[LeaseId, Lease] = {}
         self.working: dict[str, dict[WorkerId, dict[LeaseId, Lease]]] = {stage.name: {} for stage in stages}
         """The leases by stage, worker and number."""
+        self.held: dict[WorkerId, dict[GroupId, Group]] = {}  # the groups of which a worker is among the holders
         self.ready: dict[str, Queue] = {s.name: make_queue(s) for s in stages if not s.whole_groups}
         self.generating = {name: ExactFirst(self.ready[name]) for name in flows.generating}
         self.ready |= self.generating
         self.exact = ExactSamples()
-        self.ready_groups: dict[str, dict[GroupId, Group]] = {s.name: {} for s in stages if s.whole_groups}
+        self.exact_groups = ExactGroups()
+        self.ready_groups = {s.name: ReadyGroups() for s in stages if s.whole_groups}
         self.regenerated: dict[
             GroupId, Group
         ] = {}  # groups whose oldest version may have changed since the last `aged`
@@ -80,6 +86,7 @@ class SampleTable:
             if group.is_exact:
                 to_generate = sum(self._is_to_generate(slot) for slot in group.slots)
                 self.exact.add(group.at_most, len(group.slots), to_generate)
+                self.exact_groups.add(group)
             self.slots.update((slot.id, slot) for slot in group.slots)
             self.rows[group.flow] += len(group.slots)
             for tensors in (group.tensors, *(slot.tensors for slot in group.slots)):
@@ -122,12 +129,16 @@ class SampleTable:
         self.rows[flow] += len(slots)
         if at_most != NO_LIMIT:
             self.exact.add(at_most, len(slots), len(slots))
+            for group in groups:
+                self.exact_groups.add(group)
         if flow not in self.exhausted:
             self.exhausted[flow] = set()
         for column, of_group in lengths.items():
             self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]
             for group, length in zip(groups, of_group, strict=True):
                 group.keep(column, ColumnLocation(length, {owner}))
+        if lengths:
+            self.note_holder(owner, groups)
         self._set_inline(slots, tags)
         for stage in self.flows.of(flow):
             self.undone[stage.name] += len(slots)
@@ -138,7 +149,7 @@ class SampleTable:
     def _enqueue(self, stage: Stage, groups: Sequence[Group], slots: Iterable[Slot]) -> None:
         self._work.add_stage(stage.name)
         if stage.whole_groups:
-            self.ready_groups[stage.name].update((group.id, group) for group in groups)
+            self.ready_groups[stage.name].add(groups)
             self._work.add_ready(group.id for group in groups)
         else:
             self.ready[stage.name].add(slots)
@@ -183,7 +194,7 @@ class SampleTable:
             self._note_versions(slots)
         if of_stage.whole_groups:
             for slot in slots:
-                self.ready_groups[stage].pop(slot.group.id, None)
+                self.ready_groups[stage].discard(slot.group.id)
         return lease
 
     def extend(self, lease: Lease, deadline_s: float) -> None:
@@ -217,6 +228,39 @@ class SampleTable:
         lease = self.leases.get(LeaseId(lease_id))
         return lease if lease is not None and lease.worker == worker else None
 
+    def leases_of(self, worker: WorkerId) -> list[Lease]:
+        """The leases of a worker, by stage in the order of the dataflow."""
+        return [lease for workers in self.working.values() for lease in workers.get(worker, NO_LEASES).values()]
+
+    def has_lease(self, worker: WorkerId) -> bool:
+        """Whether the worker has a lease."""
+        return any(worker in workers for workers in self.working.values())
+
+    # ---- holders
+
+    def note_holder(self, worker: WorkerId, groups: Iterable[Group]) -> None:
+        """Note that the worker holds, or is sent, tensors of these groups or of their slots."""
+        held = self.held.get(worker)
+        if held is None:
+            held = self.held[worker] = {}
+        for group in groups:
+            if worker not in group.holders:
+                group.holders = {**group.holders, worker: None}
+                held[group.id] = group
+
+    def held_by(self, worker: WorkerId) -> list[Group]:
+        """The groups of which the worker may hold tensors, in order of issue."""
+        held = self.held.get(worker)
+        return [held[number] for number in sorted(held)] if held else []
+
+    def lose_holder(self, worker: WorkerId) -> list[Group]:
+        """Remove a worker from the holders; returns the groups of which it may have held tensors, in order of issue."""
+        groups = self.held_by(worker)
+        self.held.pop(worker, None)
+        for group in groups:
+            group.holders = {holder: None for holder in group.holders if holder != worker}
+        return groups
+
     def check_leases(self, numbers: Iterable[int], worker: WorkerId, stage: str = "") -> None:
         """Raises RemoteProtocolError for a lease that was never granted, or belongs to another worker or stage."""
         for number in numbers:
@@ -242,6 +286,19 @@ class SampleTable:
         self._close(lease)
         self._count_done(stage, lease.worker, slots)
         return slots
+
+    def end_training(self, stage: str, groups: Iterable[Group]) -> None:
+        """Mark the train stage as done for all slots of these groups, which a trainer has leased."""
+        bit, done = self._bits[stage], 0
+        for group in groups:
+            for slot in group.slots:
+                lease = slot.leases.pop(stage)
+                del lease.slots[slot.id]
+                if not lease.slots:
+                    self._close(lease)
+                slot.done |= bit
+            done += len(group.slots)
+        self.undone[stage] -= done
 
     def commit(
         self,
@@ -270,10 +327,13 @@ class SampleTable:
             for slot, length in zip(slots, of_slot, strict=True):
                 slot.keep(column, ColumnLocation(length, {worker}))
                 self.bytes[slot.group.flow] += length * self.flows.item_bytes[column]
+        if lengths:
+            self.note_holder(worker, [slot.group for slot in slots])
         if spans:
             for slot, span in zip(slots, spans, strict=True):
                 slot.spans, slot.spans_of = span, stage
-            self._note_versions(slots)
+                if min(span[::2]) != lease.version:  # else it counted with this version before
+                    self._note_versions((slot,))
         for after in self.flows.after[stage]:
             for slot in {slot.group.id: slot for slot in slots}.values() if after.whole_groups else slots:
                 self.enqueue_if_ready(slot, after)
@@ -349,14 +409,24 @@ class SampleTable:
                         self.exact.remove(group.at_most, to_generate=False)
                 else:
                     self._take_off(slot)
+            if has_exact and group.is_exact:
+                self.exact_groups.discard(group)
             if group.tensors:
                 self._weigh_off(flow, group.tensors)
+            for worker in group.holders if group.holders else ():
+                self._forget_holder(worker, group)
             for ready in ready_groups:
-                ready.pop(group.id, None)
+                ready.discard(group.id)
             del self.groups[group.id]
             group.slots.clear()  # break the reference cycle, so that memory is freed without the garbage collector
         if flow:
             self.rows[flow] -= rows
+
+    def _forget_holder(self, worker: WorkerId, group: Group) -> None:
+        held = self.held[worker]
+        del held[group.id]
+        if not held:
+            del self.held[worker]
 
     def _is_to_generate(self, slot: Slot) -> bool:
         return not all(slot.done & self._bits[stage] for stage in self.flows.generating)
@@ -426,7 +496,7 @@ class SampleTable:
         if stage in self.ready:
             self.ready[stage].discard(slot)
         else:
-            self.ready_groups[stage].pop(slot.group.id, None)
+            self.ready_groups[stage].discard(slot.group.id)
 
     def _weigh_off(self, flow: str, tensors: Mapping[str, ColumnLocation]) -> None:
         for column, holding in tensors.items():

@@ -16,6 +16,7 @@ NO_SOURCE = WorkerId("")
 NO_TENSORS: Mapping[str, "ColumnLocation"] = MappingProxyType({})
 NO_NUMBERS: Mapping[str, float] = MappingProxyType({})
 NOTHING_KEPT: Mapping[int, "Kept"] = MappingProxyType({})
+NO_WORKERS: Mapping[WorkerId, None] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +63,13 @@ class Group:
     """The slots of one prompt, over which advantages are computed.
 
     ``at_least`` and ``at_most`` are the oldest and newest versions that may generate its samples; ``source`` is the
-    worker that offered it; ``kept`` has what journals have of its samples, by member, until that is lost.
+    worker that offered it; ``kept`` has what journals have of its samples, by member, until that is lost. ``holders``
+    has every holder of a tensor of the group or its slots, and perhaps workers that no longer hold one.
     """
 
-    __slots__ = ("at_least", "at_most", "epoch", "flow", "id", "kept", "prompt", "slots", "source", "tensors")
+    __slots__ = (
+        *("at_least", "at_most", "epoch", "flow", "holders", "id", "kept", "prompt", "slots", "source", "tensors"),
+    )
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class Group:
         self.slots: list[Slot] = []
         self.tensors = NO_TENSORS
         self.kept = NOTHING_KEPT
+        self.holders = NO_WORKERS
 
     def keep(self, column: str, holding: ColumnLocation) -> None:
         """Add or replace a tensor column of the group."""

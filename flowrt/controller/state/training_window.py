@@ -5,6 +5,7 @@ would be too old for the next step: if groups that finish early took these place
 dropped.
 """
 
+import heapq
 import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 from flowrt.controller.policies.admission import Admission
 from flowrt.controller.policies.batching import Batcher
+from flowrt.controller.state.ready_groups import ReadyGroups
 from flowrt.controller.state.samples import Group
 from flowrt.controller.state.worklist import Worklist
 from flowrt.ids import GroupId, WorkerId
@@ -43,7 +45,7 @@ class TrainingWindow:
     decided: int = -1
     """With ``strict_issue_order``: the group up to which the filter has decided on all groups."""
     oldest_versions: dict[GroupId, int | None] = field(default_factory=dict)  # of each waiting group
-    _versions: Counter[int | None] = field(default_factory=Counter)  # waiting groups by oldest version
+    _of_version: dict[int | None, dict[GroupId, None]] = field(default_factory=dict)  # waiting groups by that
 
     @property
     def live(self) -> int:
@@ -157,9 +159,12 @@ class TrainingWindow:
         self.taken.clear()
         self.step += 1
         self.filtered = self.skipped = 0
-        self.decided = -1
         self.work.add_window()
         return trained
+
+    def decide_again(self) -> None:
+        """Let the filter decide again on the groups that wait, in order of issue."""
+        self.decided = -1
 
     def count_filtered(self) -> None:
         """Count a group that the filter drops in this step."""
@@ -177,11 +182,11 @@ class TrainingWindow:
             complete: all groups that are ready to train.
         """
         due = [one for one in ready if one <= self.decided]
-        for one in self.waiting[bisect_right(self.waiting, self.decided) :]:
-            if one not in complete:
+        for index in range(bisect_right(self.waiting, self.decided), len(self.waiting)):
+            if (number := self.waiting[index]) not in complete:
                 break
-            due.append(one)
-            self.decided = one
+            due.append(number)
+            self.decided = number
         return due
 
     def wait_reason(self, step: int, ready: int) -> str:
@@ -197,44 +202,63 @@ class TrainingWindow:
                 self._forget_version(group)
                 self._add_version(group)
 
+    @property
+    def versions(self) -> list[int | None]:
+        """The oldest versions of waiting groups."""
+        return list(self._of_version)
+
+    def of_versions(self, versions: Iterable[int | None]) -> list[GroupId]:
+        """The waiting groups of these oldest versions, in order of issue."""
+        return sorted(number for version in versions for number in self._of_version[version])
+
     def choose(
-        self,
-        ready: Mapping[GroupId, Group],
-        admission: Admission,
-        batcher: Batcher,
-        tokens_of: Callable[[Group], int],
+        self, ready: ReadyGroups, admission: Admission, batcher: Batcher, tokens_of: Callable[[Group], int]
     ) -> list[Group]:
         """The next micro-batch of this step, from the ready groups; empty until it is full or completes the step.
 
-        Costs O(ready groups + distinct oldest versions), however many groups wait that are not ready.
+        Costs O(groups of the micro-batch + distinct oldest versions), however many groups wait or are ready.
         """
-        if len(ready) < self.places and not _MicroBatch(batcher, tokens_of).fill(ready.values()):
+        if len(ready) < self.places and not batcher.full(len(ready), *ready.totals(tokens_of)):
             return []
-        deadlines = {version: self._deadline(version, admission) for version in self._versions}
-        by_deadline: Counter[int] = Counter()
-        for version, count in self._versions.items():
-            if (last := deadlines[version]) is not None:
-                by_deadline[last] += count
-        last_step = {one: deadlines[self.oldest_versions[one]] for one in ready}
-        candidates = sorted(ready, key=lambda one: (last_step[one] != self.step, one))
+        batch = _MicroBatch(batcher)
         if self.strict_issue_order:
-            candidates = self._unbroken(ready)
-        batch = _MicroBatch(batcher, tokens_of)
-        refused: set[int | None] = set()  # deadlines without room, which further groups cannot make
-        for one in candidates:
-            if len(batch.groups) == self.places or batch.is_full:
-                break
-            mine = last_step[one]
-            if not self.strict_issue_order:
-                if mine in refused:
-                    continue
-                if not self._leaves_room(mine, len(batch.groups), by_deadline):
-                    refused.add(mine)
-                    continue
+            for number in itertools.takewhile(lambda number: number in ready, self.waiting):
+                if len(batch.groups) == self.places or batch.is_full:
+                    break
+                batch.add(ready[number], ready.tokens(number, tokens_of))
+        else:
+            self._choose_by_deadline(batch, ready, admission, tokens_of)
+        return batch.groups if len(batch.groups) == self.places or batch.is_full else []
+
+    def _choose_by_deadline(
+        self, batch: "_MicroBatch", ready: ReadyGroups, admission: Admission, tokens_of: Callable[[Group], int]
+    ) -> None:
+        """Fill the batch with groups that this step has to train, then with others, each in order of issue."""
+        deadlines = {version: self._deadline(version, admission) for version in (*self._of_version, *ready.by_version)}
+        by_deadline: Counter[int] = Counter()
+        for version, same in self._of_version.items():
+            if (last := deadlines[version]) is not None:
+                by_deadline[last] += len(same)
+        # The next group of each version: (whether a later step may train it, its number, its version and place there).
+        heads = [
+            (deadlines[number] != self.step, groups[0], at)
+            for at, (number, groups) in enumerate(ready.by_version.items())
+        ]
+        of_versions = list(ready.by_version.items())
+        places = [0] * len(of_versions)
+        heapq.heapify(heads)
+        while heads and len(batch.groups) < self.places and not batch.is_full:
+            is_later, number, at = heapq.heappop(heads)
+            version, groups = of_versions[at]
+            mine = deadlines[version]
+            if not self._leaves_room(mine, len(batch.groups), by_deadline):
+                continue  # nor does any other group of this version
             if mine is not None:
                 by_deadline[mine] -= 1
-            batch.add(ready[one])
-        return batch.groups if len(batch.groups) == self.places or batch.is_full else []
+            batch.add(ready[number], ready.tokens(number, tokens_of))
+            places[at] += 1
+            if places[at] < len(groups):
+                heapq.heappush(heads, (is_later, groups[places[at]], at))
 
     def _deadline(self, oldest: int | None, admission: Admission) -> int | None:
         """The last step that may train a group of this oldest version, among the steps of the live groups.
@@ -271,39 +295,27 @@ class TrainingWindow:
 
     def _add_version(self, group: Group) -> None:
         oldest = self.oldest_versions[group.id] = group.oldest_version()
-        self._versions[oldest] += 1
+        self._of_version.setdefault(oldest, {})[group.id] = None
 
     def _forget_version(self, group: Group) -> None:
         oldest = self.oldest_versions.pop(group.id)
-        self._versions[oldest] -= 1
-        if not self._versions[oldest]:
-            del self._versions[oldest]
-
-    def _unbroken(self, ready: Mapping[GroupId, Group]) -> list[GroupId]:
-        """The waiting groups in issue order, up to the first one that is not ready."""
-        return list(itertools.takewhile(lambda one: one in ready, self.waiting))
+        same = self._of_version[oldest]
+        del same[group.id]
+        if not same:
+            del self._of_version[oldest]
 
 
 class _MicroBatch:
     """A micro-batch that is being filled."""
 
-    def __init__(self, batcher: Batcher, tokens_of: Callable[[Group], int]) -> None:
+    def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
-        self._tokens_of = tokens_of
         self.groups: list[Group] = []
         self._tokens = self._rows = 0
         self.is_full = batcher.full(0, 0, 0)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: Group, tokens: int) -> None:
         self.groups.append(group)
-        self._tokens += self._tokens_of(group)
+        self._tokens += tokens
         self._rows += len(group.slots)
         self.is_full = self._batcher.full(len(self.groups), self._tokens, self._rows)
-
-    def fill(self, groups: Iterable[Group]) -> bool:
-        """Add groups until the batch is full; returns whether it is."""
-        for group in groups:
-            if self.is_full:
-                break
-            self.add(group)
-        return self.is_full

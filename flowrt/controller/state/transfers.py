@@ -8,6 +8,7 @@ transport of an incarnation is chosen here, from the transports that both ends s
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from flowrt.controller.diagnostics.counters import TokenBucket
 from flowrt.controller.state.sample_table import SampleTable
@@ -19,11 +20,17 @@ from flowrt.protocol.messages import Incoming, Ints, LaneTurn, Part
 LaneKey = tuple[WorkerId, WorkerId, str]
 EVERYWHERE = "gloo"
 """The transport that every pair of workers supports."""
+NO_FAILURES: Mapping[WorkerId, int] = MappingProxyType({})
 MAX_REASON_CHARS = 500
 WORKER_KEY_BYTES, WORKER_KEY_BYTES_PER_S = 8 << 20, 1 << 20
 """Rate limit of the rendezvous keys of one worker: burst in bytes, and bytes per second."""
 ALL_KEY_BYTES, ALL_KEY_BYTES_PER_S = 64 << 20, 8 << 20
 """The same for all workers together. Keys above it are dropped, and the lane is opened again."""
+
+
+FAILURES_OF_A_CUT = 2
+CUT_S = 60.0
+"""Time after which a link that counts as cut is tried again."""
 
 
 class Lanes:
@@ -33,7 +40,10 @@ class Lanes:
         self._forced = forced
         self._able: dict[WorkerId, tuple[str, ...]] = {}
         self._state: dict[LaneKey, tuple[int, int, str]] = {}
-        self._failed: Counter[tuple[str, str]] = Counter()
+        self._of: dict[WorkerId, dict[LaneKey, None]] = {}  # the lanes of each worker
+        self.failed: dict[WorkerId, Counter[WorkerId]] = {}
+        """Transfers of samples that failed in a row, by both ends. An attribute: every event reads it."""
+        self._cut: dict[WorkerId, dict[WorkerId, float]] = {}  # by owner and receiver, until when
         self._incarnations = itertools.count(first)
         self.last_failure = ""
 
@@ -65,6 +75,9 @@ class Lanes:
             0,
             self._choose(sender, receiver),
         )
+        if not sequence:
+            for end in (sender, receiver):
+                self._of.setdefault(end, {})[key] = None
         self._state[key] = (incarnation, sequence + 1, transport)
         return LaneTurn(
             sender=sender, receiver=receiver, kind=kind, incarnation=incarnation, sequence=sequence, transport=transport
@@ -82,15 +95,62 @@ class Lanes:
 
     def best(self, owners: Collection[WorkerId], receiver: WorkerId, serving: Collection[WorkerId]) -> WorkerId:
         """The owner to send from: fewest failed lanes to the receiver, then one of ``serving``, then by name."""
-        return min(owners, key=lambda owner: (self._failed[owner, receiver], owner not in serving, owner))
+        failed = self.failed.get(receiver, NO_FAILURES)
+        return min(owners, key=lambda owner: (failed.get(owner, 0), owner not in serving, owner))
 
-    def abandon(self, turn: LaneTurn) -> None:
-        """Close the incarnation of this turn, which failed, if it is the current one; the next turn opens another."""
+    def abandon(self, turn: LaneTurn) -> bool:
+        """Close the incarnation of this turn, which failed, if it is the current one; the next turn opens another.
+
+        Returns whether it was the current one.
+        """
         key = (WorkerId(turn.sender), WorkerId(turn.receiver), turn.kind)
         state = self._state.get(key)
-        if state is not None and state[0] == turn.incarnation:
-            self._failed[turn.sender, turn.receiver] += 1
-            del self._state[key]
+        if state is None or state[0] != turn.incarnation:
+            return False
+        self._close(key)
+        return True
+
+    # ---- links that fail
+
+    def note_failed(self, owner: WorkerId, receiver: WorkerId, now: float) -> None:
+        """Count a lane of samples that failed. From the second one in a row on, the link counts as cut for a time."""
+        for end, other in ((owner, receiver), (receiver, owner)):
+            self.failed.setdefault(end, Counter())[other] += 1
+        if self.failed[owner][receiver] >= FAILURES_OF_A_CUT:
+            self._cut.setdefault(owner, {})[receiver] = now + CUT_S
+
+    def note_arrived(self, owner: WorkerId, receiver: WorkerId) -> None:
+        """Note a transfer of samples that was complete."""
+        for end, other in ((owner, receiver), (receiver, owner)):
+            if (failed := self.failed.get(end)) is not None:
+                failed.pop(other, None)
+                if not failed:
+                    del self.failed[end]
+        self._mend(owner, receiver)
+
+    def _mend(self, owner: WorkerId, receiver: WorkerId) -> None:
+        cut = self._cut.get(owner)
+        if cut is not None:
+            cut.pop(receiver, None)
+            if not cut:
+                del self._cut[owner]
+
+    def is_cut(self, owner: WorkerId, receiver: WorkerId) -> bool:
+        """Whether the link between these counts as cut."""
+        return owner in self._cut and receiver in self._cut[owner]
+
+    def cut_from(self, owner: WorkerId) -> Collection[WorkerId]:
+        """The receivers from which an owner is cut off."""
+        return self._cut.get(owner, NO_FAILURES)
+
+    def take_mended(self, now: float) -> list[tuple[WorkerId, WorkerId]]:
+        """The pairs of owner and receiver whose links are to be tried again."""
+        if not self._cut:  # nearly always
+            return []
+        due = [(owner, end) for owner, cut in self._cut.items() for end, until_s in cut.items() if until_s <= now]
+        for owner, receiver in due:
+            self._mend(owner, receiver)
+        return due
 
     def retire(self, turn: LaneTurn) -> bool:
         """Close the incarnation of this turn if it was the last one issued; returns whether it was."""
@@ -98,17 +158,25 @@ class Lanes:
         state = self._state.get(key)
         if state is None or state[:2] != (turn.incarnation, turn.sequence + 1):
             return False
-        del self._state[key]
+        self._close(key)
         return True
+
+    def _close(self, key: LaneKey) -> None:
+        del self._state[key]
+        for end in key[:2]:
+            del self._of[end][key]
+            if not self._of[end]:
+                del self._of[end]
 
     def forget(self, worker: WorkerId) -> list[WorkerId]:
         """Remove a worker and its lanes; returns the workers at the other ends."""
         self._able.pop(worker, None)
-        for pair in [pair for pair in self._failed if worker in pair]:
-            del self._failed[pair]
-        keys = [key for key in self._state if worker in key[:2]]
+        for other in list(self.failed.get(worker, ())):
+            self.note_arrived(worker, other)
+            self.note_arrived(other, worker)
+        keys = list(self._of.get(worker, ()))
         for key in keys:
-            del self._state[key]
+            self._close(key)
         return sorted({end for key in keys for end in key[:2] if end != worker})
 
 
@@ -155,6 +223,16 @@ def find_holding(table: SampleTable, column: str, item: int) -> ColumnLocation |
     return row.tensors.get(column) if row is not None else None
 
 
+def holders_of(tensors: Mapping[str, ColumnLocation]) -> set[WorkerId]:
+    """The workers that have to free these columns."""
+    workers: set[WorkerId] = set()
+    for holding in tensors.values():  # hot path: `ColumnLocation.holders` makes a set for each column
+        workers |= holding.owners
+        if holding.sent:
+            workers.update(holding.sent)
+    return workers
+
+
 def lose_copies(tensors: Mapping[str, ColumnLocation], worker: WorkerId) -> None:
     """Remove ``worker`` from the holders of these columns."""
     for holding in tensors.values():
@@ -195,6 +273,8 @@ def plan(
             for _, holding in rows:
                 holding.sent[receiver] = turn
         incoming.append(Incoming(turn, tuple(_part(name, rows, one_of) for name, rows in packed.items())))
+    if incoming:
+        table.note_holder(receiver, [slot.group for slot in slots])
     return tuple(parts), tuple(incoming)
 
 

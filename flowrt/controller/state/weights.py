@@ -1,8 +1,10 @@
 """The versions of a model: which worker holds which version, and which worker fetches it from which holder.
 
-Receivers fetch the latest version, the newest that a connected worker holds completely. A version that was skipped, or
-lost with its publisher, is never waited for. A worker that is still receiving a version already relays it, so n
-receivers form a chain, and the transfer to all of them takes little longer than that to one.
+- Receivers fetch the latest version, the newest that a connected worker holds completely. A version that was skipped,
+  or lost with its publisher, is never waited for.
+- A worker that is still receiving a version relays it (`flowrt.controller.state.weight_sources`).
+- A receiver keeps what has arrived when its fetch fails, and goes on from there with another source. The receivers
+  below it wait meanwhile: their own links are sound.
 """
 
 import heapq
@@ -11,30 +13,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flowrt.controller.policies.weight_sync import Receiver, WeightSyncPolicy
+from flowrt.controller.policies.weight_sync import Receiver, Receivers, WeightSyncPolicy
+from flowrt.controller.state.arrivals import Arrivals
+from flowrt.controller.state.weight_sources import SourceRank, Sources, fan_out
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import NO_BASE, LaneTurn, Weights
 
 FIRST_BACK_OFF_S = 0.1
 MAX_BACK_OFF_S = 5.0
-
-
-class SourceRank(NamedTuple):
-    """Order of sources, smallest first: not a suspect, fewest receivers, not the publisher (all share its link)."""
-
-    suspect: bool
-    load: int
-    publisher: bool
-    worker: WorkerId
-
-
-def pick_source(heap: list[SourceRank], receiver: WorkerId) -> WorkerId:
-    """Take the first source and count its load; the receiver becomes a source too."""
-    first = heap[0]
-    heapq.heapreplace(heap, first._replace(load=first.load + 1))
-    heapq.heappush(heap, SourceRank(False, 0, False, receiver))
-    return first.worker
 
 
 class Fetching(NamedTuple):
@@ -45,6 +32,8 @@ class Fetching(NamedTuple):
     weights: Weights
     older: bool = False
     """Whether the receiver returns from a newer version to this one, for an evaluation."""
+    first: int = 0
+    """The first chunk that the receiver does not have yet."""
 
 
 class Pin(NamedTuple):
@@ -54,6 +43,7 @@ class Pin(NamedTuple):
     version: int
 
 
+NOT_STALLED = "not stalled"
 Form = tuple[int, int]
 """A version and the base of its delta; NO_BASE for the whole version."""
 
@@ -73,7 +63,10 @@ class VersionTable:
     fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
     entry: dict[WorkerId, int] = field(default_factory=dict)  # version that a late receiver needs before it may start
     divergence: dict[int, float] = field(default_factory=dict)  # KL of earlier versions from the latest
-    orphaned: set[WorkerId] = field(default_factory=set)  # receivers whose source will not get the whole version
+    broken: dict[WorkerId, None] = field(default_factory=dict)  # receivers whose fetches will be reported as failed
+    stalled: dict[WorkerId, None] = field(default_factory=dict)  # receivers below one that is broken, or that resumes
+    resumable: dict[WorkerId, tuple[Weights, int]] = field(default_factory=dict)
+    """Receivers whose fetch has failed, and the chunks that they have and go on from."""
     suspects: set[tuple[WorkerId, int]] = field(default_factory=set)  # holders that did not deliver a version
     failures: Counter[WorkerId] = field(default_factory=Counter)  # fetches of a receiver that failed in a row
     whole_next: set[WorkerId] = field(default_factory=set)  # receivers that could not apply a delta
@@ -83,6 +76,17 @@ class VersionTable:
     held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
     pin: Pin | None = None
     kept: frozenset[int] = frozenset()  # versions that their publisher keeps for evaluations
+    outdated: dict[WorkerId, None] = field(default_factory=dict)
+    """Workers that fetch the latest version whatever the policy decides: theirs is too old for the ready slots."""
+    resting: dict[WorkerId, None] = field(default_factory=dict)
+    """Receivers that do not fetch now: they back off after failures, or have sent no inventory yet."""
+    idle: Receivers = field(default_factory=Receivers)  # receivers that do not fetch and do not rest
+    staging: Counter[int] = field(default_factory=Counter)  # receivers by the newest version that they have received
+    _urgent: dict[WorkerId, None] = field(default_factory=dict)  # outdated and behind
+    served: dict[WorkerId, dict[WorkerId, None]] = field(default_factory=dict)  # receivers by holder
+    _depth: dict[WorkerId, int] = field(default_factory=dict)  # of fetching receivers below holders
+    sources: dict[Form, Sources] = field(default_factory=lambda: defaultdict(Sources))
+    _fan_out: int = 1
     rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # to evict: the holder returns to an older version
     is_changed: bool = False  # since `begin_fetches` was last called
 
@@ -116,7 +120,9 @@ class VersionTable:
                 f"publish {self.newest + 1} or later, a number is never used again"
             )
         self.is_changed = True
-        self.newest, self.publisher = version, worker
+        before, self.newest, self.publisher = self.publisher, version, worker
+        self._fan_out = fan_out(len(self.receivers))
+        self._rank(before)
         self.published[version] = forms
         for form in forms:
             self._hold(worker, version, form.base)
@@ -133,7 +139,9 @@ class VersionTable:
         self.is_changed = True
         if (receiver := self.receivers.get(worker)) is None:
             if self.publisher is None or newest == self.newest:  # else another one has published since
-                self.publisher = worker
+                before, self.publisher = self.publisher, worker
+                self._rank(before)
+                self._rank(worker)
         else:
             self.entry[worker] = 0  # it rejoined with its weights and need not catch up
             self._received(receiver._replace(staged=max(receiver.staged, newest)))
@@ -156,23 +164,65 @@ class VersionTable:
         self._count_out(self.receivers.get(receiver.worker))
         self.receivers[receiver.worker] = receiver
         self.applying[receiver.applied] += 1
-        if receiver.staged < self.latest and receiver.worker not in self.fetching:
-            self.behind[receiver.worker] = None
+        self.staging[receiver.staged] += 1
+        self._place(receiver.worker)
+
+    def _place(self, worker: WorkerId) -> None:
+        """Update whether a worker is idle, and behind."""
+        receiver = self.receivers.get(worker)
+        is_free = receiver is not None and worker not in self.fetching
+        if receiver is not None and is_free and worker not in self.resting:
+            self.idle.add(receiver)
         else:
-            self.behind.pop(receiver.worker, None)
+            self.idle.discard(worker)
+        if receiver is not None and is_free and receiver.staged < self.latest:
+            self.behind[worker] = None
+            if worker in self.outdated:
+                self._urgent[worker] = None
+        else:
+            self.behind.pop(worker, None)
+            self._urgent.pop(worker, None)
 
     def _count_out(self, receiver: Receiver | None) -> None:
-        """Remove a receiver from the counts of `applying`."""
+        """Remove a receiver from the counts by version."""
         if receiver is not None:
-            self.applying[receiver.applied] -= 1
-            if not self.applying[receiver.applied]:
-                del self.applying[receiver.applied]
+            for counts, version in ((self.applying, receiver.applied), (self.staging, receiver.staged)):
+                counts[version] -= 1
+                if not counts[version]:
+                    del counts[version]
+
+    def rest(self, worker: WorkerId) -> None:
+        """Let a receiver fetch nothing."""
+        self.resting[worker] = None
+        self._place(worker)
+
+    def wake(self, worker: WorkerId) -> None:
+        """Let a receiver fetch again."""
+        if worker in self.resting:
+            del self.resting[worker]
+            self._place(worker)
+            self.is_changed = True
+
+    def mark_outdated(self, worker: WorkerId) -> None:
+        """The worker needs newer weights: it fetches the latest version whatever the policy decides."""
+        if worker not in self.outdated:
+            self.outdated[worker] = None
+            self.is_changed = True
+            self._place(worker)
+
+    def clear_outdated(self, worker: WorkerId) -> None:
+        """The worker does not need newer weights to start what is ready."""
+        if worker in self.outdated:
+            del self.outdated[worker]
+            self._urgent.pop(worker, None)
 
     def _hold(self, worker: WorkerId, version: int, base: int) -> None:
         self.holders.setdefault((version, base), set()).add(worker)
         self.held[worker].add((version, base))
         self.evictable.add(worker)
-        self._find_latest()
+        self._rank(worker)
+        if base == NO_BASE and version > self.latest:
+            self._find_latest()
 
     def _find_latest(self) -> None:
         """Update the latest version, and which receivers are behind, after a change of holders."""
@@ -181,11 +231,8 @@ class VersionTable:
             return
         self.latest, self.divergence = latest, {}  # the divergence was measured from another version
         self.entry = {worker: min(version, latest) for worker, version in self.entry.items()}
-        self.behind = {
-            worker: None
-            for worker, receiver in self.receivers.items()
-            if receiver.staged < latest and worker not in self.fetching
-        }
+        for worker in self.receivers:
+            self._place(worker)
 
     def applied_version(self, worker: WorkerId) -> int:
         """The version that a worker generates with; 0 before its first report."""
@@ -208,6 +255,7 @@ class VersionTable:
                 f"{worker} staged version {version}, but {self.newest} is the newest of {self.model}"
             )
         fetch = self._end_fetch(worker, version)
+        self._abandon_rest(worker)
         receiver = self.receivers[worker]
         is_older = fetch is not None and fetch.older
         self._received(Receiver(worker, receiver.applied, version if is_older else max(receiver.staged, version)))
@@ -216,62 +264,144 @@ class VersionTable:
         # Even if the fetch had ended before: only known holders are told to evict a version.
         for base in {NO_BASE, NO_BASE if fetch is None else fetch.weights.base}:
             self._hold(worker, version, base)
+        if fetch is not None:
+            self._release(worker, fetch.weights)
 
-    def failed(self, worker: WorkerId, holder: WorkerId, weights: Weights) -> None:
-        """End a failed fetch; a late message about another fetch changes nothing."""
+    def failed(self, worker: WorkerId, holder: WorkerId, weights: Weights, received: int = 0) -> bool:
+        """End a failed fetch; a late message about another fetch changes nothing.
+
+        Args:
+            worker: the receiver.
+            holder: the worker that it fetched from.
+            weights: what it fetched.
+            received: the chunks that it keeps, to go on from; 0: none, and its own receivers fail too.
+
+        Returns:
+            Whether the fetch has failed now, and counts as a failure of its holder or their link.
+        """
         fetch = self.fetching.get(worker)
         if fetch is None or (fetch.holder, fetch.weights) != (holder, weights):
-            return
-        if worker not in self.orphaned:
+            return False
+        is_blamed = worker not in self.broken and worker not in self.stalled
+        if is_blamed:
             self.suspects.add((holder, weights.version))
             self.failures[worker] += 1
         self._end_fetch(worker, weights.version)
-        self._orphan_downstream(worker, weights)
-        if weights.base != NO_BASE:
-            self.whole_next.add(worker)
+        if received:
+            self.resumable[worker] = weights, received
+            self._stall(worker, weights)
+        else:
+            self._break(worker, (weights,))
+            if weights.base != NO_BASE:
+                self.whole_next.add(worker)
+        return is_blamed
 
     def _end_fetch(self, worker: WorkerId, version: int) -> Fetching | None:
         self.is_changed = True
         fetch = self.fetching.get(worker)
         if fetch is None or fetch.weights.version != version:
             return None
-        self.orphaned.discard(worker)
+        self.broken.pop(worker, None)
+        self.stalled.pop(worker, None)
         self.evictable.add(fetch.holder)
-        del self.fetching[worker]
+        del self.fetching[worker], self._depth[worker]
         self.serving[fetch.holder, version] -= 1
         if not self.serving[fetch.holder, version]:
             del self.serving[fetch.holder, version]
-        if worker in self.receivers and self.receivers[worker].staged < self.latest:
-            self.behind[worker] = None
+        served = self.served[fetch.holder]
+        del served[worker]
+        if not served:
+            del self.served[fetch.holder]
+        self._unrank(worker, fetch.weights)
+        self._rank(fetch.holder)
+        self._place(worker)
         return fetch
 
-    def _orphan_downstream(self, worker: WorkerId, weights: Weights) -> None:
-        """Mark all receivers downstream of a failed fetch: they will not get the whole version.
+    # ---- receivers below a fetch that failed
 
-        Each of them reports its own failure. Until then no further receiver fetches from it, and a failure of its own
-        fetch does not make its holder a suspect.
+    @property
+    def orphaned(self) -> set[WorkerId]:
+        """Receivers that do not receive now: no further receiver fetches from them, and a failure of their fetch does
+        not make its holder a suspect.
         """
-        broken = [worker]
-        while broken:
-            one = broken.pop()
-            for fetch in self.fetching.values():
-                if fetch.holder == one and fetch.weights == weights and fetch.receiver not in self.orphaned:
-                    self.orphaned.add(fetch.receiver)
-                    broken.append(fetch.receiver)
+        return {*self.broken, *self.stalled}
+
+    def _below(self, worker: WorkerId, weights: Weights) -> list[WorkerId]:
+        """The receivers that fetch these weights from a worker."""
+        return [receiver for receiver in self.served.get(worker, ()) if self.fetching[receiver].weights == weights]
+
+    def _break(self, worker: WorkerId, lost: Iterable[Weights]) -> None:
+        """The receivers below this worker will not get the rest of these from it; each of them reports that."""
+        for weights in dict.fromkeys(lost):
+            for receiver in self._below(worker, weights):
+                self.stalled.pop(receiver, None)
+                self.broken[receiver] = None
+                self._unrank(receiver, weights)
+                self._stall(receiver, weights)
+
+    def _stall(self, worker: WorkerId, weights: Weights) -> None:
+        """All receivers below this worker receive nothing until it does."""
+        pending = [worker]
+        while pending:
+            for receiver in self._below(pending.pop(), weights):
+                if receiver not in self.broken and receiver not in self.stalled:
+                    self.stalled[receiver] = None
+                    self._unrank(receiver, weights)
+                    pending.append(receiver)
+
+    def _release(self, worker: WorkerId, weights: Weights) -> None:
+        """This worker has these weights, or receives them again: so do those below it that have waited for it."""
+        pending = [worker]
+        while pending:
+            for receiver in self._below(pending.pop(), weights):
+                if self.stalled.pop(receiver, NOT_STALLED) is None:
+                    self._rank(receiver)
+                    pending.append(receiver)
+
+    def _abandon_rest(self, worker: WorkerId) -> None:
+        """The worker will not go on with what it has of a failed fetch."""
+        if rest := self.resumable.pop(worker, None):
+            self._break(worker, rest[:1])
+
+    # ---- sources
+
+    def _rank(self, worker: WorkerId | None) -> None:
+        """Update the rank of a worker among the sources of all that it holds or receives."""
+        if worker is None:
+            return
+        load = len(self.served.get(worker, ()))
+        excess, is_publisher = max(0, load + 1 - self._fan_out), worker == self.publisher
+        for form in self.held.get(worker, ()):
+            is_suspect = (worker, form[0]) in self.suspects
+            self.sources[form].set(SourceRank(is_suspect, excess, 0, load, is_publisher, worker))
+        fetch = self.fetching.get(worker)
+        if fetch is not None and worker not in self.broken and worker not in self.stalled:
+            form = fetch.weights.version, fetch.weights.base
+            if form not in self.held.get(worker, ()):
+                is_suspect = (worker, form[0]) in self.suspects
+                rank = SourceRank(is_suspect, excess, self._depth[worker], load, is_publisher, worker)
+                self.sources[form].set(rank)
+
+    def _unrank(self, worker: WorkerId, weights: Weights) -> None:
+        """The worker does not receive these weights: it is a source of them only if it holds them."""
+        form = weights.version, weights.base
+        if form not in self.held.get(worker, ()) and form in self.sources:
+            self.sources[form].discard(worker)
 
     def forget(self, worker: WorkerId) -> None:
         """Remove a worker with what it holds and fetches."""
         self.is_changed = True
         self._count_out(self.receivers.pop(worker, None))
         self.entry.pop(worker, None)
-        self.behind.pop(worker, None)
         self.whole_next.discard(worker)
         self.failures.pop(worker, None)
-        ended = [fetch for fetch in self.fetching.values() if worker in (fetch.receiver, fetch.holder)]
-        for fetch in ended:
-            self._end_fetch(fetch.receiver, fetch.weights.version)
-        for fetch in ended:
-            self._orphan_downstream(fetch.receiver, fetch.weights)
+        self.resumable.pop(worker, None)
+        self.resting.pop(worker, None)
+        self.clear_outdated(worker)
+        if (fetch := self.fetching.get(worker)) is not None:
+            self._end_fetch(worker, fetch.weights.version)
+        self._break(worker, [self.fetching[receiver].weights for receiver in self.served.get(worker, ())])
+        self._place(worker)
         for form in self.held.pop(worker, set()):
             self._drop_form(worker, form)
         self.evictable.discard(worker)
@@ -279,6 +409,7 @@ class VersionTable:
 
     def _drop_form(self, worker: WorkerId, form: Form) -> None:
         self.holders[form].discard(worker)
+        self.sources[form].discard(worker)
         if not self.holders[form]:
             del self.holders[form]
             self._find_latest()
@@ -289,60 +420,67 @@ class VersionTable:
         Such a receiver may be about to report that it has staged one of them, which may then be the latest.
         """
         held = {version for version, _ in self.holders}
-        oldest = min((one.staged for one in self.receivers.values()), default=self.latest)
+        oldest = min(self.staging, default=self.latest)
         self.published = {
             version: forms
             for version, forms in self.published.items()
             if version in held or version > min(oldest, self.latest)
         }
+        for form in [form for form in self.sources if form[0] not in self.published]:
+            del self.sources[form]
 
     # ---- fetches
 
-    def begin_fetches(
-        self, refresh: WeightSyncPolicy, outdated: Collection[WorkerId], resting: Collection[WorkerId] = ()
-    ) -> list[Fetching]:
-        """Start the fetches that are due; returns them.
+    def begin_fetches(self, refresh: WeightSyncPolicy) -> list[Fetching]:
+        """Start the fetches that are due; returns them. ``refresh`` says which workers fetch the latest version.
 
         A pinned worker fetches the version that it is pinned to, whatever the policy decides, and no other.
-
-        Args:
-            refresh: the policy that says which workers fetch the latest version.
-            outdated: workers that fetch the latest version whatever the policy decides.
-            resting: receivers that do not fetch now: they back off after failures, or have sent no inventory yet.
         """
         self.is_changed = False
-        started = self._fetch_pinned(resting)
+        started = self._fetch_pinned()
         if self.latest not in self.published or not self.behind:
             return started
         pinned = self.pin.worker if self.pin else None
-        idle = [
-            receiver._replace(divergence=self.divergence.get(receiver.applied))
-            for receiver in self.receivers.values()
-            if receiver.worker not in self.fetching and receiver.worker not in resting and receiver.worker != pinned
-        ]
+        if pinned is not None:
+            self.idle.discard(pinned)
         fetching = len(self.fetching) - (pinned is not None and pinned in self.fetching)
-        due = dict.fromkeys(refresh.due(self.latest, idle, fetching))
-        due |= dict.fromkeys(worker for worker in outdated if worker in self.behind and worker not in resting)
+        self.idle.divergence = self.divergence
+        due = dict.fromkeys(refresh.due(self.latest, self.idle, fetching))
+        due |= dict.fromkeys(worker for worker in self._urgent if worker not in self.resting)
         if pinned is not None:
             due.pop(pinned, None)
+            self._place(pinned)
         return started + self._fetch(due, self.latest)
 
     def _fetch(self, due: Iterable[WorkerId], version: int, *, older: bool = False) -> list[Fetching]:
         """Start fetches of a version by these workers, of a delta to it where they can use one."""
-        if not due:
-            return []
-        sources = {weights.base: self._sources(weights) for weights in self.published[version]}
         started = []
         for worker in due:
             for weights in reversed(self.published[version]):
-                if sources[weights.base] and self._can_use(worker, weights):
-                    fetch = Fetching(worker, pick_source(sources[weights.base], worker), weights, older)
-                    self.fetching[worker] = fetch
-                    self.serving[fetch.holder, weights.version] += 1
-                    self.behind.pop(worker, None)
-                    started.append(fetch)
+                source = self.sources[version, weights.base].best() if self._can_use(worker, weights) else None
+                if source is not None:
+                    started.append(self._start(worker, source, weights, older=older))
                     break
         return started
+
+    def _start(self, worker: WorkerId, holder: WorkerId, weights: Weights, *, older: bool) -> Fetching:
+        """Start a fetch: where an earlier one of the same weights has failed, from the first chunk that is missing."""
+        kept, received = self.resumable.pop(worker, (None, 0))
+        first = received if kept == weights else 0
+        fetch = self.fetching[worker] = Fetching(worker, holder, weights, older, first)
+        self.serving[holder, weights.version] += 1
+        self.served.setdefault(holder, {})[worker] = None
+        is_whole = (weights.version, weights.base) in self.held.get(holder, ())
+        self._depth[worker] = 1 if is_whole else self._depth[holder] + 1
+        self._rank(holder)
+        self._rank(worker)
+        self._place(worker)
+        if kept is not None:
+            if first:
+                self._release(worker, weights)
+            else:
+                self._break(worker, (kept,))
+        return fetch
 
     # ---- evaluations
 
@@ -350,10 +488,10 @@ class VersionTable:
         """Whether a version was published (or is version 0), and no worker has it any more."""
         if version > self.newest or (version == self.newest == 0):
             return False
-        if any(version in (receiver.applied, receiver.staged) for receiver in self.receivers.values()):
+        if version in self.applying or version in self.staging:
             return False
         # A holder that is a receiver has something newer staged, and is about to evict this version.
-        return not self.holders.get((version, NO_BASE), set()) - self.receivers.keys()
+        return all(holder in self.receivers for holder in self.holders.get((version, NO_BASE), ()))
 
     def keep(self, versions: Iterable[int]) -> None:
         """Set the versions that are evaluated: their publisher does not evict them."""
@@ -393,12 +531,12 @@ class VersionTable:
         """Whether the worker is pinned to a version."""
         return self.pin is not None and self.pin.worker == worker
 
-    def _fetch_pinned(self, resting: Collection[WorkerId]) -> list[Fetching]:
+    def _fetch_pinned(self) -> list[Fetching]:
         """Let the pinned worker fetch its version, unless it has the version or is fetching.
 
         A worker with a newer version drops all that it holds, and returns to the older version.
         """
-        if self.pin is None or self.pin.worker in self.fetching or self.pin.worker in resting:
+        if self.pin is None or self.pin.worker in self.fetching or self.pin.worker in self.resting:
             return []
         worker, version = self.pin
         receiver = self.receivers[worker]
@@ -410,6 +548,7 @@ class VersionTable:
             return []
         # The base of a delta is dropped too, so the worker fetches the whole version.
         self.whole_next.add(worker)
+        self._break(worker, [self.fetching[receiver].weights for receiver in self.served.get(worker, ())])
         for form in list(self.held.get(worker, ())):
             self.held[worker].remove(form)
             self._drop_form(worker, form)
@@ -432,23 +571,6 @@ class VersionTable:
         if weights.base == NO_BASE:
             return True
         return weights.base == self.receivers[worker].staged and worker not in self.whole_next
-
-    def _sources(self, weights: Weights) -> list[SourceRank]:
-        """A heap of the workers that hold these weights or receive them through an unbroken chain from a holder."""
-        behind: dict[WorkerId, list[WorkerId]] = defaultdict(list)
-        load: Counter[WorkerId] = Counter()
-        for fetch in self.fetching.values():
-            load[fetch.holder] += 1
-            if fetch.weights == weights and fetch.receiver not in self.orphaned:
-                behind[fetch.holder].append(fetch.receiver)
-        found = list(self.holders.get((weights.version, weights.base), ()))
-        for holder in found:  # grows during the loop
-            found += behind.pop(holder, [])
-        heap = [
-            SourceRank((one, weights.version) in self.suspects, load[one], one == self.publisher, one) for one in found
-        ]
-        heapq.heapify(heap)
-        return heap
 
     def retire(self) -> list[tuple[WorkerId, int]]:
         """(holder, version) pairs to evict, sorted: the holder has a newer version, and no receiver fetches this one
@@ -485,10 +607,11 @@ class Models:
     def __init__(self, names: Sequence[str]) -> None:
         self.of = {name: VersionTable(name) for name in names}
         self.policy = self.of[names[0]]
-        self.outdated: dict[WorkerId, None] = {}
-        """Workers whose version of the policy is too old for the ready slots."""
         self.backing_off: dict[str, dict[WorkerId, float]] = {name: {} for name in names}
         """Receivers of each model whose fetches keep failing, and until when each waits."""
+        self.back_offs: list[tuple[float, str, WorkerId]] = []  # a heap; some may have ended before
+        self.arrivals = {name: Arrivals() for name in names}
+        """How fast the fetches of each model advance."""
         self._turns: dict[tuple[str, WorkerId], LaneTurn] = {}  # of the last order to each receiver
         self._ordered_s: dict[tuple[str, WorkerId], float] = {}  # time of that order
 
@@ -499,10 +622,12 @@ class Models:
             raise RemoteProtocolError(f"{worker} speaks of model {model!r}; this run has {sorted(self.of)}")
         return found
 
-    def note_order(self, model: str, receiver: WorkerId, turn: LaneTurn, now: float) -> None:
+    def note_order(self, fetch: Fetching, turn: LaneTurn, now: float) -> None:
         """Record the order to a receiver to fetch in this turn."""
+        model, receiver = fetch.weights.model, fetch.receiver
         self._turns[model, receiver] = turn
         self._ordered_s[model, receiver] = now
+        self.arrivals[model].begin(receiver, sum(fetch.weights.bucket_bytes), now)
 
     def last_turn(self, model: str, receiver: WorkerId) -> LaneTurn | None:
         """The turn of the last fetch that the receiver was ordered; None if there was none."""
@@ -512,32 +637,52 @@ class Models:
         """The time of the last order to the receiver to fetch; None if there was none."""
         return self._ordered_s.get((model, receiver))
 
-    def update_back_off(self, versions: VersionTable, now: float) -> dict[WorkerId, float]:
-        """Find the receivers whose fetches keep failing; returns and stores until when each waits."""
-        until_s = {
-            worker: self._ordered_s[versions.model, worker] + back_off_s(failures)
-            for worker, failures in versions.failures.items()
-            if worker not in versions.fetching
-        }
-        found = {worker: end_s for worker, end_s in until_s.items() if now < end_s}
-        self.backing_off[versions.model] = found
-        return found
+    def back_off(self, versions: VersionTable, worker: WorkerId, now: float) -> None:
+        """Let a receiver whose fetch has failed wait, if its fetches keep failing."""
+        until_s = self._ordered_s[versions.model, worker] + back_off_s(versions.failures[worker])
+        if now < until_s:
+            self.backing_off[versions.model][worker] = until_s
+            heapq.heappush(self.back_offs, (until_s, versions.model, worker))
+            versions.rest(worker)
 
-    def mark_outdated(self, worker: WorkerId) -> None:
-        """The worker needs newer weights: it fetches the latest version whatever the policy says."""
-        if worker not in self.outdated:
-            self.policy.recheck()
-        self.outdated[worker] = None
+    def end_back_offs(self, now: float) -> None:
+        """Let the receivers fetch again whose back-off is over."""
+        while self.back_offs and self.back_offs[0][0] <= now:
+            until_s, model, worker = heapq.heappop(self.back_offs)
+            if self.backing_off[model].get(worker) == until_s:
+                self._end_back_off(model, worker)
 
-    def clear_outdated(self, worker: WorkerId) -> None:
-        """The worker does not need newer weights to start what is ready."""
-        self.outdated.pop(worker, None)
+    def _end_back_off(self, model: str, worker: WorkerId) -> None:
+        if self.backing_off[model].pop(worker, None) is not None:
+            self.of[model].wake(worker)
+
+    def rest(self, worker: WorkerId) -> None:
+        """Let a worker fetch nothing before its inventory."""
+        for versions in self.of.values():
+            versions.rest(worker)
+
+    def wake(self, worker: WorkerId) -> None:
+        """The worker has sent its inventory."""
+        for versions in self.of.values():
+            versions.wake(worker)
+
+    @property
+    def outdated(self) -> dict[WorkerId, None]:
+        """Workers whose version of the policy is too old for the ready slots."""
+        return self.policy.outdated
+
+    def staged(self, versions: VersionTable, worker: WorkerId, version: int) -> None:
+        """As `VersionTable.staged`; the worker need not wait any more."""
+        versions.staged(worker, version)
+        self.arrivals[versions.model].end(worker)
+        self._end_back_off(versions.model, worker)
 
     def forget(self, worker: WorkerId) -> None:
         """Remove a worker."""
-        self.clear_outdated(worker)
         for name, versions in self.of.items():
             versions.forget(worker)
+            self.backing_off[name].pop(worker, None)
+            self.arrivals[name].end(worker)
             self._turns.pop((name, worker), None)
             self._ordered_s.pop((name, worker), None)
 

@@ -13,7 +13,7 @@ from flowrt.controller.state.replay import StageCommitted
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Lease, Slot
 from flowrt.controller.state.state import Environment, State
-from flowrt.controller.transitions import evaluations, rollback
+from flowrt.controller.transitions import evaluations, failed_transfers, rollback
 from flowrt.controller.transitions.rollback import Lose
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
@@ -40,7 +40,7 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
     if stage.whole_groups:
         _check_whole(table, worker, message, stage)
     commands: list[Command] = []
-    of_leases, refused = _rows_of(table, worker, message, stage)
+    of_leases, refused = _rows_of(state, worker, message, stage)
     reasons: set[str] = {evaluations.OTHER_VERSION} if refused else set()
     touched: dict[int, Group] = {}
     for lease, rows in of_leases:
@@ -71,15 +71,20 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
     commands += _advance(state, env, touched.values())
     state.membership.note_results(worker)
     if stage.generates:
+        commands += failed_transfers.lose_late(state, env, worker, touched.values()) if state.lanes.failed else []
         state.work.add_worker(worker)  # a dispatch policy may have waited for its capacity
     return commands
 
 
 def _rows_of(
-    table: SampleTable, worker: WorkerId, message: Commit, stage: Stage
+    state: State, worker: WorkerId, message: Commit, stage: Stage
 ) -> tuple[list[tuple[Lease | None, list[int]]], list[int]]:
     """The accepted rows of a commit by lease, and the slots refused because another version had to generate them."""
+    table = state.table
     of_leases = list(by_lease(table, worker, message, stage))
+    if state.lanes.failed:
+        for lease in [lease for lease, _ in of_leases if lease is not None]:
+            failed_transfers.note_arrived(state, worker, stage.name, lease.slots.values())
     if stage.generates and table.exact.live:
         return evaluations.split_rows(table, message, of_leases)
     return of_leases, []
@@ -94,6 +99,8 @@ def complete_leases(state: State, env: Environment, worker: WorkerId, pull: Pull
         if lease is None or lease.stage != pull.stage:
             late.append(lease_id)
             continue
+        if state.lanes.failed:
+            failed_transfers.note_arrived(state, worker, lease.stage, lease.slots.values())
         slots = state.table.finish(lease)
         if env.flow.train_stage:
             commands.append(AppendReplay(completed_lease(worker, lease, slots)))
@@ -226,6 +233,7 @@ def _late(
         if slot is not None and known and state.table.is_done(slot, stage.name):
             for part in message.parts:
                 slot.tensors[part.column].owners.add(worker)
+            state.table.note_holder(worker, (slot.group,))
             continue
         late.append(slot_id)
         old = lease_id < state.table.first_lease

@@ -46,7 +46,7 @@ def _drain_other(state: State, env: Environment, observer: WorkerId, message: Dr
 def _begin(state: State, message: Drain, by_operator: bool) -> list[Command]:
     worker = WorkerId(message.worker)
     state.membership.drain(worker, by_operator)
-    state.models.clear_outdated(worker)
+    state.models.policy.clear_outdated(worker)
     text = f"{worker} is to leave without losing a sample{', as an operator ordered' if by_operator else ''}"
     ordered = LogEvent("drained", state.window.step, text, worker)
     kept = AppendReplay(WorkerDrained(worker, by_operator))
@@ -55,14 +55,14 @@ def _begin(state: State, message: Drain, by_operator: bool) -> list[Command]:
 
 def _fault(state: State, env: Environment, worker: WorkerId) -> str:
     """Why an operator may not drain this worker; empty if it may."""
-    members, settings = state.membership.members(), env.settings
-    role = next((member.role for member in members if member.id == worker), None)
-    if role is None:
-        names = ", ".join(sorted(member.id for member in members if member.role != OBSERVER))
+    member, settings = state.membership.find(worker), env.settings
+    if member is None:
+        names = ", ".join(sorted(other.id for other in state.membership.members() if other.role != OBSERVER))
         return f"there is no worker {worker[:MAX_NAME_CHARS]!r} in this run; there are {names}"
+    role = member.role
     if role in settings.critical_roles or role in settings.completing_roles:
         return f"{worker} cannot leave before the run ends: the work of a {role} cannot be passed on"
-    others = [one for one in members if one.role == role and not one.is_leaving]
+    others = [other for other in state.membership.of_roles((role,)) if not other.is_leaving]
     if role in settings.replaceable_roles and len(others) < 2:
         return f"{worker} is the only {role} worker; start another one first (flowrt worker {role})"
     return ""
@@ -89,7 +89,7 @@ def _is_blocking(state: State, worker: WorkerId) -> bool:
     Trainers would wait for samples that need the role, and the draining worker for the trainers. It is released
     instead, and a replacement makes the tensors again that only the released worker held.
     """
-    if not state.membership.is_vacant(state.membership.role(worker)) or rollback.has_lease(state, worker):
+    if not state.membership.is_vacant(state.membership.role(worker)) or state.table.has_lease(worker):
         return False
     pullers = state.requests.pullers
     return any(worker in pullers[stage] and len(queue) for stage, queue in state.table.ready.items())

@@ -32,8 +32,7 @@ def update_pin(state: State, env: Environment) -> list[Command]:
         commands += _drop(state, env, version)
     exact.take_changed()
     versions.keep(exact.live)
-    leaving = [worker for worker in versions.receivers if membership.is_leaving(worker)]
-    if versions.set_pin(exact.active, leaving):
+    if versions.set_pin(exact.active, membership.leaving):
         for one in (pin, versions.pin):
             if one is not None and one.worker in membership:
                 state.work.add_worker(one.worker)  # its parked pulls may be served, or need newer weights
@@ -42,7 +41,7 @@ def update_pin(state: State, env: Environment) -> list[Command]:
 
 def _drop(state: State, env: Environment, version: int) -> list[Command]:
     """Drop all samples of an evaluation, and tell the sources that offered them."""
-    groups = [group for group in state.table.groups.values() if group.at_most == version]
+    groups = state.table.exact_groups.of_version(version)
     for _ in groups:
         state.dropped.count(LOST_VERSION)
     text = f"no worker has version {version} any more: its evaluation with {len(groups)} prompts is dropped"
@@ -89,5 +88,5 @@ def evaluated(state: State, env: Environment, worker: WorkerId, message: Evaluat
     closed = EvaluationClosed(message.name, message.version, message.numbers)
     state.results.add(message, state.window.step)
     roles = env.settings.checkpointing_roles
-    trainers = [member.id for member in state.membership.members() if member.role in roles]
+    trainers = [member.id for member in state.membership.of_roles(roles)]
     return [*([closed] if message.name and message.numbers else []), *(Send(trainer, message) for trainer in trainers)]

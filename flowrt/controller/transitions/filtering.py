@@ -22,6 +22,8 @@ REASON = "filtered: "
 
 def decide(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Command]:
     """Drop those of the ready groups that the filter refuses, while the step has tries left."""
+    if not env.is_filtering:
+        return []
     commands: list[Command] = []
     window, group_filter = state.window, env.policies.group_filter
     for group in _due(state, env, ready):
@@ -42,6 +44,10 @@ def _due(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Group
     return [complete[one] for one in sorted(due) if one in complete]
 
 
-def recheck(state: State, env: Environment) -> None:
-    """After the end of a step: decide again on the groups that are ready, with the tries of the next step."""
-    state.work.add_ready(state.table.ready_groups[env.flow.train_stage])
+def recheck(state: State, env: Environment, filtered: int) -> None:
+    """After the end of a step that dropped ``filtered`` groups: if it had no tries left, decide again on the groups
+    that are ready, with the tries of the next step.
+    """
+    if env.is_filtering and filtered >= env.settings.filter_tries:
+        state.window.decide_again()
+        state.work.add_ready(state.table.ready_groups[env.flow.train_stage])

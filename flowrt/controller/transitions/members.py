@@ -27,6 +27,8 @@ def connected(state: State, env: Environment, event: WorkerConnected, now: float
     ends_drain = state.membership.join(worker, event.role, event.host, now, rejoins=event.term > 0)
     state.lanes.join(worker, event.lanes)
     state.recovery.join(worker, event.term)
+    if event.term:
+        state.models.rest(worker)  # what it holds is known from its inventory only
     ended = [] if event.term else rollback.end_evaluations(state, env, worker)
     if event.role == OBSERVER:
         return []
@@ -115,6 +117,8 @@ def _forget(state: State, env: Environment, worker: WorkerId) -> list[Command]:
     state.recovery.leave(worker)
     state.requests.forget(worker)
     state.work.add_offers()  # its parked offers are gone: later ones may fit
+    if state.lanes.failed:  # those with links that are cut have work again if it was the last other one
+        state.work.add_stages(state.table.stages)
     commands = rollback.forget_worker(state, env, worker)
     state.plan.forget(worker)
     state.models.forget(worker)

@@ -42,7 +42,7 @@ def offer(state: State, env: Environment, worker: WorkerId, message: Offer, now:
     if fault := fault or ("" if replayed else _repeated_fault(state, env, worker, message)):
         return [Send(worker, Rejected(message.request, fault))]
     requests.note_offerer(worker)
-    parked, is_first = ParkedRequest(worker, message, now), not requests.has_offers
+    parked, is_first = ParkedRequest(worker, message, now), not requests.offers
     if is_first and replayed is None and (answer := open_offer(state, env, parked)):
         return answer
     requests.park_offer(parked)
@@ -60,10 +60,10 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     An offer that is not needed (the run is complete, or no worker has its exact version) is answered with group -1.
     """
     offer, worker, window = parked.request, parked.worker, state.window
-    if fault := _repeated_fault(state, env, worker, offer):
-        return [Send(worker, Rejected(offer.request, fault))]
     if wait_reason(state, env, offer):
         return []
+    if fault := _repeated_fault(state, env, worker, offer):
+        return [Send(worker, Rejected(offer.request, fault))]
     is_training = offer.flow == env.flow.train_flow
     exact = state.exact_version(offer)
     if (is_training and window.over) or (exact is not None and state.models.policy.is_gone(exact)):
@@ -145,6 +145,7 @@ def confirm(state: State, worker: WorkerId, offer: Offer, replayed: ReplayedSamp
             continue
         for holding in group.tensors.values():
             holding.owners.add(worker)
+        state.table.note_holder(worker, (group,))
     if gone:
         commands.append(Send(worker, ReleaseTensors((), (), tuple(gone))))
     return commands
@@ -210,14 +211,9 @@ def _repeated_fault(state: State, env: Environment, worker: WorkerId, offer: Off
 
 def _same_evaluation(state: State, offer: Offer) -> list[Group]:
     """The live groups of an evaluation of the same prompts by the same version; empty for any other offer."""
-    if offer.at_most == NO_LIMIT or not state.table.exact.live.get(state.exact_version(offer) or 0):
+    if offer.at_most == NO_LIMIT or (version := state.exact_version(offer)) is None:
         return []
-    exact, prompts = state.exact_version(offer), set(offer.prompts)
-    return [
-        group
-        for group in state.table.groups.values()
-        if (group.at_most, group.flow, group.epoch) == (exact, offer.flow, offer.epoch) and group.prompt in prompts
-    ]
+    return state.table.exact_groups.among((version, offer.flow, offer.epoch), offer.prompts)
 
 
 def _exact_fault(state: State, env: Environment, offer: Offer) -> str:

@@ -68,5 +68,4 @@ def _stop_trainers(state: State, env: Environment, order: PreemptRun) -> list[Co
 
 def _unsaved(state: State, env: Environment) -> list[Member]:
     """Workers that save a checkpoint, and have not completed their role."""
-    roles = env.settings.checkpointing_roles
-    return [one for one in state.membership.members() if one.role in roles and not one.finished]
+    return [member for member in state.membership.of_roles(env.settings.checkpointing_roles) if not member.finished]

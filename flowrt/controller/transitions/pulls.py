@@ -15,10 +15,12 @@ from flowrt.controller.state.replay import SHARE_ENDED, CounterSet
 from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import plan
-from flowrt.controller.transitions import commits, filtering, offers, rollback, training
+from flowrt.controller.transitions import commits, failed_transfers, filtering, offers, rollback, training
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import NO_VERSION, CancelRequest, Grant, Ints, Offer, Pull, Rejected, SendSamples, Values
 
+MAX_AGED = 64
+"""Maximum number of groups whose oldest version may have changed since it was last computed."""
 STOPPED = "no step is begun any more, what is trained is to be saved"
 NEVER_APPLIED = (
     "{} pulls slots of {!r} and has never said which version of {!r} it generates with, so it is sent no newer one; "
@@ -102,7 +104,7 @@ def serve_worklist(state: State, env: Environment, now: float) -> list[Command]:
             commands += filtering.decide(state, env, ready)
         for worker in work.take_workers():
             commands += _serve_worker(state, env, worker, now)
-        if work.take_offers() and state.requests.has_offers:
+        if work.take_offers() and state.requests.offers:
             commands += offers.serve_offers(state, env)
         for stage in work.take_stages():
             if state.requests.has_pulls(stage):
@@ -136,10 +138,11 @@ def _serve_stage(state: State, env: Environment, stage: str, now: float) -> list
         version = weights.applied_version(parked.worker)
         if version <= refused:
             if generates and parked.worker not in models.outdated:
-                models.mark_outdated(parked.worker)  # it has to fetch newer weights
+                weights.mark_outdated(parked.worker)  # it has to fetch newer weights
             return []
         answer = _serve(state, env, parked, now)
-        if not answer and queue is not None and queue.is_impartial and not weights.is_late(parked.worker):
+        is_like_others = not weights.is_late(parked.worker) and not state.lanes.failed
+        if not answer and queue is not None and queue.is_impartial and is_like_others:
             refused = version
         return answer
 
@@ -210,19 +213,25 @@ def _serve_slots(state: State, env: Environment, parked: ParkedRequest[Pull], no
     stage, queue, generates = message.stage, table.ready[message.stage], table.stages[message.stage].generates
     version = weights.applied_version(worker)
     held_bytes = partial(env.sizes.held_bytes, columns=table.flows.fetched[stage], worker=worker)
-    may_start = _start_check(state, env, worker, version) if generates else None
+    may_start: Callable[[Slot], Start] | None = None
+    if generates:
+        if len(table.regenerated) > MAX_AGED:  # not all at once, at the next pull of a trainer
+            state.window.note_versions(table.aged())
+        may_start = _start_check(state, env, worker, stage, version)
+    elif state.lanes.failed:
+        may_start = _reachable_check(state, worker, stage)
     if generates:
         is_pinned = weights.is_pinned(worker)
         chosen = queue.take(Puller(worker, message.slots, may_start, held_bytes, version, is_pinned))
         if not chosen and not is_pinned and table.generating[stage].is_waiting_for_newer(version):
-            state.models.mark_outdated(worker)
+            state.models.policy.mark_outdated(worker)
         else:
-            state.models.clear_outdated(worker)
+            state.models.policy.clear_outdated(worker)
     else:
         chosen = queue.take(Puller(worker, message.slots, may_start, held_bytes))
     if not chosen:
         if worker in state.models.outdated and worker not in weights.receivers and weights.newest:
-            state.models.clear_outdated(worker)
+            state.models.policy.clear_outdated(worker)
             return [Send(worker, Rejected(message.request, NEVER_APPLIED.format(worker, stage, weights.model)))]
         if offers.is_over(state, env, stage):
             return [Send(worker, closing_grant(message, parked.refused))]
@@ -234,7 +243,7 @@ def _serve_groups(state: State, env: Environment, parked: ParkedRequest[Pull], n
     """Grant ready groups in order of issue, up to the number of slots in the pull, and at least one group."""
     message = parked.request
     chosen: list[Slot] = []
-    for _, group in sorted(state.table.ready_groups[message.stage].items()):
+    for group in state.table.ready_groups[message.stage].in_order():
         if chosen and len(chosen) + len(group.slots) > message.slots:
             break
         chosen += group.slots
@@ -271,9 +280,25 @@ def _discard_over_age(state: State, env: Environment, chosen: Sequence[Slot]) ->
             state.kept.discard(TOO_OLD)
 
 
-def _start_check(state: State, env: Environment, worker: WorkerId, version: int) -> Callable[[Slot], Start]:
+def _reachable_check(state: State, worker: WorkerId, stage: str) -> Callable[[Slot], Start]:
+    """A function that returns whether the worker can be sent what it needs for a stage of a slot; if no worker can,
+    each may try.
+    """
+    columns, pullers = state.table.flows.fetched[stage], state.requests.pullers[stage]
+
+    def may_start(slot: Slot) -> Start:
+        if not failed_transfers.is_unreachable(state, slot, columns, worker):
+            return Start.NOW
+        others = (failed_transfers.is_unreachable(state, slot, columns, other) for other in pullers)
+        return Start.NOW if all(others) else Start.ELSEWHERE
+
+    return may_start
+
+
+def _start_check(state: State, env: Environment, worker: WorkerId, stage: str, version: int) -> Callable[[Slot], Start]:
     """A function that returns whether the worker may start a slot with this version of the policy."""
     is_late = state.models.policy.is_late(worker)
+    may_generate = not state.lanes.failed or failed_transfers.may_generate(state, env, worker, stage)
 
     def may_start(slot: Slot) -> Start:
         if is_late:
@@ -282,6 +307,8 @@ def _start_check(state: State, env: Environment, worker: WorkerId, version: int)
             return Start.ELSEWHERE
         if slot.group.flow != env.flow.train_flow:
             return Start.NOW
+        if not may_generate:
+            return Start.ELSEWHERE
         is_admitted = state.admission(env).may_start(state.window.expected_step(slot.group), version)
         return Start.NOW if is_admitted else Start.NOT_YET
 
@@ -400,6 +427,8 @@ def wait_reason(state: State, env: Environment, parked: ParkedRequest[Pull] | Pa
     count, weights = state.table.count_ready(request.stage), state.models.policy
     if not count or request.stage in state.table.ready_groups:
         return f"slots ready for {request.stage}"
+    if not state.table.stages[request.stage].generates:
+        return f"slots ready for {request.stage} whose tensors it can be sent: its links to owners of {count} fail"
     version = weights.applied_version(parked.worker)
     if weights.is_pinned(parked.worker) and weights.pin is not None and weights.pin.version != version:
         return f"version {weights.pin.version}, which it has to evaluate; it generates with version {version}"

@@ -25,6 +25,7 @@ from flowrt.controller.state.replay import (
     WorkerDrained,
 )
 from flowrt.controller.state.sample_table import SampleTable
+from flowrt.controller.state.samples import Group
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import find_holding
 from flowrt.controller.transitions import rollback
@@ -150,6 +151,7 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
             fits = holding is not None and holding.length == length
             if holding is not None and fits and worker in state.recovery.claims.get((part.column, item), ()):
                 holding.owners.add(worker)
+                table.note_holder(worker, (_group_of(table, part.column, item),))
             elif holding is not None and worker in holding.holders:
                 continue
             elif holding is not None and fits and _works_with(table, worker, part.column, item):
@@ -157,6 +159,7 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
                 holding.sent[worker] = LaneTurn(
                     sender=worker, receiver=worker, kind="samples", incarnation=0, sequence=0, transport=""
                 )
+                table.note_holder(worker, (_group_of(table, part.column, item),))
             else:
                 wrong.setdefault(part.column, []).append(item)
     commands: list[Command] = [
@@ -164,10 +167,16 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
     ]
     commands += _regain_versions(state, worker, message.weights)
     state.recovery.complete(worker)
+    state.models.wake(worker)
     for versions in state.models.of.values():
         versions.recheck()
     state.work.add_stages(one.request.stage for one in state.requests.of(worker) if isinstance(one.request, Pull))
     return commands
+
+
+def _group_of(table: SampleTable, column: str, item: int) -> Group:
+    """The group of a live slot or group that has this column."""
+    return table.groups[GroupId(item)] if table.columns[column].scope == "group" else table.slots[SlotId(item)].group
 
 
 def _check_returned(state: State, worker: WorkerId, message: RenewLease | Inventory) -> None:

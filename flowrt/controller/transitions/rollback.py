@@ -23,11 +23,11 @@ from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Kept, Lease, Slot
 from flowrt.controller.state.state import Environment, State
-from flowrt.controller.state.transfers import check_receiver, find_holding, lose_copies
+from flowrt.controller.state.transfers import holders_of, lose_copies
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
 from flowrt.protocol.journals import journal_of
-from flowrt.protocol.messages import GONE, GroupsDropped, ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
+from flowrt.protocol.messages import GONE, GroupsDropped, ReleaseLease, ReleaseTensors, RendezvousKey
 
 MIN_GROUP_SAMPLES = 2
 """Minimum remaining samples of a group that is trained without its lost ones: an advantage compares samples."""
@@ -150,7 +150,7 @@ def _lose(state: State, env: Environment, slot: Slot, loss: Lose, commands: list
     state.table.next_attempt(slot)
     policy = _policy(env, group)
     if policy is OnLostSample.TRAIN_REMAINING and len(group.slots) > MIN_GROUP_SAMPLES:
-        for worker in sorted({worker for holding in slot.tensors.values() for worker in holding.holders}):
+        for worker in sorted(holders_of(slot.tensors)):
             commands.append(Send(worker, ReleaseTensors((), (slot.id,), ())))
         commands += _replayed(env, GroupsClosed((), (slot.id,)))
         state.table.remove(slot)
@@ -271,13 +271,11 @@ def releases(groups: Iterable[Group]) -> dict[WorkerId, ReleaseTensors]:
     """For each holder of tensors of these groups, the message that orders it to free them."""
     of: dict[WorkerId, tuple[list[int], list[int]]] = {}
     for group in groups:
-        if group.tensors:
-            for worker in {worker for holding in group.tensors.values() for worker in holding.holders}:
-                of.setdefault(worker, ([], []))[1].append(group.id)
+        for worker in holders_of(group.tensors) if group.tensors else ():
+            of.setdefault(worker, ([], []))[1].append(group.id)
         for slot in group.slots:
-            if slot.tensors:
-                for worker in {worker for holding in slot.tensors.values() for worker in holding.holders}:
-                    of.setdefault(worker, ([], []))[0].append(slot.id)
+            for worker in holders_of(slot.tensors) if slot.tensors else ():
+                of.setdefault(worker, ([], []))[0].append(slot.id)
     if not of:  # columns of numbers alone
         return {}
     return {worker: ReleaseTensors((), tuple(slots), tuple(ids)) for worker, (slots, ids) in sorted(of.items())}
@@ -294,7 +292,12 @@ def is_over_age(state: State, env: Environment, slot: Slot) -> bool:
 def drop_over_age(state: State, env: Environment) -> list[Command]:
     """Count as lost every generated sample of a group not taken that exceeds the staleness bound."""
     commands: list[Command] = []
-    for group_id in list(state.window.waiting):
+    window, admission = state.window, state.admission(env)
+    window.note_versions(state.table.aged())
+    old = [
+        version for version in window.versions if version is not None and not admission.may_train(window.step, version)
+    ]
+    for group_id in window.of_versions(old):
         for slot in list(state.table.groups[group_id].slots):
             if slot.id in state.table.slots and is_over_age(state, env, slot):
                 commands += roll_back(state, env, {slot: Lose("over-age")})
@@ -369,47 +372,23 @@ def _give_back(state: State, env: Environment, slot: Slot, stage: str) -> list[C
 # ---- lost tensors
 
 
-def transfer_failed(
-    state: State, env: Environment, worker: WorkerId, message: TransferFailed, now: float
-) -> list[Command]:
-    """Record that a transfer failed: its receiver does not hold the tensors; tensors without an owner are made again.
-
-    Raises RemoteProtocolError for an unknown column, or if the sender of the message is not the receiver.
-    """
-    incoming, table = message.incoming, state.table
-    unknown = [part.column for part in incoming.parts if part.column not in table.columns]
-    if unknown:
-        raise RemoteProtocolError(f"{worker} did not receive columns {unknown[:3]}, which do not exist")
-    check_receiver(worker, incoming.turn)
-    state.lanes.abandon(incoming.turn)
-    state.lanes.note_failure("samples", worker, message.reason)
-    commands: list[Command] = []
-    for part in incoming.parts:
-        for item in part.ids:
-            holding = find_holding(table, part.column, item)
-            if holding is not None and holding.sent.get(worker) == incoming.turn:
-                del holding.sent[worker]
-            slot = table.slots.get(SlotId(item))
-            if slot is not None and table.columns[part.column].scope == "slot":
-                commands += roll_back(state, env, {slot: Action.MAKE_AGAIN})
-    return commands
-
-
 def forget_worker(state: State, env: Environment, worker: WorkerId) -> list[Command]:
     """Give back the leases of a worker that is gone; columns that no other worker holds are made again."""
     commands: list[Command] = []
     for peer in state.lanes.forget(worker):
         commands.append(Send(peer, RendezvousKey(worker, "", GONE, b"")))
     _keep_unfinished(state, env, worker)
-    for lease in [lease for lease in state.table.leases.values() if lease.worker == worker]:
+    for lease in state.table.leases_of(worker):
         commands += give_back_lease(state, env, lease)
-    for slot in list(state.table.slots.values()):
-        if slot.tensors and slot.id in state.table.slots:
-            before = slot.attempt, slot.spans
-            lose_copies(slot.tensors, worker)
-            commands += roll_back(state, env, {slot: Action.MAKE_AGAIN})
-            _keep_complete(state, env, worker, slot, before)
-    for group in list(state.table.groups.values()):
+    groups = state.table.lose_holder(worker)
+    for group in groups:
+        for slot in list(group.slots):
+            if slot.tensors and slot.id in state.table.slots:
+                before = slot.attempt, slot.spans
+                lose_copies(slot.tensors, worker)
+                commands += roll_back(state, env, {slot: Action.MAKE_AGAIN})
+                _keep_complete(state, env, worker, slot, before)
+    for group in groups:
         lose_copies(group.tensors, worker)
         commands += roll_back(state, env, {group: Action.CHECK_SOURCE})
     return commands + end_evaluations(state, env, worker)
@@ -447,7 +426,7 @@ def end_evaluations(state: State, env: Environment, source: WorkerId) -> list[Co
 
     A source that has come back as another process is gone, too.
     """
-    groups = [group for group in state.table.groups.values() if group.is_exact and group.source == source]
+    groups = state.table.exact_groups.of_source(source)
     return close(state, env, groups) if groups else []
 
 
@@ -463,16 +442,14 @@ def note_vacancy(state: State, role: str, why: str, now: float) -> list[Command]
     return [AppendReplay(CounterSet(VACANT + role, 1))] if state.membership.miss(role, why, now) else []
 
 
-def has_lease(state: State, worker: WorkerId) -> bool:
-    """Whether the worker has a lease."""
-    return any(lease.worker == worker for lease in state.table.leases.values())
-
-
 def is_needed(state: State, worker: WorkerId) -> bool:
     """Whether work would be lost if this worker left: its leases, and tensors that no other worker holds."""
-    if has_lease(state, worker):
+    if state.table.has_lease(worker):
         return True
-    slots = (slot.tensors for slot in state.table.slots.values())
-    groups = (group.tensors for group in state.table.groups.values())
     owner = {worker}
-    return any(holding.owners == owner for tensors in (*slots, *groups) for holding in tensors.values())
+    return any(
+        holding.owners == owner
+        for group in state.table.held_by(worker)
+        for tensors in (group.tensors, *(slot.tensors for slot in group.slots))
+        for holding in tensors.values()
+    )

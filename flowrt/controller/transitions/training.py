@@ -15,7 +15,7 @@ from flowrt.controller.state.recovery import Deferrable
 from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.state.state import Environment, State
-from flowrt.controller.transitions import filtering, guarding, rollback
+from flowrt.controller.transitions import failed_transfers, filtering, guarding, rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId, data_set_of
 from flowrt.protocol.messages import KEPT_TOKENS, CheckpointWritten, StepCompleted, Values
@@ -182,6 +182,12 @@ def close_step(state: State, env: Environment, worker: WorkerId, message: StepCo
         raise RemoteProtocolError(f"{worker} ended step {message.step}, and {fault}")
     filtered, skipped = window.filtered, window.skipped
     trained = window.close()
+    if state.lanes.failed:
+        for slot in [slot for group in trained for slot in group.slots]:
+            failed_transfers.note_arrived(
+                state, slot.leases[env.flow.train_stage].worker, env.flow.train_stage, (slot,)
+            )
+    state.table.end_training(env.flow.train_stage, trained)
     commands: list[Command] = []
     for group in trained:
         reward = rollback.note_outcome(state, group, message.step)
@@ -196,7 +202,7 @@ def close_step(state: State, env: Environment, worker: WorkerId, message: StepCo
     if skipped:
         commands.append(AppendReplay(CounterSet(SKIPPED, 0)))
     commands += rollback.close(state, env, trained)
-    filtering.recheck(state, env)
+    filtering.recheck(state, env, filtered)
     return commands + rollback.drop_over_age(state, env)
 
 

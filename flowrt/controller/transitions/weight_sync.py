@@ -25,6 +25,7 @@ def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish
         raise RemoteProtocolError(fault)
     versions = state.models.named(worker, message.forms[0].model if message.forms else "")
     versions.publish(worker, message.forms, dict(message.divergence))
+    state.models.arrivals[versions.model].begin_version()
     # Workers with pulls that wait for newer weights were not ordered to fetch while no newer version was published.
     state.work.add_stages(state.table.flows.generating)
     state.work.add_offers()  # some may wait for this version
@@ -40,7 +41,21 @@ def weights_staged(
 
     Raises RemoteProtocolError for an unknown model or version, or a worker that has activated no version yet.
     """
-    state.models.named(worker, message.model).staged(worker, message.version)
+    state.models.staged(state.models.named(worker, message.model), worker, message.version)
+    return []
+
+
+def weights_arriving(
+    state: State, env: Environment, worker: WorkerId, message: m.WeightsArriving, now: float
+) -> list[Command]:
+    """Record that an eighth of a version has arrived; a report of an earlier fetch is ignored.
+
+    Raises RemoteProtocolError if the worker is not the receiver, or the model is unknown.
+    """
+    check_receiver(worker, message.turn)
+    model = state.models.named(worker, message.model).model
+    if state.models.last_turn(model, worker) == message.turn:
+        state.models.arrivals[model].arriving(worker, now)
     return []
 
 
@@ -66,7 +81,9 @@ def fetch_failed(state: State, env: Environment, worker: WorkerId, message: m.Fe
     versions = state.models.named(worker, weights.model)
     state.lanes.note_failure(f"version {weights.version}", worker, message.reason)
     if state.models.last_turn(weights.model, worker) == turn:  # otherwise another fetch has replaced it
-        versions.failed(worker, WorkerId(turn.sender), weights)
+        if versions.failed(worker, WorkerId(turn.sender), weights, max(message.received, 0)):
+            state.models.back_off(versions, worker, now)
+        state.models.arrivals[weights.model].end(worker)
     state.lanes.abandon(turn)
     return []
 
@@ -75,28 +92,48 @@ def order_fetches(state: State, env: Environment, now: float) -> list[Command]:
     """Order the fetches that are due, and evict versions that no receiver will fetch."""
     commands: list[Command] = []
     models = state.models
+    if models.back_offs:
+        models.end_back_offs(now)
     for name, versions in models.of.items():
-        if versions.is_changed or ((waiting := models.backing_off[name]) and now >= min(waiting.values())):
+        if versions.is_changed:
             commands += _order(state, env, versions, now)
+        if (arrivals := models.arrivals[name]).waiting and now >= arrivals.late_s:
+            commands += _stop_late(state, versions, now)
+    return commands
+
+
+def _stop_late(state: State, versions: VersionTable, now: float) -> list[Command]:
+    """Tell receivers that fetch much more slowly than the others to go on with another source.
+
+    A receiver below one that is late waits for it.
+    """
+
+    def holder_of(worker: WorkerId) -> WorkerId | None:
+        fetch = versions.fetching.get(worker)
+        return None if fetch is None else fetch.holder
+
+    commands: list[Command] = []
+    for worker in state.models.arrivals[versions.model].take_late(now, holder_of):
+        turn = state.models.last_turn(versions.model, worker)
+        if turn is not None:
+            commands.append(Send(worker, m.StopFetch(turn)))
     return commands
 
 
 def _order(state: State, env: Environment, versions: VersionTable, now: float) -> list[Command]:
     commands: list[Command] = []
     models = state.models
-    waiting = models.update_back_off(versions, now)
-    outdated = models.outdated if versions is models.policy else ()
-    # What a worker holds that came back from an earlier controller is known from its inventory only.
-    resting = waiting.keys() | state.recovery.unconfirmed
-    fetches = versions.begin_fetches(env.policies.refresh, outdated, resting)
+    fetches = versions.begin_fetches(env.policies.refresh)
     for worker, version in versions.take_rewound():
         commands.append(Send(worker, m.EvictVersion(versions.model, version)))
     for fetch in fetches:
-        one = fetch.weights
+        weights = fetch.weights
         turn = state.lanes.next_turn(fetch.holder, fetch.receiver, "weights")
-        models.note_order(one.model, fetch.receiver, turn, now)
-        commands.append(Send(fetch.receiver, m.ReceiveWeights(turn, one, fetch.older)))
-        commands.append(Send(fetch.holder, m.SendWeights(turn, one.model, one.version, one.base)))
+        models.note_order(fetch, turn, now)
+        commands.append(Send(fetch.receiver, m.ReceiveWeights(turn, weights, fetch.older, fetch.first)))
+        commands.append(
+            Send(fetch.holder, m.SendWeights(turn, weights.model, weights.version, weights.base, fetch.first))
+        )
     for worker, version in versions.retire():
         commands.append(Send(worker, m.EvictVersion(versions.model, version)))
     return commands

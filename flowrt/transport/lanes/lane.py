@@ -304,6 +304,13 @@ class LaneSet:
 
         self._enqueue(turn, refuse).add_done_callback(ignore_exception)
 
+    def give_up(self, turn: LaneTurn, reason: str) -> None:
+        """Fail the lane of this turn, at this end; ignored if it is not the lane's current incarnation."""
+        key = (turn.sender, turn.receiver, turn.kind)
+        lane = self._lanes.get(key)
+        if lane is not None and lane.incarnation == turn.incarnation:
+            self._drop(self._lanes.pop(key), reason)
+
     def deliver(self, peer: str, lane: str, key: str, value: bytes) -> None:
         """Accept a rendezvous key from a peer, possibly before the lane's first turn. GONE: the peer has left."""
         if key != GONE:

@@ -1,7 +1,9 @@
-"""Pipelined relay of weights: a receiver forwards each chunk to the next receiver as soon as it has arrived.
+"""Pipelined relay of weights: a receiver forwards each chunk to the next receivers as soon as it has arrived.
 
-A chain of n receivers takes little longer than one: the last is n - 1 chunks behind the first, and the publisher sends
-the version once.
+- A chain of n receivers takes little longer than one: the last is n - 1 chunks behind the first, and the publisher
+  sends the version once.
+- A transfer that breaks can go on, from the first chunk that has not arrived, over another lane; relays of it wait
+  meanwhile.
 """
 
 import threading
@@ -31,22 +33,41 @@ class PipelinedReceive:
         self._what = what
         self._deadline_s = deadline_s
         self._count = 0
+        self._attempt = 0
         self._failure = ""
         self._changed = threading.Condition()
+
+    @property
+    def count(self) -> int:
+        """The number of chunks that have arrived."""
+        return self._count
 
     def receive(
         self, buckets: Sequence[torch.Tensor], on_chunk: Callable[[torch.Tensor], object]
     ) -> Generator[torch.Tensor, None, None]:
-        """Yield the chunks to receive into; the caller has filled a chunk when it asks for the next one.
+        """Yield the chunks to receive into, from the first that has not arrived; the caller has filled a chunk when it
+        asks for the next one.
 
-        ``on_chunk`` is called with each filled chunk, in order, on the lane's thread; it must return quickly.
+        ``on_chunk`` is called with each filled chunk, in order, on the lane's thread; it must return quickly. An
+        earlier generator, of a lane that was given up, ends.
         """
-        for chunk in split_buckets(buckets):
+        with self._changed:
+            self._attempt += 1
+            attempt, first = self._attempt, self._count
+        for chunk in split_buckets(buckets)[first:]:
             yield chunk
             with self._changed:
+                if self._attempt != attempt:
+                    return
                 self._count += 1
+                on_chunk(chunk)
                 self._changed.notify_all()
-            on_chunk(chunk)
+
+    def pause(self) -> int:
+        """End the generator of `receive`, whose lane has failed; returns the number of chunks that have arrived."""
+        with self._changed:
+            self._attempt += 1
+            return self._count
 
     def fail(self, reason: str) -> None:
         """Fail the transfer, and all its relays."""
@@ -54,12 +75,12 @@ class PipelinedReceive:
             self._failure = reason
             self._changed.notify_all()
 
-    def relay(self, buckets: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
-        """Yield the chunks to send, each when it has arrived.
+    def relay(self, buckets: Sequence[torch.Tensor], first: int = 0) -> Generator[torch.Tensor, None, None]:
+        """Yield the chunks to send, from the chunk ``first`` on, each when it has arrived.
 
         Raises TransferError if the next chunk does not arrive within the deadline, and after `fail`.
         """
-        for number, chunk in enumerate(split_buckets(buckets)):
+        for number, chunk in enumerate(split_buckets(buckets)[first:], first):
             with self._changed:
                 self._wait_chunk(number)
             yield chunk

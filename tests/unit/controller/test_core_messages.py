@@ -302,6 +302,9 @@ def test_no_worker_fetches_from_a_disconnected_holder() -> None:
     publish(driver, 1)
     driver.send("rollout0", m.WeightsStaged(MODEL, 1))
     driver.event(WorkerDisconnected(WorkerId("rollout0"), ""))
+    turn = driver.core.state.models.last_turn(MODEL, WorkerId("rollout1"))
+    assert turn is not None
+    driver.send("rollout1", m.FetchFailed(turn, whole(1), "its holder has left"))
     assert "rollout0" not in {fetch.holder for fetch in driver.core.state.models.policy.fetching.values()}
     assert {holder for holders in driver.core.state.models.policy.holders.values() for holder in holders} == {
         "trainer0"
@@ -309,7 +312,7 @@ def test_no_worker_fetches_from_a_disconnected_holder() -> None:
 
 
 def test_a_late_failure_of_an_old_fetch_does_not_end_the_new_one() -> None:
-    # The holder dies, the controller starts another fetch, and only then the receiver reports the failure of the first.
+    # The holder dies, and the receiver reports the failure of its fetch, and then of an earlier one once more.
     driver = CoreDriver()
     driver.send("rollout1", m.WeightsActivated(MODEL, 0))
     publish(driver, 1)
@@ -327,6 +330,9 @@ def test_a_late_failure_of_an_old_fetch_does_not_end_the_new_one() -> None:
     holder = driver.core.state.models.policy.fetching[WorkerId("rollout1")].holder
     assert holder == "rollout0"
     driver.event(WorkerDisconnected(WorkerId("rollout0"), ""))
+    turn = driver.core.state.models.last_turn(MODEL, WorkerId("rollout1"))
+    assert turn is not None
+    driver.send("rollout1", m.FetchFailed(turn, whole(1), "its holder has left"))
     assert driver.core.state.models.policy.fetching[WorkerId("rollout1")].holder == "trainer0"
     publish(driver, 2)
     again = driver.sent(

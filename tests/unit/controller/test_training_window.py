@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import Batcher, GroupCount, TokenBudget
+from flowrt.controller.state.ready_groups import ReadyGroups
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.state.training_window import TrainingWindow
 from flowrt.ids import GroupId, SlotId
@@ -32,7 +33,7 @@ def choose(
     window: TrainingWindow, groups: Sequence[Group], ready: Sequence[int], bound: int, batcher: Batcher, tokens: int = 5
 ) -> list[int]:
     chosen = window.choose(
-        {groups[number].id: groups[number] for number in ready},
+        ReadyGroups([groups[number] for number in ready]),
         StrictLag(bound),
         batcher,
         lambda group: tokens,
@@ -126,22 +127,23 @@ def test_strict_issue_order_takes_only_a_contiguous_prefix() -> None:
     assert choose(window, groups, [3, 1, 0], 1, GroupCount(2)) == [0, 1]
 
 
-def test_the_cost_of_a_choice_does_not_grow_with_the_waiting_groups() -> None:
-    def calls(waiting: int) -> int:
+def test_the_cost_of_a_choice_does_not_grow_with_the_waiting_or_ready_groups() -> None:
+    def calls(waiting: int, number_ready: int) -> int:
         window, groups = window_of(*[0] * waiting, per_step=16)
         profile = cProfile.Profile()
-        ready = {group.id: group for group in groups[:8]}
+        ready = ReadyGroups(groups[:number_ready])
         chosen = profile.runcall(window.choose, ready, StrictLag(1), GroupCount(4), lambda group: 5)
         assert [group.id for group in chosen] == [0, 1, 2, 3]
         return sum(entry.callcount for entry in profile.getstats())
 
-    assert calls(4096) < 1.5 * calls(64)
+    assert calls(4096, 8) < 1.5 * calls(64, 8)
+    assert calls(4096, 4096) < 1.5 * calls(64, 64)
 
 
 def test_recording_an_older_version_makes_a_group_urgent() -> None:
     window, groups = window_of(1, 1, 1, step=1)
-    groups[2].slots[0].spans = (0, 4)
     assert choose(window, groups, [0, 1, 2], 1, GroupCount(1)) == [0]
+    groups[2].slots[0].spans = (0, 4)
     window.note_versions([groups[2], group_of(9, 0)])
     assert choose(window, groups, [0, 1, 2], 1, GroupCount(1)) == [2]
     assert window.oldest_versions == {0: 1, 1: 1, 2: 0}

@@ -94,8 +94,10 @@ def test_a_version_lost_with_its_publisher_is_not_waited_for() -> None:
 
 def test_a_wait_for_a_lost_version_is_reported_and_ends_with_the_next_one() -> None:
     driver = CoreDriver()
-    published(driver)
+    orders = published(driver)
     driver.event(WorkerDisconnected(WorkerId("trainer0"), ""))
+    for receiver in (FIRST, SECOND):
+        driver.send(receiver, failed(orders[receiver]))
     driver.event(WorkerConnected(WorkerId("trainer1"), "trainer", "host"))
     driver.offer(at_least=1)
     assert driver.pull(FIRST, "rollout") is None

@@ -2,21 +2,22 @@
 
 import pytest
 
-from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Receiver, Rolling
+from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Receiver, Receivers, Rolling
 from flowrt.errors import ConfigError
 from flowrt.ids import WorkerId
 from flowrt.roles.trainer import measured_kl
 
 
-def receivers(*versions: tuple[int, int]) -> list[Receiver]:
-    return [Receiver(WorkerId(f"r{number}"), applied, staged) for number, (applied, staged) in enumerate(versions)]
+def receivers(*versions: tuple[int, int], first: int = 0) -> Receivers:
+    return Receivers(
+        Receiver(WorkerId(f"r{number}"), applied, staged) for number, (applied, staged) in enumerate(versions, first)
+    )
 
 
 def test_rolling_limits_the_number_of_concurrent_updates() -> None:
-    four = receivers((0, 0), (0, 0), (0, 0), (0, 0))
-    assert Rolling(2).due(1, four, 0) == ["r0", "r1"]
-    assert Rolling(2).due(1, four[1:], 1) == ["r1"]
-    assert Rolling(2).due(1, four[2:], 2) == []
+    assert Rolling(2).due(1, receivers((0, 0), (0, 0), (0, 0), (0, 0)), 0) == ["r0", "r1"]
+    assert Rolling(2).due(1, receivers((0, 0), (0, 0), (0, 0), first=1), 1) == ["r1"]
+    assert Rolling(2).due(1, receivers((0, 0), (0, 0), first=2), 2) == []
 
 
 def test_a_receiver_counts_as_updating_until_it_activates_the_version() -> None:
@@ -44,7 +45,7 @@ def test_rolling_updates_reach_every_receiver() -> None:
     policy = Rolling(2)
     for latest in range(1, 6):
         for _ in range(20):
-            now = [Receiver(WorkerId(worker), *versions) for worker, versions in state.items()]
+            now = Receivers(Receiver(WorkerId(worker), *versions) for worker, versions in state.items())
             for worker in policy.due(latest, now, 0):
                 state[worker][1] = latest
             assert sum(applied < staged for applied, staged in state.values()) <= 2
@@ -68,7 +69,7 @@ def test_invalid_parameters_are_refused() -> None:
 def test_every_n_waits_until_a_receiver_is_n_versions_behind() -> None:
     assert EveryN(3).due(5, receivers((3, 3)), 0) == []
     assert EveryN(3).due(6, receivers((3, 3)), 0) == ["r0"]
-    assert EveryN(3).due(6, receivers((4, 4), (3, 3), (0, 0), (6, 6)), 0) == ["r1", "r2"]
+    assert EveryN(3).due(6, receivers((4, 4), (3, 3), (0, 0), (6, 6)), 0) == ["r2", "r1"]
 
 
 def test_every_n_counts_from_the_staged_version_not_the_active_one() -> None:
@@ -77,7 +78,8 @@ def test_every_n_counts_from_the_staged_version_not_the_active_one() -> None:
 
 def due_with(lag: int, measured: float | None) -> list[WorkerId]:
     """Receivers that are due with this lag behind the latest version and this measured divergence."""
-    return Divergence(0.1, 4).due(9, [Receiver(WorkerId("r"), 9 - lag, 9 - lag, measured)], 0)
+    divergence = {} if measured is None else {9 - lag: measured}
+    return Divergence(0.1, 4).due(9, Receivers([Receiver(WorkerId("r"), 9 - lag, 9 - lag)], divergence), 0)
 
 
 def test_without_a_measured_divergence_the_latest_is_fetched_at_max_age() -> None:

@@ -72,3 +72,23 @@ def test_relay_fails_with_its_own_transfer() -> None:
 def test_relay_of_a_silent_sender_fails_at_the_deadline() -> None:
     with pytest.raises(TransferError, match="nothing arrived"):
         next(PipelinedReceive("version 1 of policy", 0.01).relay([bucket(10)]))
+
+
+async def test_transfer_goes_on_after_the_chunks_that_arrived() -> None:
+    snapshot = Snapshot(1, [bucket(MIB + 7), bucket(2 * MIB)])
+    copy = [torch.zeros_like(one) for one in snapshot.buckets]
+    pieces = split_buckets(snapshot.buckets)
+    with ThreadPoolExecutor(1) as thread:
+        running, arrival = RunningChecksum(thread), PipelinedReceive("version 1", 1.0)
+        broken = arrival.receive(copy, running.add)
+        for chunk, piece in zip(broken, pieces[:4], strict=False):
+            chunk.copy_(piece)
+        assert arrival.pause() == 4
+        relayed = [chunk.data_ptr() for _, chunk in zip(range(4), arrival.relay(copy), strict=False)]
+        rest = arrival.receive(copy, running.add)
+        for chunk, piece in zip(rest, pieces[4:], strict=True):
+            assert next(broken, None) is None  # its lane may end later
+            chunk.copy_(piece)
+        relayed += [chunk.data_ptr() for chunk in arrival.relay(copy, first=4)]
+        assert await running.total() == snapshot.checksum() == Snapshot(1, copy).checksum()
+    assert relayed == [chunk.data_ptr() for chunk in split_buckets(copy)]
