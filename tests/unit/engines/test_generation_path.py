@@ -172,5 +172,5 @@ def test_a_model_whose_forward_pass_fails_is_refused_by_name() -> None:
         v_head_dim=8,
     )
     model = MiniCPM3ForCausalLM(config).eval()
-    with pytest.raises(ConfigError, match=r"^model minicpm3 cannot generate on text single: The size of tensor"):
+    with pytest.raises(ConfigError, match=r"^model minicpm3 cannot generate on text alone: The size of tensor"):
         right_way(model)

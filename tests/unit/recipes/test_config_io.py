@@ -316,7 +316,7 @@ def test_a_number_outside_its_range_is_refused_by_name(name: str, hint: Any) -> 
 
 def test_infinity_and_not_a_number_are_refused_in_flags_and_files(tmp_path: Path) -> None:
     for word in ("inf", "-inf", "nan", "1e999"):
-        with pytest.raises(ConfigError, match=r"rollout\.temperature is (-?inf|nan); use a value above 0"):
+        with pytest.raises(ConfigError, match=r"rollout\.temperature is (-?inf|nan); use 0.01 or more"):
             parse([f"--rollout.temperature={word}"])
     for word in ("inf", "-inf", "nan"):
         with pytest.raises(ConfigError, match=r"trainer\.lr is (-?inf|nan); use 0 or more, and at most"):
