@@ -15,6 +15,7 @@ import pytest
 import torch
 from common.chat_models import FAMILIES, chat_tokenizer
 from tokenizers import normalizers
+from transformers import AutoModelForCausalLM
 
 from flowrt.cli import main
 from flowrt.engines.hf import save_model
@@ -120,8 +121,9 @@ def test_data_check_refuses_prompts_without_tokens_and_ids_above_the_vocabulary(
 ) -> None:
     smaller = tmp_path / "smaller"
     shutil.copytree(model, smaller)
-    config = json.loads((smaller / "config.json").read_text())
-    (smaller / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    whole.resize_token_embeddings(40)
+    whole.save_pretrained(smaller)
     dropping = chat_tokenizer(FAMILIES["qwen"])
     dropping.backend_tokenizer.normalizer = normalizers.Replace("z", "")
     dropping.save_pretrained(smaller)

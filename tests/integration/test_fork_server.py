@@ -89,7 +89,6 @@ async def test_forked_process_ends_like_one_started_by_python(tmp_path: Path) ->
     async with started(tmp_path) as server:
         assert await ended(await forked(server, tmp_path, "fail", "own error")) == 1
         assert "ValueError: own error" in (tmp_path / "log").read_text()
-        assert await ended(await forked(server, tmp_path, "interrupt")) == -signal.SIGINT
         waiting = await forked(server, tmp_path, "wait")
         assert waiting is not None
         assert waiting.returncode is None
@@ -124,8 +123,7 @@ async def test_signals_to_the_whole_job_do_not_end_the_fork_server(tmp_path: Pat
         interrupted = await forked(server, tmp_path, "wait")
         assert interrupted is not None
         interrupted.send_signal(signal.SIGINT)
-        assert await ended(interrupted) == 1
-    assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
+        assert await ended(interrupted) == -signal.SIGINT
 
 
 EXITED_FIRST = """

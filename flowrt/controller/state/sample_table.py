@@ -332,7 +332,7 @@ class SampleTable:
         if spans:
             for slot, span in zip(slots, spans, strict=True):
                 slot.spans, slot.spans_of = span, stage
-                if min(span[::2]) != lease.version:  # else it counted with this version before
+                if slot.has_kept or min(span[::2]) != lease.version:  # else it counted with this version before
                     self._note_versions((slot,))
         for after in self.flows.after[stage]:
             for slot in {slot.group.id: slot for slot in slots}.values() if after.whole_groups else slots:

@@ -566,6 +566,22 @@ class VersionTable:
             self._forget_unheld()
         return sorted(rewound)
 
+    def _take_lost(self) -> list[tuple[WorkerId, int]]:
+        """(receiver, version) pairs, sorted, of parts that are not completed: no worker has the rest or receives it."""
+        if not self.resumable:
+            return []
+        orphaned = self.orphaned
+        held = {version for version, _ in self.holders}
+        held |= {fetch.weights.version for worker, fetch in self.fetching.items() if worker not in orphaned}
+        lost = sorted(
+            (worker, weights.version)
+            for worker, (weights, _) in self.resumable.items()
+            if weights.version not in held and worker not in self.fetching
+        )
+        for worker, _ in lost:
+            self._abandon_rest(worker)
+        return lost
+
     def _can_use(self, worker: WorkerId, weights: Weights) -> bool:
         """Whether a receiver can use these weights: a delta needs its base."""
         if weights.base == NO_BASE:
@@ -573,12 +589,13 @@ class VersionTable:
         return weights.base == self.receivers[worker].staged and worker not in self.whole_next
 
     def retire(self) -> list[tuple[WorkerId, int]]:
-        """(holder, version) pairs to evict, sorted: the holder has a newer version, and no receiver fetches this one
-        from it.
+        """(worker, version) pairs to evict, sorted: a holder has a newer version, and no receiver fetches this one from
+        it; or a receiver has a part of a version that nobody has whole.
         """
+        lost = self._take_lost()
         if not self.evictable:
-            return []
-        retired: set[tuple[WorkerId, int]] = set()
+            return lost
+        retired = set(lost)
         for worker in self.evictable:
             newest = max((version for version, _ in self.held.get(worker, ())), default=0)
             kept = self.kept if worker == self.publisher else ()

@@ -28,8 +28,6 @@ match sys.argv[1]:
         sys.exit(int(sys.argv[2]))
     case "fail":
         raise ValueError(sys.argv[2])
-    case "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
     case "write":
         os.write(int(sys.argv[2]), b"written\n")
     case "wait":

@@ -58,6 +58,9 @@ def test_the_oldest_kept_version_counts_for_the_age_of_a_group() -> None:
     assert group.oldest_version() == 2
     driver.send("rollout0", replace(driver.generated(grant), spans=((3, 3),)))
     assert group.oldest_version() == 3  # its journal was damaged, and it was generated anew
+    state = driver.core.state
+    state.window.note_versions(state.table.aged())
+    assert state.window.oldest_versions == {group.id: 3}
 
 
 def test_what_is_too_old_for_its_step_is_discarded_and_counted() -> None:

@@ -34,6 +34,7 @@ def test_a_tokenizer_that_needs_packages_names_the_extra(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "one", "answer": "1"}\n' * 2)
     words = ["--model", str(sentencepiece_model), "--data", str(rows), "--data.eval-prompts", "0"]
+    words += ["--rollout.max-new-tokens", "16"]
     assert main(["data", "check", *words]) == 2
     assert "pip install 'flowrt[tokenizers]'" in capsys.readouterr().err
 
