@@ -16,6 +16,7 @@ from flowrt.controller.events import Command, Event, MessageReceived
 from flowrt.controller.policies.batching import GroupCount, TokenBudget
 from flowrt.controller.settings import OnLostSample
 from flowrt.protocol import messages as m
+from flowrt.protocol.journals import journals_of
 from tests.effort import examples
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.run_invariants import assert_evaluated, assert_sound
@@ -50,6 +51,7 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
         "capacity": draw(st.integers(1, 4)),
         "speeds": draw(st.sampled_from([(), (("rollout0", 0.01),), (("rollout0", 0.1), ("reward0", 0.05))])),
         "fetch_speed": draw(st.sampled_from([1.0, 0.05])),
+        "journals": draw(st.sampled_from(["", journals_of(1)])),
     }
     return Scenario(**drawn | fixed)
 
