@@ -15,7 +15,7 @@ from tests.integration.helpers import flooder as flooding
 from tests.integration.helpers import small_controller
 from tests.integration.helpers.flooder import KINDS
 
-FLOOD_S, DEADLINE_S = 1.0, 120.0
+FLOOD_S, DEADLINE_S = 2.5, 120.0
 STATUS_BYTES = 500_000
 GROWTH_BYTES = 4 * MAX_UNDELIVERED_BYTES
 """Undelivered bytes are held again while they are decoded, and not all memory is returned to the system."""

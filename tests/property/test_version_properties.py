@@ -219,6 +219,11 @@ class WeightVersions(RuleBasedStateMachine):
         assert has or receives, f"{holder} neither holds nor receives version {version}"
 
     def evict(self, worker: WorkerId, version: int) -> None:
+        if (kept := self.world.kept.get(worker)) is not None and kept.fetch.weights.version == version:
+            assert not any(version in whole for whole in self.world.whole.values()), f"version {version} is not lost"
+            del self.world.kept[worker]
+            self.break_below(kept)
+            return
         assert version in self.world.whole[worker], f"{worker} does not hold version {version}"
         serves = [
             one.receiver

@@ -590,7 +590,7 @@ class VersionTable:
 
     def retire(self) -> list[tuple[WorkerId, int]]:
         """(worker, version) pairs to evict, sorted: a holder has a newer version, and no receiver fetches this one from
-        it; or a receiver has a part of a version that nobody has whole.
+        it; or a receiver has a part of a version that no worker has whole.
         """
         lost = self._take_lost()
         if not self.evictable:
