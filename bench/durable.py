@@ -39,7 +39,7 @@ from fault_injection.faults import EVERYTHING, Plan, draw
 from fault_injection.launcher_process import LauncherProcess
 from fault_injection.runs import KEYS, WORKER_TIMEOUT_S, prepare, warm_up
 from fault_injection.trial import STEPS as TRIAL_STEPS
-from fault_injection.trial import Outcome, Trial
+from fault_injection.trial import Trial, side_by_side
 from rich.console import Console
 from rich.table import Table
 
@@ -191,34 +191,35 @@ def _worked_s(run: Run) -> float:
     return min(spans) if len(spans) > 1 else 0.0
 
 
-def kills(base: RunConfig, folder: Path, trials: int, first_seed: int, console: Console) -> dict[str, float]:
+def kills(arguments: argparse.Namespace, base: RunConfig, folder: Path, console: Console) -> dict[str, float]:
     """Counts of trials with kills at random instants."""
     base = dataclasses.replace(
         base, rollout=dataclasses.replace(base.rollout, journal_s=0.1, max_new_tokens=40), max_staleness=1
     )
-    outcomes: list[Outcome] = []
+    trials = 3 if arguments.quick else arguments.trials
     counts = dict.fromkeys(("trials", "lost", "doubled", "hung", "wrong", "over_bound", "taken_over"), 0.0)
-    for plan in _kill_plans(first_seed):
-        if len(outcomes) == trials:
-            break
-        trial = Trial(plan=plan, base=base, folder=folder / f"trial-{plan.seed}", deadline_s=180.0, keys=folder / KEYS)
-        outcome = _complete(trial)
-        if not outcome.injected and not outcome.is_bad:  # the run ended before its fault
-            shutil.rmtree(trial.folder)
-            continue
-        outcomes.append(outcome)
-        console.print(outcome.line(len(outcomes)), highlight=False, markup=False, soft_wrap=True)
-        counts["lost"] += outcome.lost
-        counts["doubled"] += outcome.doubled
-        counts["hung"] += outcome.hung
-        counts["wrong"] += bool(outcome.wrong)
-        path = trial.folder / "place" / "run" / "summary.json"
-        summary = json.loads(path.read_text()) if path.is_file() else {}
-        counts["over_bound"] += summary.get("staleness_max", 0) > base.max_staleness
-        counts["taken_over"] += summary.get("kept", {}).get("tokens", 0) > 0
+    plans = _kill_plans(arguments.first_seed)
+
+    def next_trial(running: int) -> Trial | None:
+        if counts["trials"] + running >= trials:
+            return None
+        plan = next(plans)
+        return Trial(plan=plan, base=base, folder=folder / f"trial-{plan.seed}", deadline_s=180.0, keys=folder / KEYS)
+
+    for outcome in side_by_side(next_trial, arguments.at_once):
+        if outcome.injected or outcome.is_bad:  # else the run ended before its fault
+            counts["trials"] += 1
+            console.print(outcome.line(int(counts["trials"])), highlight=False, markup=False, soft_wrap=True)
+            counts["lost"] += outcome.lost
+            counts["doubled"] += outcome.doubled
+            counts["hung"] += outcome.hung
+            counts["wrong"] += bool(outcome.wrong)
+            path = outcome.folder / "place" / "run" / "summary.json"
+            summary = json.loads(path.read_text()) if path.is_file() else {}
+            counts["over_bound"] += summary.get("staleness_max", 0) > base.max_staleness
+            counts["taken_over"] += summary.get("kept", {}).get("tokens", 0) > 0
         if not outcome.is_bad:
-            shutil.rmtree(trial.folder)
-    counts["trials"] = len(outcomes)
+            shutil.rmtree(outcome.folder)
     return counts
 
 
@@ -229,17 +230,6 @@ def _kill_plans(first_seed: int) -> Iterator[Plan]:
         seed += 1
         if all(one.kind == "kill" for one in (*plan.faults, *plan.resume_faults)):
             yield plan
-
-
-def _complete(trial: Trial) -> Outcome:
-    course = trial.course()
-    while True:
-        try:
-            next(course)
-        except StopIteration as over:
-            outcome: Outcome = over.value
-            return outcome
-        time.sleep(POLL_S)
 
 
 def ratio(base: RunConfig, folder: Path, steps: int, repeats: int) -> float:
@@ -285,7 +275,7 @@ def main() -> int:
         metrics["journal_ratio"] = ratio(base, folder, 6 if arguments.quick else 40, 1 if arguments.quick else 5)
     if "kills" in arguments.parts:
         COUNTER.folder = folder / "tokens"
-        metrics |= kills(base, folder, 3 if arguments.quick else arguments.trials, arguments.first_seed, console)
+        metrics |= kills(arguments, base, folder, console)
     console.print(table_of(metrics))
     missed = beyond(metrics, MOST, LEAST, quick=arguments.quick)
     if not missed:
@@ -317,6 +307,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of every other measurement")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=2, help="runs with kills side by side")
     parser.add_argument("--quick", action="store_true", help="one repetition of each, three kills")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

@@ -37,18 +37,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common.report import write
 from fault_injection.faults import GROUPS, Plan, draw
 from fault_injection.runs import KEYS, WORKER_TIMEOUT_S, prepare, warm_up
-from fault_injection.trial import STEPS, Outcome, Trial
+from fault_injection.trial import STEPS, Outcome, Trial, side_by_side
 from rich.console import Console
 from rich.table import Table
 
-POLL_S = 0.01
 COUNTED = ("trials", "lost", "doubled", "hung", "wrong", "resumed", "refused")
 TIMED = ("detect_s", "recover_s", "resume_s", "replaced_s")
 HEADINGS = ("detected s", "recovered s", "worst", "resumed s", "worst", "replaced s", "worst")
@@ -68,34 +67,25 @@ def main() -> int:
     base = prepare(folder, arguments.filtered)
     outcomes: list[Outcome] = []
     skipped = 0
-    courses: list[tuple[Trial, Generator[None, None, Outcome]]] = []
-    while len(outcomes) + skipped < trials:
-        while len(courses) < arguments.at_once and len(outcomes) + skipped + len(courses) < trials:
-            plan = next(plans)
+
+    def next_trial(running: int) -> Trial | None:
+        nonlocal skipped
+        while len(outcomes) + skipped + running < trials and (plan := next(plans, None)) is not None:
             if plan.group == "disk" and os.geteuid() != 0:
                 skipped += 1
                 continue
-            trial = Trial(
-                plan=plan,
-                base=base,
-                folder=folder / f"trial-{plan.seed}",
-                deadline_s=arguments.deadline_s,
-                keys=folder / KEYS,
-            )
-            courses.append((trial, trial.course()))
-        time.sleep(POLL_S)
-        for trial, course in list(courses):
-            outcome = _advance(course)
-            if outcome is None:
-                continue
-            courses.remove((trial, course))
-            if not outcome.is_bad:
-                shutil.rmtree(trial.folder)
-            if outcome.injected or outcome.is_bad or arguments.only:  # else the run ended before its fault
-                outcomes.append(outcome)
-                console.print(outcome.line(len(outcomes)), highlight=False, markup=False, soft_wrap=True)
-            elif arguments.quick:
-                plans = itertools.chain(_of_group(trial.out.plan.group, trial.out.plan.seed + 1), plans)
+            place = folder / f"trial-{plan.seed}"
+            return Trial(plan=plan, base=base, folder=place, deadline_s=arguments.deadline_s, keys=folder / KEYS)
+        return None
+
+    for outcome in side_by_side(next_trial, arguments.at_once):
+        if not outcome.is_bad:
+            shutil.rmtree(outcome.folder)
+        if outcome.injected or outcome.is_bad or arguments.only:  # else the run ended before its fault
+            outcomes.append(outcome)
+            console.print(outcome.line(len(outcomes)), highlight=False, markup=False, soft_wrap=True)
+        elif arguments.quick:
+            plans = itertools.chain(_of_group(outcome.plan.group, outcome.plan.seed + 1), plans)
     wall_s = time.monotonic() - began_s
     failures = [one.line(0) for one in outcomes if one.is_bad]
     metrics = metrics_of(outcomes) | {
@@ -150,16 +140,6 @@ def _of_group(group: str, first_seed: int) -> Iterator[Plan]:
     """The first plan of ``group`` with a seed of at least ``first_seed``, as drawn from all groups."""
     plans = (draw(seed, STEPS, WORKER_TIMEOUT_S) for seed in itertools.count(first_seed))
     return itertools.islice((plan for plan in plans if plan.group == group), 1)
-
-
-def _advance(course: Generator[None, None, Outcome]) -> Outcome | None:
-    """Advance a trial to its next yield; returns its verdict when it has ended, else None."""
-    try:
-        next(course)
-    except StopIteration as over:
-        verdict: Outcome = over.value
-        return verdict
-    return None
 
 
 def metrics_of(outcomes: list[Outcome]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ MAX_ATTEMPTS = 4
 SLOW_START_FACTOR = 3.0
 """Factor of the deadline of a trial whose processes are started by python instead of forked."""
 REPLACED_WITHIN_S = 5.0
+POLL_S = 0.01
 Steps = Generator[None, None, None]
 
 
@@ -401,3 +402,27 @@ class Trial:
 def _names(faults: Sequence[Fault]) -> set[str]:
     """Names that an error message may use for the victims."""
     return {"trainer" if one.victim.startswith(("rank", "agent")) else one.victim.split("-")[0] for one in faults}
+
+
+def side_by_side(next_trial: Callable[[int], Trial | None], at_once: int) -> Iterator[Outcome]:
+    """The outcomes of trials, at most ``at_once`` of which run at the same time, in the order in which they end.
+
+    Args:
+        next_trial: the next trial to start, given the number of those that run; None: none for now. It is asked again
+            after each end; without a trial that runs, None ends the iteration.
+        at_once: largest number of trials that run.
+    """
+    courses: list[Generator[None, None, Outcome]] = []
+    while True:
+        while len(courses) < at_once and (trial := next_trial(len(courses))) is not None:
+            courses.append(trial.course())
+        if not courses:
+            return
+        time.sleep(POLL_S)
+        for course in list(courses):
+            try:
+                next(course)
+            except StopIteration as over:
+                courses.remove(course)
+                outcome: Outcome = over.value
+                yield outcome

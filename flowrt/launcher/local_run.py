@@ -46,6 +46,7 @@ from flowrt.launcher.supervision import (
     has_joined,
     present,
     read_summary,
+    recorded_end,
 )
 from flowrt.launcher.unjoined import UnjoinedWorkers
 from flowrt.launcher.views.live import LiveView, results_text, summary_table
@@ -440,8 +441,8 @@ class LocalRun:
             restarts = None if command.name == TRAINER else supervisor
             watchers.append(asyncio.create_task(self._watch(worker, command.words, restarts, observer, vacancies)))
         code, hang = await self._await_controller(controller, observer)
-        # A controller that ended the run has removed its address; one that died is restarted for its workers.
-        while address_file(self._run_dir).exists() and await supervisor.may_restart(self._controller):
+        # Asked again after the delay: what a dead fork server started may live on for a moment, and end the run.
+        while self._can_recover() and await supervisor.may_restart(self._controller) and self._can_recover():
             reaper.extend(self._config.controller.reconnect_timeout_s)
             self._controller = await self._restart_controller()
             if self._signals.preempted:
@@ -460,6 +461,14 @@ class LocalRun:
         code = self._judge(code, hang or controller.log_tail(), self._controller)
         return code, None if trainer is None else trainer.process.returncode
 
+    def _can_recover(self) -> bool:
+        """Whether the controller died during the run: one that ended it removes its address, after recording the end.
+
+        A run that ended with an error is not recovered: it lacks the worker that failed.
+        """
+        end = recorded_end(self._run_dir)
+        return address_file(self._run_dir).exists() and (end is None or end["exit_code"] == EXIT_OK)
+
     def _judge(self, code: int, death: str, controller: Child) -> int:
         """The exit code of the run, from that of its controller; records the reason of a failure.
 
@@ -473,7 +482,8 @@ class LocalRun:
             if summary is not None:
                 code = int(summary["exit_code"])  # killed after the end of the run
             else:
-                self._failure = death
+                recorded = recorded_end(self._run_dir)
+                self._failure = death if recorded is None or recorded["exit_code"] == EXIT_OK else recorded["reason"]
                 code = EXIT_FAILED
         elif code != EXIT_OK and not self._failure and summary is None:
             end = self._end_reason or "the run has ended"

@@ -9,6 +9,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 from collections import defaultdict, deque
@@ -19,7 +20,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
-from flowrt.controller.storage.event_log import EVENTS
+from flowrt.controller.storage.event_log import END_TEXT, EVENTS
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_DISMISSED, EXIT_OK, VIOLATION, WaitExpired
 from flowrt.launcher.processes import Child, Children
 from flowrt.observability.tails import parse_line
@@ -47,6 +48,31 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not SUMMARY.keys() <= found.keys():
         return None
     return found if all(isinstance(found[name], kind) for name, kind in SUMMARY.items()) else None
+
+
+def recorded_end(run_dir: Path) -> dict[str, Any] | None:
+    """How the run ended, with the keys `SUMMARY`: from its summary, or the event of a controller killed before it."""
+    summary = read_summary(run_dir)
+    if summary is not None:
+        return summary
+    end = None
+    for line in _events(run_dir):
+        if line.get("kind") in ("started", "resumed", "controller_restarted"):
+            end = None
+        elif line.get("kind") == "ended":
+            end = line
+    if end is None or not all(isinstance(end.get(name), int) for name in ("code", "step")):
+        return None
+    return {"exit_code": end["code"], "reason": str(end.get("text")).removeprefix(END_TEXT), "steps": end["step"]}
+
+
+def _events(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of events.jsonl that can be read."""
+    try:
+        lines = (run_dir / EVENTS).read_bytes().splitlines()
+    except OSError:
+        return []
+    return [line for line in map(parse_line, lines) if line]
 
 
 class RestartWindow:
@@ -105,11 +131,11 @@ class RestartPolicy:
         ``trainer_code`` is the trainer's exit code, None if it has not ended: it is stopped, or disconnected. A run
         whose trainer exited with an error before it completed a step is not restarted: it would fail again.
         """
-        summary = read_summary(self._run_dir)
-        if summary is None or summary["exit_code"] == 0 or not summary["reason"].startswith("trainer"):
+        end = recorded_end(self._run_dir)
+        if end is None or end["exit_code"] == 0 or not end["reason"].startswith("trainer"):
             return None
         killed = trainer_code is None or trainer_code < 0
-        if not (killed or summary["steps"] > self._first_step):
+        if not (killed or end["steps"] > self._first_step):
             return None
         return self._restarts.take(FIRST_BACK_OFF_S, BACK_OFF_FACTOR)
 
@@ -122,9 +148,9 @@ class RestartPolicy:
         return is_first
 
     def reason(self) -> str:
-        """Why the run ended, from the summary of the controller."""
-        summary = read_summary(self._run_dir)
-        return str(summary["reason"]) if summary is not None else "the controller was killed"
+        """Why the run ended, as its controller recorded it."""
+        end = recorded_end(self._run_dir)
+        return "the controller was killed" if end is None else str(end["reason"])
 
     def describe(self, back_off_s: float) -> str:
         """A description of the restart for the terminal."""
@@ -320,11 +346,9 @@ def has_joined(run_dir: Path, role: str) -> bool:
     Also True if a step was closed since then, or if the file cannot be read.
     """
     first, found = None, False
-    try:
-        lines = (run_dir / EVENTS).read_bytes().splitlines()
-    except OSError:
+    if not os.access(run_dir / EVENTS, os.R_OK):
         return True
-    for line in filter(None, map(parse_line, lines)):
+    for line in _events(run_dir):
         if line.get("kind") in ("started", "resumed"):
             first, found = line.get("step"), False
         found = found or line.get("role") == role or line.get("step") != first

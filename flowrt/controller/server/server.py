@@ -42,7 +42,7 @@ from flowrt.controller.server.connections import (
 )
 from flowrt.controller.server.guard_command import GuardCommand
 from flowrt.controller.storage.accounting import Accounting
-from flowrt.controller.storage.event_log import EventLog
+from flowrt.controller.storage.event_log import END_TEXT, EventLog
 from flowrt.controller.storage.journals import delete_outdated, kept_summary
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
@@ -509,7 +509,7 @@ class Server:
                     self._guard_command.send(event)
             case EndRun(reason, code):
                 log.info("the run ends: %s", reason)
-                self.events.add("ended", f"the run ends: {reason}", self._core.state.window.step, now, code=code)
+                self.events.add("ended", f"{END_TEXT}{reason}", self._core.state.window.step, now, code=code)
                 if code == EXIT_STALLED:
                     for line in self._core.wait_graph(now, self._welcome.request_timeout_s).sentences(MAX_GRAPH_LINES):
                         log.error("stalled: %s", line)

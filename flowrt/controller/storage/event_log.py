@@ -17,6 +17,8 @@ from flowrt.runtime.files import atomic_write
 
 log = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
+END_TEXT = "the run ends: "
+"""Start of the text of kind "ended", before the reason."""
 MAX_EVENTS = 10_000
 MAX_TEXT_CHARS = 2_000
 KEPT_KINDS: frozenset[str] = frozenset(("started", "resumed", "controller_restarted", "rolled_back", "ended"))

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.cli import main
-from flowrt.controller.events import AppendLedger, LogEvent, Persist, StepClosed
+from flowrt.controller.events import AppendLedger, EventKind, LogEvent, Persist, StepClosed
+from flowrt.controller.storage.event_log import END_TEXT, EVENTS, EventLog
 from flowrt.controller.storage.ledger import Account, Ledger
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.errors import ConfigError, RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.launcher.supervision import RestartPolicy
+from flowrt.launcher.supervision import RestartPolicy, recorded_end
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import LARGEST_PROMPT, Passed, Position, pack, unpack
@@ -266,6 +267,37 @@ def test_a_run_of_a_month_is_restarted_whenever_it_was_healthy_for_a_window(tmp_
         at_s[0] += WINDOW_S / 3 + 1.0
     assert found == [1.0, 4.0, 16.0, 16.0]
     assert [restarts.back_off_s(-9), restarts.back_off_s(-9)] == [16.0, None]
+
+
+def write_events(run_dir: Path, *kinds: EventKind) -> None:
+    log = EventLog(run_dir, 0.0)
+    for kind in kinds:
+        log.add(kind, f"{END_TEXT}trainer was killed by SIGKILL", 7, 0.0, code=1)
+    log.close()
+
+
+def test_an_end_that_only_the_events_have_restarts_the_run(tmp_path: Path) -> None:
+    # The controller was killed between the end of the run and its summary.
+    restarts = restart_policy(tmp_path, 3)
+    write_events(tmp_path, "started", "ended")
+    assert recorded_end(tmp_path) == {"exit_code": 1, "reason": "trainer was killed by SIGKILL", "steps": 7}
+    assert restarts.back_off_s(-9) == 1.0
+    assert restarts.reason() == "trainer was killed by SIGKILL"
+    write_summary(tmp_path, "rollout-0: EngineError")
+    assert restarts.back_off_s(-9) is None  # the summary is later
+
+
+@pytest.mark.parametrize("later", ["resumed", "controller_restarted", "started"])
+def test_an_end_of_an_earlier_start_is_none_of_this_one(tmp_path: Path, later: EventKind) -> None:
+    write_events(tmp_path, "started", "ended", later)
+    assert recorded_end(tmp_path) is None
+    assert restart_policy(tmp_path, 3).back_off_s(-9) is None
+
+
+def test_events_that_cannot_be_read_record_no_end(tmp_path: Path) -> None:
+    assert recorded_end(tmp_path) is None
+    (tmp_path / EVENTS).write_bytes(b'{"kind": "ended", "code": "1"}\n[]\nx\n{"kind": "ended"\n')
+    assert recorded_end(tmp_path) is None
 
 
 def test_errors_that_would_repeat_are_not_restarted(tmp_path: Path) -> None:
