@@ -298,6 +298,65 @@ def faults(one: dict[str, Any], where: str) -> list[str]:
     ]
 
 
+def durable(one: dict[str, Any], where: str) -> list[str]:
+    """What survives of what was generated."""
+    bounds = {name.rsplit("_", 1)[1]: value for name, value in one.items() if "fraction_bound_" in name}
+    return [
+        f"The worst of all repetitions, in tokens counted in the engine ({where}).",
+        "",
+        "| what ends a run or a worker | lost of what was generated | without kept samples |",
+        "|---|---|---|",
+        *(
+            f"| preemption with notice, staleness bound {bound} | {value:.1%} of the tokens not trained then "
+            f"| {'{:.0%}'.format(one['preempt_lost_fraction_without']) if bound == '1' else ''} |"
+            for bound, value in bounds.items()
+        ),
+        f"| SIGKILL of all processes, `rollout.journal_s` 10 | {one['killed_lost_s']:.1f} s of generation | |",
+        f"| SIGKILL of a rollout worker, `rollout.journal_s` 10 | {one['worker_lost_s']:.1f} s of its generation | |",
+        "",
+        f"In {one['trials']:.0f} runs with kills at random moments, {one['taken_over']:.0f} of which took over kept "
+        f"samples: prompts lost {one['lost']:.0f}, trained twice {one['doubled']:.0f}, over the staleness bound "
+        f"{one['over_bound']:.0f}; runs that hung {one['hung']:.0f}, ended in another way than expected "
+        f"{one['wrong']:.0f}. Samples/s with a journal every second over those without: {one['journal_ratio']:.3f}.",
+        "",
+    ]
+
+
+def core_events(one: dict[str, Any], where: str) -> list[str]:
+    """Costs of single events of the controller at full size."""
+    rows = [
+        ("a worker dies", "death_ms", "{:.2f} ms"),
+        ("200 workers die in one tick", "deaths_200_s", "{:.2f} s"),
+        ("a tick with 16 draining workers", "drain_tick_ms", "{:.2f} ms"),
+        ("a message during a preemption", "preempting_us", "{:.1f} us"),
+        ("a step is closed", "step_closed_ms", "{:.1f} ms"),
+        ("first pull of a step", "first_pull_ms", "{:.1f} ms"),
+        ("one version by rolling weight sync, 2,048 workers", "rolling_version_s", "{:.2f} s"),
+        ("a relay of weights breaks, 2,048 workers", "relay_break_s", "{:.2f} s"),
+        ("attribution and timeline, share of the event loop", "attribution_loop_share", "{:.3f}"),
+        (
+            "weights to 4,096 receivers, one dies, one link 10 times slower: time over the usual",
+            "relay_4096_ratio",
+            "{:.2f}",
+        ),
+        ("start on a ledger of 10 million prompts", "ledger_10m_start_s", "{:.1f} s"),
+        ("its summary", "ledger_10m_summary_s", "{:.1f} s"),
+        (
+            "growth of memory over the second half of 3 million steps with 10,000 deaths",
+            "month_memory_growth",
+            "{:.1%}",
+        ),
+    ]
+    return [
+        f"Processor time of the controller's core with 4,096 workers and 100,000 slots, medians ({where}).",
+        "",
+        "| event | cost |",
+        "|---|---|",
+        *(f"| {what} | {form.format(one[name])} |" for what, name, form in rows if name in one),
+        "",
+    ]
+
+
 def sglang_updates(one: dict[str, Any], where: str) -> list[str]:
     """A weight update in a real SGLang server."""
     ways = [name.removeprefix("stand_ms_") for name in one if name.startswith("stand_ms_")]
@@ -647,10 +706,12 @@ SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], str], list[str]], str], ...
     ("GSM8K", gsm8k, "gsm8k.py --data problems.jsonl"),
     ("A pretrained model", gemma, "gemma.py"),
     ("Controller: the metadata plane", metadata, "metadata.py --baseline-python PYTHON"),
+    ("Controller: the cost of single events", core_events, "core_events.py"),
     ("Asynchrony, step by step", ablation, "ablation.py"),
     ("Tensors", tensors, "tensors.py --baseline-python PYTHON"),
     ("Weights", weights, "weights.py"),
     ("Faults", faults, "faults.py"),
+    ("What survives of what was generated", durable, "durable.py"),
     ("A user's own task", tasks, "tasks.py"),
     ("Seeing a run", seeing, "seeing.py"),
     ("Sizes", sizes, "sizes.py"),
