@@ -1,4 +1,4 @@
-"""A complete run whose controller dies before it has sent the end to the workers."""
+"""Runs that have ended and whose controller dies before all workers have left."""
 
 import contextlib
 import json
@@ -43,6 +43,37 @@ def test_complete_run_survives_the_death_of_its_controller(launch: Callable[...,
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (3, 0, 0)
     assert summary["prompts"] == {"trained": 3 * PROMPTS}
+    run.assert_gone(10.0)
+
+
+def run_killed_after_the_loss_of_its_trainer(launch: Callable[..., Any], untrained_model: Path) -> Any:
+    """A run that lost its trainer, and its controller, which waited for the source; None if that had ended before."""
+    flags = ["--steps", "6", "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"]
+    flags += ["--checkpoint.every", "1"]
+    run = launch("--model", str(untrained_model), *flags, "--rollout.workers", "1", "--algorithm.kl.coef", "0")
+    run.wait_for(lambda: steps_of(run) >= 1, "a step")
+    [source], [controller] = run.find("flowrt.roles.source"), run.find("flowrt.launcher.controller_main")
+    [trainer] = run.find("flowrt.roles.trainer")
+    run.signal(signal.SIGSTOP, source)
+    run.signal(signal.SIGKILL, trainer)
+    run.wait_for(lambda: "the run ends: " in run.log("controller"), "the end")
+    try:
+        run.signal(signal.SIGKILL, controller)
+    except ProcessLookupError:
+        return None
+    return run
+
+
+def test_run_that_lost_its_trainer_restarts_after_the_death_of_its_controller(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    """The controller is not recovered, because its run lacks the trainer: the run starts again from a checkpoint."""
+    run = next(filter(None, (run_killed_after_the_loss_of_its_trainer(launch, untrained_model) for _ in range(4))))
+    assert run.wait(180.0) == 0, run.output
+    assert "restart 1 of 3 in 1 s, from step" in run.words
+    assert "controller was killed by SIGKILL: restarting" not in run.words
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (6, 0, 0)
     run.assert_gone(10.0)
 
 
