@@ -22,8 +22,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
-
-import aiohttp
+from typing import TYPE_CHECKING
 
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.rewards.functions import KEY_FIX, RewardFunction, parse_functions
@@ -32,6 +31,9 @@ from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.user_file import as_text, cut, outcome_of
 from flowrt.runtime.urls import check_url
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_until
+
+if TYPE_CHECKING:
+    import aiohttp
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
@@ -129,6 +131,8 @@ class RemoteRewards:
 
     async def _post(self, url: str, text: str) -> object:
         """The JSON of an answer. Raises _Passing for a transient failure, ValueError for any other."""
+        import aiohttp  # slow: only processes that make requests import it
+
         self._session = self._session or aiohttp.ClientSession(
             headers={"Content-Type": "application/json"}
             | ({"Authorization": f"Bearer {self._key}"} if self._key else {})

@@ -65,6 +65,12 @@ def test_importing_network_and_control_modules_loads_no_torch(module: str) -> No
     assert result.returncode == 0, result.stderr
 
 
+def test_a_controller_loads_only_what_it_uses() -> None:
+    slow = {"aiohttp", "tokenizers", "numpy"}
+    result = run("-c", f"import flowrt.launcher.controller_main, sys; print([*({slow} & {{*sys.modules}})])")
+    assert result.stdout == "[]\n", result.stderr
+
+
 def test_only_the_net_package_imports_zmq() -> None:
     found = [str(path.relative_to(ROOT)) for path in PRODUCT if "zmq" in imports(path)]
     assert found == ["flowrt/net/curve_keys.py", "flowrt/net/link.py"]

@@ -11,13 +11,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
 from flowrt.recipes.tasks.base import Example, Recipe, Task
-from flowrt.recipes.tasks.embedded_tokenizers import character_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NUMBERS = (2, 3, 4, 5, 6)
 """Counts of numbers in a problem; all are equally likely, except in the first stage of SFT."""
@@ -59,8 +60,10 @@ class Arithmetic(Task):
     def reward(self, response: str, answer: str) -> float:
         return float(response.rsplit(",", 1)[-1] == answer)
 
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         """One token per character."""
+        from flowrt.recipes.tasks.embedded_tokenizers import character_tokenizer  # the controller needs none
+
         return character_tokenizer(CHARACTERS)
 
 

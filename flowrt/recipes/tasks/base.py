@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from random import Random
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.data.columns import Messages
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BLOCK = 512
 """Maximum number of prompts in a `PromptBlock` of `blocks`."""
@@ -91,7 +93,7 @@ class Task(ABC):
         """
         raise NotImplementedError
 
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         """The tokenizer of the embedded model; it must have the tokens <pad> and <eos>.
 
         Raises ConfigError if the task has no embedded model.

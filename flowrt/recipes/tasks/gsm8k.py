@@ -8,15 +8,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
 from flowrt.recipes.data.base import Mistakes
 from flowrt.recipes.tasks.base import Example, Recipe, Task
-from flowrt.recipes.tasks.embedded_tokenizers import byte_pair_tokenizer
 from flowrt.recipes.tasks.rows import Row, data_path, split_rows
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FINAL = re.compile(r"#### (-?(?>[\d,]*)(?:\.\d++|(?<=\d)))\s*+$")
 """``#### NUMBER`` at the end of a text. Its quantifiers are possessive, because backtracking takes minutes on a
@@ -56,8 +57,10 @@ class Gsm8k(Task):
             return 0.0
         return 1.0 if _number(found[1]) == _number(answer) else WELL_FORMED_REWARD
 
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         """Train a byte-level BPE on the training rows; every text has a tokenization."""
+        from flowrt.recipes.tasks.embedded_tokenizers import byte_pair_tokenizer  # the controller needs none
+
         return byte_pair_tokenizer((p.prompt + p.solution for p in self._training), self._vocab_size)
 
 
