@@ -130,6 +130,8 @@ class EvalConfig:
     data: tuple[str, ...] = ()
     """Data sets NAME=PATH of prompts to evaluate, in the form of --data; repeatable; none: the held-out rows, as
     held_out."""
+    split: str = ""
+    """Split that is read from a directory of eval.data; empty: test, else validation."""
     interval: Annotated[int, Interval(ge=0, le=10_000_000)] = 0
     """Optimiser steps between evaluations; 0: only at the ends."""
     at_start: bool = True

@@ -1,11 +1,12 @@
 """Constraints on evaluations: options that need data, have no effect, or name no result."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import MIN_TEMPERATURE, CheckpointConfig, EvalConfig, RunConfig
-from flowrt.recipes.eval_names import eval_names
+from flowrt.recipes.eval_names import eval_names, eval_paths
 from flowrt.recipes.metric_names import pass_ks
 from flowrt.recipes.tasks.registry import held_out_by_default
 
@@ -25,6 +26,10 @@ def check_eval(config: RunConfig) -> None:
         raise ConfigError(
             f"data.eval_prompts is {held_out}, and with eval.data no rows are held out; leave one of them out"
         )
+    paths = eval_paths(config).values()
+    if options.split and all(Path(path).is_file() for path in paths):
+        there = f"{next(iter(paths))} is a file" if paths else "eval.data is empty"
+        raise ConfigError(f"eval.split is {options.split!r}, and {there}; a split is of a directory of eval.data")
     _check_sampling(config)
     if options.interval > config.steps:
         raise ConfigError(

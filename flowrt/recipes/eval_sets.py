@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig, RunConfig
+from flowrt.recipes.data.files import held_out_split
 from flowrt.recipes.eval_names import HELD_OUT, eval_paths
 from flowrt.recipes.tasks.base import Example, PromptBlock, Task, blocks
 from flowrt.recipes.tasks.problems import folded
@@ -57,11 +59,12 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
 
 
 def _problems(config: RunConfig, path: str) -> Sequence[Example]:
-    """All rows of a path, without the run's selection and order of rows."""
+    """All rows of the split of a path, without the run's selection and order of rows."""
     default = DataConfig()
     data = dataclasses.replace(
         config.data,
         path=path,
+        split=held_out_split(Path(path), config.eval.split),
         sets=(),
         eval_prompts=0,
         order=default.order,

@@ -7,8 +7,11 @@
 | any other file | JSON Lines, gzipped if it begins like gzip |
 | directory with `dataset_dict.json` | the split's directory, written by `datasets` (`save_to_disk`) |
 | directory with `state.json` | the Arrow files that it names (`save_to_disk`) |
+| directory with a directory named after the split | that directory |
 | other directory | files of the split, in it or in its `data/` (a snapshot of a data set on the Hub), or all files if \
 none is named after a split |
+
+The name of a split begins the name of a file, or follows a separator in it: `test.jsonl`, `math-test-00000.parquet`.
 """
 
 import json
@@ -23,7 +26,9 @@ from flowrt.recipes.data.json_lines import JsonLines
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".arrow")
 """Endings of the files of rows in a directory."""
-SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+HELD_OUT_SPLITS = ("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
+"""Names of splits that are not trained on: those of which evaluations read the first one that there is."""
+SPLITS = ("train", "training", *HELD_OUT_SPLITS)
 """Names of splits by which files are recognised."""
 MAX_NAMES = 8
 
@@ -57,6 +62,40 @@ def open_rows(path: Path, split: str = "train") -> Rows:
     return rows
 
 
+def held_out_split(path: Path, split: str) -> str:
+    """The split of a path that an evaluation reads.
+
+    Args:
+        path: file or directory.
+        split: ``eval.split``; empty: the first of `HELD_OUT_SPLITS` that the directory has.
+
+    Raises ConfigError if a directory has splits, and none of these.
+    """
+    try:
+        known = _splits(path) if path.is_dir() else []
+    except OSError as error:
+        raise ConfigError(f"data file {path} cannot be read: {error.strerror or error}") from error
+    found = split or next((one for one in HELD_OUT_SPLITS if one in known), "")
+    if known and found not in known:
+        lacking = f"no split {split!r}" if split else "no split test or validation to evaluate"
+        raise ConfigError(f"data file {path} has {lacking}; it has {_some(known)}: name one with eval.split")
+    return found or HELD_OUT_SPLITS[0]
+
+
+def _splits(directory: Path) -> list[str]:
+    """The splits of a directory; empty if its rows are not divided into splits."""
+    if (directory / "dataset_dict.json").is_file():
+        return _saved_splits(directory)
+    if (directory / "state.json").is_file():
+        return []
+    for folder in (directory, directory / "data"):
+        if found := _row_files(folder):
+            return [name for name in SPLITS if any(_is_named(file, name) for file in found)]
+        if found_in := [name for name in SPLITS if _row_files(folder / name)]:
+            return found_in
+    return []
+
+
 def _open(file: Path) -> Rows:
     if file.suffix == ".parquet":
         return parquet_rows(file)
@@ -68,22 +107,20 @@ def _open(file: Path) -> Rows:
 def _files(directory: Path, split: str) -> list[Path]:
     """The files of rows of a directory, in order."""
     if (directory / "dataset_dict.json").is_file():
-        splits = _json(directory / "dataset_dict.json").get("splits")
-        names = [str(name) for name in splits] if isinstance(splits, list) else []
+        names = _saved_splits(directory)
         if split not in names or not (directory / split).is_dir():
             raise ConfigError(f"data file {directory} has no split {split!r} (data.split); it has {_some(names)}")
         return _files(directory / split, split)
     if (directory / "state.json").is_file():
         return _saved_files(directory)
     for folder in (directory, directory / "data"):
-        found = sorted(file for file in folder.glob("*") if file.name.endswith(SUFFIXES) and file.is_file())
-        if found:
+        if found := _row_files(folder):
             return _of_split(folder, found, split)
-    configurations = sorted(
-        child.name
-        for child in directory.iterdir()
-        if child.is_dir() and any(_is_rows(file) for file in child.iterdir())
-    )
+        if _row_files(folder / split):
+            return _files(folder / split, split)
+    configurations = sorted(child.name for child in directory.iterdir() if child.is_dir() and _row_files(child))
+    if configurations and all(name in SPLITS for name in configurations):
+        raise ConfigError(f"data file {directory} has no split {split!r} (data.split); it has {_some(configurations)}")
     if configurations:
         raise ConfigError(
             f"data file {directory} is a directory of several data sets ({_some(configurations)}); name one"
@@ -92,6 +129,12 @@ def _files(directory: Path, split: str) -> list[Path]:
         f"data file {directory} is a directory without files of rows ({', '.join(SUFFIXES)}); name a file, a directory "
         "that datasets has saved, or a snapshot of a data set"
     )
+
+
+def _saved_splits(directory: Path) -> list[str]:
+    """The splits of a directory that `datasets.DatasetDict.save_to_disk` has written."""
+    splits = _json(directory / "dataset_dict.json").get("splits")
+    return [str(name) for name in splits] if isinstance(splits, list) else []
 
 
 def _saved_files(directory: Path) -> list[Path]:
@@ -116,7 +159,11 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
     others = [name for name in SPLITS if any(_is_named(file, name) for file in files)]
     if not own and others:
         raise ConfigError(f"data file {folder} has no files of split {split!r} (data.split); it has {_some(others)}")
-    chosen = own or files
+    return _of_one_kind(folder, own or files)
+
+
+def _of_one_kind(folder: Path, chosen: list[Path]) -> list[Path]:
+    """These files. Raises ConfigError if they are not all in the same format."""
     kinds = {next(suffix for suffix in SUFFIXES if file.name.endswith(suffix)) for file in chosen}
     if len(kinds) > 1:
         raise ConfigError(f"data file {folder} has files of several kinds ({', '.join(sorted(kinds))}); name one file")
@@ -124,11 +171,12 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _is_named(file: Path, split: str) -> bool:
-    return re.match(rf"{re.escape(split)}[-._]", file.name) is not None
+    return re.search(rf"(?:^|[-._ 0-9]){re.escape(split)}[-._ 0-9]", file.name) is not None
 
 
-def _is_rows(file: Path) -> bool:
-    return file.name.endswith(SUFFIXES) and file.is_file()
+def _row_files(folder: Path) -> list[Path]:
+    """The files of rows of a directory, sorted; none if it does not exist."""
+    return sorted(file for file in folder.glob("*") if file.name.endswith(SUFFIXES) and file.is_file())
 
 
 def _json(file: Path) -> Mapping[str, object]:

@@ -97,3 +97,71 @@ def test_no_training_rows_are_held_out_when_an_evaluation_set_is_given(tmp_path:
     both = config(tmp_path, "--data", str(training), "--data.eval-prompts", "0", "--eval.data", f"mine={eval_file}")
     with_default = dataclasses.replace(both, data=dataclasses.replace(both.data, eval_prompts=64))
     assert len(task_of(with_default).training_problems()) == 3
+
+
+def splits(folder: Path, kind: str, names: Sequence[str]) -> Path:
+    """A directory with one row in each split, whose prompt is the split's name."""
+    for name in names:
+        folder.mkdir(exist_ok=True)
+        if kind == "directories":
+            (folder / name).mkdir()
+            rows(folder / name / "rows.jsonl", [name])
+        elif kind == "suffixes":
+            rows(folder / f"math_{name}.jsonl", [name])
+        else:
+            (folder / "data").mkdir(exist_ok=True)
+            rows(folder / "data" / f"{name}-00000-of-00001.jsonl", [name])
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "suffixes", "directories"])
+@pytest.mark.parametrize(
+    ("names", "flags", "read_split"),
+    [
+        (("train", "validation", "test"), [], "test"),
+        (("train", "validation"), [], "validation"),
+        (("train", "dev"), [], "dev"),
+        (("train", "validation", "test"), ["--eval.split", "validation"], "validation"),
+        (("train", "test", "math500"), ["--eval.split", "train"], "train"),
+    ],
+)
+def test_an_evaluation_reads_the_test_split_else_validation(
+    tmp_path: Path, kind: str, names: tuple[str, ...], flags: list[str], read_split: str
+) -> None:
+    folder = splits(tmp_path / "bench", kind, names)
+    run = config(tmp_path, "--data", str(folder), "--eval.data", f"bench={folder}", *flags)
+    check_eval(run)
+    assert [one.prompt for one in eval_sets(run, task_of(run))["bench"]] == [read_split]
+    assert [one.prompt for one in task_of(run).training_problems()] == ["train"]
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "suffixes", "directories"])
+def test_an_evaluation_set_with_training_rows_alone_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = splits(tmp_path / "bench", kind, ["train"])
+    training = rows(tmp_path / "a.jsonl", ["one"])
+    run = config(tmp_path, "--data", str(training), "--eval.data", f"bench={folder}")
+    with pytest.raises(
+        ConfigError, match=r"bench has no split test or validation to evaluate; it has 'train': .*eval\.s"
+    ):
+        eval_sets(run, task_of(run))
+    run = config(tmp_path, "--data", str(training), "--eval.data", f"bench={folder}", "--eval.split", "dev")
+    with pytest.raises(ConfigError, match=r"bench has no split 'dev'; it has 'train': name one with eval\.split"):
+        eval_sets(run, task_of(run))
+
+
+def test_a_directory_without_splits_is_evaluated_whole(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    rows(tmp_path / "bench" / "a.jsonl", ["one"]), rows(tmp_path / "bench" / "b.jsonl", ["two"])
+    training = rows(tmp_path / "a.jsonl", ["three"])
+    run = config(tmp_path, "--data", str(training), "--eval.data", f"bench={tmp_path / 'bench'}")
+    assert [one.prompt for one in eval_sets(run, task_of(run))["bench"]] == ["one", "two"]
+
+
+def test_a_split_of_evaluations_that_are_files_is_refused(tmp_path: Path) -> None:
+    training, held = rows(tmp_path / "a.jsonl", ["one"]), rows(tmp_path / "held.jsonl", ["two"])
+    run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}", "--eval.split", "test")
+    with pytest.raises(ConfigError, match=r"eval\.split is 'test', and .*held\.jsonl is a file; a split is of a dir"):
+        check_eval(run)
+    run = config(tmp_path, "--data", str(training), "--eval.split", "test")
+    with pytest.raises(ConfigError, match=r"eval\.split is 'test', and eval\.data is empty"):
+        check_eval(run)
