@@ -101,9 +101,9 @@ def length_weighted(drawn: DrawnStep, at: int) -> float:
 
 
 def over_group_mean(drawn: DrawnStep, at: int) -> float:
-    """Centred reward over the mean of the group, 0 for a mean up to EPS (MaxRL, arXiv 2602.02710)."""
+    """Centred reward over the mean of the group, 0 for a mean up to EPS or below 0 (MaxRL, arXiv 2602.02710)."""
     mean = float(average(_group_rewards(drawn, at)))
-    return centred(drawn, at) / mean if abs(mean) > EPS else 0.0
+    return centred(drawn, at) / mean if mean > EPS else 0.0
 
 
 def whitened(values: list[float], at: int) -> float:

@@ -53,8 +53,9 @@ class GroupAdvantages:
         baseline: "group_mean" (GRPO, arXiv 2402.03300); "leave_one_out", the mean of the other samples (RLOO, arXiv
             2402.14740); "length_weighted", sum(l r) / sum(l) over the group (OPO, arXiv 2505.23585); "none" (Williams).
         scale: "group_std" (GRPO); "none" (Dr. GRPO, arXiv 2503.20783); "batch_std" of all rewards of the step
-            (Lite-PPO, arXiv 2508.08221); "group_mean", 0 for a group of mean 0 (MaxRL, arXiv 2602.02710). Standard
-            deviations divide by n - 1, and eps is added to them.
+            (Lite-PPO, arXiv 2508.08221); "group_mean" (MaxRL, arXiv 2602.02710), advantages of 0 where the mean is not
+            above eps: a negative divisor would turn their signs. Standard deviations divide by n - 1, and eps is added
+            to them.
         whiten: subtract the step's mean of the advantages and divide by their standard deviation plus eps
             (REINFORCE++, arXiv 2501.03262).
         kl_coef: times the sample's summed log(rollout / reference), subtracted from the reward.
@@ -111,7 +112,7 @@ class GroupAdvantages:
                 advantages_N = advantages_N / (_std(rewards_N) + self.eps)
             case "group_mean":
                 mean_N = rewards_N - grouped.centred_N
-                advantages_N = torch.where(mean_N.abs() > self.eps, advantages_N / mean_N, 0.0)
+                advantages_N = torch.where(mean_N > self.eps, advantages_N / mean_N, 0.0)
             case "none":
                 pass
         if self.whiten:

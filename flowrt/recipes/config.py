@@ -402,7 +402,8 @@ class AdvantageConfig:
     """What is divided by: the standard deviation of the group (GRPO) or of the step (Lite-PPO, arXiv 2508.08221), the
     group's mean (MaxRL, arXiv 2602.02710), or none (arXiv 2503.20783)."""
     eps: Annotated[float, Interval(gt=0, le=1)] = 1e-6
-    """Added to standard deviations; with scale group_mean: means up to it count as 0."""
+    """Added to standard deviations; with scale group_mean: a group whose mean reward is not above it has no
+    advantages."""
     whiten: bool = False
     """Normalise the advantages of a step to mean 0 and standard deviation 1 (REINFORCE++, arXiv 2501.03262)."""
     keep_best: Annotated[int, Interval(ge=0, le=65_536)] = 0

@@ -8,7 +8,7 @@ import torch
 from objectives_rows.closed_form import worst_credit
 from objectives_rows.credit_forms import ADVANTAGES, SELECTIONS
 
-from flowrt.algorithms.advantages import BestOfGroup, GroupAdvantages, OverlongPenalty, PreferencePair
+from flowrt.algorithms.advantages import BestOfGroup, GroupAdvantages, OverlongPenalty, PreferencePair, Scale
 from tests.groups import groups_of
 
 
@@ -48,6 +48,27 @@ def test_statistics_of_the_whole_batch_require_the_scope_step() -> None:
     assert GroupAdvantages().scope == "group"
     assert GroupAdvantages(scale="batch_std").scope == "step"
     assert GroupAdvantages(whiten=True).scope == "step"
+
+
+SIGN_CASES = [[1.0, -0.5, -2.0], [-1.0, -2.0], [0.0, 0.0, -1.0], [1.0, 0.0], [1.0, -1.0], [3.0, -0.5, 0.5], [0.2, 0.1]]
+
+
+@pytest.mark.parametrize("rewards", SIGN_CASES)
+@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std", "group_mean"])
+@pytest.mark.parametrize("whiten", [True, False])
+def test_no_scale_turns_the_sign_of_learning(rewards: list[float], scale: Scale, whiten: bool) -> None:
+    """A better sample never has a lower advantage than a worse one, whatever the signs of the rewards are."""
+    ordered = sorted(rewards)
+    advantages = GroupAdvantages(scale=scale, whiten=whiten)(groups_of(ordered, [0] * len(ordered))).advantages_N
+    assert advantages.tolist() == sorted(advantages.tolist())
+
+
+def test_a_group_whose_mean_is_not_positive_has_no_advantage_relative_to_its_mean() -> None:
+    rule = GroupAdvantages(scale="group_mean")
+    credit = rule(groups_of([-1.0, -3.0, 1.0, 0.0, 1.0, -1.0], [0, 0, 1, 1, 2, 2]))
+    assert credit.advantages_N.tolist() == [0.0, 0.0, 1.0, -1.0, 0.0, 0.0]
+    cut = GroupAdvantages(scale="group_mean", overlong=OverlongPenalty(limit=10, cache=4))
+    assert cut(groups_of([1.0, 0.0, 0.0], [0, 0, 0], lengths=[8, 10, 10])).advantages_N.tolist() == [0.0] * 3
 
 
 def test_the_overlong_penalty_is_linear_over_its_cache() -> None:
