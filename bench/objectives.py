@@ -6,6 +6,7 @@
 Rows; without names, all of them (`bench/objectives_rows/`, a module each; docs/objectives.md explains them):
 
 - closed_form: every part of an objective against scalar formulas, value and gradient;
+- papers: every preset from rewards to gradients against the formula of its paper, every metric against its definition;
 - enumeration: expected gradients, summed over all responses, against the true gradient or their own closed bias;
 - invariance: the gradient of a whole model, however a step is cut into passes, packed, or spread over ranks;
 - trl: values and gradients against TRL's own loss, in an environment that has TRL (``--trl-python``);
@@ -39,6 +40,7 @@ from objectives_rows import (
     enumeration,
     invariance,
     lm_head,
+    papers,
     retention,
     runs,
     sampling,
@@ -51,6 +53,8 @@ from rich.table import Table
 
 BOUNDS = {
     "closed_form_max": 1e-12,
+    "paper_max": 1e-12,
+    "metrics_wrong": 0.0,
     "enumeration_max": 1e-9,
     "enumeration_exact_max": 1e-12,
     "enumeration_biased_max": 1e-9,
@@ -80,7 +84,7 @@ LOWER_BOUNDS = {
 }
 """Smallest values of figures."""
 ROWS = (
-    *("closed_form", "enumeration", "invariance", "trl", "bandit", "lm_head", "token_budget"),
+    *("closed_form", "papers", "enumeration", "invariance", "trl", "bandit", "lm_head", "token_budget"),
     *("staleness", "retention", "dynamic", "curriculum", "default_speed", "runs"),
 )
 
@@ -96,6 +100,7 @@ def rows(trl_python: str, against: str, seeds: int) -> dict[str, Row]:
     """The function that measures each row, without trl if ``trl_python`` and default_speed if ``against`` is empty."""
     found: dict[str, Row] = {
         "closed_form": closed_form.measure,
+        "papers": papers.measure,
         "enumeration": enumeration.measure,
         "invariance": invariance.measure,
         "bandit": bandit.measure,

@@ -26,6 +26,7 @@ from objectives_rows.closed_forms import (
     draw,
     error,
     estimates,
+    formula_of,
     loss_error,
     objective_total,
     preference_total,
@@ -35,13 +36,17 @@ from objectives_rows.closed_forms import (
 from objectives_rows.credit_forms import ADVANTAGES, SELECTIONS, credit_error, draw_groups
 
 CASES, QUICK_CASES = 1000, 50
+REJECTIONS = (Rejection(), Rejection(low=0.9, high=1.1), Rejection(negative_kl=0.1), Rejection(binary_kl=0.003))
 ESTIMATORS: list[KlEstimator] = list(KL_ESTIMATORS)
 
 
 def worst_loss(name: str, cases: int) -> float:
     """The largest error of a policy loss, by its name in `LOSSES`, over drawn cases."""
-    rng = dice(name)
-    return max(loss_error(*LOSSES[name], draw(rng)) for _ in range(cases))
+    rng, worst = dice(name), 0.0
+    for _ in range(cases):
+        samples = draw(rng)
+        worst = max(worst, loss_error(LOSSES[name][0], formula_of(name, samples), samples))
+    return worst
 
 
 def worst_estimate(name: KlEstimator, cases: int) -> float:
@@ -67,7 +72,7 @@ def draw_objective(rng: random.Random) -> tuple[Objective, str]:
     objective = Objective(
         policy=LOSSES[name][0],
         correction=rng.choice(CORRECTIONS),
-        rejection=rng.choice((Rejection(), Rejection(low=0.9, high=1.1), Rejection(negative_kl=0.1))),
+        rejection=rng.choice(REJECTIONS),
         second_moment=rng.choice((None, SecondMoment(), SecondMoment(tau=1.0))),
         kl=rng.choice((None, Kl(), Kl(coef=0.1, estimator=rng.choice(ESTIMATORS)))),
         entropy=rng.choice((Entropy(), Entropy(coef=0.01), Entropy(coef=0.02, top=rng.uniform(0.1, 0.9)))),
@@ -88,7 +93,7 @@ def objective_error(
         formula: the objective whose formula it is compared with; None: the same one.
     """
     step = [one for drawn in passes for one in drawn]
-    total = objective_total(formula or objective, LOSSES[loss][1], step)
+    total = objective_total(formula or objective, formula_of(loss, step), step)
     measured = objective.measure(step_of(passes))
     worst = 0.0
     for samples in passes:
@@ -124,7 +129,7 @@ def worst_preference(cases: int) -> float:
 def worst_credit(name: str, cases: int) -> float:
     """The largest error of a credit rule over drawn groups."""
     rng = dice(name)
-    single_group = name in ("reinforce", "kl_in_reward", "overlong", *SELECTIONS)
+    single_group = name in ("reinforce", "batch_mean", "kl_in_reward", "overlong", *SELECTIONS)
     return max(credit_error(name, draw_groups(rng, 1 if single_group else 2)) for _ in range(cases))
 
 

@@ -26,6 +26,8 @@ from flowrt.algorithms.losses import (
     Ppo,
     Reinforce,
     Sapo,
+    Sat,
+    Surrogate,
     Topr,
     Vespo,
 )
@@ -195,12 +197,51 @@ def topr(sample: Sample, level: str) -> list[complex]:
 
 
 def aspo(sample: Sample) -> list[complex]:
-    """A > 0: -sg(min(1 / rho, 3)) A log policy, 0 for rho > 1.2; else PPO with dual clip 3 (ASPO, arXiv 2510.06062)."""
-    if sample.advantage <= 0:
-        return ppo(sample, 0.2, 0.2, 3.0)
+    """A > 0: -sg(min(1 / rho, 3)) A log policy, 0 for rho > 1.2; A < 0: PPO, but -3 A log policy for rho > 3.
+
+    ASPO (arXiv 2510.06062), whose soft dual clip keeps the gradient.
+    """
     ratios = [math.exp(sg(log)) for log in log_ratios(sample)]
+    if sample.advantage <= 0:
+        losses = zip(ppo(sample, 0.2, 0.2), ratios, sample.policy, strict=True)
+        soft = -3.0 * sample.advantage
+        return [soft * policy if sample.advantage < 0 and ratio > 3.0 else loss for loss, ratio, policy in losses]
     weights = [0.0 if ratio > 1.2 else min(1 / ratio, 3.0) for ratio in ratios]
     return [-weight * sample.advantage * policy for weight, policy in zip(weights, sample.policy, strict=True)]
+
+
+def surrogate(sample: Sample) -> list[complex]:
+    """-rho A (arXiv 1707.06347, equation 6)."""
+    return [-cmath.exp(log) * sample.advantage for log in log_ratios(sample)]
+
+
+def stale_quantile(share: float, step: Sequence[Sample]) -> float:
+    """The quantile of the absolute log ratios, policy over rollout, of the tokens of a step; 0 of none."""
+    ranked = sorted(abs(drift) for one in step for drift in drifts(one))
+    if not ranked:
+        return 0.0
+    below = int(share * (len(ranked) - 1))
+    above = min(below + 1, len(ranked) - 1)
+    return ranked[below] + (ranked[above] - ranked[below]) * (share * (len(ranked) - 1) - below)
+
+
+def stale_scale(drift: float, quantile: float) -> float:
+    """Factor of a token's clip range: 1 up to the quantile, then 1 / (1 + (|drift| / quantile - 1)^2)."""
+    return 1.0 if quantile == 0 or abs(drift) <= quantile else 1 / (1 + (abs(drift) / quantile - 1) ** 2)
+
+
+def sat(sample: Sample, quantile: float) -> list[complex]:
+    """PPO with the clip range of each token times its factor (after SAT, arXiv 2607.18722).
+
+    Args:
+        sample: the sample.
+        quantile: of the absolute log ratios of the step.
+    """
+    losses = []
+    for log, drift in zip(log_ratios(sample), drifts(sample), strict=True):
+        bound = 0.2 * stale_scale(drift, quantile)
+        losses.append(clipped(cmath.exp(log), sample.advantage, bound, bound))
+    return losses
 
 
 LOSSES: dict[str, tuple[PolicyLoss, Callable[[Sample], list[complex]]]] = {
@@ -220,11 +261,21 @@ LOSSES: dict[str, tuple[PolicyLoss, Callable[[Sample], list[complex]]]] = {
     "topr": (Topr(), lambda one: topr(one, "sequence")),
     "topr_token": (Topr(level="token"), lambda one: topr(one, "token")),
     "aspo": (Aspo(), aspo),
+    "surrogate": (Surrogate(), surrogate),
+    "sat": (Sat(), lambda one: sat(one, stale_quantile(0.9, [one]))),
 }
 
 
 Formula = Callable[[Sample], list[complex]]
 Total = Callable[[Sequence[Sample]], complex]
+
+
+def formula_of(name: str, step: Sequence[Sample]) -> Formula:
+    """The formula of a loss of `LOSSES` for the samples of this step."""
+    if name != "sat":
+        return LOSSES[name][1]
+    quantile = stale_quantile(0.9, step)
+    return lambda one: sat(one, quantile)
 
 
 def draw(rng: random.Random) -> list[Sample]:
@@ -322,8 +373,8 @@ def derivatives(samples: Sequence[Sample], lists: Sequence[list[complex]], total
 
 
 def loss_error(loss: PolicyLoss, formula: Formula, samples: Sequence[Sample]) -> float:
-    """The `error` of a policy loss on one pass."""
-    tokens = tokens_of(samples)
+    """The `error` of a policy loss on one pass, which is the whole step."""
+    tokens = tokens_of(samples, Objective(policy=loss).measure(step_of([samples])))
     # Weighted by position, so that two wrong tokens cannot cancel out.
     weights = [1.0 + 0.1 * at for at in range(len(tokens.logprobs_T))]
 
@@ -396,6 +447,8 @@ def kept(sample: Sample, rejection: Rejection) -> bool:
     """Whether a sample is not rejected."""
     drift = sg(mean(drifts(sample)))
     in_band = rejection.low <= math.exp(drift) <= rejection.high
+    pairs = zip(sample.rollout, sample.policy, strict=True)
+    in_band &= sg(mean([bernoulli_kl(math.exp(q), math.exp(sg(p))) for q, p in pairs])) <= rejection.binary_kl
     return in_band and (sample.advantage >= 0 or -drift <= rejection.negative_kl)
 
 

@@ -130,6 +130,10 @@ ADVANTAGES: dict[str, tuple[GroupAdvantages, Formula]] = {
     "lite_ppo": (GroupAdvantages(scale="batch_std"), lambda d, at: centred(d, at) / (deviation(d.rewards) + EPS)),
     "opo": (GroupAdvantages(baseline="length_weighted", scale="none"), length_weighted),
     "max_rl": (GroupAdvantages(scale="group_mean"), over_group_mean),
+    "batch_mean": (
+        GroupAdvantages(baseline="batch_mean", scale="none"),
+        lambda d, at: float(Fraction(d.rewards[at]) - average(d.rewards)),
+    ),
     "reinforce_plus_plus": (
         GroupAdvantages(baseline="none", scale="none", whiten=True),
         lambda d, at: whitened(d.rewards, at),

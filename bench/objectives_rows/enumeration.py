@@ -34,6 +34,7 @@ from flowrt.algorithms.losses import (
     Ppo,
     Reinforce,
     Sapo,
+    Surrogate,
     Topr,
     Vespo,
 )
@@ -68,6 +69,7 @@ ON_POLICY: tuple[PolicyLoss, ...] = (
     Topr(),
     Topr(level="token"),
     Aspo(),
+    Surrogate(),
 )
 """Losses whose gradient at ratio 1 is that of REINFORCE."""
 ESTIMATORS_OF_REVERSE: tuple[KlEstimator, ...] = ("k2", "k3_with_k2_slope", "unbiased")

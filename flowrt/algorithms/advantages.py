@@ -19,7 +19,7 @@ from torch import Tensor
 from flowrt.algorithms.algorithm import Credit, Groups
 
 CreditRule = Callable[[Groups], Credit]
-Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "batch_mean", "none"]
 Scale = Literal["none", "group_std", "batch_std", "group_mean"]
 
 
@@ -51,7 +51,8 @@ class GroupAdvantages:
 
     Args:
         baseline: "group_mean" (GRPO, arXiv 2402.03300); "leave_one_out", the mean of the other samples (RLOO, arXiv
-            2402.14740); "length_weighted", sum(l r) / sum(l) over the group (OPO, arXiv 2505.23585); "none" (Williams).
+            2402.14740); "length_weighted", sum(l r) / sum(l) over the group (OPO, arXiv 2505.23585); "batch_mean", of
+            all rewards of the step (FlashREINFORCE); "none" (Williams).
         scale: "group_std" (GRPO); "none" (Dr. GRPO, arXiv 2503.20783); "batch_std" of all rewards of the step
             (Lite-PPO, arXiv 2508.08221); "group_mean" (MaxRL, arXiv 2602.02710), advantages of 0 where the mean is not
             above eps: a negative divisor would turn their signs. Standard deviations divide by n - 1, and eps is added
@@ -62,9 +63,10 @@ class GroupAdvantages:
         overlong: penalty on long responses, added to the reward.
         mask_truncated: do not train samples that were cut at the length limit.
 
-    Raises ValueError when called, for a group of one where the baseline or the scale compares samples of a group, for a
-    step of one sample whose standard deviation is needed, for rewards that are not finite, and for ``kl_coef`` without
-    `Groups.kl_N`.
+    Where samples of the step are compared, the advantage of a step of one sample is 0.
+
+    Raises ValueError when called, for a group of one where the baseline or the scale compares samples of a group, for
+    rewards that are not finite, and for ``kl_coef`` without `Groups.kl_N`.
     """
 
     baseline: Baseline = "group_mean"
@@ -84,12 +86,13 @@ class GroupAdvantages:
     @property
     def scope(self) -> Literal["group", "step"]:
         """`Needs.scope` of this rule."""
-        return "step" if self.whiten or self.scale == "batch_std" else "group"
+        compares_step = self.whiten or self.scale == "batch_std" or self.baseline == "batch_mean"
+        return "step" if compares_step else "group"
 
     def __call__(self, groups: Groups) -> Credit:
         rewards_N = self._rewards(groups)
         grouped = center_in_groups(rewards_N, groups.group_N)
-        if self.baseline != "none":
+        if self.baseline not in ("batch_mean", "none"):
             grouped.require_pairs("baseline none (algorithm reinforce)")
         sizes_N = grouped.sizes_G[grouped.index_N]
         match self.baseline:
@@ -101,6 +104,8 @@ class GroupAdvantages:
                 lengths_N = groups.lengths_N.to(rewards_N)
                 shift_G = grouped.sum_G(lengths_N * grouped.centred_N) / grouped.sum_G(lengths_N).clamp(min=1)
                 advantages_N = grouped.centred_N - shift_G[grouped.index_N]
+            case "batch_mean":
+                advantages_N = _centred(rewards_N)
             case "none":
                 advantages_N = rewards_N
         match self.scale:
@@ -109,21 +114,20 @@ class GroupAdvantages:
                 std_G = (grouped.sum_G(grouped.centred_N.square()) / (grouped.sizes_G - 1)).sqrt()
                 advantages_N = advantages_N / (std_G[grouped.index_N] + self.eps)
             case "batch_std":
-                advantages_N = advantages_N / (_std(rewards_N) + self.eps)
+                advantages_N = advantages_N / (_std(rewards_N) + self.eps) if len(groups) > 1 else 0.0 * advantages_N
             case "group_mean":
                 mean_N = rewards_N - grouped.centred_N
                 advantages_N = torch.where(mean_N > self.eps, advantages_N / mean_N, 0.0)
             case "none":
                 pass
         if self.whiten:
-            # Relative to the lowest advantage, equal ones are exact zeros before the mean, as in `center_in_groups`.
-            above_N = advantages_N - advantages_N.min()
-            advantages_N = (above_N - above_N.mean()) / (_std(above_N) + self.eps)
+            advantages_N = _centred(advantages_N)
+            advantages_N = advantages_N / (_std(advantages_N) + self.eps)
         trained_N = ~groups.truncated_N if self.mask_truncated else torch.ones(len(groups), dtype=torch.bool)
         return Credit(advantages_N, trained_N)
 
     def _rewards(self, groups: Groups) -> Tensor:
-        rewards_N = groups.rewards_N
+        rewards_N = groups.rewards_N.to(torch.promote_types(groups.rewards_N.dtype, torch.float32))
         if self.overlong is not None:
             rewards_N = rewards_N + self.overlong(groups.lengths_N).to(rewards_N.dtype)
         if self.kl_coef:
@@ -176,12 +180,16 @@ class PreferencePair:
         return Credit(advantages_N, advantages_N != 0)
 
 
+def _centred(values_N: Tensor) -> Tensor:
+    """The values less their mean; exactly 0 where all are equal."""
+    # Relative to the lowest value, equal ones are exact zeros before the mean, as in `center_in_groups`.
+    above_N = values_N - values_N.min()
+    return above_N - above_N.mean()
+
+
 def _std(values_N: Tensor) -> Tensor:
-    if len(values_N) < 2:
-        raise ValueError(
-            f"the step has {len(values_N)} samples, so its standard deviation is undefined; use scale none"
-        )
-    return values_N.std()
+    """Standard deviation with divisor n - 1; 0 of one value."""
+    return values_N.std() if len(values_N) > 1 else values_N.new_zeros(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

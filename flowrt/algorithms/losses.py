@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrt.algorithms.algorithm import Tokens
+from flowrt.algorithms.algorithm import StepTokens, Tokens
 
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is about 5e8: far above any useful ratio, and its square fits in float32."""
@@ -78,6 +78,15 @@ class CrossEntropy:
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         return -tokens.advantages_T * tokens.logprobs_T, {}
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """-rho A without a bound: the surrogate objective (arXiv 1707.06347, equation 6), of M2PO and FlashREINFORCE."""
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio_T = log_ratio_T(tokens).exp()
+        return -ratio_T * tokens.advantages_T, _sums(ratio=ratio_T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +244,7 @@ class Dppo:
         ratio_T = log_ratio_T(tokens).detach().exp()
         policy_T = tokens.logprobs_T.detach().to(ratio_T.dtype).exp()
         anchor_T = tokens.anchor_T.detach().to(ratio_T.dtype).exp()
-        far_T = (policy_T - anchor_T).abs() if self.distance == "tv" else _bernoulli_kl_T(anchor_T, policy_T)
+        far_T = (policy_T - anchor_T).abs() if self.distance == "tv" else bernoulli_kl_T(anchor_T, policy_T)
         advantages_T = tokens.advantages_T
         same_way_T = (policy_T - anchor_T) * advantages_T > 0
         masked_T = same_way_T & (far_T > self.limit)
@@ -299,10 +308,11 @@ class Topr:
 
 @dataclass(frozen=True, slots=True)
 class Aspo:
-    """A > 0: inverted ratio, -sg(min(1 / rho, dual_clip)) A log policy; A <= 0: PPO with the dual clip.
+    """A > 0: inverted ratio, -sg(min(1 / rho, dual_clip)) A log policy; A <= 0: PPO, above dual_clip -dual_clip A log
+    policy.
 
     ASPO (arXiv 2510.06062): tokens with A > 0 and rho above 1 + clip_high are masked, as by PPO's clip; the inverted
-    ratio gives unlikely tokens more weight, and a token at its upper bound keeps its gradient.
+    ratio gives unlikely tokens more weight. A weight at the bound dual_clip keeps its gradient (soft dual clip).
     """
 
     clip_low: float = 0.2
@@ -316,11 +326,65 @@ class Aspo:
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         ratio_T, advantages_T = log_ratio_T(tokens).exp(), tokens.advantages_T
-        clip = Ppo(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
-        ppo_T, metrics = clip.of_ratio(ratio_T, advantages_T)
-        flipped_T = (1.0 / ratio_T.detach()).clamp(max=self.dual_clip)
-        flipped_T = torch.where(ratio_T.detach() > 1.0 + self.clip_high, 0.0, flipped_T)
-        return torch.where(advantages_T > 0, -flipped_T * advantages_T * tokens.logprobs_T, ppo_T), metrics
+        ppo_T, metrics = Ppo(clip_low=self.clip_low, clip_high=self.clip_high).of_ratio(ratio_T, advantages_T)
+        value_T, is_positive_T = ratio_T.detach(), advantages_T > 0
+        turned_T = torch.where(is_positive_T, 1.0 / value_T, value_T)
+        dual_T = (advantages_T != 0) & (turned_T > self.dual_clip)
+        weight_T = turned_T.clamp(max=self.dual_clip)
+        weight_T = torch.where(is_positive_T & (value_T > 1.0 + self.clip_high), 0.0, weight_T)
+        soft_T = -weight_T * advantages_T * tokens.logprobs_T
+        return torch.where(is_positive_T | dual_T, soft_T, ppo_T), metrics | _sums(clipped_dual=dual_T)
+
+
+STALE_LOG_RATIO = "stale_log_ratio"
+"""Statistic of a step: the absolute log ratio, policy over rollout, from which `Sat` contracts clip ranges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sat:
+    """PPO's clipped loss whose clip range shrinks for tokens that are far from the policy that sampled them.
+
+    The bounds are 1 - clip_low f and 1 + clip_high f. With d the token's absolute log ratio of policy over rollout
+    policy, and q the quantile of d over the tokens of the step: f = 1 for d <= q, and for q = 0; else
+    f = 1 / (1 + (d / q - 1)^2). So only the stalest tokens are bounded more narrowly, and `quantile` 1 is `Ppo`.
+
+    After the staleness-adaptive trust region (SAT, arXiv 2607.18722), which has the quantile of a micro-batch, and a
+    Hill function of exponent 2 whose exact form is not known to us: q over the whole step, so that the gradient does
+    not depend on micro-batches, and this function are flowrt's.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    quantile: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_clip(self.clip_low, self.clip_high)
+        if not 0 <= self.quantile <= 1:
+            raise ValueError(f"quantile is {self.quantile}; it must be 0 to 1 (0.9 is common)")
+
+    def measure(self, step: StepTokens) -> dict[str, float]:
+        """q of a step's tokens by name; 0 of none."""
+        drift_T = clamped_log_ratio_T(step.logprobs_T, step.rollout_T).double().abs().sort().values
+        if not len(drift_T):
+            return {STALE_LOG_RATIO: 0.0}
+        place = self.quantile * (len(drift_T) - 1)
+        low, high = float(drift_T[math.floor(place)]), float(drift_T[math.ceil(place)])
+        return {STALE_LOG_RATIO: low + (high - low) * (place - math.floor(place))}
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio_T, advantages_T = log_ratio_T(tokens).exp(), tokens.advantages_T
+        drift_T = clamped_log_ratio_T(tokens.logprobs_T.detach(), tokens.rollout_T.detach()).abs()
+        factor_T, stale = torch.ones_like(drift_T), tokens.step[STALE_LOG_RATIO]
+        if stale > 0:
+            factor_T = 1.0 / (1.0 + (drift_T / stale - 1.0).clamp(min=0.0).square())
+        low_T, high_T = 1.0 - self.clip_low * factor_T, 1.0 + self.clip_high * factor_T
+        loss_T = torch.maximum(-ratio_T * advantages_T, -ratio_T.clamp(low_T, high_T) * advantages_T)
+        return loss_T, _sums(
+            ratio=ratio_T,
+            clip_range_factor=factor_T,
+            clipped_low=(advantages_T < 0) & (ratio_T < low_T),
+            clipped_high=(advantages_T > 0) & (ratio_T > high_T),
+        )
 
 
 def _choose(condition: Tensor, if_true: float, if_false: float, like: Tensor) -> Tensor:
@@ -328,7 +392,7 @@ def _choose(condition: Tensor, if_true: float, if_false: float, like: Tensor) ->
     return torch.where(condition, like.new_tensor(if_true), like.new_tensor(if_false))
 
 
-def _bernoulli_kl_T(first_T: Tensor, second_T: Tensor) -> Tensor:
+def bernoulli_kl_T(first_T: Tensor, second_T: Tensor) -> Tensor:
     """KL(Bernoulli(first) || Bernoulli(second)) in nats; finite for probabilities of 0 and 1."""
     tiny = torch.finfo(first_T.dtype).eps
     first_T, second_T = first_T.clamp(tiny, 1 - tiny), second_T.clamp(tiny, 1 - tiny)

@@ -27,6 +27,8 @@ from flowrt.algorithms.losses import (
     Metrics,
     PolicyLoss,
     Reinforce,
+    Sat,
+    bernoulli_kl_T,
     clamped_log_ratio_T,
 )
 
@@ -86,6 +88,11 @@ class Correction:
             )
 
     def __call__(self, tokens: Tokens) -> Tensor:
+        """[T], the weights."""
+        return self.bounded_T(self.ratio_T(tokens))
+
+    def ratio_T(self, tokens: Tokens) -> Tensor:
+        """[T], the ratio of the level of each token, before the bounds."""
         log_T = clamped_log_ratio_T(tokens.anchor_T.detach(), tokens.rollout_T.detach())
         match self.level:
             case "off":
@@ -96,7 +103,12 @@ class Correction:
                 log_T = tokens.sum_N(log_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[tokens.sample_T]
             case "geometric":
                 log_T = tokens.mean_N(log_T)[tokens.sample_T]
-        ratio_T = log_T.exp()
+        return log_T.exp()
+
+    def bounded_T(self, ratio_T: Tensor) -> Tensor:
+        """[T], the weights of these ratios: truncated to the bounds, or 0 outside them."""
+        if self.level == "off":
+            return ratio_T
         if self.mode == "mask":
             return torch.where((ratio_T >= self.low) & (ratio_T <= self.high), ratio_T, 0.0)
         return ratio_T.clamp(max=self.high) if self.low == 0 else ratio_T.clamp(self.low, self.high)
@@ -111,20 +123,26 @@ class Rejection:
             (0, inf) keeps all.
         negative_kl: masks samples of negative advantage whose mean log(rollout / policy) exceeds it, in nats per token
             (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556); inf keeps all.
+        binary_kl: masks samples whose mean KL(rollout || policy) exceeds it, in nats per token, where the divergence of
+            a token is that of the two Bernoulli distributions, this token or another (the trust region of
+            FlashREINFORCE); inf keeps all.
     """
 
     low: float = 0.0
     high: float = math.inf
     negative_kl: float = math.inf
+    binary_kl: float = math.inf
 
     def __post_init__(self) -> None:
-        if not (0 <= self.low <= 1 <= self.high and self.negative_kl > 0):
-            raise ValueError(f"the band [{self.low}, {self.high}] must contain 1, and negative_kl be above 0")
+        if not (0 <= self.low <= 1 <= self.high and self.negative_kl > 0 and self.binary_kl > 0):
+            raise ValueError(
+                f"the band [{self.low}, {self.high}] must contain 1, and negative_kl and binary_kl be above 0"
+            )
 
     @property
     def keeps_all(self) -> bool:
         """Whether no sample is ever masked."""
-        return self.low == 0 and math.isinf(self.high) and math.isinf(self.negative_kl)
+        return self.low == 0 and all(math.isinf(one) for one in (self.high, self.negative_kl, self.binary_kl))
 
     def __call__(self, tokens: Tokens) -> Tensor:
         """[T], 1 for tokens of samples that are kept, else 0."""
@@ -132,6 +150,9 @@ class Rejection:
         ratio_N = mean_N.exp()
         kept_N = (ratio_N >= self.low) & (ratio_N <= self.high)
         kept_N &= (tokens.advantages_N >= 0) | (-mean_N <= self.negative_kl)
+        if not math.isinf(self.binary_kl):
+            rollout_T, policy_T = (one.detach().to(mean_N.dtype).exp() for one in (tokens.rollout_T, tokens.logprobs_T))
+            kept_N &= tokens.mean_N(bernoulli_kl_T(rollout_T, policy_T)) <= self.binary_kl
         return kept_N[tokens.sample_T].to(mean_N.dtype)
 
 
@@ -244,13 +265,13 @@ class Objective:
 
     @property
     def _measures(self) -> bool:
-        return self.second_moment is not None or self.entropy.top < 1
+        return self.second_moment is not None or self.entropy.top < 1 or isinstance(self.policy, Sat)
 
     def credit(self, groups: Groups) -> Credit:
         return self.credit_rule(groups)
 
     def measure(self, step: StepTokens) -> dict[str, float]:
-        measured: dict[str, float] = {}
+        measured = self.policy.measure(step) if isinstance(self.policy, Sat) else {}
         if self.second_moment is not None:
             measured[M2_THRESHOLD] = self.second_moment.threshold(step)
         if self.entropy.top < 1 and step.entropy_T is not None and len(step.entropy_T):
@@ -291,10 +312,10 @@ class Objective:
 
     def _weights(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Detached weight of each token's policy loss, and the counts of masked tokens."""
-        importance_T = self.correction(tokens)
-        ratio_T = clamped_log_ratio_T(tokens.anchor_T.detach(), tokens.rollout_T.detach()).exp()
+        ratio_T = self.correction.ratio_T(tokens)
+        importance_T = self.correction.bounded_T(ratio_T)
         masks: Metrics = {
-            "importance_truncated": ((importance_T > 0) & (importance_T < ratio_T)).double().sum(),
+            "importance_truncated": ((importance_T > 0) & (importance_T != ratio_T)).double().sum(),
             "importance_masked": (importance_T == 0).double().sum(),
         }
         weights_T = importance_T * tokens.weights_N[tokens.sample_T].to(importance_T.dtype)

@@ -63,14 +63,25 @@ _PRESETS: dict[str, AlgorithmConfig] = {
     "gspo": AlgorithmConfig(loss=GSPO, plan=FOUR_UPDATES, kl=NO_KL),
     "luspo": AlgorithmConfig(loss=LUSPO, plan=FOUR_UPDATES, kl=NO_KL),
     "gmpo": _from_rollout(LossConfig(policy="gmpo", clip_low=0.4, clip_high=0.4, aggregation="sequence_mean")),
-    "sapo": _from_rollout(LossConfig(policy="sapo")),
+    "sapo": _from_rollout(LossConfig(policy="sapo", aggregation="sequence_mean")),
     "dppo": _from_rollout(LossConfig(policy="dppo"), AdvantageConfig(scale="none")),
     "vespo": _from_rollout(LossConfig(policy="vespo")),
     "topr": _from_rollout(LossConfig(policy="topr"), AdvantageConfig(scale="none")),
     "aspo": _from_rollout(LossConfig(policy="aspo", dual_clip=3.0)),
     "decoupled": AlgorithmConfig(loss=PPO, plan=FOUR_UPDATES, kl=NO_KL),
     "m2po": AlgorithmConfig(
-        loss=PPO, plan=FROM_ROLLOUT, correction=replace(NO_CORRECTION, second_moment=0.04), kl=NO_KL
+        loss=LossConfig(policy="surrogate"),
+        plan=FROM_ROLLOUT,
+        correction=replace(NO_CORRECTION, second_moment=0.04),
+        kl=NO_KL,
+    ),
+    "sat": _from_rollout(LossConfig(policy="sat", aggregation="sequence_mean")),
+    "flash_reinforce": AlgorithmConfig(
+        advantage=AdvantageConfig(baseline="batch_mean", scale="none"),
+        loss=LossConfig(policy="surrogate", aggregation="sequence_mean"),
+        plan=FROM_ROLLOUT,
+        correction=replace(NO_CORRECTION, reject_binary_kl=3e-3),
+        kl=NO_KL,
     ),
     # With nll_coef 0 the likelihood of both samples falls, and runs with a staleness bound above 0 do not converge.
     "dpo_online": AlgorithmConfig(loss=LossConfig(policy="dpo", nll_coef=1.0), correction=NO_CORRECTION),
@@ -100,6 +111,8 @@ LOSS_FIELDS: dict[PolicyLossName, tuple[str, ...]] = {
     "vespo": ("k_positive", "lambda_positive", "k_negative", "lambda_negative"),
     "topr": ("cap", "level"),
     "aspo": (*CLIPPED, "dual_clip"),
+    "surrogate": (),
+    "sat": (*CLIPPED, "quantile"),
     "cross_entropy": (),
     "dpo": ("beta", "nll_coef"),
 }
@@ -136,13 +149,17 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 def has_step_scope(algorithm: AlgorithmConfig) -> bool:
     """Whether a preset depends on statistics of a whole step, so that training waits for its last sample."""
-    advantage = algorithm.advantage
     return (
-        advantage.whiten
-        or advantage.scale == "batch_std"
+        _compares_step(algorithm.advantage)
+        or algorithm.loss.policy == "sat"
         or algorithm.correction.second_moment > 0
         or algorithm.entropy.top_share < 1
     )
+
+
+def _compares_step(advantage: AdvantageConfig) -> bool:
+    """Whether advantages depend on the rewards of all samples of a step."""
+    return advantage.whiten or advantage.scale == "batch_std" or advantage.baseline == "batch_mean"
 
 
 def check_algorithm(config: RunConfig) -> None:
@@ -164,11 +181,26 @@ def check_algorithm(config: RunConfig) -> None:
                 f"algorithm {algorithm.name} uses statistics of all samples of a step, of which "
                 "trainer.tokens_per_step trains a part; leave one of them out"
             )
-        if algorithm.loss.policy in OF_SEQUENCES or algorithm.correction.level in ("sequence", "geometric"):
+        if _weighs_samples(algorithm):
             raise ConfigError(
                 f"algorithm {algorithm.name} weighs whole samples, which trainer.tokens_per_step cuts; leave one of "
                 "them out"
             )
+
+
+def rejects_samples(correction: CorrectionConfig) -> bool:
+    """Whether samples may be masked as a whole."""
+    limits = (correction.reject_low, correction.reject_high, correction.reject_negative_kl, correction.reject_binary_kl)
+    return any(limits)
+
+
+def _weighs_samples(algorithm: AlgorithmConfig) -> bool:
+    """Whether the weight of a token depends on all tokens of its sample."""
+    return (
+        algorithm.loss.policy in OF_SEQUENCES
+        or algorithm.correction.level in ("sequence", "geometric")
+        or rejects_samples(algorithm.correction)
+    )
 
 
 def acting_fields(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -319,7 +351,7 @@ def _check_bounds(config: RunConfig) -> None:
 
 
 def _check_groups(config: RunConfig) -> None:
-    """Raise ConfigError for a group size or a baseline that the advantages cannot be computed with."""
+    """Raise ConfigError for numbers of samples or a baseline that the advantages cannot be computed with."""
     advantage, size = config.algorithm.advantage, config.group_size
     if config.algorithm.loss.policy == DPO:
         if size < 2:
@@ -336,10 +368,15 @@ def _check_groups(config: RunConfig) -> None:
             f"algorithm.advantage.scale group_mean divides by the baseline, which is {advantage.baseline}; use "
             "baseline group_mean"
         )
-    if size == 1 and advantage.baseline != "none":
+    if config.prompts_per_step * size == 1 and _compares_step(advantage):
+        raise ConfigError(
+            f"prompts_per_step and group_size are 1, and algorithm {config.algorithm.name} compares the samples of a "
+            "step: nothing would be learned; use more prompts a step"
+        )
+    if size == 1 and advantage.baseline not in ("batch_mean", "none"):
         raise ConfigError(
             f"group_size is 1, and advantage baseline {advantage.baseline} compares the samples of a group: nothing "
-            "would be learned; use 2 or more, or --algorithm reinforce++"
+            "would be learned; use 2 or more, or --algorithm flash_reinforce"
         )
     if size == 1 and advantage.scale == "group_std":
         raise ConfigError(

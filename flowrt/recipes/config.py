@@ -43,6 +43,8 @@ PolicyLossName = Literal[
     "vespo",
     "topr",
     "aspo",
+    "surrogate",
+    "sat",
     "cross_entropy",
     "dpo",
 ]
@@ -395,9 +397,10 @@ class ReferenceConfig:
 class AdvantageConfig:
     """From the rewards of a group to one advantage a sample: (reward - baseline) / scale."""
 
-    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "none"] = "group_mean"
+    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "batch_mean", "none"] = "group_mean"
     """What is subtracted from a reward: group_mean (GRPO), leave_one_out, the mean of the others (RLOO, arXiv
-    2402.14740), length_weighted (OPO, arXiv 2505.23585), or none."""
+    2402.14740), length_weighted (OPO, arXiv 2505.23585), batch_mean, of all rewards of the step (FlashREINFORCE), or
+    none."""
     scale: Literal["group_std", "batch_std", "group_mean", "none"] = "group_std"
     """What is divided by: the standard deviation of the group (GRPO) or of the step (Lite-PPO, arXiv 2508.08221), the
     group's mean (MaxRL, arXiv 2602.02710), or none (arXiv 2503.20783)."""
@@ -424,7 +427,7 @@ class LossConfig:
 
     policy: PolicyLossName = "reinforce"
     """Policy loss: reinforce, ppo (also for GRPO and DAPO), cispo, gspo, gmpo, sapo, dppo, vespo, topr, aspo,
-    cross_entropy, dpo."""
+    surrogate (no bound), sat, cross_entropy, dpo."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Mean over the tokens of a step (DAPO), mean over samples of the mean over tokens (GRPO), or sum over
     rollout.max_new_tokens a sample (arXiv 2503.20783)."""
@@ -457,6 +460,9 @@ class LossConfig:
     """Loss vespo: exponent for negative advantages."""
     lambda_negative: Annotated[float, Interval(gt=0, le=1_000)] = 2.0
     """Loss vespo: rate for negative advantages."""
+    quantile: Annotated[float, Interval(ge=0, le=1)] = 0.9
+    """Loss sat: share of the step's tokens, those nearest to the rollout policy, whose clip range is not contracted; 1:
+    all, as loss ppo."""
     cap: Annotated[float, Interval(gt=0, le=1_000_000)] = 1.0
     """Loss topr: bound of the ratio of samples with negative advantage."""
     level: Literal["sequence", "token"] = "sequence"
@@ -501,6 +507,9 @@ class CorrectionConfig:
     reject_negative_kl: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
     """Mask samples with negative advantage that have moved more than this from the rollout policy, in nats a token
     (DeepSeek-V3.2, arXiv 2512.02556); 0: none."""
+    reject_binary_kl: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Mask samples whose mean KL of rollout and policy, of each token as one of two outcomes (this token, another), is
+    above this, in nats a token (FlashREINFORCE); 0: none."""
     second_moment: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
     """Mask the tokens with the largest squared log ratios until the mean of the rest is below this (M2PO, arXiv
     2510.01161); 0: none."""

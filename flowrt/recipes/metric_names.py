@@ -6,7 +6,7 @@ compares the names with those of a step of every preset.
 
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.controller.transitions.training import GROUPS_OF, REWARD_OF
-from flowrt.recipes.algorithms import DPO, is_own
+from flowrt.recipes.algorithms import DPO, is_own, rejects_samples
 from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
 from flowrt.rewards.scoring import reward_columns
 
@@ -31,6 +31,8 @@ OF_LOSS: dict[PolicyLossName, tuple[str, ...]] = {
     "vespo": ("ratio",),
     "topr": ("ratio", "clipped_high"),
     "aspo": ("ratio", "clipped_low", "clipped_high", "clipped_dual"),
+    "surrogate": ("ratio",),
+    "sat": ("ratio", "clip_range_factor", "clipped_low", "clipped_high"),
     "cross_entropy": (),
     "dpo": ("margin", "kl"),
 }
@@ -77,7 +79,7 @@ def _of_objective(config: RunConfig) -> set[str]:
         names.add("clipped_dual")
     if kl.coef > 0 and kl.where == "loss":
         names |= {"kl", "kl_coef"} if kl.target else {"kl"}
-    if correction.reject_low or correction.reject_high or correction.reject_negative_kl:
+    if rejects_samples(correction):
         names.add("rejected")
     if correction.second_moment:
         names.add("second_moment_masked")

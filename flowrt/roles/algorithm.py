@@ -25,6 +25,8 @@ from flowrt.algorithms.losses import (
     Ppo,
     Reinforce,
     Sapo,
+    Sat,
+    Surrogate,
     Topr,
     Vespo,
 )
@@ -65,6 +67,7 @@ def algorithm(config: RunConfig) -> Algorithm:
             low=correction.reject_low,
             high=correction.reject_high or float("inf"),
             negative_kl=correction.reject_negative_kl or float("inf"),
+            binary_kl=correction.reject_binary_kl or float("inf"),
         ),
         second_moment=SecondMoment(correction.second_moment) if correction.second_moment else None,
         kl=_kl(table.kl) if table.kl.coef > 0 and table.kl.where == "loss" else None,
@@ -104,6 +107,8 @@ def _policy_loss(loss: LossConfig) -> PolicyLoss:
         "vespo": lambda: Vespo(loss.k_positive, loss.lambda_positive, loss.k_negative, loss.lambda_negative),
         "topr": lambda: Topr(loss.cap, loss.level),
         "aspo": lambda: Aspo(loss.clip_low, loss.clip_high, loss.dual_clip),
+        "surrogate": Surrogate,
+        "sat": lambda: Sat(loss.clip_low, loss.clip_high, loss.quantile),
         "cross_entropy": CrossEntropy,
     }
     return makers[loss.policy]()

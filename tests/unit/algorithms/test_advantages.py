@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -81,5 +82,14 @@ def test_invalid_input_raises_an_error_that_names_it() -> None:
         group_advantages(torch.tensor([0.0, float("nan")]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"rewards_N \[2\] and groups_N \[3\]"):
         group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.long))
-    with pytest.raises(ValueError, match="step has 1 samples"):
-        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.long), baseline="none", scale="batch_std")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"scale": "batch_std"}, {"scale": "none", "whiten": True}, {"scale": "batch_std", "whiten": True}],
+)
+@pytest.mark.parametrize("baseline", ["none", "batch_mean"])
+def test_the_only_sample_of_a_step_has_no_advantage_over_others(rule: dict[str, Any], baseline: str) -> None:
+    """Of a step that lost its others, which is no reason to end the run."""
+    one = group_advantages(torch.tensor([3.0]), torch.zeros(1, dtype=torch.long), baseline=baseline, **rule)
+    assert one.tolist() == [0.0]

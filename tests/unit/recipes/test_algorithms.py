@@ -35,6 +35,7 @@ ALTERNATIVES: dict[str, tuple[Any, ...]] = {
     "loss.delta": (1.25,),
     "loss.limit": (0.01,),
     "loss.max_ratio": (1.01,),
+    "loss.quantile": (0.2, 0.05),
     "loss.cap": (0.5,),
     "loss.nll_coef": (0.5,),
     "plan.updates": (2, 3),
@@ -44,6 +45,7 @@ ALTERNATIVES: dict[str, tuple[Any, ...]] = {
     "correction.reject_low": (0.999,),
     "correction.reject_high": (1.001,),
     "correction.reject_negative_kl": (1e-4,),
+    "correction.reject_binary_kl": (1e-3,),
     "correction.second_moment": (0.01,),
     "kl.coef": (0.5,),
     "kl.target": (0.1,),
@@ -237,7 +239,12 @@ def test_a_field_without_effect_is_refused(preset: str, name: str, kind: Any) ->
         (["--algorithm", "gspo", "--trainer.tokens-per-step", "100"], "weighs whole samples"),
         (["--algorithm.advantage.overlong-tokens", "17"], "more than a response can have"),
         (["--algorithm", "best_of_n", "--algorithm.advantage.keep-best", "9"], "keep fewer"),
+        (["--algorithm", "flash_reinforce", "--trainer.tokens-per-step", "100"], "trainer.tokens_per_step"),
+        (["--algorithm.correction.reject-high", "2", "--trainer.tokens-per-step", "100"], "weighs whole samples"),
         (["--algorithm", "dpo_online", "--group-size", "1"], "compares two samples"),
+        (["--algorithm", "reinforce++", "--group-size", "1", "--prompts-per-step", "1"], "use more prompts a step"),
+        (["--algorithm", "flash_reinforce", "--group-size", "1", "--prompts-per-step", "1"], "use more prompts a step"),
+        (["--algorithm", "lite_ppo", "--group-size", "1"], "compares the samples of a group"),
     ],
 )
 def test_contradictory_flags_are_refused(flags: list[str], message: str) -> None:
