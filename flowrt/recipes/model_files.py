@@ -26,6 +26,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TRAINER_STATE = "trainer_state.json"
 """In each checkpoint of a trainer: what the directory is."""
 GGUF = ".gguf"
+GGUF_MAGIC = b"GGUF"
 INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -51,7 +52,8 @@ def check_model_files(path: Path, max_new_tokens: int, overrides: Mapping[str, A
 def _check_files(path: Path, max_new_tokens: int, overrides: Mapping[str, Any]) -> None:
     _check_gguf(path)
     if not path.is_dir():
-        raise ConfigError(f"model {path} is not a directory; give one with config.json, weights and a tokenizer")
+        what = "a file; give its directory," if path.is_file() else "not a directory; give one"
+        raise ConfigError(f"model {path} is {what} with config.json, weights and a tokenizer")
     has_config = (path / "config.json").is_file()
     if is_adapter(path) or ((path / ADAPTER_CONFIG).is_file() and not has_config):
         base = _checked_base(path)
@@ -86,13 +88,22 @@ def _check_files(path: Path, max_new_tokens: int, overrides: Mapping[str, Any]) 
 
 def _check_gguf(path: Path) -> None:
     """Raise ConfigError for a GGUF file, and for a directory of such files."""
-    file = path if path.suffix == GGUF else next(iter(sorted(path.glob(f"*{GGUF}"))), path)
-    if file.suffix == GGUF and file.is_file() and not weight_files(path):
+    files = [path] if path.is_file() else sorted(one for one in path.glob("*") if one.suffix.lower() == GGUF)
+    file = next((one for one in files if _is_gguf(one)), None)
+    if file is not None and not weight_files(path):
         raise ConfigError(
             f"model {path} is in GGUF, the format of llama.cpp, which cannot be trained; use the checkpoint that it "
             f"was made from, or convert it: AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, "
             f"gguf_file={file.name!r}).save_pretrained(DIRECTORY), and AutoTokenizer likewise"
         )
+
+
+def _is_gguf(file: Path) -> bool:
+    """Whether a file is in GGUF, by its name or its first bytes."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return file.suffix.lower() == GGUF or opened.read(len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
 def _check_weights(path: Path) -> dict[str, dict[str, dict[str, Any]]]:

@@ -96,7 +96,7 @@ class RunMetrics:
         self.latest: dict[str, Any] = {}
         for line in earlier_lines:
             self._count(line)
-            step_s = line["samples"] / max(line["samples_per_s"], 0.001)
+            step_s = line["samples"] / line["samples_per_s"] if line["samples_per_s"] else 0.0
             self._earlier_training_s += step_s
             if self._first_step_s is None:
                 self._first_step_s = line["wall_s"] - step_s
@@ -130,7 +130,7 @@ class RunMetrics:
             "samples": closed.samples,
             "groups": closed.groups,
             "tokens": closed.tokens,
-            "samples_per_s": round(closed.samples / elapsed_s, 3),
+            "samples_per_s": round(closed.samples / elapsed_s, 6),
             "staleness_mean": round(closed.staleness_mean, 4),
             "staleness_max": max(closed.lags, default=0),
             **dict(closed.counts),
@@ -243,7 +243,7 @@ class RunMetrics:
             "eval_first": self.numbers.get("eval_first"),
             "eval_last": self.numbers.get("eval_last"),
             "samples": totals["samples"],
-            "samples_per_s": round(totals["samples"] / training_s, 3),
+            "samples_per_s": round(totals["samples"] / training_s, 6),
             "tokens_per_s": round(totals["tokens"] / training_s, 3),
             "staleness_bound": bound,
             "staleness_max": totals["lag_max"],

@@ -154,9 +154,16 @@ def collect(directory: Path, model: str, probe: list[str], limit_s: float) -> Fa
         addresses=interfaces(),
         own_address=own_address(),
         port_error=_port_error(),
-        model_error="" if not model or Path(model).is_dir() else f"there is no directory {model}",
+        model_error=_model_error(Path(model)) if model else "",
     )
     return dataclasses.replace(facts, **_probe(["--node", node, *probe], limit_s))
+
+
+def _model_error(path: Path) -> str:
+    """Why a model cannot be a directory; empty if it is one."""
+    if path.is_dir():
+        return ""
+    return f"{path} is a file, and a model is a directory" if path.is_file() else f"there is no directory {path}"
 
 
 def node_name() -> str:

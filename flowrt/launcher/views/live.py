@@ -17,7 +17,7 @@ from flowrt.launcher.views.waits import duration, grouped
 HISTORY = 60
 """Steps in the reward bars."""
 SLOW_RATE = 10.0
-"""Samples a second below which the rate has decimals."""
+"""Number a second below which a rate has decimals."""
 MIN_SHARE = 0.005
 """Share of a role's time below which it is not shown."""
 PRINT_EVERY = 10
@@ -137,7 +137,7 @@ def _line(status: Mapping[str, Any]) -> str:
         f"reward {latest.get('reward', float('nan')):.3f}",
         f"length {latest.get('response_length', float('nan')):.1f}",
         f"staleness {latest['staleness_mean']:.2f} (max {latest['staleness_max']})",
-        f"{rate:.0f} samples/s" if (rate := latest["samples_per_s"]) >= SLOW_RATE else f"{rate:.2g} samples/s",
+        f"{_rate(latest['samples_per_s'])} samples/s",
     ]
     if status.get("eta_s"):
         parts.append(f"{duration(status['eta_s'])} left")
@@ -163,8 +163,8 @@ def summary_table(summary: Mapping[str, Any], prepared_s: float | None = None) -
             )
             for name, of in summary.get("evaluations", {}).items()
         },
-        "samples": f"{summary['samples']} ({summary['samples_per_s']:.0f}/s)",
-        "tokens/s": f"{summary['tokens_per_s']:.0f}",
+        "samples": f"{summary['samples']} ({_rate(summary['samples_per_s'])}/s)",
+        "tokens/s": _rate(summary["tokens_per_s"]),
         "staleness, mean (max, bound)": (
             f"{summary['staleness_mean']:.2f} ({summary['staleness_max']}, {summary['staleness_bound']})"
         ),
@@ -174,6 +174,10 @@ def summary_table(summary: Mapping[str, Any], prepared_s: float | None = None) -
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:.0f}" if per_s >= SLOW_RATE else f"{per_s:.2g}"
 
 
 def _times(shares: Mapping[str, float]) -> str:

@@ -144,7 +144,7 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
         if len(rows) <= held_out:
             raise ConfigError(
                 f"data set {one.name!r} has {len(rows)} rows, no more than the {held_out} that are held out, its share "
-                f"of data.eval_prompts={data.eval_prompts}; use fewer"
+                f"of data.eval_prompts={data.eval_prompts}; use fewer, 0, or name other data to evaluate with eval.data"
             )
         sets.append(ProblemSet(one.name, one.weight, rows, data, len(rows) - held_out, numbers))
     return sets

@@ -3,6 +3,7 @@
 import io
 import re
 
+import pytest
 from rich.console import Console
 
 from flowrt.launcher.views.live import LiveView, summary_table
@@ -97,6 +98,15 @@ def test_the_table_has_every_number_of_the_summary() -> None:
     expected = ("120", "39.0 s", "0.250 → 0.970", "0.330 → -", "15360 (503/s)", "8692", "0.99 (1, 1)", "0, 0")
     for text in (*expected, "gate 70%, busy 24%", "busy 93%"):
         assert text in out.getvalue(), text
+
+
+@pytest.mark.parametrize(("per_s", "text"), [(503.2, "503"), (3.54, "3.5"), (0.0312, "0.031"), (0.0004, "0.0004")])
+def test_no_rate_of_a_slow_run_is_zero(per_s: float, text: str) -> None:
+    assert f"{text} samples/s" in shown({**STATUS, "latest": {**LATEST, "samples_per_s": per_s}})
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary_table({**SUMMARY, "samples_per_s": per_s, "tokens_per_s": per_s}))
+    assert f"({text}/s)" in out.getvalue()
+    assert out.getvalue().count(text) >= 2
 
 
 def shown(status: dict[str, object], height: int = 24) -> str:

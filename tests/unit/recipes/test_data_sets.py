@@ -176,7 +176,8 @@ def test_a_set_with_too_few_rows_for_its_held_out_share_is_refused(tmp_path: Pat
     configs = sets(tmp_path, ("a", numbered("a", 9), 0.5), ("b", numbered("b", 4), 0.5))
     with pytest.raises(
         ConfigError,
-        match=r"data set 'b' has 4 rows, no more than the 4 that are held out, its share of data\.eval_prompts=8; use",
+        match=r"data set 'b' has 4 rows, no more than the 4 that are held out, its share of data\.eval_prompts=8; use "
+        r"fewer, 0, or name other data to evaluate with eval\.data",
     ):
         open_sets(DataConfig(prompt_key="prompt", eval_prompts=8, sets=configs))
 
