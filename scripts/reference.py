@@ -8,7 +8,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -17,6 +17,7 @@ from flowrt.recipes.config import DataSetConfig, GuardConfig
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, table_of
 from flowrt.recipes.resume_overrides import may_change
 from flowrt.runtime.bounds import MAX_TIMEOUT_S, TIMEOUT, interval_of, span
+from flowrt.runtime.conditions import OnlyIf, conditions_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
 INTRODUCTION = """# Configuration
@@ -29,7 +30,8 @@ last one wins: the defaults of the recipe, the file of `--config FILE.toml`, the
 `--trainer.compile True`). `flowrt config > FILE.toml` prints a complete configuration; `flowrt run RECIPE --help` lists
 the flags.
 
-A wrong key, type or value is refused before anything starts, with exit code 2. Keys that end in `_s` are seconds, from
+A wrong key, type or value is refused before anything starts, with exit code 2, and so is a key that cannot act ("Acts
+only with") and has neither its default nor that of the recipe. Keys that end in `_s` are seconds, from
 just above 0 to {days} days unless a range is given. Keys marked * may change when a run is resumed, because they do not
 change what is computed.
 """
@@ -40,8 +42,8 @@ def page() -> str:
     base = defaults("arithmetic")
     lines = [INTRODUCTION.format(days=MAX_TIMEOUT_S // 86400)]
     lines += _section("The run", "", base)
-    for name, table in _tables("", base):
-        lines += _section(f"`[{name}]`", f"{name}.", table)
+    for name, table, conditions in _tables("", base):
+        lines += _section(f"`[{name}]`", f"{name}.", table, conditions)
     lines += _section("`[[data.sets]]`", "data.sets.", DataSetConfig(name="", path=""))
     lines += _section("`[[guard]]`", "guard.", GuardConfig(metric=""))
     lines += [
@@ -59,25 +61,40 @@ def page() -> str:
     return "\n".join([*lines, ""])
 
 
-def _section(title: str, prefix: str, table: Any) -> list[str]:
+def _section(title: str, prefix: str, table: Any, above: Sequence[OnlyIf] = ()) -> list[str]:
+    """The section of a table, which acts under the conditions ``above``."""
     hints, meanings = get_type_hints(type(table), include_extras=True), _meanings(type(table))
     about = (inspect.getdoc(type(table)) or "").replace("\n", " ").replace("  ", " ")
+    if above:
+        about += f" {_conditions(above)}"
     lines = [f"## {title}", "", about, "", "| key | type | default | range | meaning |", "|---|---|---|---|---|"]
     for field in dataclasses.fields(table):
         value, key = getattr(table, field.name), f"{prefix}{field.name}"
         if not dataclasses.is_dataclass(value):
             mark = "*" if may_change(key) else ""
-            cells = (_kind(hints[field.name]), _value(value), _range(hints[field.name]), meanings[field.name])
+            meaning = f"{meanings[field.name]} {_conditions(list(conditions_of(hints[field.name])))}".rstrip()
+            cells = (_kind(hints[field.name]), _value(value), _range(hints[field.name]), meaning)
             lines.append(f"| `{key}`{mark} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return [*lines, ""]
 
 
-def _tables(prefix: str, config: Any) -> Iterator[tuple[str, Any]]:
-    """The tables of a configuration by their full names, each before those within it."""
+def _conditions(conditions: Sequence[OnlyIf]) -> str:
+    """The conditions under which a key or a table acts, as sentences."""
+    sentences = []
+    for one in conditions:
+        names = " or ".join(f"`{name}`" for name in one.keys)
+        values = " or ".join(_value(value) for value in one.have or one.but)
+        sentences.append(f"Acts only with {names} {values if one.have else f'other than {values}'}.")
+    return " ".join(sentences)
+
+
+def _tables(prefix: str, config: Any) -> Iterator[tuple[str, Any, list[OnlyIf]]]:
+    """The tables of a configuration by their full names, with their own conditions, each before those within it."""
+    hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            yield f"{prefix}{field.name}", value
+            yield f"{prefix}{field.name}", value, list(conditions_of(hints[field.name]))
             yield from _tables(f"{prefix}{field.name}.", value)
 
 

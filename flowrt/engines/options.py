@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from flowrt.runtime.bounds import Seconds
+from flowrt.runtime.conditions import OnlyIf
 
 LearningRate = Annotated[float, Interval(ge=0, le=10)]
 StepCount = Annotated[int, Interval(ge=0, le=10_000_000)]
 RestartCount = Annotated[int, Interval(ge=0, le=10_000)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
+STARTED = OnlyIf("rollout.sglang.url", have=((),))
 CUT_CHARACTER = "\ufffd"
 """What a tokenizer decodes the bytes of an incomplete character to."""
 
@@ -53,9 +55,9 @@ class TrainOptions:
     """Optimiser steps over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or decaying to min_lr."""
-    decay_steps: StepCount = 0
+    decay_steps: Annotated[StepCount, OnlyIf("trainer.schedule", but=("constant",))] = 0
     """Optimiser steps of the decay; 0: all steps after the warm-up, so that one more step would have min_lr."""
-    min_lr: LearningRate = 0.0
+    min_lr: Annotated[LearningRate, OnlyIf("trainer.schedule", but=("constant",))] = 0.0
     """Learning rate after the last step of the decay."""
     beta1: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     """AdamW's decay of the gradient mean."""
@@ -105,11 +107,11 @@ class LoraOptions:
 
     rank: Annotated[int, Interval(ge=0, le=65_536)] = 0
     """Rank of the adapters; 0: no adapters, all weights are trained."""
-    alpha: Annotated[float, Interval(ge=-1_000_000, le=1_000_000)] = 16.0
+    alpha: Annotated[float, Interval(ge=-1_000_000, le=1_000_000), OnlyIf("trainer.lora.rank", but=(0,))] = 16.0
     """Adapter outputs are scaled by alpha / rank."""
-    targets: str = "all-linear"
+    targets: Annotated[str, OnlyIf("trainer.lora.rank", but=(0,))] = "all-linear"
     """Adapted layers: names (q_proj,v_proj), a regular expression over whole paths, or all-linear."""
-    publish: Literal["adapters", "merged"] = "adapters"
+    publish: Annotated[Literal["adapters", "merged"], OnlyIf("trainer.lora.rank", but=(0,))] = "adapters"
     """What rollout workers receive: the adapters alone, or full weights with the adapters merged."""
 
 
@@ -128,16 +130,16 @@ class SglangOptions:
     """Python of the environment with SGLang; flowrt's own environment does not need SGLang."""
     device: str = ""
     """Device of a started server: cpu, cuda, npu; empty: that of the run, else SGLang's choice."""
-    dtype: str = "auto"
+    dtype: Annotated[str, STARTED] = "auto"
     """Dtype of a started server's weights, in SGLang's terms: auto, float32, bfloat16."""
-    arguments: str = ""
+    arguments: Annotated[str, STARTED] = ""
     """Further arguments of a started server: --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
     weights: WeightPath = "disk"
     """How weights are sent: as a checkpoint in shared memory, within requests, or by broadcast over a group."""
-    host: str = ""
+    host: Annotated[str, OnlyIf("rollout.sglang.weights", have=("broadcast",))] = ""
     """Address of the worker that its server can reach, for weights by broadcast; empty: the one from which the worker
     reaches the server."""
-    stage: str = ""
+    stage: Annotated[str, OnlyIf("rollout.sglang.weights", have=("disk",))] = ""
     """Directory shared with the server, for weights by disk; empty: memory of this worker (same host only)."""
     pause: PauseMode = "retract"
     """Running sequences on an in-flight update: recompute their KV cache, keep it, or abort and send them again."""

@@ -15,7 +15,7 @@ from flowrt.launcher.export_model import saved_weights
 from flowrt.launcher.local_run import check_and_run, with_absolute_paths
 from flowrt.launcher.resume import read_config
 from flowrt.launcher.supervision import read_summary
-from flowrt.recipes.config import CheckpointConfig, RunConfig
+from flowrt.recipes.config import BuildConfig, CheckpointConfig, RunConfig, SftConfig
 from flowrt.recipes.constraints import check
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.registry import held_out_by_default
@@ -99,6 +99,8 @@ def evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, mod
         run_dir=str(run_dir),
         data=dataclasses.replace(config.data, eval_prompts=held_out),
         eval=dataclasses.replace(config.eval, **changes),
+        build=BuildConfig(),
+        sft=SftConfig(),
         checkpoint=CheckpointConfig(every=0),
         reference=dataclasses.replace(config.reference, model="", refresh=0, average=1.0),
         guard=(),

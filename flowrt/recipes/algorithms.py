@@ -170,6 +170,11 @@ def check_algorithm(config: RunConfig) -> None:
         value = attrgetter(field)(algorithm)
         if value != attrgetter(field)(base):
             raise ConfigError(f"algorithm.{field} is {value}, which changes nothing: {reason}; leave it out")
+    if config.max_staleness == 0 and algorithm.staleness_weight != "uniform":
+        raise ConfigError(
+            f"algorithm.staleness_weight is {algorithm.staleness_weight}, which changes nothing with max_staleness 0; "
+            "set max_staleness, or leave it out"
+        )
     if is_own(algorithm.name):
         return
     _check_plan(algorithm)

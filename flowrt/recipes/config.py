@@ -27,6 +27,7 @@ from flowrt.engines.prompts import PromptFormat
 from flowrt.engines.table import RolloutEngineName, TrainEngineName
 from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
+from flowrt.runtime.conditions import OnlyIf
 
 MIN_TEMPERATURE = 0.01
 """With a lower one, rounding of the logits decides which token is drawn."""
@@ -48,6 +49,22 @@ PolicyLossName = Literal[
     "cross_entropy",
     "dpo",
 ]
+EMBEDDED = OnlyIf("model", have=("",), off=(0,))
+READS_FILES = OnlyIf("recipe", but=("arithmetic",))
+EVALUATES = OnlyIf("eval.interval", but=(0,), or_keys=("eval.at_start", "eval.at_end", "eval.only"))
+WITH_SFT = OnlyIf("sft.steps", but=(0,))
+WITH_ANSWERS = OnlyIf("sft.answer_only_steps", but=(0,))
+WITH_ANY_SFT = OnlyIf("sft.steps", but=(0,), or_keys=("sft.answer_only_steps",))
+ROLLING, EVERY_N, DIVERGENCE = (
+    OnlyIf("rollout.weight_sync.policy", have=(name,)) for name in ("rolling", "every_n", "divergence")
+)
+SOLVE_RATE = OnlyIf("curriculum.policy", have=("solve_rate",))
+LENGTH_AWARE = OnlyIf("dispatch.policy", have=("length_aware",))
+SEVERAL_RANKS = OnlyIf("trainer.ranks", but=(1,))
+WITH_CHECKPOINTS = OnlyIf("checkpoint.every", but=(0,), off=(0.0,))
+WITH_CHECKPOINTS_OR_MODELS = OnlyIf("checkpoint.every", but=(0,), or_keys=("checkpoint.hf_every",))
+WITH_RESTARTS = OnlyIf("supervisor.max_worker_restarts", but=(0,))
+BY_TOKENS = OnlyIf("trainer.micro_batch_samples", have=(0,))
 Limit = Annotated[float | None, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)]
 Difficulty = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
@@ -78,11 +95,11 @@ class DataConfig:
     sets: tuple[DataSetConfig, ...] = ()
     """Recipe custom: several data sets in place of the path, mixed by weight: tables `[[data.sets]]`, or flags
     `--data NAME=PATH:WEIGHT`."""
-    split: str = "train"
+    split: Annotated[str, READS_FILES] = "train"
     """Split that is read from a directory."""
-    prompt_key: str = "question"
+    prompt_key: Annotated[str, READS_FILES] = "question"
     """Column of the prompt: text, or, with recipe custom, a list of messages with role and content."""
-    answer_key: str = "answer"
+    answer_key: Annotated[str, READS_FILES] = "answer"
     """Column of the reference answer; A.B is key B in column A."""
     chat_template: str = ""
     """Chat template of prompts: none (text as it is), chat (text is a message of the user), or a Jinja file; empty:
@@ -140,22 +157,22 @@ class EvalConfig:
     """Evaluate the initial weights, before training."""
     at_end: bool = True
     """Evaluate the last weights."""
-    samples: Annotated[int, Interval(ge=1, le=65_536)] = 1
+    samples: Annotated[int, Interval(ge=1, le=65_536), EVALUATES] = 1
     """Answers to each prompt, over which avg@k and pass@k are measured."""
-    temperature: Annotated[float | None, Interval(ge=0, le=100)] = None
+    temperature: Annotated[float | None, Interval(ge=0, le=100), EVALUATES] = None
     """Sampling temperature; 0: the most likely token; not given: 0 with one sample, rollout.temperature with more."""
-    top_k: Annotated[int, Interval(ge=0, le=4_096)] = 0
+    top_k: Annotated[int, Interval(ge=0, le=4_096), EVALUATES] = 0
     """Sample from this many most likely tokens; 0: from all."""
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1), EVALUATES] = 1.0
     """Sample from the fewest most likely tokens whose probabilities sum to this; 1: from all."""
-    limit: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
+    limit: Annotated[int, Interval(ge=0, le=1_000_000), EVALUATES] = 0
     """Prompts of each data set, the first ones; 0: all."""
     overlap: Literal["skip", "wait"] = "skip"
     """An evaluation that is due while another one runs: skip it, unless its version is still there afterwards; or let
     it wait, its version kept in the trainer's memory, for at most two at a time."""
     only: bool = False
     """Only evaluate the weights that the run starts from: no trainer is started, and nothing is trained."""
-    solved_reward: Reward = 1.0
+    solved_reward: Annotated[Reward, EVALUATES] = 1.0
     """Reward from which an answer counts as right, in pass@k."""
     stop_at: Reward = 0.0
     """End training once the mean reward of an evaluation of the first data set reaches this; 0: never."""
@@ -196,19 +213,19 @@ class SftConfig:
 
     steps: StepCount = 140
     """Maximum number of optimiser steps on worked solutions; 0: no SFT."""
-    batch: Annotated[int, Interval(gt=0, le=65_536)] = 32
+    batch: Annotated[int, Interval(gt=0, le=65_536), WITH_ANY_SFT] = 32
     """Solutions per step."""
-    lr: LearningRate = 2e-3
+    lr: Annotated[LearningRate, WITH_SFT] = 2e-3
     """Learning rate."""
-    eval_prompts: Annotated[int, Interval(gt=0, le=100_000)] = 256
+    eval_prompts: Annotated[int, Interval(gt=0, le=100_000), WITH_ANY_SFT] = 256
     """Prompts per evaluation of the mean reward."""
-    stop_reward: Reward = 0.85
+    stop_reward: Annotated[Reward, WITH_SFT] = 0.85
     """Stop early once the mean reward of sampled answers reaches this."""
     answer_only_steps: StepCount = 40
     """Maximum number of steps of a second stage on mostly answers without working; 0: no second stage."""
-    answer_only_lr: LearningRate = 1e-3
+    answer_only_lr: Annotated[LearningRate, WITH_ANSWERS] = 1e-3
     """Learning rate of the second stage."""
-    answer_only_stop_reward: Reward = 0.25
+    answer_only_stop_reward: Annotated[Reward, WITH_ANSWERS] = 0.25
     """Stop the second stage once the mean reward of sampled answers falls to this."""
 
 
@@ -219,13 +236,13 @@ class WeightSyncConfig:
     policy: Literal["immediate", "rolling", "every_n", "divergence"] = "immediate"
     """Policy immediate: every version; rolling: a few workers at a time; every_n: every n-th version; divergence: once
     the trainer's policy has moved far enough from the worker's."""
-    max_concurrent: Annotated[int, Interval(ge=1, le=10_000)] = 1
+    max_concurrent: Annotated[int, Interval(ge=1, le=10_000), ROLLING] = 1
     """Policy rolling: workers that receive or activate weights at a time."""
-    interval: Annotated[int, Interval(ge=1, le=10_000)] = 2
+    interval: Annotated[int, Interval(ge=1, le=10_000), EVERY_N] = 2
     """Policy every_n: versions between two updates."""
-    threshold: Annotated[float, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)] = 1e-3
+    threshold: Annotated[float, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000), DIVERGENCE] = 1e-3
     """Policy divergence: divergence of the trainer from a worker (k3, nats per token) that triggers an update."""
-    max_age: Annotated[int, Interval(ge=1, le=10_000)] = 4
+    max_age: Annotated[int, Interval(ge=1, le=10_000), DIVERGENCE] = 4
     """Policy divergence: versions behind at which a worker updates regardless of the divergence."""
 
 
@@ -236,11 +253,11 @@ class DispatchConfig:
     policy: Literal["fifo", "locality", "length_aware"] = "fifo"
     """Policy fifo: in order of issue; locality: those of which the worker already holds the most bytes; length_aware:
     prompts whose responses were long in earlier epochs get rollout workers of their own."""
-    lookahead: Annotated[int, Interval(ge=1, le=65_536)] = 16
+    lookahead: Annotated[int, Interval(ge=1, le=65_536), OnlyIf("dispatch.policy", have=("locality",))] = 16
     """Policy locality: number of oldest ready samples from which one is chosen; 1: fifo."""
-    tail_fraction: Annotated[float, Interval(ge=0, le=1)] = 0.2
+    tail_fraction: Annotated[float, Interval(ge=0, le=1), LENGTH_AWARE] = 0.2
     """Policy length_aware: maximum fraction of the prompts of a step that count as long; 0: fifo."""
-    row_cost: Annotated[float, Interval(ge=0, le=1_000)] = 0.02
+    row_cost: Annotated[float, Interval(ge=0, le=1_000), LENGTH_AWARE] = 0.02
     """Policy length_aware: time that each running sequence adds to a decoding step, relative to an empty one."""
 
 
@@ -270,16 +287,16 @@ class CurriculumConfig:
     policy: Literal["uniform", "solve_rate"] = "uniform"
     """Policy uniform: every prompt; solve_rate: with the probability that its next group has both solved and
     failed samples, relative to solve rate 1/2, and every prompt that has not been trained yet."""
-    history: Annotated[int, Interval(ge=1, le=1_000)] = 8
+    history: Annotated[int, Interval(ge=1, le=1_000), SOLVE_RATE] = 8
     """Policy solve_rate: number of last groups of a prompt over which its solve rate is measured."""
-    floor: Annotated[float, Interval(ge=MIN_FLOOR, le=1)] = 0.05
+    floor: Annotated[float, Interval(ge=MIN_FLOOR, le=1), SOLVE_RATE] = 0.05
     """Policy solve_rate: probability of a prompt that is always or never solved; 1: uniform."""
-    prior: Annotated[float, Interval(ge=0, le=1_000_000)] = 0.5
+    prior: Annotated[float, Interval(ge=0, le=1_000_000), SOLVE_RATE] = 0.5
     """Policy solve_rate: solved and failed samples that are added to those measured, so that few samples do not decide;
     0: the measured rate, 0.5: Jeffreys' prior, 1: a uniform prior."""
-    failed_reward: Reward = 0.0
+    failed_reward: Annotated[Reward, SOLVE_RATE] = 0.0
     """Policy solve_rate: mean reward of solve rate 0, and of every lower one."""
-    solved_reward: Reward = 1.0
+    solved_reward: Annotated[Reward, SOLVE_RATE] = 1.0
     """Policy solve_rate: mean reward of solve rate 1, and of every higher one."""
 
 
@@ -311,7 +328,7 @@ class RolloutConfig:
     end up to there; needs checkpoint.samples; 0: only complete samples, and sequences when the run is preempted."""
     weight_update: Literal["between_sequences", "in_flight"] = "between_sequences"
     """When a worker activates new weights: between sequences, or in flight, between two tokens of running sequences."""
-    recompute_kv_on_update: bool = True
+    recompute_kv_on_update: Annotated[bool, OnlyIf("rollout.weight_update", have=("in_flight",))] = True
     """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
     KV cache."""
     compile: bool = False
@@ -324,7 +341,7 @@ class RolloutConfig:
     """Engine torch: dtype of the model and its KV cache; auto: that of the weights that the trainer publishes."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """When rollout workers update their weights."""
-    sglang: SglangOptions = field(default_factory=SglangOptions)
+    sglang: Annotated[SglangOptions, OnlyIf("rollout.engine", have=("sglang",))] = field(default_factory=SglangOptions)
     """The SGLang server."""
 
     @property
@@ -341,32 +358,32 @@ class TrainerConfig(TrainOptions):
     """Engine torch: each rank holds the whole model; fsdp: parameters, gradients and optimiser state are sharded."""
     ranks: Annotated[int, Interval(gt=0, le=65_536)] = 1
     """Data-parallel trainer processes; two or more are started by torchrun."""
-    device: str = ""
+    device: Annotated[str, OnlyIf("trainer.engine", have=("torch",))] = ""
     """Engine torch: device of each rank: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
     else cpu."""
-    dtype: Dtype = "float32"
+    dtype: Annotated[Dtype, OnlyIf("trainer.engine", have=("torch",))] = "float32"
     """Engine torch: dtype of parameters in forward and backward passes and when published; the optimiser's parameters
     and accumulated gradients are float32, or float64 if this is float64."""
-    rank_timeout_s: Seconds = 240.0
+    rank_timeout_s: Annotated[Seconds, SEVERAL_RANKS] = 240.0
     """How long the ranks wait for one that does not respond before the run restarts from a checkpoint, in seconds; keep
     it below controller.no_progress_timeout_s."""
     nodes: Annotated[int, Interval(gt=0, le=65_536)] = 1
     """Hosts over which the ranks are spread evenly; launch.trainer starts one torchrun on each."""
-    micro_batch_tokens: Annotated[int, Interval(gt=0, le=1_000_000_000)] = 2048
+    micro_batch_tokens: Annotated[int, Interval(gt=0, le=1_000_000_000), BY_TOKENS] = 2048
     """Micro-batch size in tokens; training starts on a micro-batch once it is full or the step has no more samples."""
     micro_batch_samples: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Micro-batch size in samples, in whole groups, instead of tokens; 0: by micro_batch_tokens."""
     tokens_per_step: Annotated[int, Interval(ge=0, le=1_000_000_000_000)] = 0
     """Train on exactly this many response tokens per step (C3PO, arXiv 2506.14731), chosen by a seeded shuffle; 0: on
     all."""
-    balance_ranks_by_tokens: bool = False
+    balance_ranks_by_tokens: Annotated[bool, SEVERAL_RANKS] = False
     """Partition each step among the ranks by token count in advance, instead of serving ranks on demand; no streaming
     within a step."""
     save: bool = True
     """Write the trained model at the end."""
-    final_dir: str = ""
+    final_dir: Annotated[str, OnlyIf("trainer.save", have=(True,))] = ""
     """Directory of the trained model, on the host of trainer rank 0; empty: "final" in the run directory."""
-    fsdp: FsdpOptions = field(default_factory=FsdpOptions)
+    fsdp: Annotated[FsdpOptions, OnlyIf("trainer.engine", have=("fsdp",))] = field(default_factory=FsdpOptions)
     """The fsdp engine."""
     lora: LoraOptions = field(default_factory=LoraOptions)
     """LoRA: train low-rank adapters instead of all weights (fsdp engine)."""
@@ -389,7 +406,7 @@ class ReferenceConfig:
     refresh: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """The reference takes the policy's weights after each this many steps; a sample is scored by the newest refresh up
     to the version of its first token; 0: never."""
-    average: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    average: Annotated[float, Interval(gt=0, le=1), OnlyIf("reference.refresh", but=(0,))] = 1.0
     """At each refresh: average * policy + (1 - average) * reference, in float32; 1: a copy of the policy."""
 
 
@@ -652,9 +669,9 @@ class SupervisorConfig:
 
     max_worker_restarts: RestartCount = 3
     """Restarts of one worker within window_s, after which the run ends with its error; 0: no restarts."""
-    window_s: Seconds = 300.0
+    window_s: Annotated[Seconds, WITH_RESTARTS] = 300.0
     """Length of the window in which restarts are counted, in seconds."""
-    backoff_s: Seconds = 0.5
+    backoff_s: Annotated[Seconds, WITH_RESTARTS] = 0.5
     """Delay before the first restart, in seconds; doubles with each further restart in the window, up to a minute."""
     hung_process_timeout_s: Seconds = 10.0
     """A local process is killed and replaced this long after its worker was removed from the run, in seconds; one whose
@@ -672,7 +689,7 @@ class CheckpointConfig:
 
     every: StepCount = 50
     """Steps between checkpoints; the last step always writes one; 0: no checkpoints, a resumed run starts over."""
-    keep: Annotated[int, Interval(gt=0, le=10_000_000)] = 2
+    keep: Annotated[int, Interval(gt=0, le=10_000_000), WITH_CHECKPOINTS_OR_MODELS] = 2
     """Number of newest checkpoints to keep, and of newest models of hf_every."""
     samples: bool = True
     """Keep what is generated in journals in the run directory, so that a resumed run trains complete samples, and
@@ -680,13 +697,13 @@ class CheckpointConfig:
     hf_every: StepCount = 0
     """Steps between models in the format of Hugging Face, as step-N in "hf" in the run directory, whether or not there
     is a checkpoint of the same step; 0: none."""
-    preemption_save_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 60.0
+    preemption_save_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S), WITH_CHECKPOINTS] = 60.0
     """How long a run that received SIGTERM may make no progress with its checkpoint, in seconds; 0: end without
     saving."""
-    best: str = ""
+    best: Annotated[str, EVALUATES] = ""
     """Result of evaluations, as held_out/avg@1, by which the best weights are kept, in "best" in the run directory; the
     trainer keeps each evaluated version in memory until its results are known; empty: none."""
-    keep_best: Annotated[int, Interval(gt=0, le=1_000)] = 1
+    keep_best: Annotated[int, Interval(gt=0, le=1_000), OnlyIf("checkpoint.best", but=("",))] = 1
     """Number of versions to keep there, best first."""
 
 
@@ -734,7 +751,7 @@ class SamplesConfig:
     per_step: Annotated[int, Interval(ge=0, le=MAX_LIVE_SAMPLES)] = 32
     """Samples per step, on average, in whole groups; those whose reward failed, up to 8 truncated ones, and answers of
     evaluations come in addition; 0: none at all."""
-    mb: Annotated[int, Interval(ge=1, le=1_000_000)] = 256
+    mb: Annotated[int, Interval(ge=1, le=1_000_000), OnlyIf("samples.per_step", but=(0,))] = 256
     """Size of the file, in MB, from which samples of every second older step are deleted."""
 
 
@@ -775,7 +792,7 @@ class RunConfig:
     model: str = ""
     """Directory of the Hugging Face causal language model to start from, or of a LoRA adapter of one; empty: the
     embedded model."""
-    model_overrides: str = ""
+    model_overrides: Annotated[str, OnlyIf("model", but=("",))] = ""
     """Fields in place of those of the model's config.json, as a JSON object, for every worker, reference.model and the
     exported model: '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}';
     empty: none."""
@@ -788,7 +805,7 @@ class RunConfig:
     """CPU threads of torch in each worker."""
     max_run_restarts: RestartCount = 3
     """Restarts of a local run from its last checkpoint after a trainer is lost, within run_restart_window_s."""
-    run_restart_window_s: Seconds = 86_400.0
+    run_restart_window_s: Annotated[Seconds, OnlyIf("max_run_restarts", but=(0,))] = 86_400.0
     """Length of the window in which restarts of a run are counted, in seconds: after a healthy day all are left."""
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     """Which worker gets which ready samples."""
@@ -806,9 +823,9 @@ class RunConfig:
     """Reward functions."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
-    build: BuildConfig = field(default_factory=BuildConfig)
+    build: Annotated[BuildConfig, EMBEDDED] = field(default_factory=BuildConfig)
     """The embedded model."""
-    sft: SftConfig = field(default_factory=SftConfig)
+    sft: Annotated[SftConfig, EMBEDDED] = field(default_factory=SftConfig)
     """Supervised fine-tuning of the embedded model before RL."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Rollout workers."""

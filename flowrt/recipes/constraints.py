@@ -15,10 +15,10 @@ from flowrt.engines.model_config import parse_overrides
 from flowrt.engines.options import CUT_CHARACTER, Dtype
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
+from flowrt.recipes.acting import check_acting
 from flowrt.recipes.algorithms import check_algorithm, needs_reference
 from flowrt.recipes.config import (
     MAX_LIVE_SAMPLES,
-    CurriculumConfig,
     DataConfig,
     FilterConfig,
     ReferenceConfig,
@@ -71,6 +71,7 @@ def check(config: RunConfig) -> None:
     check_eval(config)
     check_reward_options(config)
     _check_samples(config)
+    check_acting(config)
     if config.rollout.journal_s and not config.checkpoint.samples:
         raise ConfigError(
             f"rollout.journal_s is {config.rollout.journal_s:g} and checkpoint.samples is False: without it workers "
@@ -84,8 +85,6 @@ def check(config: RunConfig) -> None:
     overrides = parse_overrides(config.model_overrides)
     if config.model:
         check_model_files(Path(config.model), config.rollout.max_new_tokens, overrides)
-    elif overrides:
-        raise ConfigError("model_overrides is set, and there is no model: the embedded one has `build`; set --model")
 
 
 def check_bounds(config: Any, prefix: str = "") -> None:
@@ -241,11 +240,9 @@ def _check_filter(config: RunConfig) -> None:
 
 
 def _check_curriculum(config: RunConfig) -> None:
-    """Raise ConfigError for contradictory options of a curriculum, and for those that have no effect."""
+    """Raise ConfigError for contradictory options of a curriculum."""
     options = config.curriculum
     if options.policy == "uniform":
-        if options != CurriculumConfig():
-            raise ConfigError("options of curriculum.policy solve_rate change nothing with uniform; set the policy too")
         return
     if options.failed_reward >= options.solved_reward:
         raise ConfigError(
@@ -285,12 +282,6 @@ def check_trainer(trainer: TrainerConfig) -> None:
     TRAIN_ENGINES[trainer.engine].check(trainer)
     if trainer.lora.rank and not trainer.lora.alpha:
         raise ConfigError("trainer.lora.alpha is 0: the adapters would change nothing; use another, for example 16")
-    for part in dataclasses.fields(trainer.lora):
-        if not trainer.lora.rank and (value := getattr(trainer.lora, part.name)) != part.default:
-            raise ConfigError(
-                f"trainer.lora.{part.name} is {value!r:.80} and changes nothing with trainer.lora.rank 0; set the "
-                "rank, for example to 16, or leave it out"
-            )
     if trainer.compile and trainer.fsdp.recompute:
         raise ConfigError(
             "trainer.compile changes nothing with trainer.fsdp.recompute, which runs layers uncompiled; leave out one"
@@ -355,11 +346,6 @@ def _check_refresh(config: RunConfig) -> None:
     """Raise ConfigError for a refresh of the reference that is impossible or has no effect."""
     options = config.reference
     if not options.refresh:
-        if options.average != 1.0:
-            raise ConfigError(
-                f"reference.average is {options.average}, and reference.refresh is 0: the reference is never "
-                "refreshed; set reference.refresh too, or leave it out"
-            )
         return
     if options.refresh >= config.steps:
         raise ConfigError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.errors import ConfigError, suggested
-from flowrt.recipes.config import MIN_TEMPERATURE, CheckpointConfig, EvalConfig, RunConfig
+from flowrt.recipes.config import MIN_TEMPERATURE, EvalConfig, RunConfig
 from flowrt.recipes.eval_names import eval_names, eval_paths
 from flowrt.recipes.metric_names import pass_ks
 from flowrt.recipes.tasks.registry import held_out_by_default
@@ -15,7 +15,7 @@ def check_eval(config: RunConfig) -> None:
     """Raise ConfigError for evaluations that are impossible, and for their options that have no effect."""
     options, default, names = config.eval, EvalConfig(), eval_names(config)
     if not names:
-        for name in ("interval", "samples", "temperature", "limit", "stop_at"):
+        for name in ("interval", "samples", "temperature", "limit", "stop_at", "solved_reward"):
             if (value := getattr(options, name)) != getattr(default, name):
                 raise ConfigError(
                     f"eval.{name} is {value}, and there is nothing to evaluate: data.eval_prompts is 0 and eval.data "
@@ -77,10 +77,6 @@ def _check_best(config: RunConfig, names: Sequence[str]) -> None:
     """Raise ConfigError if ``checkpoint.best`` names no result, or the weights it would keep cannot be written."""
     checkpoint = config.checkpoint
     if not checkpoint.best:
-        if checkpoint.keep_best != CheckpointConfig.keep_best:
-            raise ConfigError(
-                f"checkpoint.keep_best is {checkpoint.keep_best}, and checkpoint.best is empty; name a result there"
-            )
         return
     samples = config.eval.samples
     metrics = [f"avg@{samples}", *(f"pass@{k}" for k in pass_ks(samples))]

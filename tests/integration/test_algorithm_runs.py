@@ -1,6 +1,7 @@
 """Complete runs with other objectives: a user-defined class, and several updates per step."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+OBJECTIVES = Path(__file__).parents[2] / "docs" / "objectives.md"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_algorithm.py"
 WITHIN_S = 150.0
 SMALL = [
@@ -39,6 +41,26 @@ def metrics(run: Any) -> list[dict[str, float]]:
 
 def test_example_algorithm_is_one_short_file() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+def commands() -> list[str]:
+    """The commands of the section on one sample a prompt, without the program and its command."""
+    section = OBJECTIVES.read_text().split("### One sample a prompt")[1].split("###")[0]
+    return re.findall(r"^flowrt run (.*)$", section, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "measured"), zip(commands(), ({"ratio", "rejected"}, {"clip_range_factor"}), strict=True)
+)
+def test_the_commands_of_the_page_train(
+    launch: Callable[..., Any], untrained_model: Path, command: str, measured: set[str]
+) -> None:
+    flags = ["--model", str(untrained_model), "--steps", "2", "--data.eval-prompts", "0", "--rollout.workers", "1"]
+    run = launch(*command.split(), *flags, "--checkpoint.every", "0", "--trainer.save", "False")
+    assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")
+    assert len(metrics(run)) == 2
+    assert all(measured <= line.keys() for line in metrics(run))
 
 
 @pytest.mark.slow

@@ -120,7 +120,10 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
             "algorithm.filter.tries is 0; use",
         ),
         (["--algorithm.filter.min-reward", "nan"], "algorithm.filter.min_reward is nan"),
-        (["--curriculum.floor", "0.5"], "change nothing with uniform"),
+        (
+            ["--curriculum.floor", "0.5"],
+            "changes nothing with curriculum.policy uniform; set curriculum.policy to solve",
+        ),
         (["--curriculum.policy", "solve_rate", "--curriculum.floor", "0"], "curriculum.floor is 0.0; use"),
         (["--curriculum.policy", "solve_rate", "--curriculum.history", "0"], "curriculum.history is 0; use"),
         (

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
+from typing import Any
 
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import RunConfig
@@ -32,9 +34,17 @@ def takes_reward(name: str) -> bool:
 
 def held_out_by_default(name: str) -> int:
     """The default of ``data.eval_prompts`` in a recipe. Raises ConfigError if it cannot be loaded."""
-    if is_task_file(name):
-        return int(described(name).defaults["data"]["eval_prompts"])
-    return recipe(name).defaults.data.eval_prompts
+    return int(default_of(name, "data.eval_prompts"))
+
+
+def default_of(name: str, key: str) -> Any:
+    """The default of a key, by its dotted name, in a recipe. Raises ConfigError if the recipe cannot be loaded."""
+    if not is_task_file(name):
+        return attrgetter(key)(recipe(name).defaults)
+    found: Any = described(name).defaults
+    for part in key.split("."):
+        found = found.get(part)  # TOML has no null
+    return tuple(found) if isinstance(found, list) else found
 
 
 def task_of(config: RunConfig) -> Task:

@@ -186,7 +186,8 @@ def test_a_stop_string_across_two_parts_of_a_sequence_ends_it(tokenizer: Any) ->
 def test_both_engines_are_built_with_the_same_stop_tokens(checkpoint: Path) -> None:
 
     update_json(checkpoint / "generation_config.json", eos_token_id=[1, 5])
-    flags = ["--rollout.stop", "=", "--rollout.sglang.url", "http://127.0.0.1:9", "http://127.0.0.1:10"]
+    flags = ["--rollout.stop", "=", "--rollout.engine", "sglang", "--rollout.workers", "2"]
+    flags += ["--rollout.sglang.url", "http://127.0.0.1:9", "http://127.0.0.1:10"]
     setup = RolloutSetup(
         model=checkpoint,
         settings=parse(flags).rollout,

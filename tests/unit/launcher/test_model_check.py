@@ -172,7 +172,7 @@ def test_an_override_without_effect_is_refused(intact: Path, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
     write_models(parse([*flags, "--model-overrides", json.dumps(YARN)]))
     assert check_weights(tmp_path / "run" / "model").rope_parameters["rope_type"] == "yarn"
-    with pytest.raises(ConfigError, match="there is no model"):
+    with pytest.raises(ConfigError, match=r"model_overrides is .*, which changes nothing with model ''; set model"):
         parse(["--model-overrides", json.dumps(YARN)])
 
 
@@ -182,6 +182,18 @@ def test_a_gguf_file_is_named_with_the_way_out(tmp_path: Path, is_file: bool) ->
     file.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"is in GGUF, .* gguf_file='model-Q4_K_M.gguf'\).save_pretrained"):
         check_model_files(file if is_file else tmp_path, 16)
+
+
+def test_a_file_is_no_model_and_gguf_is_known_by_its_content(tmp_path: Path) -> None:
+    for name in ("MODEL.GGUF", "model", "model.bin"):
+        file = tmp_path / name
+        file.write_bytes(b"GGUF\3\0\0\0")
+        with pytest.raises(ConfigError, match=rf"{name} is in GGUF, .* gguf_file='{name}'"):
+            check_model_files(file, 16)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"\0" * 8)
+    with pytest.raises(ConfigError, match=r"safetensors is a file; give its directory, with config\.json"):
+        check_model_files(weights, 16)
 
 
 def test_responses_longer_than_the_model_positions_are_refused(intact: Path) -> None:

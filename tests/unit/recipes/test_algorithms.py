@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -251,6 +253,15 @@ def test_contradictory_flags_are_refused(flags: list[str], message: str) -> None
     with pytest.raises(ConfigError) as refused:
         parse(flags)
     assert message in str(refused.value)
+
+
+def test_the_commands_of_the_page_on_objectives_are_accepted() -> None:
+    page = Path(__file__).parents[3] / "docs" / "objectives.md"
+    found = re.findall(r"^flowrt run ([^#\n]*)", page.read_text(), re.MULTILINE)
+    assert len(found) > 5
+    for command in found:
+        if ".py:" not in command:
+            parse(command.split())
 
 
 def test_flags_override_the_file_which_overrides_the_preset(tmp_path: Any) -> None:

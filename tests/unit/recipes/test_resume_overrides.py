@@ -30,7 +30,7 @@ def test_ranks_hosts_and_workers_can_be_overridden() -> None:
 
 
 def test_values_may_start_with_dashes() -> None:
-    assert apply_overrides(RUN, ["--rollout.sglang.arguments=--tp 2"]).rollout.sglang.arguments == "--tp 2"
+    assert apply_overrides(RUN, ["--launch.rollout=--ntasks 2"]).launch.rollout == "--ntasks 2"
 
 
 def test_the_path_of_the_keys_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

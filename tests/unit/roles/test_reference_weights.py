@@ -165,7 +165,10 @@ def test_weights_with_a_missing_parameter_are_refused(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--reference.average", "0.5"], "reference.refresh is 0: the reference is never refreshed"),
+        (
+            ["--reference.average", "0.5"],
+            "reference.average is 0.5, which changes nothing with reference.refresh 0; set reference.refresh",
+        ),
         (["--reference.refresh", "2", "--reference.average", "0"], "reference.average is 0.0; use"),
         (["--reference.refresh", "-1"], "reference.refresh is -1; use"),
         (["--reference.refresh", "10", "--steps", "10"], "no sample would be scored by refreshed weights"),

@@ -1,0 +1,63 @@
+"""Which keys of a configuration act, by the conditions that are declared on its fields (`flowrt.runtime.conditions`).
+
+The keys of the table ``algorithm`` depend on the whole objective: `flowrt.recipes.algorithms.check_algorithm`.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any, get_type_hints
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.tasks.registry import default_of
+from flowrt.runtime.conditions import OnlyIf, conditions_of
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a configuration: its dotted name, its default, and the conditions under which it acts (all of them)."""
+
+    name: str
+    default: Any
+    conditions: tuple[OnlyIf, ...]
+
+
+@cache
+def keys() -> tuple[Key, ...]:
+    """All keys of a configuration, in order."""
+    return tuple(_keys(RunConfig(), "", ()))
+
+
+def _keys(table: Any, prefix: str, above: tuple[OnlyIf, ...]) -> Iterator[Key]:
+    hints = get_type_hints(type(table), include_extras=True)
+    for field in dataclasses.fields(table):
+        name, value = f"{prefix}{field.name}", getattr(table, field.name)
+        conditions = (*above, *conditions_of(hints[field.name]))
+        if dataclasses.is_dataclass(value):
+            yield from _keys(value, f"{name}.", conditions)
+        else:
+            yield Key(name, value, conditions)
+
+
+def check_acting(config: RunConfig) -> None:
+    """Raise ConfigError for the first key that does not act, and has neither its default nor that of the recipe."""
+    for key in keys():
+        broken = next((one for one in key.conditions if not _holds(one, config)), None)
+        if broken is None:
+            continue
+        value = attrgetter(key.name)(config)
+        if value == key.default or value in broken.off or value == default_of(config.recipe, key.name):
+            continue
+        present = " and ".join(f"{name} {_shown(attrgetter(name)(config))}" for name in broken.keys)
+        raise ConfigError(f"{key.name} is {value!r:.80}, which changes nothing with {present}; {broken.fix}")
+
+
+def _holds(condition: OnlyIf, config: RunConfig) -> bool:
+    return any(condition.holds_for(attrgetter(name)(config)) for name in condition.keys)
+
+
+def _shown(value: Any) -> str:
+    return value[:80] if isinstance(value, str) and value else repr(value)

@@ -1,0 +1,177 @@
+"""A key that cannot act in a configuration is refused, whatever its table, and accepted where it acts."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.acting import Key, check_acting, keys
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import defaults, parse
+from flowrt.runtime.conditions import OnlyIf
+
+CONDITIONAL = [key for key in keys() if key.conditions]
+
+
+def changed(config: Any, values: dict[str, Any]) -> Any:
+    """The dataclass with fields of these dotted names replaced."""
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        config = dataclasses.replace(config, **{head: changed(getattr(config, head), {rest: value}) if rest else value})
+    return config
+
+
+def type_of(name: str) -> Any:
+    """The type of a key, by its dotted name."""
+    table, _, field = name.rpartition(".")
+    return get_type_hints(type(attrgetter(table)(RunConfig()) if table else RunConfig()))[field]
+
+
+def another(kind: Any, but: tuple[Any, ...]) -> Any:
+    """A value of this type that is none of ``but``."""
+    if get_origin(kind) is Literal:
+        return next(one for one in get_args(kind) if one not in but)
+    if get_origin(kind) is UnionType:
+        return another(get_args(kind)[0], but)
+    values: dict[Any, tuple[Any, ...]] = {
+        bool: (True, False),
+        int: (1, 2, 3, 4),
+        float: (0.25, 0.5, 0.75),
+        str: ("x", "y", "z"),
+    }
+    found = [("http://127.0.0.1:1",), ("http://127.0.0.1:2",)] if get_origin(kind) is tuple else values[kind]
+    return next(one for one in found if one not in but)
+
+
+def fulfilled(conditions: tuple[OnlyIf, ...]) -> dict[str, Any]:
+    """Values of other keys with which all conditions hold."""
+    return {one.key: one.have[0] if one.have else another(type_of(one.key), one.but) for one in conditions}
+
+
+def broken(condition: OnlyIf) -> dict[str, Any]:
+    """Values of other keys with which a condition does not hold."""
+    if condition.have:
+        return {name: another(type_of(name), condition.have) for name in condition.keys}
+    return dict.fromkeys(condition.keys, condition.but[0])
+
+
+@pytest.mark.parametrize("key", CONDITIONAL, ids=[key.name for key in CONDITIONAL])
+def test_a_key_acts_or_is_refused(key: Key) -> None:
+    """Under each of its conditions: accepted where all hold, refused by name where one does not."""
+    base = defaults("gsm8k")
+    unusual = (key.default, attrgetter(key.name)(base), *(value for one in key.conditions for value in one.off))
+    value = another(type_of(key.name), unusual)
+    acts = changed(base, fulfilled(key.conditions) | {key.name: value})
+    check_acting(acts)
+    for condition in key.conditions:
+        idle = changed(acts, broken(condition))
+        with pytest.raises(ConfigError) as refused:
+            check_acting(idle)
+        sentence = str(refused.value)
+        assert any(name in sentence for name in (key.name, *broken(condition))), sentence
+        assert "changes nothing with" in sentence
+
+
+def test_conditions_name_keys_and_values_that_exist() -> None:
+    names = {key.name for key in keys()}
+    for key in CONDITIONAL:
+        for one in key.conditions:
+            assert set(one.keys) <= names, key.name
+            kind = type_of(one.key)
+            if get_origin(kind) is Literal:
+                assert {*one.have, *one.but} <= set(get_args(kind)), key.name
+
+
+def texts(table: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted name and the help text of each key."""
+    below: dict[str, str] = {}
+    for kind in type(table).__mro__:
+        if dataclasses.is_dataclass(kind):
+            body = ast.parse(inspect.getsource(kind)).body[0]
+            assert isinstance(body, ast.ClassDef)
+            for field, text in zip(body.body, body.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    below[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    for one in dataclasses.fields(table):
+        value = getattr(table, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from texts(value, f"{prefix}{one.name}.")
+        else:
+            yield f"{prefix}{one.name}", below[one.name]
+
+
+def test_keys_of_one_policy_or_engine_have_a_condition() -> None:
+    """Whose help begins with "Policy NAME:" or "Engine NAME:"; an engine's descriptor refuses those of another one."""
+    by_descriptor = {"rollout.device", "rollout.dtype"}
+    conditional = {key.name for key in CONDITIONAL}
+    found = {
+        name: text for name, text in texts(RunConfig()) if re.match(r"(Policy|Engine) (?!immediate|fifo|unif)", text)
+    }
+    starts = {name for name in found if name.rpartition(".")[2] not in ("policy", "engine")}
+    assert len(starts) > 10
+    assert starts - conditional == by_descriptor
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--trainer.fsdp.gather pass",
+            "trainer.fsdp.gather is 'pass', which changes nothing with trainer.engine torch",
+        ),
+        ("--trainer.fsdp.recompute True", "set trainer.engine to fsdp, or leave it out"),
+        ("--trainer.lora.alpha 8", "trainer.lora.alpha is 8.0, which changes nothing with trainer.lora.rank 0"),
+        ("--trainer.min-lr 1e-5", "with trainer.schedule constant; set trainer.schedule, or leave it out"),
+        ("--rollout.sglang.weights tensor", "with rollout.engine torch; set rollout.engine to sglang"),
+        ("--rollout.weight-sync.max-age 2", "rollout.weight_sync.max_age is 2, which changes nothing with"),
+        ("--rollout.recompute-kv-on-update False", "with rollout.weight_update between_sequences"),
+        ("--dispatch.lookahead 4", "with dispatch.policy fifo; set dispatch.policy to locality"),
+        ("--checkpoint.every 0 --checkpoint.keep 5", "set checkpoint.every or checkpoint.hf_every"),
+        ("--samples.per-step 0 --samples.mb 9", "samples.mb is 9, which changes nothing with samples.per_step 0"),
+        ("--trainer.balance-ranks-by-tokens True", "with trainer.ranks 1; set trainer.ranks, or leave it out"),
+        ("--trainer.save False --trainer.final-dir x", "trainer.final_dir is 'x', which changes nothing"),
+        ("--sft.answer-only-steps 0 --sft.answer-only-lr 0.1", "sft.answer_only_lr is 0.1"),
+        ("--model-overrides {}", "set model, or leave it out"),
+        ("--eval.at-start False --eval.at-end False --eval.samples 4", "eval.samples is 4, which changes nothing with"),
+        ("--max-staleness 0 --algorithm.staleness-weight polynomial", "changes nothing with max_staleness 0"),
+        ("--data.answer-key a", "data.answer_key is 'a', which changes nothing with recipe arithmetic"),
+    ],
+)
+def test_a_key_that_cannot_act_is_refused_with_the_way_out(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(flags.split())
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--trainer.engine fsdp --trainer.fsdp.gather pass",
+        "--trainer.schedule cosine --trainer.min-lr 1e-5",
+        "--checkpoint.every 0 --checkpoint.hf-every 5 --checkpoint.keep 5",
+        "--checkpoint.every 0 --checkpoint.preemption-save-timeout-s 0",
+        "--rollout.weight-update in_flight --rollout.recompute-kv-on-update False",
+        "--trainer.micro-batch-samples 8 --trainer.micro-batch-tokens 1024",
+        "--eval.at-start False --eval.at-end False --eval.interval 10 --eval.samples 4",
+        "--eval.at-start False --eval.at-end False --data.eval-prompts 0 --checkpoint.every 0 --algorithm.kl.coef 0",
+    ],
+)
+def test_keys_that_act_and_defaults_of_the_recipe_are_accepted(flags: str) -> None:
+    parse(flags.split())
+
+
+def test_keys_of_the_embedded_model_are_refused_with_another_one() -> None:
+    config = changed(defaults("arithmetic"), {"model": "DIR"})
+    check_acting(config)
+    check_acting(changed(config, {"sft.steps": 0, "sft.answer_only_steps": 0}))
+    with pytest.raises(
+        ConfigError, match=r"build\.layers is 7, which changes nothing with model DIR; leave one of them"
+    ):
+        check_acting(changed(config, {"build.layers": 7}))
