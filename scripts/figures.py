@@ -569,6 +569,8 @@ def seeing(one: dict[str, Any], where: str) -> list[str]:
 
 OBJECTIVES: tuple[tuple[str, str, str], ...] = (
     ("closed_form_max", "every part against a scalar formula, value and gradient, 1,000 cases", "<= 1e-12"),
+    ("paper_max", "gradient of every preset, from rewards on, against the formula of its paper", "<= 1e-12"),
+    ("metrics_wrong", "metrics that differ from their definition at any drawn setting", "<= 0"),
     ("trl_gradient_max", "gradient against TRL's", "<= 1e-6"),
     ("trl_loss_max", "loss against TRL's", "<= 1e-6"),
     ("invariance_max", "gradient, however a step is cut, packed or spread", "<= 1e-11"),
