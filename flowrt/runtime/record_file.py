@@ -7,11 +7,13 @@
              body, header, body
 
 The headers of a file are read without its bodies. A record that is not complete counts as not written; after a damaged
-one, reading goes on at the next mark.
+one, reading goes on at the next mark. Files are not mapped into memory: where a disk fails, or another host replaces
+the file, a read raises an error, but access to a mapped page kills the process.
 """
 
-import mmap
+import errno
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,6 +29,10 @@ _HEAD = struct.Struct("<IIII")
 _LENGTHS = struct.Struct("<II")
 COPY_BYTES = 1 << 22
 """Bytes that are copied at a time when a file is rewritten."""
+SEARCH_BYTES = 1 << 20
+"""Bytes that are searched at a time for the mark after a damaged record."""
+MAX_HEADER_BYTES = 1 << 24
+"""A longer header is damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +51,45 @@ class RecordHeaders:
 
     records: Sequence[tuple[bytes, RecordPlace]]
     damaged: int
-    size: int
-    """Bytes of the file when it was read."""
 
 
 def read_headers(path: Path, kind: bytes) -> RecordHeaders:
     """Read the headers of a file; no records for a file of another kind. Raises OSError if it cannot be read."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < len(kind):
-            return RecordHeaders((), 0, size)
-        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
-            if data[: len(kind)] != kind:
-                return RecordHeaders((), 1, size)
-            records: list[tuple[bytes, RecordPlace]] = []
-            damaged = 0
-            for one in _records(data, len(kind), size):
-                if one is None:
-                    damaged += 1
-                else:
-                    records.append(one)
-            return RecordHeaders(records, damaged, size)
+    found = list(iterate_headers(path, kind))
+    records = [one for one in found if one is not None]
+    return RecordHeaders(records, len(found) - len(records))
 
 
-def _records(data: mmap.mmap, at: int, size: int) -> Iterator[tuple[bytes, RecordPlace] | None]:
+def iterate_headers(path: Path, kind: bytes) -> Iterator[tuple[bytes, RecordPlace] | None]:
+    """The headers of a file with the places of their records, in order; None for a damaged part.
+
+    A file of another kind is damaged. Raises OSError if the file cannot be read.
+    """
+    with _open_regular(path) as file:
+        found = file.read(len(kind))
+        if found == kind:
+            yield from _records(file, len(kind), os.fstat(file.fileno()).st_size)
+        elif len(found) == len(kind):
+            yield None
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read. Raises OSError for anything else: the open of a pipe waits for its writer."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def _records(file: BinaryIO, at: int, size: int) -> Iterator[tuple[bytes, RecordPlace] | None]:
     """The records from ``at`` on; None for damage that is followed by a record."""
     is_damaged = False
     while at < size:
-        record = _record_at(data, at, size)
+        record = _record_at(file, at, size)
         if record is None:
             is_damaged = True
-            at = data.find(MARK, at + 1)
+            at = _next_mark(file, at + 1)
             if at < 0:
                 return  # the last record is not complete
             continue
@@ -86,18 +100,33 @@ def _records(data: mmap.mmap, at: int, size: int) -> Iterator[tuple[bytes, Recor
         at = record[1].end
 
 
-def _record_at(data: mmap.mmap, at: int, size: int) -> tuple[bytes, RecordPlace] | None:
-    head = at + len(MARK)
-    if data[at:head] != MARK or head + _HEAD.size > size:
+def _record_at(file: BinaryIO, at: int, size: int) -> tuple[bytes, RecordPlace] | None:
+    file.seek(at)
+    head = file.read(len(MARK) + _HEAD.size)
+    if len(head) < len(MARK) + _HEAD.size or not head.startswith(MARK):
         return None
-    header_bytes, body_bytes, header_crc, body_crc = _HEAD.unpack(data[head : head + _HEAD.size])
-    body = head + _HEAD.size + header_bytes
-    if body + body_bytes > size:
+    header_bytes, body_bytes, header_crc, body_crc = _HEAD.unpack(head[len(MARK) :])
+    body = at + len(head) + header_bytes
+    if body + body_bytes > size or header_bytes > MAX_HEADER_BYTES:
         return None
-    header = data[body - header_bytes : body]
+    header = file.read(header_bytes)
     if zlib.crc32(header, zlib.crc32(_LENGTHS.pack(header_bytes, body_bytes))) != header_crc:
         return None
     return header, RecordPlace(start=at, body=body, end=body + body_bytes, body_crc=body_crc)
+
+
+def _next_mark(file: BinaryIO, at: int) -> int:
+    """The place of the first mark from ``at`` on; -1 if there is none."""
+    file.seek(at)
+    block = b""
+    while more := file.read(SEARCH_BYTES):
+        found = (block := block + more).find(MARK)
+        if found >= 0:
+            return at + found
+        rest = block[1 - len(MARK) :]  # a mark may begin in it
+        at += len(block) - len(rest)
+        block = rest
+    return -1
 
 
 def read_body(file: BinaryIO, place: RecordPlace) -> bytes | None:
@@ -165,7 +194,10 @@ class RecordWriter:
             new.flush()
             partial.rename(self.path)
         except OSError:
-            new.close()
+            with suppress(OSError):  # of what it has buffered
+                new.close()
+            with suppress(OSError):
+                partial.unlink()
             raise
         with suppress(OSError):  # of the old file, which is gone
             self._file.close()

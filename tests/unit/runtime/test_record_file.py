@@ -1,10 +1,14 @@
 """Files of records: what was written before a kill or a damage is read, and nothing else."""
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from flowrt.runtime import record_file
 from flowrt.runtime.record_file import RecordPlace, RecordWriter, read_body, read_headers
 
 KIND = b"kind of test 1\n"
@@ -48,7 +52,11 @@ def test_a_file_that_is_cut_anywhere_has_its_first_records_and_counts_as_not_dam
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_damaged_byte_costs_one_record(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("search_bytes", [1 << 20, 8])
+def test_a_damaged_byte_costs_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search_bytes: int, seed: int
+) -> None:
+    monkeypatch.setattr(record_file, "SEARCH_BYTES", search_bytes)
     path, rng = tmp_path / "file", random.Random(seed)
     records = write(path, 6)
     data = bytearray(path.read_bytes())
@@ -80,3 +88,55 @@ def test_a_rewritten_file_has_the_given_records_and_takes_more(tmp_path: Path) -
     assert [header for header, _ in read(path)] == [b"0", b"3", b"6", b"9", b"last"]
     assert [place for _, place in read_headers(path, KIND).records] == [*moved, last]
     assert all(isinstance(place, RecordPlace) for place in moved)
+
+
+CUT_WHILE_READ = """
+import os, sys, zlib
+from pathlib import Path
+from flowrt.runtime import record_file
+
+path, crc32 = Path(sys.argv[1]), zlib.crc32
+
+def crc32_of_a_file_that_is_cut(*values):
+    os.truncate(path, 100)
+    return crc32(*values)
+
+record_file.zlib.crc32 = crc32_of_a_file_that_is_cut
+print(len(record_file.read_headers(path, sys.argv[2].encode()).records))
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_read_does_not_kill_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    writer = RecordWriter(path, KIND)
+    for number in range(50):
+        writer.append(b"header %d" % number, [bytes(100_000)])
+    writer.close()
+    words = [sys.executable, "-c", CUT_WHILE_READ, str(path), KIND.decode()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60.0)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(OSError):
+            read_headers(tmp_path / name, KIND)
+
+
+def test_a_header_of_an_impossible_length_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_file, "MAX_HEADER_BYTES", 5)
+    write(tmp_path / "file", 3)
+    assert read(tmp_path / "file") == []
+
+
+def test_a_rewrite_that_fails_leaves_the_file_as_it_is_and_no_other(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "file", KIND)
+    place = writer.append(b"header", [b"body"])
+    beyond = RecordPlace(start=place.end, body=place.end, end=place.end + 10, body_crc=0)
+    with pytest.raises(OSError, match="shorter"):
+        writer.rewrite([place, beyond])
+    writer.append(b"more", [b""])
+    writer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert [header for header, _ in read(tmp_path / "file")] == [b"header", b"more"]
