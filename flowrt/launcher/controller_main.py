@@ -21,7 +21,7 @@ from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.server.server import Observability, Server
 from flowrt.controller.state.replay import STEP
 from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpoint
-from flowrt.controller.storage.journals import DISCARDED, KEPT, FoundSamples, read_journals
+from flowrt.controller.storage.journals import DISCARDED, KEPT, FoundSamples, delete_unknown, read_journals
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs
@@ -72,6 +72,7 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
     if recovered is None:
         ledger.step_lines(saved)  # raises if the ledger lacks the saved steps, before anything is rolled back
         position = ledger.resume(saved, clock.now())
+        delete_unknown(run_dir, ledger.run_attempt)
     else:
         position = ledger.position(recovered.numbers.get(STEP, saved))
         log.info("recovering as term %d with the workers %s", ledger.term, ", ".join(sorted(recovered.members)))

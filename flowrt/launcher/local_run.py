@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from flowrt.controller.storage.integrity import ledger_bytes
+from flowrt.controller.storage.journals import journal_bytes
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, ConfigError, FlowError, WaitExpired
 from flowrt.ids import OBSERVER, TRAINER
 from flowrt.launcher.accelerators import DEV, environments, visible
@@ -501,7 +502,7 @@ class LocalRun:
 
     async def _start_controller(self, bind_s: float, *flags: str) -> tuple[Child, str]:
         """Start a controller, which may try for ``bind_s`` seconds to get its port."""
-        ready_s = bind_s + controller_start_s(ledger_bytes(self._run_dir))
+        ready_s = bind_s + controller_start_s(ledger_bytes(self._run_dir) + journal_bytes(self._run_dir))
         command = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(self._config_path), *flags]
         for left in reversed(range(self._config.supervisor.max_worker_restarts + 1)):
             child, address = await self._children.start_ready("controller", command, ready_s)

@@ -17,6 +17,8 @@ from flowrt.protocol.messages import Ints
 JOURNALS = "journals"
 """Directory of the journals in the run directory."""
 SUFFIX = ".journal"
+PARTIAL = f".*{SUFFIX}.part"
+"""Pattern of the files that are left of a process that was killed while it rewrote its journal."""
 KIND = b"flowrt journal 1\n"
 """Beginning of each file; its number is that of the format."""
 Place = TypeVar("Place")
@@ -58,6 +60,11 @@ class SamplePart:
         return self.start + self.count
 
     @property
+    def rank(self) -> tuple[bool, int]:
+        """Of two samples of the same key that end with such parts, the one to be preferred has the larger rank."""
+        return self.is_complete, self.tokens
+
+    @property
     def oldest(self) -> int:
         """The oldest version that generated a token."""
         return min(self.spans[::2], default=0)
@@ -78,11 +85,6 @@ class WrittenSample(Generic[Place]):
     def last(self) -> SamplePart:
         """The last part, which has the spans of the sample."""
         return self.parts[-1][0]
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Of two of the same sample, the one to be preferred has the larger rank."""
-        return self.last.is_complete, self.last.tokens
 
 
 def written_samples(parts: Iterable[tuple[SamplePart, Place]]) -> dict[SampleKey, WrittenSample[Place]]:
@@ -109,6 +111,11 @@ def journal_of(journals: str, worker: str) -> str:
     """The directory of a worker's journal, relative to the run directory."""
     name = quote(worker, safe="")
     return f"{journals}/{name.replace('.', '%2E', 1) if name.startswith('.') else name}"
+
+
+def number_of(path: Path) -> int:
+    """The number of a journal among those of its worker, which grows with each process."""
+    return int(path.stem) if path.stem.isdecimal() else 0
 
 
 def attempts_of(run_dir: Path) -> dict[int, Path]:

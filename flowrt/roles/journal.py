@@ -11,10 +11,12 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 from zlib import crc32
 
 import torch
@@ -23,19 +25,29 @@ from flowrt.algorithms.support import Support
 from flowrt.engines.base import Prefix
 from flowrt.errors import FlowError
 from flowrt.protocol.codec import from_blob, to_blob
-from flowrt.protocol.journals import KIND, SUFFIX, SampleKey, SamplePart, WrittenSample, written_samples
+from flowrt.protocol.journals import (
+    KIND,
+    PARTIAL,
+    SUFFIX,
+    SampleKey,
+    SamplePart,
+    WrittenSample,
+    number_of,
+    written_samples,
+)
 from flowrt.recipes.run_dir import checkpoint_steps
 from flowrt.runtime.files import private_directory
 from flowrt.runtime.record_file import RecordPlace, RecordWriter, read_body, read_headers
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 
 log = logging.getLogger("flowrt")
+Argument = TypeVar("Argument")
 SLACK_BYTES = 16 << 20
 """Bytes that are not needed any more from which a file is rewritten."""
 MAX_PENDING_BYTES = 256 << 20
 """Bytes of parts that wait for the disk; further parts are left out until it has caught up."""
-MAX_READ_FILES = 64
-"""Files of other processes whose contents are remembered."""
+MAX_READ_PARTS = 200_000
+"""Parts of samples in files of other processes whose places are remembered: in less than 200 MB."""
 KEPT_FILES = 4
 """Files of earlier processes of a worker, in the same start of the run, that are kept."""
 TYPES = {"response": "int32", "logprobs": "float32", "support": "int32", "support_counts": "int32"}
@@ -53,20 +65,38 @@ class KeptTokens:
     truncated: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class NewPart:
-    """Tokens of a sample to be written: those from token ``start`` on, of a prompt of these tokens [L]."""
+    """Tokens of a sample to be written: those from token ``start`` on, of a prompt of these tokens [L].
+
+    Its columns are copies where they do not begin at the first token, so that the others need no memory while the part
+    waits for the disk.
+    """
 
     slot: int
     key: SampleKey
     prompt: torch.Tensor
     start: int
-    tokens: KeptTokens
+    spans: tuple[int, ...]
+    columns: Mapping[str, torch.Tensor]
+    is_complete: bool
+    truncated: bool
+
+    @classmethod
+    def of(cls, slot: int, key: SampleKey, prompt: torch.Tensor, start: int, kept: KeptTokens) -> "NewPart":
+        """The part from token ``start`` on of all that there is of a sample."""
+        prefix = kept.prefix
+        columns = {"response": prefix.tokens[start:], "logprobs": prefix.logprobs[start:]}
+        if prefix.support is not None:
+            support = prefix.support.suffix(start)
+            columns |= {"support": support.tokens_E, "support_counts": support.counts_T}
+        own = {name: values.to(DTYPES[TYPES[name]], copy=start > 0) for name, values in columns.items()}
+        return cls(slot, key, prompt, start, prefix.spans, own, kept.is_complete, kept.truncated)
 
     @property
     def size(self) -> int:
-        """Bytes of the tokens, without their supports."""
-        return 8 * (len(self.tokens.prefix.tokens) - self.start)
+        """Bytes of the columns."""
+        return sum(values.nbytes for values in self.columns.values())
 
 
 @dataclass(slots=True)
@@ -101,54 +131,74 @@ class Journal:
         self._live_bytes = 0
         self._released: deque[tuple[int, _Written]] = deque()  # with the checkpoint that may need it
 
-    def add(self, parts: Sequence["NewPart"]) -> bool:
-        """Write parts of samples; False if the disk lags behind and they are left out."""
-        size = sum(part.size for part in parts)
-        if self._has_failed or self._pending_bytes + size > MAX_PENDING_BYTES:
-            return False
+    @property
+    def is_open(self) -> bool:
+        """Whether parts can be added: the disk has not failed, and the journal is not closed."""
+        return not self._has_failed
+
+    def add(self, parts: Sequence[NewPart], *, is_last: bool = False) -> int:
+        """Write parts of samples; returns how many of the first ones: if the disk lags behind, the others are left out.
+
+        ``is_last``: nothing is added after these, so none is left out.
+        """
+        if self._has_failed:
+            return 0
+        size = count = 0
+        for part in parts:
+            pending = self._pending_bytes + size
+            if pending and pending + part.size > MAX_PENDING_BYTES and not is_last:
+                break
+            size += part.size
+            count += 1
+        if not count:
+            return 0
         self._pending_bytes += size
-        done = self._thread.submit(self._write, parts)
+        done = self._thread.submit(self._run, self._write, parts[:count])
         loop = asyncio.get_running_loop()
-        done.add_done_callback(lambda _: loop.call_soon_threadsafe(self._on_written, size))
-        return True
+        done.add_done_callback(lambda _: loop.call_soon_threadsafe(self._on_written, done, size))
+        return count
 
     def release(self, slots: Sequence[int]) -> None:
         """Note that these samples are not needed any more, but by a run that goes back to the newest checkpoint."""
         if slots and not self._has_failed:
-            self._thread.submit(self._release, tuple(slots))
+            self._thread.submit(self._run, self._release, tuple(slots))
 
     async def close(self) -> None:
         """Close the file; returns when all that was added is on disk. Nothing is added after that."""
         done: Future[None] = self._thread.submit(self._close)
         await wait_until(asyncio.wrap_future(done), DISK, "the journal to be on disk", "the disk")
 
-    def _on_written(self, size: int) -> None:
+    def _on_written(self, done: "Future[None]", size: int) -> None:
         self._pending_bytes -= size
+        if (error := done.exception()) is not None:
+            self._fail(error)
 
     # ---- on the thread
 
-    def _write(self, parts: Sequence["NewPart"]) -> None:
+    def _run(self, work: Callable[[Argument], None], argument: Argument) -> None:
         if self._has_failed:
             return
         try:
-            writer = self._writer or self._open()
-            for new in parts:
-                self._append(writer, new)
-            writer.flush()
+            work(argument)
         except OSError as error:
             self._fail(error)
 
-    def _append(self, writer: RecordWriter, new: "NewPart") -> None:
-        prefix = new.tokens.prefix
-        columns = _columns(prefix, new.start)
+    def _write(self, parts: Sequence[NewPart]) -> None:
+        writer = self._writer or self._open()
+        for new in parts:
+            self._append(writer, new)
+        writer.flush()
+
+    def _append(self, writer: RecordWriter, new: NewPart) -> None:
+        columns = {name: values.numpy().tobytes() for name, values in new.columns.items()}
         part = SamplePart(
             *new.key,
             prompt_crc=prompt_checksum(new.prompt),
             start=new.start,
-            count=len(prefix.tokens) - new.start,
-            spans=prefix.spans,
-            is_complete=new.tokens.is_complete,
-            truncated=new.tokens.truncated,
+            count=len(new.columns["response"]),
+            spans=new.spans,
+            is_complete=new.is_complete,
+            truncated=new.truncated,
             columns=tuple([(name, TYPES[name], len(data)) for name, data in columns.items()]),
         )
         place = writer.append(to_blob(part), list(columns.values()))
@@ -163,10 +213,10 @@ class Journal:
 
     def _open(self) -> RecordWriter:
         private_directory(self._directory)
-        earlier = sorted(self._directory.glob(f"*{SUFFIX}"), key=_number)
-        for path in earlier[:-KEPT_FILES]:
+        earlier = sorted(self._directory.glob(f"*{SUFFIX}"), key=number_of)
+        for path in (*earlier[:-KEPT_FILES], *self._directory.glob(PARTIAL)):
             path.unlink(missing_ok=True)
-        number = 1 + _number(earlier[-1]) if earlier else 0
+        number = 1 + number_of(earlier[-1]) if earlier else 0
         self._writer = RecordWriter(self._directory / f"{number}{SUFFIX}", KIND)
         return self._writer
 
@@ -175,7 +225,7 @@ class Journal:
             self._live_bytes -= written.size
 
     def _release(self, slots: tuple[int, ...]) -> None:
-        if self._writer is None or self._has_failed:
+        if self._writer is None:
             return
         checkpoint = self._newest_checkpoint()
         for slot in slots:
@@ -191,13 +241,10 @@ class Journal:
             self._rewrite(self._writer)
 
     def _rewrite(self, writer: RecordWriter) -> None:
-        needed = [*self._live.values(), *(written for _, written in self._released)]
+        # Of two of a sample, the one that was written last is read.
+        needed = [*(written for _, written in self._released), *self._live.values()]
         places = [place for written in needed for place in written.places]
-        try:
-            moved = dict(zip(places, writer.rewrite(places), strict=True))
-        except OSError as error:
-            self._fail(error)
-            return
+        moved = dict(zip(places, writer.rewrite(places), strict=True))
         for written in needed:
             written.places = [moved[place] for place in written.places]
 
@@ -212,26 +259,13 @@ class Journal:
             self._fail(error)
         self._has_failed = True  # what follows is left out
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._has_failed = True
         log.warning(
             "the journal %s cannot be written, and what this worker generates from now on is lost with it: %s",
             self._directory,
-            error.strerror or error,
+            (error.strerror if isinstance(error, OSError) else None) or error,
         )
-
-
-def _number(path: Path) -> int:
-    return int(path.stem) if path.stem.isdecimal() else 0
-
-
-def _columns(prefix: Prefix, start: int) -> dict[str, bytes]:
-    """The columns of a prefix from token ``start`` on."""
-    columns = {"response": prefix.tokens[start:], "logprobs": prefix.logprobs[start:]}
-    if prefix.support is not None:
-        support = prefix.support.suffix(start)
-        columns |= {"support": support.tokens_E, "support_counts": support.counts_T}
-    return {name: values.to(DTYPES[TYPES[name]]).numpy().tobytes() for name, values in columns.items()}
 
 
 def prompt_checksum(tokens_L: torch.Tensor) -> int:
@@ -255,6 +289,7 @@ class _File:
     """The samples of a file, and its size and time of change when it was read."""
 
     state: tuple[int, int]
+    parts: int
     samples: Mapping[SampleKey, WrittenSample[RecordPlace]]
 
 
@@ -269,22 +304,24 @@ class KeptJournals:
         self._run_dir = run_dir
         self._files: dict[Path, _File] = {}
 
-    def read(self, journal: str, key: SampleKey, prompt_crc: int) -> KeptTokens | None:
-        """What a journal, a file or the directory of a worker, has of a sample.
+    def read(self, journals: str, key: SampleKey, prompt_crc: int) -> KeptTokens | None:
+        """What journals have of a sample: files, or the directories of workers, one a line.
 
-        None if it has nothing, or only what is damaged or of another prompt.
+        None if they have nothing, or only what is damaged or of another prompt.
         """
-        path = self._run_dir / journal
-        try:
-            paths = sorted(path.glob(f"*{SUFFIX}"), key=_number) if path.is_dir() else [path]
-            found = [(file, sample) for file in paths if (sample := self._samples(file).get(key)) is not None]
-            found = [one for one in found if one[1].last.prompt_crc == prompt_crc]
-            found.reverse()  # of equals, the one that was written last comes first
-            for file, sample in sorted(found, key=lambda one: one[1].rank, reverse=True):
+        files: list[Path] = []
+        for path in map(self._run_dir.joinpath, journals.splitlines()):
+            with _unreadable(path):
+                files += sorted(path.glob(f"*{SUFFIX}"), key=number_of, reverse=True) if path.is_dir() else [path]
+        found: list[tuple[Path, WrittenSample[RecordPlace]]] = []
+        for file in files:  # of equals, the one that was written last comes first
+            with _unreadable(file):
+                if (sample := self._samples(file).get(key)) is not None and sample.last.prompt_crc == prompt_crc:
+                    found.append((file, sample))
+        for file, sample in sorted(found, key=lambda one: one[1].last.rank, reverse=True):
+            with _unreadable(file):
                 if (tokens := read_sample(file, sample)) is not None:
                     return tokens
-        except OSError as error:
-            log.warning("journal %s cannot be read, and its samples are generated again: %s", path, error.strerror)
         return None
 
     def _samples(self, path: Path) -> Mapping[SampleKey, WrittenSample[RecordPlace]]:
@@ -299,10 +336,20 @@ class KeptJournals:
                 except FlowError:
                     continue  # of a damaged file
             self._files.pop(path, None)
-            if len(self._files) >= MAX_READ_FILES:
-                del self._files[next(iter(self._files))]
-            file = self._files[path] = _File(state, written_samples(parts))
+            known = len(parts) + sum(one.parts for one in self._files.values())
+            while self._files and known > MAX_READ_PARTS:
+                known -= self._files.pop(next(iter(self._files))).parts
+            file = self._files[path] = _File(state, len(parts), written_samples(parts))
         return file.samples
+
+
+@contextmanager
+def _unreadable(path: Path) -> Iterator[None]:
+    """Report a file that cannot be read, without which the caller goes on."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("journal %s cannot be read, and its samples are generated again: %s", path, error.strerror)
 
 
 def read_sample(path: Path, sample: WrittenSample[RecordPlace]) -> KeptTokens | None:

@@ -4,19 +4,19 @@ Complete samples of the flow that is trained are written as they end. Sequences 
 ``interval_s`` seconds, and when the session ends, if the engine continues sequences.
 """
 
-import asyncio
 import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
 from time import monotonic
 
 import torch
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
-from flowrt.engines.base import ContinuesSequences, Prefix, Response, RolloutEngine
+from flowrt.engines.base import ContinuesSequences, ExternalEngine, Interrupt, Prefix, Response, RolloutEngine
 from flowrt.errors import EngineError, WaitExpired
 from flowrt.protocol.journals import SampleKey
 from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, NewPart, prompt_checksum
@@ -25,6 +25,7 @@ from flowrt.runtime.compute_thread import ComputeThread
 from flowrt.runtime.waits import wait_until
 
 log = logging.getLogger("flowrt")
+NOT_KEPT = "sequences in generation are not kept:"
 
 
 @dataclass(slots=True)
@@ -34,6 +35,9 @@ class _KeptSequence:
     prompt: torch.Tensor
     written: int = 0
     """Number of its tokens in the journal."""
+
+
+Running = tuple[_KeptSequence, KeptTokens]
 
 
 class KeptSequences:
@@ -65,12 +69,14 @@ class KeptSequences:
         self._engine = engine if continues and isinstance(engine, ContinuesSequences) else None
         self._journal = journal
         self._others = others
+        self._reader = ComputeThread()  # a pull that is cancelled may still read when the next one begins to
         self._interval_s = interval_s
         self._max_new = max_new_tokens
         self._running: dict[int, _KeptSequence] = {}  # by the engine's key
         self._written_s = monotonic()
         self._thread: ComputeThread | None = None
         self._interrupt: threading.Event | None = None
+        self._returned: Sequence[Response] = ()  # by the engine's last run
         session.on_freed = self._on_freed
 
     def begin(self, thread: ComputeThread, interrupt: threading.Event) -> None:
@@ -81,14 +87,14 @@ class KeptSequences:
         """What journals have of the slots of a batch, by row; prefixes only if the engine continues them."""
         if not batch.grant.kept:
             return {}
-        return await asyncio.to_thread(self._read, batch)
+        return await self._reader.run(self._read, batch)
 
     def _read(self, batch: Batch) -> dict[int, KeptTokens]:
         kept: dict[int, KeptTokens] = {}
-        for row, journal in enumerate(batch.grant.kept):
-            if not journal:
+        for row, journals in sorted(enumerate(batch.grant.kept), key=itemgetter(1)):  # each file once
+            if not journals:
                 continue
-            tokens = self._others.read(journal, _key(batch, row), prompt_checksum(batch.tensors["prompt"][row]))
+            tokens = self._others.read(journals, _key(batch, row), prompt_checksum(batch.tensors["prompt"][row]))
             if tokens is None:
                 continue
             fits = self._engine is not None and len(tokens.prefix.tokens) < self._max_new
@@ -97,30 +103,40 @@ class KeptSequences:
         return kept
 
     def started(self, key: int, batch: Batch, row: int, kept: KeptTokens | None) -> None:
-        """Note a sequence of the engine; what was kept of it is written to this journal too."""
-        prompt = batch.tensors["prompt"][row]
-        sequence = self._running[key] = _KeptSequence(batch.slots[row], _key(batch, row), prompt)
+        """Note a sequence of the engine; what was kept of it is written to this journal too.
+
+        Of a slot that is granted again while its earlier sequence runs, only the later one is written from then on.
+        """
+        prompt, slot = batch.tensors["prompt"][row], batch.slots[row]
+        for other in [other for other, one in self._running.items() if one.slot == slot]:
+            del self._running[other]
+        sequence = self._running[key] = _KeptSequence(slot, _key(batch, row), prompt)
         if kept is not None and not kept.is_complete:
             self._write([(sequence, kept)])
 
-    def finished(self, responses: Sequence[Response]) -> None:
+    def note_returned(self, responses: Sequence[Response]) -> None:
+        """Note what the engine has returned; called on its thread, also after the role has stopped waiting for it."""
+        self._returned = responses
+
+    def finished(self, responses: Sequence[Response], *, is_last: bool = False) -> None:
         """Write sequences that are complete."""
-        complete: list[tuple[_KeptSequence, KeptTokens]] = []
+        complete: list[Running] = []
         for one in responses:
             sequence = self._running.pop(one.key, None)
             if sequence is not None:
                 prefix = Prefix(one.tokens, one.logprobs, one.spans, one.support)
                 complete.append((sequence, KeptTokens(prefix, is_complete=True, truncated=one.truncated)))
-        self._write(complete)
+        self._write(complete, is_last=is_last)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Note that these slots are not needed any more."""
-        self._journal.release(slots)
+        """Note that these slots are not needed any more, but those of which a sequence runs again."""
+        running = {one.slot for one in self._running.values()}
+        self._journal.release([slot for slot in slots if slot not in running])
 
     @property
     def due_s(self) -> float:
         """Seconds until the sequences in generation are to be written."""
-        if self._engine is None or not self._interval_s:
+        if self._engine is None or not self._interval_s or not self._journal.is_open:
             return inf
         return max(self._written_s + self._interval_s - monotonic(), 0.0)
 
@@ -135,37 +151,46 @@ class KeptSequences:
         self._session.is_saving = True
         try:
             await wait_until(self._save(), SAVE_S, "the sequences in generation to be written", "the engine")
-        except (EngineError, WaitExpired) as error:
-            log.warning("sequences in generation are not kept: %s", error)
+        except WaitExpired as error:
+            log.warning("%s %s", NOT_KEPT, error)
         finally:
             self._session.is_saving = False
 
     async def _save(self) -> None:
-        if self._interrupt is not None:
+        if self._thread is not None and self._interrupt is not None and self._running:
             self._interrupt.set()
-        if self._running:
-            await self._write_running()
+            try:
+                await self._write_running(is_last=True)
+                self.finished(await self._thread.run(self._take_ended, self._interrupt), is_last=True)
+            except EngineError as error:
+                log.warning("%s %s", NOT_KEPT, error)
         await self._journal.close()
 
-    async def _write_running(self) -> None:
+    def _take_ended(self, interrupt: Interrupt) -> Sequence[Response]:
+        """The sequences that have ended since the role stopped waiting; called on the engine's thread."""
+        ended = self._returned
+        if self._engine is not None and isinstance(self._engine, ExternalEngine):  # it generates between runs
+            ended = [*ended, *self._engine.run(interrupt)]
+        return ended
+
+    async def _write_running(self, *, is_last: bool = False) -> None:
         if self._engine is None or self._thread is None:
             return
-        new: list[tuple[_KeptSequence, KeptTokens]] = []
+        new: list[Running] = []
         for key, prefix in (await self._thread.run(self._engine.prefixes)).items():
             sequence = self._running.get(key)
             if sequence is not None and len(prefix.tokens) > sequence.written:
                 new.append((sequence, KeptTokens(prefix, is_complete=False, truncated=False)))
-        self._write(new)
+        self._write(new, is_last=is_last)
 
-    def _write(self, new: Sequence[tuple[_KeptSequence, KeptTokens]]) -> None:
-        parts = [NewPart(one.slot, one.key, one.prompt, one.written, tokens) for one, tokens in new]
-        if parts and self._journal.add(parts):
-            for one, tokens in new:
-                one.written = len(tokens.prefix.tokens)
+    def _write(self, new: Sequence[Running], *, is_last: bool = False) -> None:
+        parts = [NewPart.of(one.slot, one.key, one.prompt, one.written, tokens) for one, tokens in new]
+        for one, tokens in new[: self._journal.add(parts, is_last=is_last)]:
+            one.written = len(tokens.prefix.tokens)
 
     def _on_freed(self, columns: Sequence[str], slots: Sequence[int]) -> None:
         if not columns or "response" in columns:
-            self._journal.release(slots)
+            self.release(slots)
 
 
 def _key(batch: Batch, row: int) -> SampleKey:

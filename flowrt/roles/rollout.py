@@ -234,7 +234,7 @@ class RolloutLoop:
                 self._session.timeline.busy("generate", rows=len(self._running)),
                 self._session.progress.expected(prefill_s),
             ):
-                run = self._thread.run(self._engine.run, self._interrupt)
+                run = self._thread.run(self._run_engine)
                 finished = await (self._interrupt_when_staged(run) if in_flight else run)
         finally:
             probe.cancel()
@@ -243,6 +243,13 @@ class RolloutLoop:
         if finished:
             self._exact.difference_update(response.key for response in finished)
             self._tasks.create_task(self._commit(finished))
+
+    def _run_engine(self) -> list[Response]:
+        """Run the engine; called on its thread."""
+        finished = self._engine.run(self._interrupt)
+        if self._kept is not None:
+            self._kept.note_returned(finished)
+        return finished
 
     async def _interrupt_when_staged(self, run: Coroutine[Any, Any, list[Response]]) -> list[Response]:
         """Await the engine; interrupt it when new weights are staged or prepared. Returns the finished sequences."""

@@ -25,8 +25,8 @@ MAX_TOKENS_PER_S = 500.0
 MIN_DRAIN_S = 30.0
 MIN_REQUEST_S = 3600.0
 CONTROLLER_START_S = 30.0
-MIN_LEDGER_BYTES_PER_S = 5e6
-"""Lowest rate at which a controller reads the ledger of a run that it continues."""
+MIN_STORED_BYTES_PER_S = 5e6
+"""Lowest rate at which a controller reads the ledger of a run that it continues, and finds samples in journals."""
 MAX_REQUEST_S = 30 * 24 * 3600.0
 
 
@@ -40,9 +40,9 @@ def state_s(weight_bytes: int) -> float:
     return BASE_S + STATE_COPIES * weight_bytes / MIN_BYTES_PER_S
 
 
-def controller_start_s(ledger_bytes: int) -> float:
-    """Limit of the start of a controller, until it listens; ``ledger_bytes`` is the size of its ledger's files."""
-    return CONTROLLER_START_S + ledger_bytes / MIN_LEDGER_BYTES_PER_S
+def controller_start_s(stored_bytes: int) -> float:
+    """Limit of the start of a controller, until it listens; ``stored_bytes``: of its ledger and the run's journals."""
+    return CONTROLLER_START_S + stored_bytes / MIN_STORED_BYTES_PER_S
 
 
 def pass_s(tokens: int, weight_bytes: int) -> float:

@@ -1,8 +1,12 @@
 """The journal of a rollout worker: what it writes is read again; what is not needed any more leaves the disk."""
 
 import asyncio
+import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -30,7 +34,7 @@ def tokens(count: int, first: int = 0, *, complete: bool = False, support: bool 
 
 
 def part(slot: int, sample: SampleKey, start: int, kept: KeptTokens) -> list[NewPart]:
-    return [NewPart(slot, sample, PROMPT, start, kept)]
+    return [NewPart.of(slot, sample, PROMPT, start, kept)]
 
 
 def written(tmp_path: Path, work: Callable[[Journal], object], checkpoint: Callable[[], int] = lambda: 0) -> Path:
@@ -155,16 +159,127 @@ def test_a_disk_that_fails_ends_the_journal_and_not_the_worker(
 
 def test_a_disk_that_lags_behind_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "MAX_PENDING_BYTES", 1000)
-    accepted: list[bool] = []
+    accepted: list[int] = []
 
     def work(journal: Journal) -> None:
         accepted.extend(journal.add(part(slot, key(slot), 0, tokens(50))) for slot in range(5))
 
     written(tmp_path, work)
-    assert accepted == [True, True, False, False, False]
+    assert accepted == [1, 1, 0, 0, 0]
+
+
+def test_supports_count_towards_the_memory_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MAX_PENDING_BYTES", 2500)
+    accepted: list[int] = []
+
+    def work(journal: Journal) -> None:
+        parts = [one for slot in range(5) for one in part(slot, key(slot), 0, tokens(50, support=True))]
+        assert parts[0].size == 50 * (4 + 4 + 4) + 4 * 99
+        accepted.append(journal.add(parts))
+        accepted.append(journal.add(parts[2:]))
+        accepted.append(journal.add(parts[3:], is_last=True))
+
+    written(tmp_path, work)
+    assert accepted == [2, 0, 2]
+    assert [read(tmp_path, prompt) is not None for prompt in range(5)] == [True, True, False, True, True]
+
+
+def test_a_part_holds_only_its_own_tokens_in_memory() -> None:
+    [new] = part(1, key(7), 9000, tokens(9010, support=True))
+    assert {name: len(values) for name, values in new.columns.items()} == {
+        "response": 10,
+        "logprobs": 10,
+        "support_counts": 10,
+        "support": sum(at % 3 + 1 for at in range(9000, 9010)),
+    }
+    assert all(values.untyped_storage().nbytes() == values.nbytes for values in new.columns.values())
+
+
+def test_a_part_of_any_size_is_written_while_no_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MAX_PENDING_BYTES", 100)
+    written(tmp_path, lambda journal: journal.add(part(1, key(7), 0, tokens(50))))
+    assert_same(read(tmp_path, 7), tokens(50))
+
+
+def test_what_is_left_of_a_killed_process_that_rewrote_its_journal_is_deleted(tmp_path: Path) -> None:
+    written(tmp_path, lambda journal: journal.add(part(1, key(7), 0, tokens(4))))
+    (tmp_path / "w" / ".0.journal.part").write_bytes(b"half of it")
+    written(tmp_path, lambda journal: journal.add(part(1, key(8), 0, tokens(4))))
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["0.journal", "1.journal"]
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_others_of_its_worker(tmp_path: Path) -> None:
+    written(tmp_path, lambda journal: journal.add(part(1, key(7), 0, tokens(4))))
+    (tmp_path / "w" / "1.journal").mkdir()
+    os.mkfifo(tmp_path / "w" / "2.journal")
+    assert_same(read(tmp_path, 7), tokens(4))
+
+
+def test_after_a_file_is_rewritten_the_last_of_a_sample_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot was freed, and the sample made again by the same worker."""
+    monkeypatch.setattr(journal_module, "SLACK_BYTES", 0)
+
+    def work(journal: Journal) -> None:
+        journal.add(part(9, key(9), 0, tokens(2000, complete=True)))
+        journal.add(part(1, key(7), 0, tokens(4)))
+        journal.release((1,))
+        journal.add(part(1, key(7), 0, tokens(4, 50)))
+        journal._thread.submit(steps.append, 2)
+        journal.release((9,))  # is newer than this checkpoint, so that the file is rewritten
+        journal.add(part(1, key(7), 4, tokens(6, 50)))
+
+    steps = [3]
+    written(tmp_path, work, lambda: steps[-1])
+    assert_same(read(tmp_path, 7), tokens(6, 50))
+
+
+def test_any_failure_of_the_thread_ends_the_journal_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(journal: Journal) -> None:
+        [new] = part(1, key(7), 0, tokens(4))
+        journal.add([replace(new, spans=cast(tuple[int, ...], ("no number",)))])
+        journal.add(part(2, key(8), 0, tokens(4)))
+
+    written(tmp_path, work)
+    assert caplog.text.count("cannot be written") == 1
 
 
 def test_the_name_of_a_worker_stays_within_the_journals() -> None:
     assert journal_of("journals/1", "rollout-0") == "journals/1/rollout-0"
     assert journal_of("journals/1", "../../etc") == "journals/1/%2E.%2F..%2Fetc"
     assert journal_of("journals/1", "..") == "journals/1/%2E."
+
+
+def test_the_places_of_a_limited_number_of_parts_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MAX_READ_PARTS", 5)
+
+    def add_twice(prompt: int, journal: Journal) -> None:
+        for _ in range(2):
+            journal.add(part(prompt, key(prompt), 0, tokens(4)))
+
+    for prompt in range(4):
+        directory = tmp_path / str(prompt)
+        directory.mkdir()
+        written(directory, partial(add_twice, prompt))
+    journals = KeptJournals(tmp_path)
+    for prompt in (0, 1, 2, 3, 0):
+        assert_same(journals.read(f"{prompt}/w", key(prompt), CHECKSUM), tokens(4))
+        assert sum(file.parts for file in journals._files.values()) <= 5
+    assert len(journals._files) == 2
+    monkeypatch.setattr(journal_module, "MAX_READ_PARTS", 1)
+    assert_same(journals.read("1/w", key(1), CHECKSUM), tokens(4))
+    assert len(journals._files) == 1
+
+
+def test_of_several_journals_the_most_of_a_sample_is_read(tmp_path: Path) -> None:
+    for name, kept in (("a", tokens(4)), ("b", tokens(6)), ("c", tokens(6, 50)), ("d", tokens(2, complete=True))):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name, partial(Journal.add, parts=part(1, key(7), 0, kept)))
+    assert_same(read(tmp_path, 7, "nothing\na/w\nb/w\nc/w"), tokens(6))
+    assert_same(read(tmp_path, 7, "c/w/0.journal\nb/w"), tokens(6, 50))
+    assert_same(read(tmp_path, 7, "a/w\nb/w\nc/w\nd/w"), tokens(2, complete=True))

@@ -1,5 +1,6 @@
 """Which samples of the journals are kept when a run is resumed, and why the others are discarded."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from flowrt.controller.storage.journals import (
     OTHER_ATTEMPT,
     FoundSamples,
     delete_outdated,
+    delete_unknown,
+    journal_bytes,
     kept_summary,
     read_journals,
 )
@@ -131,3 +134,63 @@ def test_journals_of_lost_workers_that_no_step_can_train_any_more_are_deleted(tm
     delete_outdated(tmp_path, {"journals/2/running"}, lambda newest: newest >= 5)
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.journal"))
     assert left == ["journals/2/gone/0.journal", "journals/2/running/1.journal"]
+
+
+def test_files_that_killed_processes_left_half_written_are_deleted_and_those_of_running_ones_are_not(
+    tmp_path: Path,
+) -> None:
+    for name in ("1/gone", "2/gone", "2/running"):
+        write(tmp_path / "journals" / name / "0.journal", [part(1, (0, 3))])
+        (tmp_path / "journals" / name / ".0.journal.part").write_bytes(b"half of it")
+    found(tmp_path, [0, 0])
+    assert _partials(tmp_path) == ["journals/2/gone", "journals/2/running"]
+    delete_outdated(tmp_path, {"journals/2/running"}, lambda newest: True)
+    assert _partials(tmp_path) == ["journals/2/running"]
+    assert (tmp_path / "journals/2/gone/0.journal").exists()
+
+
+def _partials(run_dir: Path) -> list[str]:
+    return sorted(str(path.parent.relative_to(run_dir)) for path in run_dir.rglob(".*.part"))
+
+
+def test_a_journal_that_is_still_needed_is_read_up_to_the_first_sample_that_needs_it(tmp_path: Path) -> None:
+    write(tmp_path / "journals/1/gone/0.journal", [part(number, (number, 3)) for number in range(50)])
+    asked: list[int] = []
+
+    def may_train(newest: int) -> bool:
+        asked.append(newest)
+        return newest >= 4
+
+    delete_outdated(tmp_path, (), may_train)
+    assert asked == [0, 1, 2, 3, 4]
+    assert (tmp_path / "journals/1/gone/0.journal").exists()
+
+
+def test_of_a_running_worker_the_file_of_the_highest_number_stays_and_links_to_nothing_do_no_harm(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "journals/1/running"
+    for number in (9, 10):
+        write(directory / f"{number}.journal", [part(1, (0, 3))])
+    (directory / "8.journal").symlink_to(tmp_path / "nothing")
+    os.utime(directory / "10.journal", (1, 1))
+    delete_outdated(tmp_path, {"journals/1/running"}, lambda newest: False)
+    assert sorted(path.name for path in directory.iterdir()) == ["10.journal", "8.journal"]
+
+
+def test_the_time_for_the_start_of_a_controller_follows_the_journals_that_it_reads(tmp_path: Path) -> None:
+    assert journal_bytes(tmp_path) == 0
+    for name in ("1/a", "1/b", "2/a"):
+        path = tmp_path / "journals" / name / "0.journal"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(1000))
+    (tmp_path / "journals/2/a/1.journal").symlink_to("nothing")
+    assert journal_bytes(tmp_path) == 3000
+
+
+def test_journals_of_starts_that_the_run_has_not_had_are_deleted(tmp_path: Path) -> None:
+    for attempt in (1, 2, 3, 11):
+        write(tmp_path / f"journals/{attempt}/w/0.journal", [part(1, (0, 3))])
+    (tmp_path / "journals/notes.txt").write_text("not a journal")
+    delete_unknown(tmp_path, 2)
+    assert sorted(path.name for path in (tmp_path / "journals").iterdir()) == ["1", "notes.txt"]
