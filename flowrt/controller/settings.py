@@ -243,3 +243,6 @@ class Settings:
     """Where a resumed run continues."""
     journals: str = ""
     """Directory of the journals of rollout workers, in the run directory; empty: they keep none."""
+    journals_unfinished: bool = True
+    """Whether the journal of a worker that is killed has its sequences in generation; of one that leaves in order it
+    has them."""

@@ -436,7 +436,7 @@ class Grant:
     closed: bool  # no more slots will be ready, of this step (train stage) or of the stream
     refused: Ints = ()  # of the pull's ``done``: leases that had ended before, so that their slots are granted again
     exact: Ints = ()  # of each slot: the version that has to generate all of it, or -1; empty if none has one
-    kept: tuple[str, ...] = ()  # of each slot: the journal that may have generated tokens of it; empty if none has
+    kept: tuple[str, ...] = ()  # of each slot: the journals that may have tokens of it, one a line; empty if none has
 
 
 @dataclass(slots=True)

@@ -100,8 +100,14 @@ def dataflow(config: RunConfig) -> Dataflow:
 
 def core(config: RunConfig, inputs: CoreInputs) -> Core:
     """The core of a controller of this run; two cores of equal inputs return the same commands to the same events."""
+    given = dataclasses.replace(
+        settings(config),
+        position=inputs.position,
+        journals=inputs.journals,
+        journals_unfinished=config.rollout.journal_s > 0 and not config.deterministic,
+    )
     return Core(
-        settings=dataclasses.replace(settings(config), position=inputs.position, journals=inputs.journals),
+        settings=given,
         flow=dataflow(config),
         policies=policies(config),
         term=inputs.term,

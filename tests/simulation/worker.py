@@ -412,7 +412,9 @@ class Worker:
         """What the journal of the grant has of a sample; some journals are damaged."""
         if not row.kept or self.shared.rng.random() < 0.1:
             return None
-        kept = self.shared.journals[row.kept].get(_key(row))
+        journals = [self.shared.journals[name] for name in row.kept.splitlines()]
+        found = [journal[_key(row)] for journal in journals if _key(row) in journal]
+        kept = max(found, key=lambda one: (one.is_complete, sum(one.spans[1::2])), default=None)
         if kept is not None:
             self.shared.taken["complete" if kept.is_complete else "prefix"] += 1
         return kept

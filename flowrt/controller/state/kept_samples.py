@@ -32,7 +32,7 @@ class KeptSamples:
     def add(self, samples: Iterable[KeptSample]) -> None:
         """Add what was found when the run was resumed."""
         for one in samples:
-            self._of.setdefault((one.epoch, one.prompt), {})[one.member] = Kept(one.journal, one.oldest)
+            self._of.setdefault((one.epoch, one.prompt), {})[one.member] = Kept((one.journal,), one.oldest)
 
     def attach(self, groups: Iterable[Group]) -> None:
         """Move the samples of the prompts of these groups, which are opened, to the groups."""
@@ -43,6 +43,11 @@ class KeptSamples:
                 # A later attempt at a sample has another seed.
                 first = [slot.member for slot in group.slots if not slot.attempt]
                 group.kept = {member: kept[member] for member in first if member in kept}
+
+    def put_back(self, group: Group) -> None:
+        """Take back the samples of a group that is closed, and whose prompt is to be offered again."""
+        if kept := {slot.member: group.kept[slot.member] for slot in group.slots if slot.has_kept and not slot.attempt}:
+            self._of[group.epoch, group.prompt] = kept
 
     def discard(self, reason: str) -> None:
         """Count a kept sample that cannot be used any more."""

@@ -16,6 +16,8 @@ NO_SOURCE = WorkerId("")
 NO_TENSORS: Mapping[str, "ColumnLocation"] = MappingProxyType({})
 NO_NUMBERS: Mapping[str, float] = MappingProxyType({})
 NOTHING_KEPT: Mapping[int, "Kept"] = MappingProxyType({})
+MAX_JOURNALS = 4
+"""Most journals in which a sample is looked for."""
 NO_WORKERS: Mapping[WorkerId, None] = MappingProxyType({})
 
 
@@ -53,10 +55,18 @@ class ColumnLocation:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a journal has of a sample: the name of the journal, and the oldest version that generated a token of it."""
+    """What journals have of a sample: their names, and the oldest version that generated a token of it.
 
-    journal: str
+    The worker that continues it reads all of them, and writes to one of its own, which comes first if it dies too.
+    """
+
+    journals: tuple[str, ...]
     oldest: int
+
+    def after(self, journal: str, version: int) -> "Kept":
+        """This, and what another worker may have written of the sample, which it generated with this version."""
+        others = [one for one in self.journals if one != journal]
+        return Kept((journal, *others)[:MAX_JOURNALS], min(self.oldest, version))
 
 
 class Group:

@@ -82,7 +82,7 @@ def disconnected(
         ]
     if member.is_leaving and worker not in state.membership.drained:
         commands.append(AppendReplay(DrainEnded(worker)))
-    commands += _forget(state, env, worker)
+    commands += _forget(state, env, worker, in_order=member.is_leaving)
     roles = env.settings
     if member.is_leaving or (not reason and member.finished):
         if member.role in roles.replaceable_roles and not member.finished:
@@ -111,7 +111,7 @@ def _gone(member: Member, reason: str) -> str:
     return f"{member.id} ({member.role} on host {member.host!r}) {why}"
 
 
-def _forget(state: State, env: Environment, worker: WorkerId) -> list[Command]:
+def _forget(state: State, env: Environment, worker: WorkerId, *, in_order: bool) -> list[Command]:
     """Remove a worker from all tables, with its requests, its leases, and the tensors that only it held."""
     state.key_limits.forget(worker)
     state.recovery.leave(worker)
@@ -119,7 +119,7 @@ def _forget(state: State, env: Environment, worker: WorkerId) -> list[Command]:
     state.work.add_offers()  # its parked offers are gone: later ones may fit
     if state.lanes.failed:  # those with links that are cut have work again if it was the last other one
         state.work.add_stages(state.table.stages)
-    commands = rollback.forget_worker(state, env, worker)
+    commands = rollback.forget_worker(state, env, worker, in_order=in_order)
     state.plan.forget(worker)
     state.models.forget(worker)
     return commands

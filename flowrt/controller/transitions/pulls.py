@@ -368,7 +368,7 @@ def grant(
     kept: tuple[str, ...] = ()
     if lease.version is not None and any(slot.group.kept for slot in slots):
         found = [slot.group.kept.get(slot.member) for slot in slots]
-        kept = tuple(["" if one is None else one.journal for one in found])
+        kept = tuple(["" if one is None else "\n".join(one.journals) for one in found])
     answer = Grant(  # hot path: with keywords for all fields it takes twice as long
         message.request, lease.id, ids, flows, groups, members, prompts, epochs, attempts, spans, inline, parts,
         incoming, False, refused, exact, kept,

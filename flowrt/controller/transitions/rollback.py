@@ -189,6 +189,7 @@ def _give_up(state: State, env: Environment, group: Group, reason: str, ledger_s
     commands = record(state, env, group, ledger_state, reason)
     if ledger_state == UNREAD:
         state.opened.discard(group.epoch, group.prompt)
+        state.kept.put_back(group)
     state.window.leave(group)
     return commands + close(state, env, [group])
 
@@ -372,12 +373,16 @@ def _give_back(state: State, env: Environment, slot: Slot, stage: str) -> list[C
 # ---- lost tensors
 
 
-def forget_worker(state: State, env: Environment, worker: WorkerId) -> list[Command]:
-    """Give back the leases of a worker that is gone; columns that no other worker holds are made again."""
+def forget_worker(state: State, env: Environment, worker: WorkerId, *, in_order: bool) -> list[Command]:
+    """Give back the leases of a worker that is gone; columns that no other worker holds are made again.
+
+    One that has left in order has written what it was generating.
+    """
     commands: list[Command] = []
     for peer in state.lanes.forget(worker):
         commands.append(Send(peer, RendezvousKey(worker, "", GONE, b"")))
-    _keep_unfinished(state, env, worker)
+    if in_order or env.settings.journals_unfinished:
+        _keep_unfinished(state, env, worker)
     for lease in state.table.leases_of(worker):
         commands += give_back_lease(state, env, lease)
     groups = state.table.lose_holder(worker)
@@ -399,9 +404,9 @@ def _keep_unfinished(state: State, env: Environment, worker: WorkerId) -> None:
     for stage in state.table.flows.generating if env.settings.journals else ():
         for lease in state.table.working[stage].get(worker, {}).values():
             for slot in lease.slots.values():
+                journal, version = journal_of(env.settings.journals, worker), lease.version or 0
                 before = slot.group.kept.get(slot.member)
-                versions = [lease.version or 0] if before is None else [lease.version or 0, before.oldest]
-                _keep(state, env, worker, slot, min(versions))
+                _keep(state, env, slot, Kept((journal,), version) if before is None else before.after(journal, version))
 
 
 def _keep_complete(
@@ -413,12 +418,12 @@ def _keep_complete(
     """
     attempt, spans = before
     if env.settings.journals and spans and not slot.spans and slot.attempt == attempt:
-        _keep(state, env, worker, slot, min(spans[::2]))
+        _keep(state, env, slot, Kept((journal_of(env.settings.journals, worker),), min(spans[::2])))
 
 
-def _keep(state: State, env: Environment, worker: WorkerId, slot: Slot, oldest: int) -> None:
+def _keep(state: State, env: Environment, slot: Slot, kept: Kept) -> None:
     if slot.group.flow == env.flow.train_flow and slot.id in state.table.slots:
-        state.table.note_kept(slot, Kept(journal_of(env.settings.journals, worker), oldest))
+        state.table.note_kept(slot, kept)
 
 
 def end_evaluations(state: State, env: Environment, source: WorkerId) -> list[Command]:

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from flowrt.controller.events import WorkerDisconnected
+from flowrt.controller.events import WorkerConnected, WorkerDisconnected
 from flowrt.controller.settings import OnLostSample
 from flowrt.controller.state.kept_samples import TOO_OLD, KeptSample
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import Position
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.scenario import MODEL, leases_of, whole
+from tests.simulation.scenario import MODEL, leases_of, offer_one, whole
 
 OLD = "journals/1/rollout7/0.journal"
 
@@ -64,6 +64,23 @@ def test_the_oldest_kept_version_counts_for_the_age_of_a_group() -> None:
     assert state.window.oldest_versions == {group.id: 3}
 
 
+def test_a_prompt_that_is_offered_again_after_the_loss_of_its_source_keeps_its_samples() -> None:
+    driver = resumed(3, kept(2), kept(3, prompt=1))
+    driver.offer(prompt=0)
+    driver.offer(prompt=1)
+    lost = granted(driver, "rollout0")
+    driver.send(
+        "rollout0", m.ReleaseLease(stage="rollout", slots=lost.slots, leases=leases_of(lost), lost=True, reason="no")
+    )
+    lose(driver, "source0")
+    assert not driver.core.state.table.groups
+    driver.event(WorkerConnected(WorkerId("source1"), "source", "host"))
+    for prompt in (0, 1):
+        driver.send("source1", offer_one(request=7 + prompt, members=1, prompt=prompt))
+    assert granted(driver, "rollout0").kept == ()  # the next attempt at a sample that was lost had begun
+    assert granted(driver, "rollout1").kept == (OLD,)
+
+
 def test_what_is_too_old_for_its_step_is_discarded_and_counted() -> None:
     driver = resumed(3, kept(2), kept(2, prompt=1), bound=1)
     driver.offer(prompt=0)
@@ -98,9 +115,34 @@ def test_the_sequences_of_a_lost_worker_go_on_from_its_journal() -> None:
     driver.offer(prompt=1)
     granted(driver, "rollout0")
     lose(driver, "rollout0")
-    assert granted(driver, "rollout1").kept == ("journals/2/rollout0",)
+    assert granted(driver, "rollout1").kept == (f"journals/2/rollout0\n{OLD}",)
     first = next(iter(driver.core.state.table.groups.values()))
     assert first.oldest_version() == 2  # the lost worker had continued older tokens
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_without_intervals_only_a_worker_that_leaves_in_order_has_its_sequences(in_order: bool) -> None:
+    driver = resumed(3)
+    driver.configure(journals_unfinished=False)  # as with rollout.journal_s 0
+    driver.offer(prompt=0)
+    granted(driver, "rollout0")
+    if in_order:
+        driver.send("rollout0", m.Drain(0, "rollout0"))
+        driver.send("rollout0", m.Leave(""))
+    else:
+        lose(driver, "rollout0")
+    [group] = driver.core.state.table.groups.values()
+    assert group.oldest_version() == (3 if in_order else None)  # it need not be trained before others
+    assert granted(driver, "rollout1").kept == (("journals/2/rollout0",) if in_order else ())
+
+
+def test_a_prefix_that_a_killed_worker_was_to_continue_stays_in_its_journal() -> None:
+    driver = resumed(3, kept(2))
+    driver.configure(journals_unfinished=False)
+    driver.offer(prompt=0)
+    granted(driver, "rollout0")
+    lose(driver, "rollout0")
+    assert granted(driver, "rollout1").kept == (OLD,)
 
 
 @pytest.mark.parametrize("policy", OnLostSample)
@@ -113,6 +155,21 @@ def test_a_complete_sample_that_is_lost_with_its_worker_is_granted_with_its_jour
         assert granted(driver, "rollout1").kept == ("journals/1/rollout0",)
     else:
         assert all(not group.kept for group in driver.core.state.table.groups.values())
+
+
+def test_a_worker_that_is_lost_before_it_goes_on_leaves_what_it_was_to_continue_in_the_journals_of_others() -> None:
+    driver = resumed(3)
+    driver.offer(prompt=0)
+    for worker in ("rollout0", "rollout1", "rollout2", "rollout3", "rollout4"):
+        if worker not in driver.core.state.membership:
+            driver.event(WorkerConnected(WorkerId(worker), "rollout", "host"))
+            driver.send(worker, m.WeightsActivated(MODEL, 0))
+            driver.send(worker, m.WeightsStaged(MODEL, 3))
+            driver.send(worker, m.WeightsActivated(MODEL, 3))
+        granted(driver, worker)
+        lose(driver, worker)
+    [group] = driver.core.state.table.groups.values()
+    assert group.kept[0].journals == tuple(f"journals/2/rollout{number}" for number in (4, 3, 2, 1))
 
 
 def test_without_journals_a_lost_worker_leaves_nothing() -> None:

@@ -16,11 +16,12 @@ from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling
+from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.errors import ConfigError
-from flowrt.protocol.messages import Grant
+from flowrt.protocol.messages import Grant, Position
 from flowrt.recipes.config_io import parse
-from flowrt.recipes.grpo import policies
+from flowrt.recipes.grpo import core, policies
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
@@ -39,6 +40,21 @@ def test_only_the_custom_recipe_takes_a_reward_and_it_requires_one(tmp_path: Pat
         parse(["gsm8k", "--data", str(data), "--reward", "mine.py"])
     with pytest.raises(ConfigError, match=r"--reward FUNCTION"):
         task_of(parse(["custom", "--data", str(data)]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], False),
+        (["--rollout.journal-s", "10"], True),
+        (["--rollout.journal-s", "10", "--deterministic", "True"], False),  # none is continued
+    ],
+)
+def test_the_controller_counts_on_unfinished_sequences_of_a_killed_worker_if_they_are_written_in_intervals(
+    flags: list[str], expected: bool
+) -> None:
+    config = parse(["arithmetic", *flags])
+    assert core(config, CoreInputs("", 1, Position())).settings.journals_unfinished is expected
 
 
 @pytest.mark.parametrize(
