@@ -16,6 +16,13 @@ generated and is in no sample that was trained at the end of the run; they are c
     kills     the kills of bench/faults.py at random instants, with short journals
               lost, doubled, hung, wrong: as there; over_bound: runs that trained a sample over the staleness bound
     ratio     journal_ratio: samples/s with journals every second over samples/s without, by turns
+    shape     the journal of a worker with 256 sequences of 32,768 tokens (bench/durability/shape.py)
+              journal_bytes_per_token: on disk
+              journal_engine_stopped_s: for a write of all tokens; journal_engine_stopped_later_s: of 300 more of each
+              journal_written_s: until all tokens are passed to the disk; journal_write_peak_mb: memory for it
+              journal_loop_blocked_s: the longest time in which the event loop did nothing else
+              journal_controller_read_s, journal_worker_read_s, journal_read_peak_mb: at a resume
+              journal_headers_per_s: parts of samples of which the controller learns at a resume
 
 The worst of all repetitions counts; of the ratio the median.
 """
@@ -26,6 +33,7 @@ import json
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -47,7 +55,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.run_dir import checkpoint_steps
 
-PARTS = ("preempt", "killed", "worker", "kills", "ratio")
+PARTS = ("preempt", "killed", "worker", "kills", "ratio", "shape")
 BOUNDS = (0, 1, 4)
 PROMPTS, MEMBERS = 4, 4
 STEP_S = 0.02
@@ -60,6 +68,9 @@ MOST = {
     "killed_lost_s": 10.0,
     "worker_lost_s": 10.0,
     **dict.fromkeys(("lost", "doubled", "hung", "wrong", "over_bound"), 0.0),
+    "journal_bytes_per_token": 8.1,
+    "journal_loop_blocked_s": 0.2,
+    "journal_write_peak_mb": 150.0,
 }
 LEAST = {"journal_ratio": 0.98}
 COUNTER = TokenCounter()
@@ -246,6 +257,13 @@ def ratio(base: RunConfig, folder: Path, steps: int, repeats: int) -> float:
     return statistics.median(pairs)
 
 
+def shape(rows: int) -> dict[str, float]:
+    """Size, times and memory of a journal of this many sequences."""
+    words = [sys.executable, "-m", "durability.shape", "--rows", str(rows)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+    return {f"journal_{name}": round(value, 4) for name, value in json.loads(done.stdout).items()}
+
+
 def main() -> int:
     arguments = parsed()
     console = Console(width=140)
@@ -273,6 +291,8 @@ def main() -> int:
     COUNTER.step_s = 0.0
     if "ratio" in arguments.parts:
         metrics["journal_ratio"] = ratio(base, folder, 6 if arguments.quick else 40, 1 if arguments.quick else 5)
+    if "shape" in arguments.parts:
+        metrics |= shape(16 if arguments.quick else 256)
     if "kills" in arguments.parts:
         COUNTER.folder = folder / "tokens"
         metrics |= kills(arguments, base, folder, console)
