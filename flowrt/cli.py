@@ -36,6 +36,18 @@ PAGE_PORT = 8265
 WATCH_FLAG = "--watch"
 WATCH_HELP = f"{WATCH_FLAG} [PORT] serves the page of the run while it goes on, at port {PAGE_PORT} or PORT."
 LARGEST_PORT = 65535
+EVAL_KEYS = (
+    "eval.split",
+    "data.prompt_key",
+    "data.answer_key",
+    "data.chat_template",
+    "data.chat_template_kwargs",
+    "data.system_prompt",
+    "data.prefill",
+    "data.max_prompt_tokens",
+    "data.overlong",
+)
+"""Keys of how rows become prompts, which ``flowrt eval`` takes as flags for data of another form than the run's."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -536,6 +548,8 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]PATH",
         help="data set, repeatable; default: those of the run",
     )
+    for key in EVAL_KEYS:
+        parser.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar="VALUE", help=f"of the rows ({key})")
     parser.add_argument("--samples", type=_whole_number, metavar="N", help="answers to each prompt (eval.samples)")
     parser.add_argument("--temperature", type=float, metavar="T", help="of sampling (eval.temperature)")
     parser.add_argument("--limit", type=_whole_number, metavar="N", help="prompts of each data set (eval.limit)")
@@ -549,6 +563,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         step=arguments.step,
         best=arguments.best,
         data=tuple(arguments.data),
+        flags=tuple(f"--{key}={value}" for key in EVAL_KEYS if (value := getattr(arguments, key)) is not None),
         samples=arguments.samples,
         temperature=arguments.temperature,
         limit=arguments.limit,

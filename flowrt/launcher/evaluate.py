@@ -16,6 +16,7 @@ from flowrt.launcher.local_run import check_and_run, with_absolute_paths
 from flowrt.launcher.resume import read_config
 from flowrt.launcher.supervision import read_summary
 from flowrt.recipes.config import BuildConfig, CheckpointConfig, RunConfig, SftConfig
+from flowrt.recipes.config_io import read_flags
 from flowrt.recipes.constraints import check
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.registry import held_out_by_default
@@ -33,6 +34,8 @@ class EvalOptions:
     """The best weights, in place of a checkpoint."""
     data: tuple[str, ...] = ()
     """NAME=PATH, or PATH as data set ``eval``; empty: the data sets of the run."""
+    flags: tuple[str, ...] = ()
+    """Flags ``--KEY=VALUE`` of how rows become prompts, in place of the values of the run."""
     samples: int | None = None
     temperature: float | None = None
     limit: int | None = None
@@ -82,7 +85,11 @@ def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, consol
 
 
 def evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, model: Path) -> RunConfig:
-    """The configuration of a run that only evaluates: ``config`` with the changes of ``options``."""
+    """The configuration of a run that only evaluates: ``config`` with the changes of ``options``.
+
+    Raises ConfigError for a flag with a value of the wrong type.
+    """
+    config = read_flags("flowrt eval RUN", "", options.flags, config)
     held_out = config.data.eval_prompts
     changes: dict[str, Any] = {"only": True, "interval": 0, "stop_at": 0.0, "overlap": "skip"}
     if options.data:

@@ -24,6 +24,7 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
+from tests.integration.helpers.forked_flowrt import run_flowrt
 
 REWARD = """
 def reward(response, answer, prompt, level, *, bonus=0.0):
@@ -318,6 +319,31 @@ def test_plain_text_prompts_for_a_chat_model_are_refused(
     )
     assert launched.wait(60.0) == 2, launched.output
     assert "line 1: the prompt is plain text, and the checkpoint has a chat template" in launched.words
+
+
+@pytest.mark.slow
+def test_messages_are_evaluated_with_the_template_of_a_flag(
+    launch: Callable[..., Any], model: Path, data: Path, tmp_path: Path
+) -> None:
+    """flowrt eval of messages with a model without a template names the flag that it takes."""
+    without = Path(shutil.copytree(model, tmp_path / "without"))
+    (without / "chat_template.jinja").unlink()
+    text, reward_file, template = tmp_path / "text.jsonl", tmp_path / "mine.py", tmp_path / "chat.jinja"
+    text.write_text("".join(json.dumps({"prompt": f"{n}", "answer": "1"}) + "\n" for n in range(9)))
+    reward_file.write_text("def reward(response, answer):\n    return len(response) / 8\n")
+    template.write_text("{{ messages[0].content }}<|im_end|>")
+    trained = launch(
+        *("--recipe", "custom", "--data", str(text), "--reward", str(reward_file), "--model", str(without)),
+        *("--data.eval-prompts", "0", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
+        *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--steps", "1"),
+    )
+    assert trained.wait(120.0) == 0, trained.output
+    words = ("eval", str(trained.run_dir), "--data", str(data))
+    refused = run_flowrt(*words)
+    assert refused.returncode == 2
+    assert "give one with --data.chat-template FILE.jinja" in " ".join(refused.stdout.split())
+    done = run_flowrt(*words, "--data.chat-template", str(template))
+    assert done.returncode == 0, done.stdout
 
 
 def test_data_check_needs_no_weights(model: Path, tmp_path: Path) -> None:

@@ -90,6 +90,17 @@ def test_a_run_with_held_out_rows_is_evaluated_on_other_data(tmp_path: Path) -> 
     assert evaluated_config(run, EvalOptions(), tmp_path / "run", tmp_path).data.eval_prompts == 1
 
 
+def test_rows_of_an_evaluation_may_have_another_form_than_those_of_the_run(tmp_path: Path) -> None:
+    run = config(tmp_path, "--data", str(rows(tmp_path / "a.jsonl", ["one", "two"])))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": [{"role": "user", "content": "three"}], "gold": "3"}\n')
+    flags = ("--data.prompt-key=text", "--data.answer_key=gold", f"--data.chat-template={tmp_path / 'chat.jinja'}")
+    one = evaluated_config(run, EvalOptions(data=(str(other),), flags=flags), tmp_path / "run", tmp_path)
+    assert one.data.chat_template == str(tmp_path / "chat.jinja")
+    [problem] = eval_sets(one, task_of(one))["eval"]
+    assert problem.messages == (("user", "three"),)
+
+
 def test_no_training_rows_are_held_out_when_an_evaluation_set_is_given(tmp_path: Path) -> None:
     training, eval_file = rows(tmp_path / "a.jsonl", ["one", "two", "three"]), rows(tmp_path / "held.jsonl", ["four"])
     held_out = ("--data", str(training), "--data.eval-prompts", "1")
