@@ -1,7 +1,7 @@
 """The ``flowrt`` command.
 
-- argparse splits a command line into a command and its arguments; tyro parses the flags of a configuration (run,
-  config, resume) and of a site (slurm) into a dataclass.
+- argparse splits a command line into a command and its arguments; `flowrt.recipes.flags` parses the flags of a
+  configuration (run, config, resume) and of a site (slurm) into a dataclass, and tyro prints their help.
 - Bad input prints one sentence to stderr, starts nothing, and ends with exit code 2.
 - A command imports what it needs when it is called: ``flowrt --help`` is fast.
 """

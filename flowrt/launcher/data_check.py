@@ -75,13 +75,13 @@ def read_arguments(words: Sequence[str]) -> tuple[RunConfig, int, bool]:
     """The configuration of the run that is checked, from the flags of ``flowrt run custom``, the value of --show, and
     whether --deep is given.
 
-    Raises ConfigError for invalid values. Exits with code 2 on unknown flags, and after printing --help.
+    Raises ConfigError for unknown flags and invalid values. Exits with code 0 after printing --help.
     """
     is_deep = DEEP in words
     show, rest = take("--show", [word for word in words if word != DEEP])
     if show and not (show.isascii() and show.isdecimal()):
         raise ConfigError(f"--show {show!r:.40} is not a whole number")
-    config = read(rest, "flowrt data check", default="custom", about=ABOUT, is_listed=_is_listed)
+    config = read(rest, "flowrt data check", default="custom", about=ABOUT, is_listed=_is_listed, more=("--show", DEEP))
     if not takes_reward(config.recipe):
         raise ConfigError(f"flowrt data check reads data as recipe custom does, not as {config.recipe}")
     if not config.model:

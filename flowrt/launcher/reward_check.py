@@ -57,7 +57,7 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     """
     limit, flags = _limit(words)
     about = f"{DESCRIPTION} --limit N: rows (default: {LIMIT})."
-    config = read(flags, "flowrt reward check", default="custom", about=about, is_listed=_is_listed)
+    config = read(flags, "flowrt reward check", default="custom", about=about, is_listed=_is_listed, more=["--limit"])
     check_text(config)
     check_bounds(config)
     check_reward_options(config)

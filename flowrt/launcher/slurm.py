@@ -19,8 +19,10 @@ import tyro
 from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
+from flowrt.recipes.flags import parse_flags
 from flowrt.recipes.tasks.task_file import is_task_file
 
+COMMAND = "flowrt slurm"
 HERE = Path(__file__).parent / "slurm_templates"
 JOB, CANN = "job.sh", "cann.sh"
 WHOLE_IN_CONTAINER = ("one_node.sbatch", "extra_rollout.sbatch")
@@ -407,16 +409,14 @@ def filled(site: Site) -> dict[str, str]:
 def write(arguments: Sequence[str]) -> list[Path]:
     """Write the templates; returns their paths.
 
-    ``arguments``: the flags of `Site`. Raises ConfigError for bad values or if one of the files exists, with nothing
-    written, and if writing fails.
+    ``arguments``: the flags of `Site`. Raises ConfigError for unknown flags, for bad values or if one of the files
+    exists, with nothing written, and if writing fails. Exits with code 0 after printing --help.
     """
-    site = tyro.cli(
-        Site,
-        prog="flowrt slurm",
-        description="Write SLURM templates with this site's values.",
-        args=list(arguments),
-        config=(tyro.conf.FlagConversionOff, tyro.conf.UseAppendAction),
-    )
+    if "-h" in arguments or "--help" in arguments:
+        about = "Write SLURM templates with this site's values."
+        config = (tyro.conf.FlagConversionOff, tyro.conf.UseAppendAction)
+        tyro.cli(Site, prog=COMMAND, description=about, args=["--help"], config=config)
+    site = parse_flags(Site(), arguments, COMMAND, positional="directory")
     directory = Path(site.directory)
     texts = filled(site)
     for name in texts:

@@ -19,6 +19,7 @@ from flowrt.recipes.algorithms import preset
 from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig
 from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import parse_data
+from flowrt.recipes.flags import parse_flags
 from flowrt.recipes.guards import parse_guard
 from flowrt.recipes.tasks.registry import RECIPES, recipe
 from flowrt.recipes.tasks.task_file import described, is_task_file, split
@@ -52,8 +53,7 @@ def parse(arguments: Sequence[str], command: str = "flowrt run", more_help: str 
         command: the command's name in messages.
         more_help: text that --help prints after the sentence on the recipe.
 
-    Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions, and with code 0 after
-    printing --help.
+    Raises ConfigError for unknown flags and invalid values. Exits with code 0 after printing --help.
     """
     has_data = any(re.match(r"--data(\.path)?(=|$)", one) for one in arguments)
     parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0], more_help=more_help)
@@ -69,6 +69,7 @@ def read(
     about: str = "",
     more_help: str = "",
     is_listed: Callable[[str], bool] = lambda _: True,
+    more: Sequence[str] = (),
 ) -> RunConfig:
     """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value ...]`` without a check of constraints.
 
@@ -81,9 +82,10 @@ def read(
         about: beginning of the text of --help; empty: a sentence on the recipe.
         more_help: text that --help prints after it.
         is_listed: called with the dotted name of each field; False hides the field from --help.
+        more: flags of the command that are parsed elsewhere, which a message may suggest.
 
-    Raises ConfigError for a file that cannot be read, and for unknown keys and wrong types in it. Exits with code 2 on
-    unknown flags, with suggestions, and with code 0 after printing --help.
+    Raises ConfigError for a file that cannot be read, and for unknown keys, unknown flags and values of the wrong type.
+    Exits with code 0 after printing --help.
     """
     rest = list(arguments)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
@@ -105,7 +107,7 @@ def read(
         base = dataclasses.replace(base, algorithm=preset(algorithm))
     base = merge(base, table, file)
     about = f"{about or f'{_about(base.recipe)} Flags override --config FILE.toml.'} {more_help}".strip()
-    return read_flags(command, about, rest, base, is_listed)
+    return read_flags(command, about, rest, base, is_listed, (*more, "--config", "--algorithm"))
 
 
 def _recipe_name(name: str) -> str:
@@ -125,6 +127,7 @@ def read_flags(
     words: Sequence[str],
     base: RunConfig,
     is_listed: Callable[[str], bool] = lambda _: True,
+    more: Sequence[str] = (),
 ) -> RunConfig:
     """``base`` with the values of flags.
 
@@ -134,22 +137,21 @@ def read_flags(
         words: the flags and their values.
         base: the values of the flags that are not given.
         is_listed: called with the dotted name of each field; False hides the field from --help.
+        more: flags of the command that are parsed elsewhere, which a message may suggest.
 
-    Raises ConfigError for a malformed --data, --guard or --reward. Exits with code 2 on unknown flags, and with code 0
-    after printing --help.
+    Raises ConfigError for unknown flags, and for values of the wrong type. Exits with code 0 after printing --help.
     """
-    import tyro  # here, because workers read configurations and parse no flags
-
     data, words = _take_all("--data", words)
     guards, words = _take_all("--guard", words)
     rewards, words = _take_all("--reward", words)
     base = _with_rewards(_with_data(_with_guards(base, guards), data), rewards)
-    words = _joined("--exporters", _joined("--eval.data", words))
-    config = (tyro.conf.FlagConversionOff,)
     if "-h" in words or "--help" in words:
+        import tyro  # here, because only the help needs it
+
         value, kind = _documented(base, is_listed)
+        config = (tyro.conf.FlagConversionOff,)
         tyro.cli(kind, prog=command, description=description, args=["--help"], default=value, config=config)
-    return tyro.cli(RunConfig, prog=command, description=description, args=words, default=base, config=config)
+    return parse_flags(base, words, command, more=more)
 
 
 def _take_all(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -164,23 +166,6 @@ def _take_all(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(word)
     return values, rest
-
-
-def _joined(flag: str, words: Sequence[str]) -> list[str]:
-    """The words with the repetitions of a list flag merged into one flag with all values, at the end."""
-    rest: list[str] = []
-    values: list[str] = []
-    takes = False
-    for word in words:
-        if word == flag or word.startswith(f"{flag}="):
-            takes = word == flag
-            values += [] if takes else [word.removeprefix(f"{flag}=")]
-        elif takes and not word.startswith("-"):
-            values.append(word)
-        else:
-            takes = False
-            rest.append(word)
-    return [*rest, flag, *values] if values else list(words)
 
 
 def _with_guards(base: RunConfig, flags: Sequence[str]) -> RunConfig:

@@ -68,8 +68,8 @@ def apply_overrides(config: RunConfig, words: Sequence[str], more_help: str = ""
         words: the flags and their values.
         more_help: text that --help prints in addition.
 
-    Raises ConfigError for a flag that changes what the run computes, and for invalid values. Exits with code 2 on
-    unknown flags, and with code 0 after printing --help, which lists only the keys that may change.
+    Raises ConfigError for a flag that is unknown or changes what the run computes, and for invalid values. Exits with
+    code 0 after printing --help, which lists only the keys that may change.
     """
     description = f"A resumed run keeps its configuration; what may change: {', '.join(FREE)}. {more_help}".strip()
     changed = read_flags("flowrt resume RUN", description, words, config, may_change)

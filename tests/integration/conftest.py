@@ -260,12 +260,6 @@ class Refusal:
         assert len(lines[0]) < LONGEST_SENTENCE
         return lines[0]
 
-    def box(self) -> str:
-        """The error of the command-line parser, without its frame."""
-        assert self.code == 2, self.stderr
-        assert "Traceback" not in self.stderr
-        return " ".join("".join(" " if c in "╭╮╰╯│─" else c for c in self.stderr).split())
-
 
 @pytest.fixture(scope="session")
 def fork_server() -> None:

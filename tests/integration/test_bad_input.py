@@ -280,9 +280,8 @@ def test_number_out_of_range(refused: Callable[..., Any], flag: str, value: str,
 
 
 def test_unknown_flag_suggests_the_right_one(refused: Callable[..., Any]) -> None:
-    error = refused("--group-sise", "4").box()
-    assert "--group-sise" in error
-    assert "--group-size" in error
+    error = refused("--group-sise", "4").sentence()
+    assert error == "flowrt: flowrt run takes no flag --group-sise; did you mean --group-size?"
 
 
 def test_unknown_recipe_suggests_the_right_one(refused: Callable[..., Any]) -> None:
@@ -295,7 +294,7 @@ def test_unknown_recipe_suggests_the_right_one(refused: Callable[..., Any]) -> N
     ("flag", "value"), [("--steps", "many"), ("--trainer.lr", "fast"), ("--deterministic", "perhaps")]
 )
 def test_wrong_type_on_a_flag(refused: Callable[..., Any], flag: str, value: str) -> None:
-    error = refused(flag, value).box()
+    error = refused(flag, value).sentence()
     assert flag in error
     assert value in error
 

@@ -232,17 +232,15 @@ def test_an_unknown_placeholder_is_an_error() -> None:
         ["--recipe", ""],
         ["--save-s", "soon"],
         ["--sbatch", "x y"],
+        ["--partitoin", "gpu"],
+        ["another-directory"],
         ["--gpus", "2", "--flags", "--no-such-flag 1"],
     ],
 )
 def test_bad_flags_write_nothing(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code: Any = main(["slurm", str(tmp_path / "site"), *flags])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
+    assert main(["slurm", str(tmp_path / "site"), *flags]) == 2
     assert not list(tmp_path.iterdir())
-    assert capsys.readouterr().err
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -299,8 +297,8 @@ def test_bad_flags_write_nothing(flags: list[str], tmp_path: Path, capsys: pytes
         (Site(gres=True), "--gres is given without --gpus"),
         (Site(container_runtime="apptainer"), "--container-runtime is given without --container"),
         (Site(gpus=":8"), "does not end with a number"),
-        (Site(flags="--steps"), "^2$"),
-        (Site(flags="--no-such 1"), "^2$"),
+        (Site(flags="--steps"), "--steps needs a value"),
+        (Site(flags="--no-such 1"), "takes no flag --no-such"),
         (Site(recipe="/etc"), "/etc"),
         (Site(sbatch=("--nodes=3",)), "--sbatch '--nodes=3' contradicts .* use --nodes"),
         (Site(sbatch=("--array=0-3",)), "contradicts .* use --extra"),
@@ -325,7 +323,7 @@ def test_bad_flags_write_nothing(flags: list[str], tmp_path: Path, capsys: pytes
     ],
 )
 def test_invalid_site_values_are_refused(site: Site, message: str | None) -> None:
-    with nullcontext() if message is None else pytest.raises((ConfigError, SystemExit), match=message):
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         filled(site)
 
 

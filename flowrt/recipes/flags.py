@@ -1,0 +1,128 @@
+"""Flags of a command line as values of a configuration: ``--NAME VALUE`` or ``--NAME=VALUE``.
+
+A name is the dotted path of a field, with ``-`` for ``_``. Of a flag that is repeated the last value counts, of a list
+all values. tyro prints the help of these flags; it does not parse them, because its errors have several lines.
+"""
+
+import dataclasses
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from flowrt.errors import ConfigError
+
+Config = TypeVar("Config")
+_FLAG_WORD = re.compile(r"--?[A-Za-z_][\w.-]*(=.*)?", re.DOTALL)
+"""A word that is a flag, and no value."""
+END_CUTOFF = 0.8
+"""Least similarity of the last parts of names, where the whole names are not similar."""
+_KINDS = {int: "a whole number", float: "a number"}
+
+
+def parse_flags(
+    base: Config, words: Sequence[str], command: str, *, positional: str = "", more: Sequence[str] = ()
+) -> Config:
+    """``base`` with the values of flags.
+
+    Args:
+        base: a configuration dataclass, whose fields may be such dataclasses.
+        words: the flags and their values.
+        command: the command's name in messages.
+        positional: the field whose value is a word without a flag; empty: there is none.
+        more: flags of the command that are parsed elsewhere, which a message may suggest.
+
+    Raises ConfigError for a flag that is unknown, has no value, or has one of the wrong type.
+    """
+    hints = dict(_fields(base))
+    hints.pop(positional, None)
+    values: dict[str, Any] = {}
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not _FLAG_WORD.fullmatch(word):
+            if not positional or positional in values:
+                raise ConfigError(f"{command} takes no {word!r:.80}; {command} --help lists the flags")
+            values[positional] = word
+        elif not flag.startswith("--") or name not in hints:
+            raise ConfigError(
+                f"{command} takes no flag {flag:.80}{_suggestion(flag, [*map(_flag, hints), *more], command)}"
+            )
+        elif get_origin(hints[name]) is tuple:
+            given = [value] if equals else list(_following(rest))
+            values[name] = (*values.get(name, ()), *given)
+        else:
+            if not equals and (not rest or _FLAG_WORD.fullmatch(rest[0])):
+                raise ConfigError(f"{command}: {flag} needs a value; one that begins with - is given as {flag}=VALUE")
+            values[name] = _converted(hints[name], value if equals else rest.popleft(), f"{command}: {flag}")
+    found: Config = _replaced(base, values)
+    return found
+
+
+def _fields(base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted name and the type of each field that has a flag: all but lists of tables."""
+    hints = get_type_hints(type(base))
+    for field in dataclasses.fields(base):
+        value, hint = getattr(base, field.name), hints[field.name]
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{path}{field.name}.")
+        elif get_origin(hint) is not tuple or get_args(hint)[0] is str:
+            yield f"{path}{field.name}", hint
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _suggestion(flag: str, known: Sequence[str], command: str) -> str:
+    """The end of a message about an unknown flag: the most similar flag, or those that end as this one does."""
+    own = flag.lstrip("-").replace("_", "-")
+    by_end: dict[str, list[str]] = {}
+    for one in known:
+        by_end.setdefault(one.lstrip("-").rpartition(".")[2], []).append(one)
+    close = by_end.get(own) or get_close_matches(f"--{own}", known, 1)
+    if not close:
+        ends = get_close_matches(own.rpartition(".")[2], by_end, 1, cutoff=END_CUTOFF)
+        close = by_end[ends[0]] if ends else []
+    return f"; did you mean {' or '.join(close[:3])}?" if close else f"; {command} --help lists the flags"
+
+
+def _following(rest: deque[str]) -> Iterator[str]:
+    """Take the words up to the next flag."""
+    while rest and not _FLAG_WORD.fullmatch(rest[0]):
+        yield rest.popleft()
+
+
+def _converted(hint: Any, text: str, where: str) -> Any:
+    """The value of a text. Raises ConfigError, which begins with ``where``."""
+    if get_origin(hint) is UnionType:  # float | None
+        return None if text == "None" else _converted(get_args(hint)[0], text, where)
+    choices: dict[str, Any] = {"True": True, "False": False} if hint is bool else {}
+    if get_origin(hint) is Literal:
+        choices = {one: one for one in get_args(hint)}
+    if choices:
+        if text not in choices:
+            raise ConfigError(f"{where} takes one of {', '.join(choices)}, not {text!r:.80}")
+        return choices[text]
+    try:
+        return hint(text)
+    except ValueError:
+        raise ConfigError(f"{where} takes {_KINDS[hint]}, not {text!r:.80}") from None
+
+
+def _replaced(base: Any, values: Mapping[str, Any]) -> Any:
+    """``base`` with values by the dotted names of their fields."""
+    own: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            below.setdefault(first, {})[rest] = value
+        else:
+            own[first] = value
+    own |= {name: _replaced(getattr(base, name), some) for name, some in below.items()}
+    return dataclasses.replace(base, **own)
