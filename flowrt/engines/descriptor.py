@@ -407,6 +407,9 @@ class RolloutEngineDescriptor(ABC):
         Called after the run's device is filled in where ``rollout`` names none.
         """
 
+    def check_packages(self, rollout: RolloutSettings) -> None:  # noqa: B027
+        """Raise ConfigError if what the engine starts is not installed on this host."""
+
     def device(self, rollout: RolloutSettings) -> str:  # noqa: ARG002
         """The device of `RolloutMemory.device`: cpu, cuda, npu, or auto (an accelerator if present)."""
         return "cpu"

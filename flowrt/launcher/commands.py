@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from flowrt.engines.table import TRAIN_ENGINES
+from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.ids import REFERENCE, ROLLOUT
 from flowrt.recipes.config import RunConfig
@@ -78,9 +78,11 @@ def reference_names(config: RunConfig) -> list[str]:
 
 
 def check_programs(config: RunConfig) -> None:
-    """Raises ConfigError if a program that starts workers on other hosts, or a local trainer's package, is missing."""
+    """Raises ConfigError if a program that starts workers on other hosts, or a package of local workers, is missing."""
     if not config.launch.trainer:
         TRAIN_ENGINES[config.trainer.engine].check_packages(config.trainer)
+    if not config.launch.rollout:
+        ROLLOUT_ENGINES[config.rollout.engine].check_packages(config.rollout)
     for key in ("rollout", "trainer", "auxiliary"):
         words = _words(config, key, HOST="HOST")
         if words and shutil.which(words[0]) is None:

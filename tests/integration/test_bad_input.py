@@ -170,6 +170,26 @@ def test_prompts_too_long_for_the_embedded_model(refused: Callable[..., Any], tm
     assert "with rollout.max_new_tokens 128 more than the 150 positions" in error
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("", "which has no SGLang; name the Python of an environment with SGLang (scripts/install_sglang makes one)"),
+        ("#!/bin/sh\n", "which is no Python"),
+        ("#!/no/such/interpreter\n", "which cannot be started: No such file or directory"),
+    ],
+)
+def test_a_python_without_sglang(refused: Callable[..., Any], tmp_path: Path, script: str, expected: str) -> None:
+    (tmp_path / "sglang").mkdir()  # a directory of that name where the command is started is not the package
+    (tmp_path / "sglang" / "__init__.py").touch()
+    python = sys.executable
+    if script:
+        python = str(tmp_path / "python")
+        Path(python).write_text(script)
+        Path(python).chmod(0o755)
+    error = refused("--rollout.engine", "sglang", "--rollout.sglang.python", python).sentence()
+    assert f"rollout.sglang.python is {python!r}, {expected}" in error
+
+
 # ---- values and flags
 
 

@@ -91,6 +91,12 @@ class SglangGeneration(RolloutEngineDescriptor):
                 "rollout.sglang.weights broadcast uses gloo, which does not support NPUs; use disk or tensor"
             )
 
+    def check_packages(self, rollout: RolloutSettings) -> None:
+        from flowrt.engines.sglang.server_process import check_installed
+
+        if rollout.sglang.python:
+            check_installed(rollout.sglang.python)
+
     def device(self, rollout: RolloutSettings) -> str:
         """The device of the server; cpu for a running server, whose memory is in use before the run starts."""
         return "cpu" if rollout.sglang.url else rollout.sglang.device or "auto"

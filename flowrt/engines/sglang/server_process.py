@@ -54,6 +54,44 @@ WORKER_VARIABLES = re.compile(
 change log-probabilities and lengths."""
 
 
+FIND_SGLANG = 'import importlib.util; print(importlib.util.find_spec("sglang") is not None)'
+FIND_TIMEOUT_S = 60.0
+
+
+def check_installed(python: str) -> None:
+    """Raise ConfigError unless this is a Python that has SGLang; it is looked for, not imported."""
+    call = partial(
+        subprocess.run,
+        [python, "-c", FIND_SGLANG],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=_without_worker_variables(),
+        timeout=FIND_TIMEOUT_S,
+        check=False,
+    )
+    try:
+        found = blocking(call, FIND_TIMEOUT_S, "a Python to find SGLang", "that Python").stdout.strip()
+        if found == "True":
+            return
+        state = "has no SGLang" if found == "False" else "is no Python"
+    except OSError as error:
+        state = f"cannot be started: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        state = f"has not answered within {FIND_TIMEOUT_S:.0f} s"
+    raise ConfigError(
+        f"rollout.sglang.python is {python!r}, which {state}; name the Python of an environment with SGLang "
+        "(scripts/install_sglang makes one)"
+    )
+
+
+def _without_worker_variables() -> dict[str, str]:
+    """The environment of a server, which takes modules from its own installation alone."""
+    kept = {name: value for name, value in os.environ.items() if not WORKER_VARIABLES.fullmatch(name)}
+    return {**kept, "PYTHONSAFEPATH": "1"}
+
+
 class SglangServer:
     """At most one server process at a time; `start` replaces the previous one.
 
@@ -180,7 +218,7 @@ class SglangServer:
         return command + shlex.split(options.arguments)
 
     def _environment(self) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if not WORKER_VARIABLES.fullmatch(name)}
+        environment = _without_worker_variables()
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": str(self._threads)}
         environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the margin
         if self._options.device == "cpu":

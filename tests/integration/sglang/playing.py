@@ -100,11 +100,11 @@ def make_engine(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Sgla
 
 @pytest.fixture
 def fake_python(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a script with this command that is started in place of SGLang's Python."""
+    """Writes a script with this command that is started in place of SGLang's Python; it says that SGLang is there."""
 
     def write(command: str) -> Path:
         python = tmp_path / "python"
-        python.write_text(f"#!/bin/sh\n{command}\n")
+        python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec echo True\n{command}\n')
         python.chmod(0o755)
         return python
 
