@@ -20,7 +20,6 @@ from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.flags import parse_flags
-from flowrt.recipes.tasks.task_file import is_task_file
 
 COMMAND = "flowrt slurm"
 HERE = Path(__file__).parent / "slurm_templates"
@@ -152,8 +151,7 @@ def placeholders(site: Site) -> dict[str, str]:
     """The value of each placeholder. Raises ConfigError for values that are not allowed in a script."""
     _check(site)
     training, generating = devices(site, site.gpus), devices(site, site.rollout_gpus or site.gpus)
-    # Without devices it only refuses what flowrt run refuses; a task file may change what is allowed.
-    each = worker_devices(site) if training.option or not is_task_file(site.recipe) else 1
+    each = worker_devices(site)  # also without devices, for it refuses what flowrt run refuses
     each = each if training.option else 1
     for of_node in (training, generating):
         if of_node.count < each:
@@ -219,8 +217,11 @@ def devices(site: Site, gpus: str) -> Devices:
 
 
 def worker_devices(site: Site) -> int:
-    """The devices of a rollout worker with the site's flags. Raises ConfigError for flags that flowrt run refuses."""
-    rollout = parse([*([] if is_task_file(site.recipe) else [site.recipe]), *shlex.split(site.flags)]).rollout
+    """The devices of a rollout worker of the site's recipe with its flags.
+
+    Raises ConfigError for a recipe or flags that flowrt run refuses, such as a task file that does not exist.
+    """
+    rollout = parse([site.recipe, *shlex.split(site.flags)]).rollout
     return ROLLOUT_ENGINES[rollout.engine].devices(rollout)
 
 

@@ -59,8 +59,9 @@ def test_no_placeholder_is_left_and_the_script_is_valid_bash(site: Site) -> None
 
 
 def test_the_recipe_may_be_the_path_of_a_task_file() -> None:
-    texts = filled(Site(recipe="/home/me/mine.py:RECIPE"))
-    assert "run_flowrt /home/me/mine.py:RECIPE " in texts["one_node.sbatch"]
+    file = ROOT / "examples" / "own_task.py"
+    texts = filled(Site(recipe=f"{file}:RECIPE"))
+    assert f"run_flowrt {file}:RECIPE " in texts["one_node.sbatch"]
     with pytest.raises(ConfigError, match="partition 'a/b' is not allowed"):
         filled(Site(partition="a/b"))
 
@@ -300,6 +301,10 @@ def test_bad_flags_write_nothing(flags: list[str], tmp_path: Path, capsys: pytes
         (Site(flags="--steps"), "--steps needs a value"),
         (Site(flags="--no-such 1"), "takes no flag --no-such"),
         (Site(recipe="/etc"), "/etc"),
+        (Site(recipe="missing.py"), "there is no task file missing.py"),
+        (Site(recipe="missing.py", gpus="8"), "there is no task file missing.py"),
+        (Site(recipe=f"{ROOT}/examples/own_task.py:OTHER"), "own_task.py has no recipe OTHER"),
+        (Site(recipe=f"{ROOT}/examples/own_task.py", flags="--data.prefill True"), "data.prefill changes nothing"),
         (Site(sbatch=("--nodes=3",)), "--sbatch '--nodes=3' contradicts .* use --nodes"),
         (Site(sbatch=("--array=0-3",)), "contradicts .* use --extra"),
         (Site(sbatch=("--no-requeue",)), "contradicts .* use --requeue"),
