@@ -9,12 +9,17 @@ from itertools import accumulate
 from flowrt.errors import ConfigError
 
 MOST = 10
-_PLACE = re.compile(r"(?P<file>.*?), (?P<kind>line|row) (?P<number>\d+)(?P<mistake>.*)", re.DOTALL)
-"""An error in a row, which begins with `Rows.where`."""
+_PLACE = re.compile(
+    r"""(?P<file>.*?),\ (?P<kind>line|row)\ (?P<number>\d+)  # of a row
+    | prompt\ (?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")  # of a task in a file of the user's""",
+    re.DOTALL | re.VERBOSE,
+)
+"""The place of a row or a prompt, at the beginning of an error (`Rows.where`, `PromptBlock.where`)."""
+_NUMBER = re.compile(r"\d+")
 
 
 class Mistakes:
-    """The first errors in the rows of a data set, reported together, and those that differ in the row alone as one."""
+    """The first errors in the rows of a data set, reported together, and those that are alike as one."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
@@ -35,20 +40,23 @@ class Mistakes:
 
 
 def _grouped(errors: Sequence[str]) -> list[str]:
-    """The first of each group of errors that differ in the row alone, with the other rows."""
-    first: dict[tuple[str, ...], str] = {}
-    others: dict[tuple[str, ...], list[str]] = {}
+    """The first of each group of errors that differ in the place and in numbers alone, with the others."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for error in errors:
-        found = _PLACE.fullmatch(error)
-        key = (error,) if found is None else found.group("file", "kind", "mistake")
-        if key not in first:
-            first[key] = error
-        elif found is not None:
-            others.setdefault(key, []).append(found["number"])
-    return [
-        f"{error} (also {key[1]}{'s' * (len(others[key]) > 1)} {', '.join(others[key])})" if key in others else error
-        for key, error in first.items()
-    ]
+        place = _PLACE.match(error)
+        mistake = error if place is None else error[place.end() :]
+        groups.setdefault((place["file"] or "" if place else "", _NUMBER.sub("0", mistake)), []).append(error)
+    return [f"{same[0]}{_others(same)}" for same in groups.values()]
+
+
+def _others(errors: Sequence[str]) -> str:
+    """The rows of all errors but the first; their number if they are not of rows."""
+    if len(errors) == 1:
+        return ""
+    rows = [found for error in errors[1:] if (found := _PLACE.match(error)) is not None and found["number"]]
+    if not rows:
+        return f" (and {len(errors) - 1} more like it)"
+    return f" (also {rows[0]['kind']}{'s' * (len(rows) > 1)} {', '.join(found['number'] for found in rows)})"
 
 
 class Rows(ABC):

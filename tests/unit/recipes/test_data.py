@@ -15,7 +15,7 @@ from pyarrow import parquet
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.config_io import parse
-from flowrt.recipes.data.base import Rows
+from flowrt.recipes.data.base import Mistakes, Rows
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.json_lines import JsonLines
 from flowrt.recipes.tasks.problems import Problems, ProblemSet, check_rows, open_sets, problem
@@ -224,6 +224,27 @@ def test_the_first_ten_mistakes_are_reported_together(tmp_path: Path, wrong: int
         assert error.count("field 'prompt' is int") == 1
         assert error.endswith(f"(also lines {others})" if others else "list of messages")
         assert "\n" not in error
+
+
+def test_mistakes_that_differ_in_a_number_or_a_prompt_are_listed_once() -> None:
+    def add(mistakes: Mistakes, errors: tuple[str, ...]) -> None:
+        for error in errors:
+            mistakes.add(ConfigError(error))
+        mistakes.report()
+
+    def report(*errors: str) -> str:
+        with pytest.raises(ConfigError) as refused:
+            add(Mistakes(), errors)
+        return str(refused.value)
+
+    refusal = "the prompt is messages, and the checkpoint has no chat template"
+    prompts = [f"prompt {text!r}: {refusal}" for text in ("it's 1", *map(str, range(20)))]
+    assert report(*prompts) == f"at least 10 mistakes in the data: {prompts[0]} (and 9 more like it)"
+    tokens = [f"data file x, line {n}: the prompt has token {90 + n}, and m a vocab_size of 80" for n in range(1, 13)]
+    assert report(*tokens).endswith(f"data: {tokens[0]} (also lines 2, 3, 4, 5, 6, 7, 8, 9, 10)")
+    columns = [f"data file x, line {n} is not JSON: Expecting value at column {n}" for n in (3, 5)]
+    other = f"prompt 'a': {refusal}"
+    assert report(*columns, other) == f"3 mistakes in the data: {columns[0]} (also line 5); {other}"
 
 
 def test_answers_are_present_in_all_rows_or_in_none(tmp_path: Path) -> None:
