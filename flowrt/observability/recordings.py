@@ -75,14 +75,15 @@ class TermRecording:
             raise FlowError(f"the first segment of term {self.term} is missing")
         reader = BlockReader(path)
         try:
-            content = reader.read()
-            if content is None or content[0] != BEGIN:
-                raise FlowError(f"{path} has no header")
+            content = reader.read()  # its errors name the file
+        finally:
+            reader.close()
+        if not content or content[0] != BEGIN:
+            raise FlowError(f"{path} has no header")
+        try:
             return unpack_header(content[4])
         except MALFORMED as error:
             raise FlowError(f"{path} cannot be read from its beginning: {error}") from error
-        finally:
-            reader.close()
 
     def blocks(self) -> Iterator[EventBlock]:
         """Yield the blocks of events up to the last complete one.

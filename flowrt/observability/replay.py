@@ -25,7 +25,7 @@ from flowrt.controller.storage.recording_format import (
     read_event,
     sources_digest,
 )
-from flowrt.errors import PROGRAMMING_ERRORS, ConfigError, FlowError
+from flowrt.errors import PROGRAMMING_ERRORS, ConfigError, FlowError, suggested
 from flowrt.observability.recordings import MALFORMED, Recordings, TermRecording
 from flowrt.recipes import grpo
 from flowrt.recipes.config_io import from_toml
@@ -309,10 +309,12 @@ _CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|==|>|<)\s*([0-9]+(?:\.[0-9]*)?)\s*")
 def condition(text: str) -> Callable[[Replay], bool]:
     """The condition that a text states, as a function of a replay. Raises ConfigError if it is malformed."""
     found = _CONDITION.fullmatch(text)
-    if found is None or found[1] not in MEASUREMENTS:
+    if found is None:
         raise ConfigError(
-            f"--until {text!r:.80} is no condition: it is NAME > NUMBER (or >=, <, <=, ==), with NAME one of "
+            f"--until {text!r:.80} is no condition; write NAME > NUMBER (or >=, <, <=, ==), with NAME one of "
             f"{', '.join(MEASUREMENTS)}"
         )
+    if found[1] not in MEASUREMENTS:
+        raise ConfigError(f"--until {text!r:.80}: {found[1]!r:.80} is not measured{suggested(found[1], MEASUREMENTS)}")
     measure, compare, bound = MEASUREMENTS[found[1]], _COMPARISONS[found[2]], float(found[3])
     return lambda replay: compare(measure(replay), bound)

@@ -429,9 +429,9 @@ class BlockReader:
             raise FlowError(f"{self._path} is damaged: the checksum of the block at byte {at} is wrong")
         try:
             content = msgpack.unpackb(self._stream.decompress(data), use_list=False, unicode_errors="surrogatepass")
-        except (zlib.error, ValueError, msgpack.UnpackException) as error:
+            return list(content)
+        except (zlib.error, ValueError, TypeError, msgpack.UnpackException) as error:
             raise FlowError(f"{self._path} is damaged: the block at byte {at} cannot be read: {error}") from error
-        return list(content)
 
     def close(self) -> None:
         """Close the file."""
