@@ -24,6 +24,8 @@ from flowrt.recipes.run_dir import (
     kept_model_dir,
     kept_reference_dir,
 )
+from flowrt.recipes.tasks.registry import check_digest
+from flowrt.recipes.tasks.task_file import digest
 from flowrt.runtime.files import RunLock
 
 
@@ -47,6 +49,8 @@ def resume(run_dir: Path, flags: Sequence[str], console: Console, page_port: int
     if summary is not None and summary["exit_code"] == EXIT_OK:
         trained = summary["steps"]
         if config.steps <= max(done, trained) or config.steps == before.steps:
+            if config.recipe_sha256 != before.recipe_sha256:
+                check_digest(config, digest(config.recipe))
             console.print(
                 f"run {run_dir} is complete: {trained} steps; --steps N continues it", highlight=False, soft_wrap=True
             )

@@ -8,8 +8,9 @@ import pytest
 
 from flowrt.cli import main
 from flowrt.errors import ConfigError
-from flowrt.recipes.config_io import defaults, from_file, to_toml
+from flowrt.recipes.config_io import defaults, from_file, parse, to_toml
 from flowrt.recipes.resume_overrides import FREE, apply_overrides
+from flowrt.recipes.tasks.task_file import digest
 
 RUN = dataclasses.replace(defaults("arithmetic"), run_dir="/runs/one")
 
@@ -96,3 +97,21 @@ def test_an_empty_run_configuration_is_reported_with_its_path(tmp_path: Path) ->
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(ConfigError, match=r"config file \S+/config\.toml has no key 'recipe': it is empty or damaged"):
         from_file(tmp_path / "config.toml")
+
+
+@pytest.mark.slow
+def test_the_digest_of_a_task_file_is_checked_for_a_complete_run_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text((Path(__file__).parents[3] / "examples" / "own_task.py").read_text())
+    now = digest(str(file))
+    config = dataclasses.replace(parse([str(file)]), recipe_sha256=now, steps=4)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    (tmp_path / "summary.json").write_text('{"exit_code": 0, "reason": "", "steps": 4}')
+    assert main(["resume", str(tmp_path), "--recipe-sha256", now]) == 0
+    assert "is complete: 4 steps" in capsys.readouterr().out
+    assert main(["resume", str(tmp_path), "--recipe-sha256", "0" * 64]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.rstrip().endswith(f"--recipe-sha256 {now}")
+    assert not captured.out
