@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -65,7 +66,7 @@ def show(run_dir: Path, options: SampleOptions, console: Console) -> int:
             if texts is not None and (sample := reader.get(row.id)) is not None:
                 console.print(_token_table(sample, texts))
     else:
-        console.print(_nothing(reader, options))
+        console.print("no samples are stored yet")
     if left_out := reader.left_out():
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
         console.print(f"samples that are not there: {counts}", soft_wrap=True)
@@ -73,8 +74,7 @@ def show(run_dir: Path, options: SampleOptions, console: Console) -> int:
 
 
 def _write(reader: SampleReader, wanted: SampleFilter, options: SampleOptions, console: Console) -> int:
-    """Write a file; without order and limit all samples, oldest first. Rolled-back samples are left out."""
-    wanted = dataclasses.replace(wanted, with_rolled_back=False)
+    """Write a file; without order and limit all samples, oldest first."""
     order: Order = "oldest" if options.order == "newest" and options.limit is None else options.order
     rows, rewards = reader.each(wanted, order, options.limit, options.seed), reader.reward_names()
     if options.parquet is not None:
@@ -87,7 +87,7 @@ def _write(reader: SampleReader, wanted: SampleFilter, options: SampleOptions, c
 
 
 def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]) -> SampleFilter:
-    """The filter of the options. Raises ConfigError for a step, prompt, reason or evaluation without samples."""
+    """The filter of the options. Raises ConfigError for an evaluation or conditions without samples."""
     evaluated = reader.evaluations()
     if options.eval_name and options.eval_name not in evaluated:
         there = f"there are answers on {', '.join(evaluated)}" if evaluated else "there is none of any evaluation"
@@ -95,7 +95,8 @@ def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]
     first, last = options.steps or (None, None)
     shortest, longest = options.length or (None, None)
     prompt = _prompt_number(options, names) if options.prompt else None
-    flow = SampleFilter(eval_name=options.eval_name)
+    # A file gets no samples of steps that were rolled back.
+    flow = SampleFilter(eval_name=options.eval_name, with_rolled_back=not (options.jsonl or options.parquet))
     wanted = dataclasses.replace(
         flow,
         first_step=first,
@@ -108,16 +109,32 @@ def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]
     )
     wanted.pattern()
     bounds = reader.steps(options.eval_name)
-    if bounds is None:
-        return wanted
-    if options.steps and not _any(reader, dataclasses.replace(flow, first_step=first, last_step=last)):
-        raise ConfigError(_no_step(reader, flow, options.steps, bounds))
-    if options.reason and not _any(reader, dataclasses.replace(flow, reason=options.reason)):
-        reasons = ", ".join(f"{word} ({count})" for word, count in reader.reasons().items()) or "none at all"
-        raise ConfigError(f"no stored sample has the reason {options.reason!r:.80}; there is {reasons}")
-    if prompt is not None and not _any(reader, dataclasses.replace(flow, prompt=prompt)):
-        raise ConfigError(f"no sample of prompt {options.prompt} is stored; flowrt ledger shows what became of it")
+    if bounds is not None and wanted != flow and not _any(reader, wanted):
+        raise ConfigError(_no_match(reader, flow, wanted, options, bounds))
     return wanted
+
+
+def _no_match(
+    reader: SampleReader, flow: SampleFilter, wanted: SampleFilter, options: SampleOptions, bounds: tuple[int, int]
+) -> str:
+    """The error message for conditions that no sample meets: the first one that no sample meets by itself, if any."""
+
+    def none_of(**conditions: Any) -> bool:
+        return not _any(reader, dataclasses.replace(flow, **conditions))
+
+    if options.steps and none_of(first_step=wanted.first_step, last_step=wanted.last_step):
+        return _no_step(reader, flow, options.steps, bounds)
+    if options.reason and none_of(reason=options.reason):
+        reasons = ", ".join(f"{word} ({count})" for word, count in reader.reasons().items()) or "none at all"
+        return f"no stored sample has the reason {options.reason!r:.80}; there is {reasons}"
+    if options.prompt and none_of(prompt=wanted.prompt):
+        more = "" if options.eval_name else "; flowrt ledger shows what became of it"
+        return f"no sample of prompt {options.prompt} is stored{more}"
+    if options.length and none_of(min_tokens=wanted.min_tokens, max_tokens=wanted.max_tokens):
+        return f"no stored sample has {wanted.min_tokens} to {wanted.max_tokens} response tokens; give other bounds"
+    if options.grep and none_of(grep=options.grep):
+        return f"no stored prompt or completion contains {options.grep!r:.80}; give another expression"
+    return "no stored sample meets all of these conditions together, though each is met by some; leave one out"
 
 
 def _prompt_number(options: SampleOptions, names: tuple[str, ...]) -> int:
@@ -142,14 +159,6 @@ def _no_step(reader: SampleReader, flow: SampleFilter, steps: tuple[int, int], b
     before = reader.query(dataclasses.replace(flow, last_step=steps[0] - 1), "newest", 1).samples
     after = reader.query(dataclasses.replace(flow, first_step=steps[1] + 1), "oldest", 1).samples
     return f"{text}, the nearest of {before[0].step} and {after[0].step}" if before and after else text
-
-
-def _nothing(reader: SampleReader, options: SampleOptions) -> str:
-    bounds = reader.steps(options.eval_name)
-    if bounds is None:
-        return "no samples are stored yet"
-    what = "versions" if options.eval_name else "steps"
-    return f"no sample matches; samples of {what} {bounds[0]} to {bounds[1]} are stored"
 
 
 def model_dirs(run_dir: Path) -> list[Path]:
