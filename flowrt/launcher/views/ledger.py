@@ -8,11 +8,13 @@ from rich.table import Table
 from flowrt.controller.storage.integrity import LEDGER, missing_steps
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import ConfigError
-from flowrt.ids import MAX_ROWS, prompt_name, prompt_number
+from flowrt.ids import MAX_ROWS, data_set_of, prompt_name, prompt_number
 from flowrt.protocol.messages import LARGEST_PROMPT
 from flowrt.recipes.config_io import from_file
 from flowrt.recipes.data_sets import set_names
 from flowrt.recipes.run_dir import CONFIG, checkpoint_steps
+from flowrt.recipes.tasks.registry import task_of
+from flowrt.recipes.tasks.task_file import is_task_file
 
 STATES = {
     "unread": "to be offered again after a rollback (prompts never offered are not listed)",
@@ -33,14 +35,18 @@ def show(run_dir: Path, prompt: str, epoch: int | None, console: Console) -> Non
         epoch: epoch of the history; None: all.
         console: receives the table.
 
-    Raises ConfigError if the ledger cannot be read or lacks steps of a checkpoint, and for a prompt without history.
+    Raises ConfigError if the ledger cannot be read or lacks steps of a checkpoint, and for a prompt without history or
+    beyond the rows of the data.
     """
     with LedgerReader(run_dir / LEDGER) as ledger:
         if missing := missing_steps(ledger.last_step(), max(checkpoint_steps(run_dir), default=0)):
             raise ConfigError(f"ledger {run_dir / LEDGER} {missing}")
         names = set_names_of(run_dir)
         if prompt:
-            console.print(history(ledger, number_of(prompt, names), epoch, names))
+            number = number_of(prompt, names)
+            if not ledger.states_of(number):
+                _check_row(run_dir, number, names)
+            console.print(history(ledger, number, epoch, names))
         elif epoch is not None:
             raise ConfigError("flowrt ledger takes --epoch together with --prompt")
         else:
@@ -66,6 +72,23 @@ def number_of(prompt: str, names: tuple[str, ...]) -> int:
         there = ", ".join(names) or "one, without a name"
         raise ConfigError(f"--prompt {prompt!r:.80}: the run has no data set {name!r:.80}; it has {there}")
     return prompt_number(names.index(name), int(row))
+
+
+def _check_row(run_dir: Path, number: int, names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a prompt beyond the rows of its data; data that this process cannot read is not checked."""
+    try:
+        config = from_file(run_dir / CONFIG)
+        if is_task_file(config.recipe):  # it would be executed
+            return
+        sets = task_of(config).training_sets()
+    except ConfigError:
+        return
+    at = min(data_set_of(number), len(sets) - 1)
+    rows = len(sets[at].problems)
+    if number >= prompt_number(at, rows):
+        data = f"data set {names[at]}" if len(names) > 1 else "the data"
+        name = prompt_name(number, names)
+        raise ConfigError(f"prompt {name} does not exist: {data} has {rows} prompts to train on, numbered from 0")
 
 
 def states_table(ledger: LedgerReader, run_dir: Path, names: tuple[str, ...]) -> Table:

@@ -1,5 +1,6 @@
 """Reading the ledger: during the run, after it, and when the file is not a ledger."""
 
+import json
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from flowrt.controller.storage.integrity import wal_path
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import ConfigError
+from flowrt.recipes.config_io import read, to_toml
 from flowrt.runtime import host
 
 
@@ -92,6 +94,32 @@ def test_committed_records_of_a_killed_controller_are_read(tmp_path: Path) -> No
     ledger.close()
     with LedgerReader(tmp_path / "copy" / "ledger.sqlite") as reader:
         assert reader.states() == {"in_flight": 2, "dropped": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "sentence"),
+    [
+        ((), "99", "prompt 99 has not been offered: it is unread"),
+        ((), "120", "prompt 120 does not exist: the data has 120 prompts to train on, numbered from 0"),
+        ((), str(1 << 41), f"prompt {1 << 41} does not exist: the data has 120 prompts to train on"),
+        (("more",), "more:99", "prompt more:99 has not been offered: it is unread"),
+        (("more",), "more:121", "prompt more:121 does not exist: data set more has 120 prompts to train on"),
+        ((), "17", ""),
+    ],
+)
+def test_a_prompt_beyond_the_data_does_not_exist(
+    tmp_path: Path, flags: tuple[str, ...], prompt: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("few", "more"):
+        rows = (json.dumps({"prompt": f"{name} {row}", "answer": "1"}) for row in range(124))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    sets = [f"--data=few={tmp_path}/few.jsonl", f"--data=more={tmp_path}/more.jsonl"]
+    words = ["custom", "--model", str(tmp_path), "--reward", "exact", "--data.eval-prompts", "8" if flags else "4"]
+    config = read([*words, *(sets if flags else [f"--data={tmp_path}/few.jsonl"])], "flowrt run")
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    write_ledger(tmp_path / "ledger.sqlite").close()
+    assert main(["ledger", str(tmp_path), "--prompt", prompt]) == (2 if sentence else 0)
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_prompt_that_was_never_offered_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
