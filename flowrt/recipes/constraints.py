@@ -26,9 +26,11 @@ from flowrt.recipes.config import (
     RunConfig,
     TrainerConfig,
 )
+from flowrt.recipes.data.files import held_out_split, open_rows
 from flowrt.recipes.data_sets import check_sets
 from flowrt.recipes.devices import check_devices, with_devices
 from flowrt.recipes.eval_constraints import check_eval
+from flowrt.recipes.eval_names import eval_paths
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import takes_reward
@@ -439,12 +441,22 @@ def open_samples(config: RunConfig) -> tuple[int, int, int]:
 
 
 def evaluated_answers(config: RunConfig) -> int:
-    """The most answers of the evaluations that are open at a time; `MAX_EVAL_PROMPTS` of a data set of unknown size."""
+    """The most answers of the evaluations that are open at a time."""
     options = config.eval
     if not (options.interval or options.at_start or options.at_end or options.only):
         return 0
-    prompts = len(options.data) * (options.limit or MAX_EVAL_PROMPTS) or config.data.eval_prompts
+    prompts = sum(_eval_rows(config, Path(path)) for path in eval_paths(config).values()) or config.data.eval_prompts
     return prompts * options.samples * (2 if options.overlap == "wait" else 1)
+
+
+def _eval_rows(config: RunConfig, path: Path) -> int:
+    """The most prompts of a data set of evaluations; `MAX_EVAL_PROMPTS` if this host or flowrt cannot count them."""
+    if config.eval.limit or is_task_file(config.recipe):
+        return config.eval.limit or MAX_EVAL_PROMPTS
+    try:
+        return len(open_rows(path, held_out_split(path, config.eval.split)))
+    except ConfigError:
+        return MAX_EVAL_PROMPTS
 
 
 def _check_hosts(config: RunConfig) -> None:

@@ -108,7 +108,9 @@ def test_a_step_of_hours_is_no_stall_and_a_hung_one_is() -> None:
 SHORT = ["--rollout.max-new-tokens", "64", "--rollout.max-running-requests", "256"]
 
 
-def test_the_request_timeout_follows_the_step_and_a_shorter_one_is_refused() -> None:
+def test_the_request_timeout_follows_the_step_and_a_shorter_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = ["--build.max-length", "40000", "--rollout.max-new-tokens", "32000", "--group-size", "64"]
     assert request_timeout_s(parse([])) == time_limits.MIN_REQUEST_S
     assert request_timeout_s(parse([*long, "--controller.request-timeout-s", "90000"])) == 90_000
@@ -119,6 +121,10 @@ def test_the_request_timeout_follows_the_step_and_a_shorter_one_is_refused() -> 
     )
     unknown = [*SHORT, "--eval.data", "one=rows.jsonl", "--data.eval-prompts", "0"]
     assert request_timeout_s(parse(unknown)) > request_timeout_s(parse([*unknown, "--eval.limit", "1000"]))
+    assert request_timeout_s(parse(unknown)) == request_timeout_s(parse([*unknown, "--eval.limit", "1000000"]))
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "one", "answer": "1"}\n' * 100_000)
+    assert request_timeout_s(parse(unknown)) == request_timeout_s(parse([*unknown, "--eval.limit", "100000"]))
     with pytest.raises(ConfigError, match=r"request_timeout_s is 60, and .* at least \d+ s \(rollout"):
         parse([*long, "--controller.request-timeout-s", "60"])
 
