@@ -14,6 +14,7 @@ from flowrt.ids import REFERENCE, ROLLOUT
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import settings
 from flowrt.recipes.run_dir import ranks_dir
+from flowrt.runtime.interpreter import RUN_MODULE
 
 MAX_WORKER_THREADS_PER_CORE = 4
 MAX_THREADS_PER_CORE = 64
@@ -65,7 +66,7 @@ def worker_commands(config: RunConfig, address: str, rendezvous: str = "") -> li
         # The launcher's environment may not reach another host.
         common = (*common, "--keys", config.controller.keys)
     commands = [
-        Command(name, ("-m", f"flowrt.roles.{role}", *common, "--name", name), _prefix(config, role, name))
+        Command(name, (RUN_MODULE, f"flowrt.roles.{role}", *common, "--name", name), _prefix(config, role, name))
         for role, name in names
     ]
     return commands if config.eval.only else [*commands, _trainer(config, common, rendezvous)]
@@ -135,8 +136,8 @@ def _trainer(config: RunConfig, common: tuple[str, ...], rendezvous: str) -> Com
     nodes = config.trainer.nodes
     prefix = _words(config, "trainer")
     if ranks == 1:
-        return Command("trainer", ("-m", "flowrt.roles.trainer", *worker), prefix)
-    torchrun: tuple[str, ...] = ("-m", "flowrt.ranks.torchrun", "--ranks", str(ranks // nodes))
+        return Command("trainer", (RUN_MODULE, "flowrt.roles.trainer", *worker), prefix)
+    torchrun: tuple[str, ...] = (RUN_MODULE, "flowrt.ranks.torchrun", "--ranks", str(ranks // nodes))
     if nodes > 1:
         # The rendezvous store is a child of the launcher: no torchrun hosts it, and it listens on any free port.
         torchrun = (*torchrun, "--hosts", str(nodes), "--rendezvous", rendezvous)

@@ -15,6 +15,7 @@ from flowrt.ids import REFERENCE, ROLLOUT, TRAINER
 from flowrt.launcher.accelerators import CUDA, DEV, visible
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.devices import named_accelerators, rollout_device, training_device
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import blocking
 
 LIMIT_S = 120.0
@@ -74,7 +75,7 @@ def unused(
 
 def missing(name: str, count: int) -> str:
     """Why this host does not have ``count`` accelerators of this kind; empty if it has."""
-    words = [sys.executable, "-m", "flowrt.launcher.device_probe", name, str(count)]
+    words = [sys.executable, RUN_MODULE, "flowrt.launcher.device_probe", name, str(count)]
     call = partial(subprocess.run, words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     try:
         ended = blocking(call, LIMIT_S, f"torch to find the {name} devices of this host", "the driver")

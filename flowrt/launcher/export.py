@@ -26,6 +26,7 @@ from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.exporters.sink import TENSORBOARD, WANDB, WANDB_CLOSE_S, check_exporter, target_of
 from flowrt.observability.run_reader import RunReader
 from flowrt.runtime.files import atomic_write, check_target
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.waits import BoundedElsewhere, blocking
 
@@ -129,7 +130,8 @@ def _run_processes(options: ExportOptions) -> int:
     """Run the exporters that are processes to their end; returns the first exit code that is not 0."""
     running: list[subprocess.Popen[bytes]] = []
     for name, target in options.processes():
-        words = [sys.executable, "-m", MODULE, "--run", str(options.run_dir), "--to", name, "--target", str(target)]
+        words = [sys.executable, RUN_MODULE, MODULE, "--run", str(options.run_dir)]
+        words += ["--to", name, "--target", str(target)]
         words += ["--steps", options.steps] if options.steps else []
         words += ["--follow"] if options.follow else []
         running.append(

@@ -14,6 +14,7 @@ from flowrt.launcher.processes import Child, Children
 from flowrt.launcher.supervision import RUN, RestartWindow
 from flowrt.observability.exporters.sink import check_exporter, close_timeout_s, log_name, target_of
 from flowrt.recipes.config import RunConfig
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import cancel_and_wait, pause, wait_all
 
 MODULE = "flowrt.observability.exporters.process"
@@ -116,7 +117,7 @@ class ExporterProcesses:
     def _words(self, name: str) -> list[str]:
         target = target_of(name, self._run_dir)
         run = ["--run", str(self._run_dir), "--to", name, "--target", str(target), "--follow"]
-        return [sys.executable, "-m", MODULE, *run]
+        return [sys.executable, RUN_MODULE, MODULE, *run]
 
     def _note(self, text: str) -> None:
         self._report(text)

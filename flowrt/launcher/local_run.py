@@ -69,6 +69,7 @@ from flowrt.rewards.functions import with_paths
 from flowrt.runtime.addresses import parse_address
 from flowrt.runtime.clock import OwnAbsence
 from flowrt.runtime.files import atomic_write, os_error_text, private_directory
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.memory import total_bytes
 from flowrt.runtime.time_limits import controller_start_s
 from flowrt.runtime.waits import pause
@@ -357,8 +358,8 @@ class LocalRun:
 
         Raises ConfigError for bad input that it found.
         """
-        words = [sys.executable, "-m", f"flowrt.launcher.{module}", "--config", str(self._config_path), *arguments]
-        child = await self._children.start(module, words)
+        words = [sys.executable, RUN_MODULE, f"flowrt.launcher.{module}", "--config", str(self._config_path)]
+        child = await self._children.start(module, [*words, *arguments])
         progress = asyncio.create_task(_show_log(child.log, view))
         try:
             code = await cpu_time_watchdog(child, self._config.supervisor.role_vacancy_timeout_s)
@@ -503,7 +504,8 @@ class LocalRun:
     async def _start_controller(self, bind_s: float, *flags: str) -> tuple[Child, str]:
         """Start a controller, which may try for ``bind_s`` seconds to get its port."""
         ready_s = bind_s + controller_start_s(ledger_bytes(self._run_dir) + journal_bytes(self._run_dir))
-        command = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(self._config_path), *flags]
+        command = [sys.executable, RUN_MODULE, "flowrt.launcher.controller_main"]
+        command += ["--config", str(self._config_path), *flags]
         for left in reversed(range(self._config.supervisor.max_worker_restarts + 1)):
             child, address = await self._children.start_ready("controller", command, ready_s)
             if address:
@@ -568,7 +570,7 @@ class LocalRun:
         if self._config.trainer.nodes == 1:
             return ""
         host = parse_address(address).host
-        command = [sys.executable, "-m", "flowrt.ranks.rendezvous", "--host", host]
+        command = [sys.executable, RUN_MODULE, "flowrt.ranks.rendezvous", "--host", host]
         self._rendezvous, store_address = await self._children.start_ready("rendezvous", command, READY_S)
         if not store_address:
             await self._rendezvous.wait_exit(READY_S)

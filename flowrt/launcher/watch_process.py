@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.observability.page.listeners import who_listens
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.parent_death import LAUNCHER, this_launcher
 from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_until
 
@@ -50,7 +51,7 @@ class WatchProcess:
         """Start the process; ``report`` prints a line."""
         if self._port is None:
             return
-        words = ("-m", "flowrt.cli", "watch", str(self._run_dir), "--port", str(self._port), "--with-parent")
+        words = (RUN_MODULE, "flowrt.cli", "watch", str(self._run_dir), "--port", str(self._port), "--with-parent")
         self._child = await asyncio.create_subprocess_exec(
             sys.executable,
             *words,
@@ -99,7 +100,7 @@ class WatchProcess:
 
 async def write_page(run_dir: Path) -> str:
     """Write run.html in a separate process; returns a line with its path, or the reason why it was not written."""
-    words = ("-m", "flowrt.observability.page.single_file", str(run_dir))
+    words = (RUN_MODULE, "flowrt.observability.page.single_file", str(run_dir))
     child = await asyncio.create_subprocess_exec(
         sys.executable, *words, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )

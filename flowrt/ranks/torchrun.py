@@ -10,6 +10,7 @@ directory is removed when torchrun ends; if torchrun is killed, the launcher rem
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch.distributed.run import main as torchrun
 from flowrt.ranks.process_group import STORE_VARIABLE
 from flowrt.ranks.rendezvous import COUNTING, register
 from flowrt.runtime.files import private_directory
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.termination import TORCHRUN_SIGNALS, TORCHRUN_VARIABLES
 
 DIES_WITH_PARENT = "flowrt.runtime.parent_death"
@@ -39,7 +41,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="flowrt-ranks-", dir=own.directory or None) as directory:
         # Without --log-dir torchrun leaves a directory behind in the system's temporary directory.
         log_dir = ["--log-dir", directory]
-        trainers = [*log_dir, "--nproc-per-node", str(own.ranks), "-m", DIES_WITH_PARENT, TRAINER_MODULE, *theirs]
+        rank = [sys.executable, "-u", RUN_MODULE, DIES_WITH_PARENT, TRAINER_MODULE, *theirs]
+        trainers = [*log_dir, "--nproc-per-node", str(own.ranks), "--no-python", *rank]
         if own.hosts > 1:
             register(RENDEZVOUS_TIMEOUT_S)
             rendezvous = ["--rdzv-backend", COUNTING, "--rdzv-endpoint", own.rendezvous, "--rdzv-id", "trainer"]

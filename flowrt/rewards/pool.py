@@ -30,6 +30,7 @@ from flowrt.rewards.child import UNPACKING, packed
 from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, wait_all, wait_until
 
 log = logging.getLogger(__name__)
@@ -370,8 +371,7 @@ class RewardPool:
             if code := max(ended.get("guard") or 0, 0):
                 raise ConfigError(
                     f"the process that loads {self._functions[0].described} could not be started: Python ended with "
-                    f"exit code {code}, and the reason is in its output; if that names a file of the working directory "
-                    "that is used in place of a module of Python, rename the file"
+                    f"exit code {code}, and the reason is in its output"
                 )
             functions = [one for one in self._functions if lines.get(one.path)] or self._functions[:1]
             at = functions[0].at(lines.get(functions[0].path, 0))
@@ -385,7 +385,8 @@ class RewardPool:
         control, of_guard = socket.socketpair()
         with of_child, of_guard:
             fds = (of_child.fileno(), of_guard.fileno())
-            words = [sys.executable, "-m", "flowrt.rewards.guard", "--data", str(fds[0]), "--control", str(fds[1])]
+            words = [sys.executable, RUN_MODULE, "flowrt.rewards.guard"]
+            words += ["--data", str(fds[0]), "--control", str(fds[1])]
             words += ["--memory-bytes", str(options.memory_mb << 20), "--sandbox", options.code_sandbox]
             words += ["--timeout-s", str(options.timeout_s)]
             if self._task is not None:

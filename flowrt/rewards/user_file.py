@@ -125,9 +125,10 @@ def load(argument: str, index: int) -> Callable[..., object]:
 
 
 def make_siblings_importable(path: str) -> None:
-    """Let the user's file import the modules of its directory, after those that are installed."""
-    if (folder := str(Path(path).absolute().parent)) not in sys.path:
-        sys.path.append(folder)
+    """Let the user's file import the modules of its and of the current directory, after those that are installed."""
+    for folder in (str(Path(path).absolute().parent), str(Path.cwd())):
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def load_module(path: str, name: str) -> ModuleType:

@@ -4,7 +4,6 @@ A user's class (FILE.py:NAME) is loaded in each trainer rank. Before a run start
 reports what it needs (`flowrt.runtime.file_process`), because the controller does not import torch.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -44,6 +43,7 @@ from flowrt.engines.training.loss_passes import LossPasses, example_tokens
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import AlgorithmConfig, KlConfig, LossConfig, RunConfig
+from flowrt.rewards.user_file import load_module, make_siblings_importable
 from flowrt.runtime.file_process import answer
 
 METHODS = ("credit", "measure", "terms")
@@ -121,13 +121,8 @@ def own_algorithm(name: str) -> Algorithm:
     """Load ``FILE.py:NAME`` and create an instance. Raises ConfigError if that fails or it is not an `Algorithm`."""
     path, _, attribute = name.rpartition(":")
     try:
-        spec = importlib.util.spec_from_file_location("flowrt_own_algorithm", path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{path} is no Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look up their module there
-        spec.loader.exec_module(module)
-        objective: Algorithm = getattr(module, attribute)()
+        make_siblings_importable(path)
+        objective: Algorithm = getattr(load_module(path, "flowrt_own_algorithm"), attribute)()
     except Exception as error:
         raise ConfigError(f"algorithm {name} cannot be loaded: {type(error).__name__}: {error}; correct it") from error
     _check_own(name, objective)

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import IO, NoReturn
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.waits import blocking
 
@@ -59,7 +60,7 @@ def ask(
         given.write(text.encode())
         given.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", "flowrt.runtime.file_process", module, *words],
+            [sys.executable, RUN_MODULE, "flowrt.runtime.file_process", module, *words],
             stdin=given,
             stdout=output,
             stderr=errors,

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import BoundedElsewhere, blocking, sleep_blocking
 
 SHARED = Path("/dev/shm")  # noqa: S108 - the system's directory of named shared memory
@@ -32,7 +33,7 @@ class SessionGuard:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "flowrt.runtime.sessions"],
+            [sys.executable, RUN_MODULE, "flowrt.runtime.sessions"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -44,6 +44,12 @@ def test_lint_format_and_types_are_clean(command: list[str]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_processes_run_modules_without_the_current_directory_on_their_path() -> None:
+    """Otherwise a file there hides the module of Python that has its name. A server's Python may not know -P."""
+    found = [str(path.relative_to(ROOT)) for path in (ROOT / "flowrt").rglob("*.py") if '"-m"' in path.read_text()]
+    assert found == ["flowrt/engines/sglang/server_process.py"]
+
+
 def test_importing_flowrt_loads_no_torch() -> None:
     code = "import flowrt, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert run("-c", code).returncode == 0

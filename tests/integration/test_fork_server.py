@@ -16,10 +16,11 @@ import pytest
 
 from flowrt.launcher.fork_server import parent
 from flowrt.launcher.fork_server.parent import ForkedProcess, ForkServer
+from flowrt.runtime.interpreter import RUN_MODULE
 from tests.integration.conftest import Launch, wait_until
 
 MODULE = "tests.integration.helpers.forked_worker"
-COMMAND = [sys.executable, "-m", MODULE]
+COMMAND = [sys.executable, RUN_MODULE, MODULE]
 SERVE = (
     "import socket, sys; from flowrt.launcher.fork_server.child import serve; "
     "serve(socket.socket(fileno=int(sys.argv[1])))"
@@ -78,7 +79,7 @@ async def test_forked_process_equals_one_started_by_python(tmp_path: Path) -> No
     assert first["arguments"] == ["exit", "0"]
     assert second["arguments"] == ["exit", "3"]
     assert (first["own"], first["shared"], first["started_with"]) == ("2", SHARED, SHARED)
-    assert first["command_line"] == f"{sys.executable} -m {MODULE} exit 0"
+    assert first["command_line"] == f"{sys.executable} {RUN_MODULE} {MODULE} exit 0"
     assert first["open_fds"] == [0, 1, 2]
     assert first["is_session_leader"]
     for mine, other in zip(first["random"], second["random"], strict=True):

@@ -166,15 +166,13 @@ def test_a_reward_file_imports_modules_of_its_directory(tmp_path: Path) -> None:
     assert [one.value for one in outcomes(folder / "mine.py", ["", "1"])] == [0.5, 1.5]
 
 
-def test_a_file_in_place_of_a_module_of_python_is_named_as_the_cause(
+def test_a_file_with_the_name_of_a_module_of_python_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "select.py").write_text("")
-    (tmp_path / "mine.py").write_text(function("return 1.0"))
+    (tmp_path / "select.py").write_text("raise SystemExit(1)")
+    (tmp_path / "mine.py").write_text("import select\n" + function("return float(hasattr(select, 'poll'))"))
     monkeypatch.chdir(tmp_path)
-    options = RewardOptions(functions=(str(tmp_path / "mine.py"),))
-    with pytest.raises(ConfigError, match=r"Python ended with exit code 1, .* file of the working directory that is"):
-        check_rewards(options, [json.dumps({"prompt": "1", "answer": "7"}).encode()], print)
+    assert [one.value for one in outcomes(tmp_path / "mine.py", [""])] == [1.0]
 
 
 @pytest.mark.slow

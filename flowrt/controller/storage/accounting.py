@@ -25,6 +25,7 @@ import msgspec
 from flowrt.controller.attribution.causes import WaitInterval
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES
 from flowrt.protocol.spans import count_spans
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, blocking, join_thread
 
 log = logging.getLogger(__name__)
@@ -269,7 +270,7 @@ class _AccountingProcess:
                 with its:
                     # Started by this thread: the process is killed when the thread that started it ends.
                     self._child = subprocess.Popen(
-                        [sys.executable, "-m", "flowrt.runtime.parent_death", MODULE],
+                        [sys.executable, RUN_MODULE, "flowrt.runtime.parent_death", MODULE],
                         stdin=its.fileno(),
                         stdout=subprocess.DEVNULL,
                     )

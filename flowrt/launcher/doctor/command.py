@@ -35,6 +35,7 @@ from flowrt.recipes.config_io import from_file, parse
 from flowrt.recipes.devices import check_devices
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.host import reachable
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import wait_until
 
 SPARE_S = 30.0
@@ -162,7 +163,7 @@ async def _collect_everywhere(options: DoctorOptions, config: RunConfig, prefix:
 
 
 async def _start_everywhere(options: DoctorOptions, config: RunConfig, prefix: list[str], address: str) -> list[Facts]:
-    words = [*prefix, sys.executable, "-m", "flowrt.cli", "doctor", "--json", "--controller", address]
+    words = [*prefix, sys.executable, RUN_MODULE, "flowrt.cli", "doctor", "--json", "--controller", address]
     words += ["--peers", str(options.nodes), "--deadline-s", str(options.deadline_s)]
     for flag, value in (("--keys", options.keys), ("--run-dir", config.run_dir), ("--model", config.model)):
         words += [flag, value] if value else []

@@ -20,6 +20,7 @@ from flowrt.errors import ConfigError
 from flowrt.protocol.messages import PROTOCOL
 from flowrt.runtime.addresses import is_ipv6
 from flowrt.runtime.host import interfaces, own_address
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.memory import available_bytes
 from flowrt.runtime.waits import blocking
 
@@ -190,7 +191,7 @@ def _port_error() -> str:
 
 def _probe(arguments: list[str], limit_s: float) -> dict[str, Any]:
     """The facts that the probe prints. The probe is a process of its own: the import of torch may crash."""
-    words = [sys.executable, "-m", "flowrt.launcher.doctor.probe", *arguments]
+    words = [sys.executable, RUN_MODULE, "flowrt.launcher.doctor.probe", *arguments]
     call = partial(subprocess.run, words, capture_output=True, text=True, timeout=limit_s, check=False)
     try:
         ended = blocking(call, limit_s, "the probe of this node", "the probe")

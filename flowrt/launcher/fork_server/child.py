@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.waits import BoundedElsewhere, blocking
 
@@ -165,7 +166,7 @@ def main() -> NoReturn:
     orders = socket.socket(fileno=parser.parse_args().orders)
     for module in SHARED:
         importlib.import_module(module)
-    _set_title(f"{sys.executable} -m flowrt.launcher.fork_server.child")
+    _set_title(f"{sys.executable} {RUN_MODULE} flowrt.launcher.fork_server.child")
     serve(orders)
 
 

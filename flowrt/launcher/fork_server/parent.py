@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrt.errors import WaitExpired
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.waits import locked, wait_until
 
@@ -29,7 +30,7 @@ PADDING = "." * 768
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's BLAS starts its threads at import."""
 FORK_SERVER = "the fork server"
-PROGRAM = (sys.executable, "-m", "flowrt.launcher.fork_server.child")
+PROGRAM = (sys.executable, RUN_MODULE, "flowrt.launcher.fork_server.child")
 MODULES = ("flowrt.roles.", "flowrt.ranks.", "flowrt.launcher.build_model", "flowrt.launcher.model_check")
 """Prefixes of the names of modules that the fork server can run."""
 
@@ -115,7 +116,7 @@ class ForkServer:
 
     def can_fork(self, words: Sequence[str]) -> bool:
         """Whether the fork server can run this command."""
-        is_module = list(words[:2]) == [sys.executable, "-m"] and words[2].startswith(self._modules)
+        is_module = list(words[:2]) == [sys.executable, RUN_MODULE] and words[2].startswith(self._modules)
         return is_module and self._state != "unusable" and len(" ".join(words)) <= len(PADDING)
 
     async def fork(

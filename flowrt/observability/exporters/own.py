@@ -1,14 +1,13 @@
 """Exporters of the user: a class in a Python file, FILE.py:CLASS."""
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowrt.errors import ConfigError
 from flowrt.observability.exporters.sink import Line, Sink
+from flowrt.rewards.user_file import load_module, make_siblings_importable
 
 METHODS = ("step", "samples", "close")
 
@@ -45,14 +44,11 @@ class OwnExporter(Sink):
 def _load(spec: str) -> Any:
     path, _, name = spec.rpartition(":")
     file = Path(path)
-    module_spec = importlib.util.spec_from_file_location(f"_exporter_{file.stem}", file)
-    if module_spec is None or module_spec.loader is None or not file.is_file():
+    if not file.is_file():
         raise ConfigError(f"exporters has {spec!r}, and there is no Python file {path!r}; correct it")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
-    sys.path.insert(0, str(file.parent.absolute()))
+    make_siblings_importable(path)
     try:
-        module_spec.loader.exec_module(module)
+        module = load_module(path, f"_exporter_{file.stem}")
         kind = getattr(module, name, None)
         if not inspect.isclass(kind):
             raise ConfigError(f"exporters has {spec!r}, and {path} has no class {name}")

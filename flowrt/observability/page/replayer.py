@@ -19,6 +19,7 @@ from typing import Any
 
 from flowrt.errors import FlowError, WaitExpired
 from flowrt.observability.json_text import to_json
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import BoundedElsewhere, blocking, locked, wait_until
 
 SLICE_S = 2.0
@@ -113,7 +114,7 @@ class Replayer:
         return await self._answer(at_s)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        words = ("-m", "flowrt.runtime.parent_death", __name__, str(self._run_dir))
+        words = (RUN_MODULE, "flowrt.runtime.parent_death", __name__, str(self._run_dir))
         self._child = await asyncio.create_subprocess_exec(
             sys.executable,
             *words,

@@ -25,6 +25,7 @@ from typing import NoReturn
 from flowrt.launcher.fork_server import child
 from flowrt.launcher.fork_server.parent import MAX_MESSAGE_BYTES, ForkedProcess, ForkServer
 from flowrt.observability.page import single_file
+from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.parent_death import die_with_parent
 from tests.integration.helpers.forked import CONTEXT, serve_forks, start_fork_server
 
@@ -183,7 +184,7 @@ def become_fork_server(orders: socket.socket) -> NoReturn:
     for number in (1, 2):
         os.dup2(fds[0], number)
     os.close(fds[0])
-    child._set_title(f"{sys.executable} -m flowrt.launcher.fork_server.child")
+    child._set_title(f"{sys.executable} {RUN_MODULE} flowrt.launcher.fork_server.child")
     child.serve(orders)
 
 

@@ -53,7 +53,7 @@ def test_without_launch_prefixes_all_workers_run_locally() -> None:
     assert {words[0] for words in commands().values()} == {sys.executable}
     for name, words in commands().items():
         role = name.partition("-")[0]
-        assert words[1:5] == ["-m", f"flowrt.roles.{role}", "--controller", ADDRESS]
+        assert words[1:5] == ["-Pm", f"flowrt.roles.{role}", "--controller", ADDRESS]
 
 
 def test_worker_commands_name_the_key_directory() -> None:
@@ -74,7 +74,7 @@ def test_a_multi_host_trainer_gets_ranks_hosts_and_rendezvous() -> None:
 
 def test_ranks_of_one_host_rendezvous_in_the_run_directory() -> None:
     words = commands("--trainer.ranks", "2")["trainer"]
-    assert words[1:5] == ["-m", "flowrt.ranks.torchrun", "--ranks", "2"]
+    assert words[1:5] == ["-Pm", "flowrt.ranks.torchrun", "--ranks", "2"]
     assert "--rendezvous" not in words
     assert Path(words[words.index("--directory") + 1]).name == "ranks"
     elsewhere = commands("--trainer.ranks", "2", "--launch.trainer", "ssh host")["trainer"]

@@ -183,7 +183,7 @@ def test_workers_run_in_the_container(runtime: Any) -> None:
         inner = words[words.index("sh") :]
         inner[inner.index("-c") + 1] = inner[inner.index("-c") + 1].replace("python3", "echo")
         shown = subprocess.run(inner, capture_output=True, text=True, check=True).stdout
-        assert shown.startswith("-m flowrt.roles.rollout --controller tcp://x:1")
+        assert shown.startswith("-Pm flowrt.roles.rollout --controller tcp://x:1")
     assert "container" not in re.sub(r"container=''|\$container", "", "".join(filled(FULL).values()))
 
 
