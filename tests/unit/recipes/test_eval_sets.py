@@ -147,7 +147,7 @@ def test_an_evaluation_reads_the_test_split_else_validation(
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "suffixes", "directories"])
-def test_an_evaluation_set_with_training_rows_alone_is_refused(tmp_path: Path, kind: str) -> None:
+def test_an_evaluation_set_with_only_training_rows_is_refused(tmp_path: Path, kind: str) -> None:
     folder = splits(tmp_path / "bench", kind, ["train"])
     training = rows(tmp_path / "a.jsonl", ["one"])
     run = config(tmp_path, "--data", str(training), "--eval.data", f"bench={folder}")
