@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flowrt.controller.attribution.causes import KINDS
@@ -23,8 +24,8 @@ SMALL = [
     *("--algorithm.kl.coef", "0"),
 ]
 STOPPED_S = 2.5
-TOLERANCE_S = 0.002
-"""Per step: the event log and the attribution read the clock one after the other."""
+ROUNDED_S = 0.0001
+"""Resolution of the times in the event log."""
 
 
 def lines(run_dir: Path, name: str = "attribution.jsonl") -> list[dict[str, Any]]:
@@ -61,7 +62,7 @@ def assert_adds_up(run_dir: Path, steps: list[dict[str, Any]]) -> None:
                 if worker_role == role
             )
             found = sum(line["roles"].get(role, {}).get(kind, 0.0) for kind in KINDS)
-            assert found == pytest.approx(expected, rel=0.001, abs=TOLERANCE_S * 3), (line["step"], role)
+            assert found == pytest.approx(expected, abs=ROUNDED_S * len(workers)), (line["step"], role)
 
 
 @pytest.fixture
@@ -88,15 +89,22 @@ def kinds_of(run_dir: Path, worker: str) -> set[str]:
     return {line["kind"] for line in read_timeline(run_dir) if line["worker"] == worker and "kind" in line}
 
 
+def longest_stop_s(run_dir: Path, worker: str) -> float:
+    """On a busy machine a process that waits for a processor counts as stopped, too."""
+    stops = [line for line in read_timeline(run_dir) if line["worker"] == worker and line.get("kind") == "stopped"]
+    return max((line["end_s"] - line["start_s"] for line in stops), default=0.0)
+
+
 def test_seconds_add_up_with_a_late_a_stopped_and_a_killed_worker(run: Any, late: int) -> None:
     run_dir = run.run_dir
     wait_until(lambda: "generate" in kinds_of(run_dir, "late"), 180.0, lambda: run.output)
     os.kill(late, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(late).status() == psutil.STATUS_STOPPED, 20.0, lambda: run.output)
+    begin_s = time.monotonic()
     time.sleep(STOPPED_S)  # the duration that the test measures
+    stopped_s = time.monotonic() - begin_s
     os.kill(late, signal.SIGCONT)
-    wait_until(lambda: "stopped" in kinds_of(run_dir, "late"), 60.0, lambda: run.log("controller"))
-    stops = [one for one in read_timeline(run_dir) if one["worker"] == "late" and one.get("kind") == "stopped"]
-    assert sum(one["end_s"] - one["start_s"] for one in stops) == pytest.approx(STOPPED_S, abs=0.5)
+    wait_until(lambda: longest_stop_s(run_dir, "late") >= stopped_s - ROUNDED_S, 60.0, lambda: run.log("controller"))
     completed = subprocess.run(
         [str(FLOWRT), "time", str(run_dir), "--json"], capture_output=True, text=True, timeout=600, check=True
     )
@@ -110,7 +118,7 @@ def test_seconds_add_up_with_a_late_a_stopped_and_a_killed_worker(run: Any, late
     assert run.wait(30.0) == 130, run.output
     assert_adds_up(run_dir, steps)
     away = sum(line["roles"]["rollout"]["away"] for line in steps)
-    assert away >= 0.8 * STOPPED_S
+    assert away >= stopped_s - ROUNDED_S
     assert any(worker == "late" for line in steps for worker, _ in line["worst"].get("away", ()))
     assert lines(run_dir)[-1]["step"] == len(lines(run_dir)) - 1, "the step in progress has its line"
 
@@ -126,7 +134,7 @@ def test_a_completed_run_reports_the_time_shares_of_each_role(
         "the time after the last step is recorded as one more step"
     )
     summary = json.loads((run.run_dir / "summary.json").read_text())
-    assert steps[-1]["to_s"] == pytest.approx(summary["wall_s"], abs=0.5)
+    assert steps[-1]["to_s"] == pytest.approx(summary["wall_s"], abs=0.001)
     for role in ("rollout", "trainer", "reward"):
         assert sum(summary["time"][role].values()) == pytest.approx(1.0, abs=0.001)
         assert summary["time"][role]["busy"] == summary["busy_fraction"][role]

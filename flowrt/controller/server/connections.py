@@ -33,7 +33,6 @@ class Connections:
         needs_commit: Callable[[], bool],
         flush: Callable[[], None],
         process_disconnects: Callable[[], None],
-        on_removed: Callable[[WorkerId], None],
     ) -> None:
         """Take over the unsent messages of ``link``.
 
@@ -42,14 +41,12 @@ class Connections:
             needs_commit: returns True while a decision is not durable.
             flush: commits, then calls `send_queued`.
             process_disconnects: called when `take_disconnected` may have a result.
-            on_removed: called with each worker that is removed.
         """
         self._link = link
         link.on_unreachable(self._on_unreachable)
         self._needs_commit = needs_commit
         self._flush = flush
         self._process_disconnects = process_disconnects
-        self._on_removed = on_removed
         self._probe_timer: asyncio.TimerHandle | None = None
         self._name: dict[bytes, WorkerId] = {}
         self._peer: dict[WorkerId, bytes] = {}
@@ -122,14 +119,13 @@ class Connections:
         return [worker for worker in self._peer if self._role[worker] == role] if role else [*self._peer]
 
     def remove(self, worker: WorkerId) -> None:
-        """Forget a worker, if it is connected, and call ``on_removed``."""
+        """Forget a worker, if it is connected."""
         peer = self._peer.pop(worker, None)
         self._source.pop(worker, None)
         self._role.pop(worker, None)
         self._disconnected.pop(worker, None)
         if peer is not None:
             self._name.pop(peer, None)
-            self._on_removed(worker)
         self._changed.set()
 
     async def shutdown(self, stop: Message, excluded_role: str) -> None:

@@ -186,7 +186,6 @@ class Server:
             needs_commit=self.ledger.needs_commit,
             flush=self._flush,
             process_disconnects=self._process_disconnects,
-            on_removed=lambda worker: self.times.gone(worker, self._clock.now()),
         )
         self._ended = asyncio.Event()
         self._end_s: float | None = None
@@ -349,9 +348,10 @@ class Server:
                 self.times.note_report(worker, min(message.reported_s, self._clock.now()))
             elif isinstance(message, m.Report):
                 self._recorder.record_report(worker, message, self._core.state.window.step)
-            self._handle(MessageReceived(worker, message), data)
+            now = self._clock.now()
+            self._handle(MessageReceived(worker, message), data, now)
             if isinstance(message, m.Leave):
-                self._connections.remove(worker)
+                self._remove(worker, now)
 
     def _on_malformed(self, peer: bytes, reason: str) -> None:
         """Close the connection of the sender."""
@@ -359,8 +359,9 @@ class Server:
         self._link.disconnect(peer)
         worker = self._connections.name(peer)
         if worker is not None:
-            self._connections.remove(worker)
-            self._handle(WorkerDisconnected(worker, f"it sent a malformed message: {reason}"))
+            now = self._clock.now()
+            self._remove(worker, now)
+            self._handle(WorkerDisconnected(worker, f"it sent a malformed message: {reason}"), now=now)
 
     def _log_refused(self, peer: bytes, reason: str) -> None:
         self._refused.warn("refused a message of %s: %s", self._connections.name(peer) or peer.hex(), reason)
@@ -395,13 +396,12 @@ class Server:
                 self._answer_unknown_peer(peer, rejection(hello, self._core, reason, is_taken))
             return
         worker = WorkerId(hello.worker)
-        joined = WorkerConnected(worker=worker, role=hello.role, host=hello.host, lanes=hello.lanes, term=hello.term)
         if hello.role == SOURCE and not hello.term and self._core.state.recovery.is_active:
             # It replaces a source that died while no controller was there. Prompts that only the dead source could send
             # become unread when recovery is over, and this source has to offer them: its welcome waits until then.
             self._admit(peer, hello, source)
             self._awaiting_welcome = [*(one for one in self._awaiting_welcome if one != worker), worker]
-            self._handle(joined)
+            self._join(worker, hello)
             return
         try:
             passed = self.ledger.passed() if hello.role == SOURCE else ()
@@ -414,12 +414,21 @@ class Server:
             return
         self._admit(peer, hello, source)
         self._send_welcome(worker, passed)
-        self._handle(joined)
+        self._join(worker, hello)
+
+    def _join(self, worker: WorkerId, hello: m.Hello) -> None:
+        now = self._clock.now()
+        if hello.role != OBSERVER:
+            self.times.joined(worker, hello.role, now)
+        joined = WorkerConnected(worker=worker, role=hello.role, host=hello.host, lanes=hello.lanes, term=hello.term)
+        self._handle(joined, now=now)
+
+    def _remove(self, worker: WorkerId, now: float) -> None:
+        self._connections.remove(worker)
+        self.times.gone(worker, now)
 
     def _admit(self, peer: bytes, hello: m.Hello, source: int) -> None:
         self._connections.add(peer, WorkerId(hello.worker), hello.role, source)
-        if hello.role != OBSERVER:
-            self.times.joined(hello.worker, hello.role, self._clock.now())
         log.info("%s joined (%s on %r, pid %d)", hello.worker, hello.role, hello.host, hello.pid)
 
     def _send_welcome(self, worker: WorkerId, passed: tuple[Passed, ...]) -> None:
@@ -452,11 +461,18 @@ class Server:
             else:
                 self._send_welcome(worker, passed)
 
-    def _handle(self, event: Event, data: bytes = b"") -> None:
-        """Let the core handle an event, and execute its commands. ``data``: a message as it came from the socket."""
+    def _handle(self, event: Event, data: bytes = b"", now: float | None = None) -> None:
+        """Let the core handle an event, and execute its commands.
+
+        Args:
+            event: what has happened.
+            data: a message as it came from the socket.
+            now: when, if the clock was read for this event already: joins and departures have the same time in the
+                event log and in the attribution.
+        """
         if self._core.ended is not None and not isinstance(event, MessageReceived | Shutdown):
             return
-        now = self._clock.now()
+        now = self._clock.now() if now is None else now
         if (stalled_s := self._absence.take(now)) > 0.0:
             log.warning("the controller did not run for %.1f s; its deadlines are extended by that time", stalled_s)
             self._handle(ControllerStalled(stalled_s))
@@ -484,7 +500,9 @@ class Server:
     def _process_disconnects(self, immediately: bool = False) -> None:
         """Report workers whose connection was found closed, after the commands decided while they were connected."""
         for worker in self._connections.take_disconnected(immediately):
-            self._handle(WorkerDisconnected(worker, "its connection is closed; see its log"))
+            now = self._clock.now()
+            self.times.gone(worker, now)
+            self._handle(WorkerDisconnected(worker, "its connection is closed; see its log"), now=now)
 
     # ---- out
 
@@ -493,7 +511,7 @@ class Server:
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)
                 self._connections.send_now(worker, dismissal(reason))
-                self._connections.remove(worker)
+                self._remove(worker, now)
                 if len(self._dismissed) >= MAX_DISMISSED:
                     del self._dismissed[next(iter(self._dismissed))]
                 self._dismissed[worker] = reason
