@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from tests.effort import FAST_EXAMPLES, TEST_EXAMPLES, THOROUGH_EXAMPLES
 
-pytest_plugins = ["tests.file_scheduling", "tests.reruns"]
+pytest_plugins = ["tests.file_scheduling", "tests.open_sockets", "tests.reruns"]
 
 torch.set_num_threads(1)
 # A shell starts background processes with SIGINT ignored, which the commands under test would inherit.
