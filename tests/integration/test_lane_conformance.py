@@ -6,15 +6,19 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flowrt.protocol.messages import GONE, ITEM_BYTES
+from flowrt.runtime.sessions import SHARED
 from flowrt.transport.devices import has_npu, npu_is_here
 from tests.integration.helpers import lane_pair as pairs
 from tests.integration.helpers import lane_peer as peer
@@ -24,6 +28,8 @@ SMALL = [("int32", [3, 0, 5])]
 LARGE = [("uint8", [17_000_000, 10, 17_000_000])]
 """Rows of two chunks each, more than the buffers of a connection hold."""
 FAST_S, SLOW_S = 1.5, 30.0
+NEVER_S = 600.0
+"""A deadline that no test reaches: what fails does not fail because of it."""
 DEVICE_TRANSPORTS = ("socket", "nccl", "hccl")
 Start = Callable[..., Awaitable[pairs.Pair]]
 
@@ -44,7 +50,7 @@ def ends() -> dict[str, Any]:
 @pytest.fixture
 async def start(ends: dict[str, Any], fork_server: None) -> AsyncIterator[Start]:
     """Start a pair; afterwards no thread, descriptor, mapping or shared memory of it may remain."""
-    files, segments = pairs.open_files(), set(os.listdir("/dev/shm"))
+    files, named = pairs.open_files(), pairs.named_memory(os.getpid())
     started: list[pairs.Pair] = []
 
     async def start_pair(transport: str, deadline_s: float, idle_s: float = 10.0) -> pairs.Pair:
@@ -56,12 +62,22 @@ async def start(ends: dict[str, Any], fork_server: None) -> AsyncIterator[Start]
     for pair in started:
         await pair.close()
     for thread in pairs.lane_threads():
-        await asyncio.to_thread(thread.join, 2 * FAST_S)
+        await asyncio.to_thread(thread.join, pairs.WITHIN_S)
     assert not pairs.lane_threads()
     gc.collect()
     assert pairs.open_files() <= files
     assert not pairs.mapped()
-    assert set(os.listdir("/dev/shm")) <= segments
+    assert not [path for pair in started for path in pair.named_memory - named if path.exists()]
+
+
+def test_the_named_memory_of_a_process_is_what_it_has_mapped() -> None:
+    with tempfile.NamedTemporaryFile(dir=SHARED) as of_another_process:
+        own = SharedMemory(create=True, size=1)
+        found = pairs.named_memory(os.getpid())
+        own.close()
+        own.unlink()
+    assert SHARED / own.name in found
+    assert Path(of_another_process.name) not in found
 
 
 async def test_every_dtype_with_ragged_and_empty_rows_is_exact(start: Start, transport: str) -> None:
@@ -99,9 +115,10 @@ async def test_sixty_four_lanes_transfer_concurrently(start: Start, transport: s
 async def test_absent_peer_fails_the_lane_at_the_deadline(start: Start, transport: str) -> None:
     pair = await start(transport, FAST_S)
     pair.kill(signal.SIGKILL)
-    works = [take(pair, sending, SMALL) for sending in (True, False)]
-    assert await failed(works[0], 3 * FAST_S) > 0.5 * FAST_S
-    await failed(works[1], 3 * FAST_S)
+    begin_s = time.monotonic()
+    for work in [take(pair, sending, SMALL) for sending in (True, False)]:
+        await failed(work)
+    assert time.monotonic() - begin_s > 0.5 * FAST_S
 
 
 async def test_notice_of_a_lost_peer_fails_waiting_turns(start: Start, transport: str) -> None:
@@ -109,12 +126,13 @@ async def test_notice_of_a_lost_peer_fails_waiting_turns(start: Start, transport
     await moved(pair, False, SMALL)
     works = [take(pair, False, SMALL, sequence=1), take(pair, True, SMALL)]
     pair.lanes.deliver(pairs.THERE, "", GONE, b"")
+    assert all(work.done() for work in works)
     for work in works:
-        assert await failed(work, FAST_S, "has left the run") < 0.5 * FAST_S
+        await failed(work, "has left the run")
 
 
-async def test_peer_killed_during_a_transfer_fails_it_immediately(start: Start, transport: str) -> None:
-    pair = await start(transport, SLOW_S)
+async def test_peer_killed_during_a_transfer_fails_it_before_the_deadline(start: Start, transport: str) -> None:
+    pair = await start(transport, NEVER_S)
     works = []
     for sending in (True, False):
         await moved(pair, sending, SMALL)
@@ -126,7 +144,7 @@ async def test_peer_killed_during_a_transfer_fails_it_immediately(start: Start, 
     assert not done
     kill_peer(pair)
     for work in works:
-        assert await failed(work, 5.0) < 0.2 * SLOW_S
+        await failed(work)
 
 
 async def test_received_tensors_outlive_their_sender(start: Start, transport: str) -> None:
@@ -134,7 +152,7 @@ async def test_received_tensors_outlive_their_sender(start: Start, transport: st
     (kept,) = await moved(pair, False, LARGE, seed=4)
     next_one = take(pair, False, SMALL, sequence=1)
     kill_peer(pair)
-    await failed(next_one, 5.0)
+    await failed(next_one)
     assert kept.numpy().tobytes() == pairs.flat_bytes(peer.message_of(4, LARGE))[0]
     kept.fill_(1)  # received tensors may be changed
 
@@ -145,13 +163,16 @@ async def test_hung_peer_fails_at_the_deadline_and_a_new_incarnation_works(start
         await moved(pair, sending, SMALL)
     pair.kill(signal.SIGSTOP)
     remote = [pair.order(pair.turn(sending, sequence=1), LARGE) for sending in both]
-    local = [take(pair, sending, LARGE, sequence=1) for sending in both]
-    assert await failed(local[0], 3 * FAST_S) > FAST_S * 0.5
-    await failed(local[1], 3 * FAST_S)
+    begin_s = time.monotonic()
+    for work in [take(pair, sending, LARGE, sequence=1) for sending in both]:
+        await failed(work)
+    assert time.monotonic() - begin_s > 0.5 * FAST_S
     for sending in both:
-        assert await failed(take(pair, sending, SMALL, sequence=2), 1.0, "failed") < 0.5
+        later = take(pair, sending, SMALL, sequence=2)
+        assert later.done(), "a turn of a failed lane waits"
+        await failed(later, "failed")
     pair.kill(signal.SIGCONT)
-    async with asyncio.timeout(3 * FAST_S):
+    async with asyncio.timeout(pairs.WITHIN_S):
         assert all(answer["error"] is not None for answer in await asyncio.gather(*remote))
     for sending in both:
         await moved(pair, sending, SMALL, seed=9, incarnation=1)
@@ -191,16 +212,18 @@ async def test_transfer_below_the_minimum_rate_fails_with_its_rate(start: Start,
     turn = pair.turn(sending)
     remote = pair.order(turn, columns, pause_s=0.1)
     tensors = [torch.zeros(1000, dtype=torch.uint8) for _ in range(rows)]
+    begin_s = time.monotonic()
     work = pair.lanes.send_each(turn, tensors) if sending else pair.lanes.receive_each(turn, tensors)
     slow = (
-        r"is too slow: 0\.\d MB moved in \d s, and after 2 s at least 1 MB/s are required; .* "
+        r"is too slow: 0\.\d MB moved in \d+ s, and after 2 s at least 1 MB/s are required; .* "
         r"lower controller.min_transfer_mb_per_s"
     )
     try:
-        assert await failed(work, 4 * FAST_S, f"lane .*({slow}|gone|losed|reset by peer)") >= 0.5 * FAST_S
+        await failed(work, f"lane .*({slow}|gone|losed|reset by peer)")
+        assert time.monotonic() - begin_s >= 0.5 * FAST_S
     finally:
         error = str(work.exception())
-    async with asyncio.timeout(4 * FAST_S):
+    async with asyncio.timeout(pairs.WITHIN_S):
         errors = error + str((await remote)["error"])
     assert re.search(slow, errors), errors  # one end detects it, and closes the connection to the other
 
@@ -208,7 +231,7 @@ async def test_transfer_below_the_minimum_rate_fails_with_its_rate(start: Start,
 async def test_only_the_turn_of_a_stale_incarnation_fails(start: Start, transport: str) -> None:
     pair = await start(transport, SLOW_S)
     await moved(pair, False, SMALL, incarnation=5)
-    await failed(take(pair, False, SMALL, sequence=1, incarnation=4), 1.0, "is stale")
+    await failed(take(pair, False, SMALL, sequence=1, incarnation=4), "is stale")
     await moved(pair, False, SMALL, incarnation=5, sequence=1)
 
 
@@ -216,7 +239,7 @@ async def test_turn_out_of_order_fails_its_lane_only(start: Start, transport: st
     pair = await start(transport, SLOW_S)
     await moved(pair, False, SMALL)
     await moved(pair, False, SMALL, kind="weights")
-    await failed(take(pair, False, SMALL, sequence=2), 1.0, "received turn 2 in place of turn 1")
+    await failed(take(pair, False, SMALL, sequence=2), "received turn 2 in place of turn 1")
     await moved(pair, False, SMALL, kind="weights", sequence=1)
 
 
@@ -241,7 +264,7 @@ async def test_idle_lane_frees_its_memory_and_still_works(start: Start) -> None:
             await moved(pair, sending, LARGE, sequence=sequence)
         assert pairs.mapped()
         pair.forget()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(pairs.WITHIN_S):
             while pairs.mapped():  # without a signal: both ends become idle
                 await asyncio.to_thread(threading.Event().wait, 0.05)
 

@@ -33,7 +33,7 @@ async def test_hanging_peer_does_not_delay_other_lanes(transport: str) -> None:
             if sequence == 1:
                 assert not any(work.done() for work in stuck)
         for work in stuck:
-            await failed(work, 2 * DEADLINE_S, "lane .*hanging.* failed")
+            await failed(work, "lane .*hanging.* failed")
         for sending in BOTH:
             await moved(other, sending, LARGE, sequence=TURNS + 1)
     finally:
