@@ -1,7 +1,7 @@
-"""No test compares elapsed seconds with a limit: what takes too long on a busy machine is no defect."""
+"""No test fails because a machine is busy: none compares elapsed seconds with a limit, or has a short deadline."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,11 +37,43 @@ def _reads_clock(side: ast.expr) -> bool:
     return ast.unparse(side.func).split(".")[-1] in CLOCKS
 
 
-def test_no_test_limits_elapsed_time() -> None:
+MIN_DEADLINE_S = 20.0
+DEADLINE_AT = {"asyncio.timeout": 0, "asyncio.wait_for": 1, "api.connect": 3}
+"""Index of the deadline among the arguments of a call that fails the test when it expires."""
+
+
+def short_deadlines(tree: ast.Module) -> Iterator[int]:
+    """Lines with a call of `DEADLINE_AT` whose deadline is short, unless the test expects its failure."""
+    constants = {
+        target.id: statement.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    expected = {id(call) for node in ast.walk(tree) if _expects_failure(node) for call in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and id(node) not in expected:
+            at = DEADLINE_AT.get(ast.unparse(node.func), len(node.args))
+            deadline = node.args[at] if at < len(node.args) else None
+            if isinstance(deadline, ast.Name):
+                deadline = constants.get(deadline.id)
+            seconds = deadline.value if isinstance(deadline, ast.Constant) else None
+            if isinstance(seconds, int | float) and seconds < MIN_DEADLINE_S:
+                yield node.lineno
+
+
+def _expects_failure(node: ast.AST) -> bool:
+    contexts = node.items if isinstance(node, ast.With | ast.AsyncWith) else []
+    return any("pytest.raises" in (text := ast.unparse(one)) or "suppress(" in text for one in contexts)
+
+
+@pytest.mark.parametrize("lines_of", [limits_on_elapsed_time, short_deadlines])
+def test_no_test_depends_on_the_speed_of_the_machine(lines_of: Callable[[ast.Module], Iterator[int]]) -> None:
     lines = [
         f"{path.relative_to(TESTS.parent)}:{line}"
         for path in sorted(TESTS.rglob("*.py"))
-        for line in limits_on_elapsed_time(ast.parse(path.read_text()))
+        for line in lines_of(ast.parse(path.read_text()))
     ]
     assert not lines, f"compare order or counts, or wait with a deadline that is far off: {lines}"
 
@@ -59,3 +91,18 @@ def test_no_test_limits_elapsed_time() -> None:
 )
 def test_the_check_detects_limits(code: str, detected: bool) -> None:
     assert bool(list(limits_on_elapsed_time(ast.parse(code)))) is detected
+
+
+@pytest.mark.parametrize(
+    ("code", "detected"),
+    [
+        ("async with asyncio.timeout(5):\n    pass", True),
+        ("WITHIN_S = 5.0\nawait asyncio.wait_for(done, WITHIN_S)", True),
+        ("await api.connect(address, 'w', 'w', 5)", True),
+        ("await api.connect(address, 'w', 'w', 60)", False),
+        ("with pytest.raises(WaitExpired):\n    await api.connect(address, 'w', 'w', 0.3)", False),
+        ("await asyncio.wait([done], timeout=0.5)", False),
+    ],
+)
+def test_the_check_detects_short_deadlines(code: str, detected: bool) -> None:
+    assert bool(list(short_deadlines(ast.parse(code)))) is detected

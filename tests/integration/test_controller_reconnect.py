@@ -21,7 +21,7 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import ColumnLengths, Part, unpack
 from tests.integration.helpers import small_controller
-from tests.integration.test_sessions import Stranger
+from tests.integration.test_sessions import WITHIN_S, Stranger
 
 
 class Controllers:
@@ -46,7 +46,7 @@ class Controllers:
     def kill(self) -> None:
         if self._popen is not None:
             self._popen.kill()
-            self._popen.wait(10)
+            self._popen.wait(WITHIN_S)
             assert self._popen.stdout is not None
             self._popen.stdout.close()
             self._popen = None
@@ -69,6 +69,14 @@ def controllers(tmp_path: Path) -> Iterator[Controllers]:
     controllers.kill()
 
 
+@pytest.fixture
+def impatient_controllers(tmp_path: Path) -> Iterator[Controllers]:
+    """As `controllers`, but they soon count workers that do not come back as gone."""
+    controllers = Controllers(tmp_path, "rejoin=6")
+    yield controllers
+    controllers.kill()
+
+
 async def wait_until_processed(session: Session) -> None:
     """Wait until the controller has processed all messages of this worker: it answers a later request."""
     with pytest.raises(api.FlowError, match="no stage 'nothing'"):
@@ -78,7 +86,7 @@ async def wait_until_processed(session: Session) -> None:
 async def test_work_continues_after_restarts_and_nothing_is_generated_twice(controllers: Controllers) -> None:
     await controllers.start()
     source, rollout, reward, trainer = [
-        await api.connect(controllers.address, n, n, 20) for n in ("s", "o", "w", "trainer")
+        await api.connect(controllers.address, n, n, WITHIN_S) for n in ("s", "o", "w", "trainer")
     ]
     rollout.params.applied("policy", 0)
     assert await source.offer("train", 7, 0, 2, {"prompt": torch.arange(5, dtype=torch.int32)}) == 0
@@ -115,12 +123,12 @@ async def test_a_worker_that_is_terminated_while_no_controller_is_there_drains_w
     controllers: Controllers,
 ) -> None:
     await controllers.start()
-    worker = await api.connect(controllers.address, "w", "w", 20)
+    worker = await api.connect(controllers.address, "w", "w", WITHIN_S)
     await wait_until_processed(worker)
     controllers.kill()
     worker.drain()
     await controllers.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         with pytest.raises(Stopped, match=RELEASED):
             await worker.wait_stopped()
     await worker.close()
@@ -130,7 +138,7 @@ async def test_an_order_to_end_the_run_is_repeated_to_a_restarted_controller(con
     await controllers.start()
     connected = asyncio.Event()
     observer = Observer(controllers.address, lambda status: connected.set(), None, 30.0, follow=())
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(2 * WITHIN_S):
         await connected.wait()
         controllers.kill()
         observer.end_run("a worker has bad input", 2)
@@ -144,9 +152,9 @@ async def test_an_order_to_end_the_run_is_repeated_to_a_restarted_controller(con
 
 async def test_a_drain_that_an_operator_ordered_goes_on_under_the_next_controller(controllers: Controllers) -> None:
     await controllers.start()
-    source = await api.connect(controllers.address, "s", "s", 20)
+    source = await api.connect(controllers.address, "s", "s", WITHIN_S)
     await source.offer("train", 7, 0, 1, {"prompt": torch.arange(5, dtype=torch.int32)})
-    worker = await api.connect(controllers.address, "o", "rollout", 20)
+    worker = await api.connect(controllers.address, "o", "rollout", WITHIN_S)
     worker.params.applied("policy", 0)
     batch = await worker.pull("rollout", slots=1)
     operator = Stranger(controllers.address)
@@ -159,7 +167,7 @@ async def test_a_drain_that_an_operator_ordered_goes_on_under_the_next_controlle
     await controllers.restart()
     await wait_until_processed(worker)
     worker.give_back("rollout", batch)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         with pytest.raises(Stopped, match=RELEASED):
             await worker.wait_stopped()
     await worker.close()
@@ -168,7 +176,7 @@ async def test_a_drain_that_an_operator_ordered_goes_on_under_the_next_controlle
 
 async def test_stale_commit_is_refused_with_a_reason(controllers: Controllers) -> None:
     await controllers.start()
-    source = await api.connect(controllers.address, "s", "s", 20)
+    source = await api.connect(controllers.address, "s", "s", WITHIN_S)
     await source.offer("train", 7, 0, 1, {"prompt": torch.arange(5, dtype=torch.int32)})
     stale = Stranger(controllers.address)
     stale.send(encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",))))
@@ -209,9 +217,10 @@ async def test_stale_commit_is_refused_with_a_reason(controllers: Controllers) -
     await source.close()
 
 
-async def test_worker_that_reconnects_too_late_receives_the_reason(controllers: Controllers) -> None:
+async def test_worker_that_reconnects_too_late_receives_the_reason(impatient_controllers: Controllers) -> None:
+    controllers = impatient_controllers
     await controllers.start()
-    source = await api.connect(controllers.address, "s", "s", 20)
+    source = await api.connect(controllers.address, "s", "s", WITHIN_S)
     late = Stranger(controllers.address)
     late.send(encode(m.Hello(protocol=m.PROTOCOL, worker="late", role="rollout", host="host", pid=1, lanes=("gloo",))))
     await late.receive()
@@ -232,9 +241,10 @@ async def test_worker_that_reconnects_too_late_receives_the_reason(controllers: 
 
 
 async def test_source_replaced_during_controller_downtime_continues_at_its_position(
-    controllers: Controllers,
+    impatient_controllers: Controllers,
 ) -> None:
     """Prompts that only the dead source held are unread again, once all workers have had time to reconnect."""
+    controllers = impatient_controllers
     await controllers.start()
     hello = m.Hello(protocol=m.PROTOCOL, worker="source", role="source", host="host", pid=1, lanes=("gloo",))
     offer = m.Offer(
@@ -275,7 +285,7 @@ async def test_source_replaced_during_controller_downtime_continues_at_its_posit
 
 async def test_worker_times_out_if_the_controller_does_not_return(controllers: Controllers) -> None:
     await controllers.start()
-    rollout = await api.connect(controllers.address, "o", "o", 20)
+    rollout = await api.connect(controllers.address, "o", "o", WITHIN_S)
     rollout.welcome.reconnect_timeout_s = 0.5
     waiting = asyncio.create_task(rollout.pull("rollout", slots=1))
     await wait_until_processed(rollout)

@@ -42,10 +42,10 @@ def test_three_nodes_measure_each_other(three_nodes: tuple[subprocess.CompletedP
     for one in facts:
         assert set(one["bytes_per_s"]) == set(one["delay_s"]) == probes - {one["probe"]}
         assert min(one["bytes_per_s"].values()) > 0
-        assert 0 < one["round_trip_s"] < 5
+        assert 0 < one["round_trip_s"] < 60
         assert one["peer_error"] == ""
         # One machine, one clock: the remaining delay is the transfer time.
-        assert all(0 <= delay_s < 5 for delay_s in one["delay_s"].values())
+        assert all(0 <= delay_s < 60 for delay_s in one["delay_s"].values())
     assert "the same everywhere" in completed.stdout
 
 

@@ -29,13 +29,13 @@ async def controller(tmp_path: Path) -> AsyncIterator[tuple[api.Server, str]]:
 def join_and_fail(address: str) -> None:
     """Join, then fail at once. On return all messages have been sent and the connection is closed."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 5000)
+        socket.setsockopt(zmq.LINGER, 60_000)
         socket.setsockopt(zmq.RCVHWM, 0)  # as a worker: with unread answers the kernel would reset the connection
         socket.connect(address)
         socket.send(
             encode(m.Hello(protocol=m.PROTOCOL, worker="trainer", role="trainer", host="host", pid=1, lanes=("gloo",)))
         )
-        assert socket.poll(5000)
+        assert socket.poll(int(1000 * DEADLINE_S))
         assert isinstance(decode(socket.recv()), m.Welcome)
         for number in range(300):  # more than are read in one event loop turn
             socket.send(encode(m.Pull(request=number, stage="reward", slots=1, tokens=0, step=-1)))

@@ -40,7 +40,7 @@ class Run:
         self._stack = stack
 
     async def join(self, name: str) -> api.Session:
-        session = await api.connect(self.address, name, name, 10)
+        session = await api.connect(self.address, name, name, 60)
         self._stack.push_async_callback(session.close)
         return session
 
@@ -61,7 +61,7 @@ async def running(folder: Path, lanes: str, **overrides: Any) -> AsyncIterator[R
     )
     async with contextlib.AsyncExitStack() as stack:
         _, address = await stack.enter_async_context(api.controller(FLOW, settings, POLICIES, folder))
-        source = await api.connect(address, "source", "source", 10)
+        source = await api.connect(address, "source", "source", 60)
         stack.push_async_callback(source.close)
         await source.offer_many("data", range(ROWS), tensors={"prompt": [torch.zeros(2, dtype=torch.int32)] * ROWS})
         ready, end = CONTEXT.Pipe(duplex=False)
@@ -165,4 +165,4 @@ async def test_pull_over_the_budget_fails_and_smaller_pulls_work(tmp_path: Path,
 async def test_forced_unsupported_transport_is_rejected(tmp_path: Path) -> None:
     async with api.controller(FLOW, api.Settings(lanes="hccl"), POLICIES, tmp_path) as (_, address):
         with pytest.raises(LocalProtocolError, match="lanes are forced to be hccl, and it can only do shm, gloo"):
-            await api.connect(address, "worker", "worker", 10)
+            await api.connect(address, "worker", "worker", 60)

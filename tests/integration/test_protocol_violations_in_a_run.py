@@ -35,7 +35,7 @@ VIOLATIONS: dict[str, tuple[m.Message, str]] = {
 
 async def dismissed(address: str, name: str, message: m.Message) -> api.Stopped:
     """Send the message as a reward worker of this name; return its dismissal."""
-    session = await api.connect(address, name, "reward", 10.0)
+    session = await api.connect(address, name, "reward", 60)
     session.send(message)
     with pytest.raises(api.Stopped) as stopped:
         await session.wait_stopped()

@@ -258,7 +258,7 @@ def test_malformed_samples_are_counted_and_the_worker_stays(tmp_path: Path) -> N
             server,
             address,
         ):
-            session = await api.connect(address, "reward", "reward", 10.0)
+            session = await api.connect(address, "reward", "reward", 60)
             for records in ((b"garbage",), (b"", b"s", b"t\xc1"), (bytes(200_000), bytes(200_000)), ()):
                 session.send(SampleRecords(records))
             end_s = monotonic() + 20.0

@@ -26,6 +26,7 @@ STAGES = (
 )
 FLOW = api.Dataflow(COLUMNS, STAGES, "train", "train", token_columns=("response",))
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
+WITHIN_S = 60
 
 
 @pytest.fixture
@@ -50,12 +51,12 @@ class Stranger:
 
     async def wait_disconnected(self) -> None:
         """Wait until the server has closed the connection."""
-        assert await asyncio.to_thread(self._monitor.poll, 5000), "still connected after 5 s"
+        assert await asyncio.to_thread(self._monitor.poll, 1000 * WITHIN_S), f"still connected after {WITHIN_S} s"
         self._monitor.recv_multipart()
 
     async def receive(self) -> m.Message:
-        readable = await asyncio.to_thread(self._socket.poll, 5000)
-        assert readable, "no answer within 5 s"
+        readable = await asyncio.to_thread(self._socket.poll, 1000 * WITHIN_S)
+        assert readable, f"no answer within {WITHIN_S} s"
         return decode(self._socket.recv())
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ class Stranger:
         self._context.term()
 
 
-async def until(condition: "asyncio.Event", deadline_s: float = 5.0) -> None:
+async def until(condition: "asyncio.Event", deadline_s: float = WITHIN_S) -> None:
     async with asyncio.timeout(deadline_s):
         await condition.wait()
 
@@ -89,7 +90,7 @@ async def test_only_a_source_receives_the_previous_position(controller: tuple[ap
     server.ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
     positions = {}
     for role in ("source", "reward"):
-        session = await api.connect(address, role, role, 5)
+        session = await api.connect(address, role, role, WITHIN_S)
         positions[role] = {epoch: set(of) for epoch, of in unpack(session.welcome.position.passed).items()}
         await session.close()
     assert positions == {"source": {0: {7}}, "reward": {}}
@@ -103,13 +104,13 @@ async def test_a_position_that_is_too_large_for_a_message_ends_the_run_with_a_se
         server.ledger.add(AppendLedger(number << 40, 0, "trained", 0), 1.0)
     monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 10_000)
     with pytest.raises(LocalProtocolError, match="cannot be told where the run continues"):
-        await api.connect(address, "source", "source", 10)
+        await api.connect(address, "source", "source", WITHIN_S)
     assert server.ended is not None
     assert "Welcome has 2" in server.ended.reason
 
 
 async def test_a_second_worker_of_the_same_name_is_refused(controller: tuple[api.Server, str]) -> None:
-    first = await api.connect(controller[1], "reward", "reward", 5)
+    first = await api.connect(controller[1], "reward", "reward", WITHIN_S)
     with pytest.raises(WaitExpired, match=r"a worker named reward is here already.*did not leave within 2 s"):
         await api.connect(controller[1], "reward", "reward", 2)
     await first.close()
@@ -118,8 +119,8 @@ async def test_a_second_worker_of_the_same_name_is_refused(controller: tuple[api
 async def test_a_worker_waits_until_the_worker_of_its_name_that_it_replaces_has_left(
     controller: tuple[api.Server, str],
 ) -> None:
-    first = await api.connect(controller[1], "reward", "reward", 5)
-    second = asyncio.create_task(api.connect(controller[1], "reward", "reward", 30))
+    first = await api.connect(controller[1], "reward", "reward", WITHIN_S)
+    second = asyncio.create_task(api.connect(controller[1], "reward", "reward", WITHIN_S))
     done, _ = await asyncio.wait([second], timeout=0.5)  # long enough to have been refused
     assert not done
     await first.close()
@@ -132,21 +133,23 @@ async def test_missing_controller_is_reported_after_the_deadline() -> None:
 
 
 async def test_worker_may_start_before_its_controller(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    early = asyncio.create_task(api.connect(address, "reward", "reward", 20))
-    done, _ = await asyncio.wait([early], timeout=0.5)  # long enough to have been refused a few times
-    assert not done
     settings = api.Settings(steps=2, groups_per_step=1, completing_roles=("trainer",))
-    async with api.controller(FLOW, settings, POLICIES, tmp_path, address):
-        session = await early
-        assert session.worker == "reward"
-        await session.close()
+    with socket.socket() as reserved:  # it does not listen, and no other process gets its port
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+        early = asyncio.create_task(api.connect(address, "reward", "reward", WITHIN_S))
+        done, _ = await asyncio.wait([early], timeout=0.5)  # long enough to have been refused a few times
+        assert not done
+        async with api.controller(FLOW, settings, POLICIES, tmp_path, address):
+            session = await early
+            assert session.worker == "reward"
+            await session.close()
 
 
 async def test_an_oversized_rendezvous_key_disconnects_only_its_sender(controller: tuple[api.Server, str]) -> None:
     server, address = controller
-    other, sender = await api.connect(address, "other", "reward", 5), Stranger(address)
+    other, sender = await api.connect(address, "other", "reward", WITHIN_S), Stranger(address)
     sender.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="sender", role="reward", host="host", pid=1, lanes=("gloo",)))
     )
@@ -180,27 +183,27 @@ async def test_malformed_messages_close_only_their_own_connection(controller: tu
     client.close()
     assert server.refused_messages == len(malformed) + 2
     assert server.ended is None
-    worker = await api.connect(address, "reward", "reward", 5)
+    worker = await api.connect(address, "reward", "reward", WITHIN_S)
     assert worker.welcome.config == "seed = 1"
     await worker.close()
 
 
 async def test_a_worker_that_breaks_the_protocol_is_dismissed_by_name(controller: tuple[api.Server, str]) -> None:
     server, address = controller
-    worker = await api.connect(address, "liar", "trainer", 5)
+    worker = await api.connect(address, "liar", "trainer", WITHIN_S)
     worker.step_done(0, {})
     with pytest.raises(api.Stopped, match="liar says StepCompleted, but has never pulled") as stopped:
         await worker.wait_stopped()
     assert stopped.value.code == EXIT_DISMISSED
     assert server.ended is None
     await worker.close()
-    again = await api.connect(address, "liar", "trainer", 5)  # the name is free again
+    again = await api.connect(address, "liar", "trainer", WITHIN_S)  # the name is free again
     assert server.ended is None
     await again.close()
 
 
 async def test_pull_of_an_unknown_stage_is_refused(controller: tuple[api.Server, str]) -> None:
-    worker = await api.connect(controller[1], "reward", "reward", 5)
+    worker = await api.connect(controller[1], "reward", "reward", WITHIN_S)
     with pytest.raises(RemoteProtocolError, match="no stage 'rewards'"):
         await worker.pull("rewards", slots=1)
     await worker.close()
@@ -208,7 +211,7 @@ async def test_pull_of_an_unknown_stage_is_refused(controller: tuple[api.Server,
 
 async def test_tensors_move_between_worker_stores_and_are_freed(controller: tuple[api.Server, str]) -> None:
     address = controller[1]
-    source, rollout, reward, trainer = [await api.connect(address, n, n, 5) for n in ("s", "o", "w", "trainer")]
+    source, rollout, reward, trainer = [await api.connect(address, n, n, WITHIN_S) for n in ("s", "o", "w", "trainer")]
     prompt = torch.arange(5, dtype=torch.int32)
     responses = [torch.rand(length) for length in (3, 0)]
     rollout.params.applied("policy", 0)
@@ -235,13 +238,13 @@ async def test_tensors_move_between_worker_stores_and_are_freed(controller: tupl
 
 
 async def test_weights_are_staged_whole_and_old_versions_dropped(controller: tuple[api.Server, str]) -> None:
-    trainer, rollout = [await api.connect(controller[1], name, name, 5) for name in ("t", "o")]
+    trainer, rollout = [await api.connect(controller[1], name, name, WITHIN_S) for name in ("t", "o")]
     rollout.params.applied("policy", 0)
     with pytest.raises(RemoteProtocolError):  # an answer: the controller has received the report of version 0
         await rollout.pull("nothing", slots=1)
     for version in (1, 2):
         await trainer.params.publish("policy", api.Snapshot.take(version, {"w": torch.full((1000,), float(version))}))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             staged = await rollout.params.wait_staged()
             while staged.snapshot.version < version:
                 await asyncio.sleep(0)
@@ -257,7 +260,7 @@ async def test_weights_are_staged_whole_and_old_versions_dropped(controller: tup
 
 
 async def test_cancelled_wait_leaves_no_task(controller: tuple[api.Server, str]) -> None:
-    session = await api.connect(controller[1], "o", "o", 5)
+    session = await api.connect(controller[1], "o", "o", WITHIN_S)
     before = len(asyncio.all_tasks())
     for _ in range(5):
         waiting = asyncio.create_task(session.unless_ended(session.params.wait_staged()))

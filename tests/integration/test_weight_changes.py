@@ -64,13 +64,13 @@ class Receiver:
 
 async def join(address: str, name: str, version: int) -> Receiver:
     """A worker that has loaded this version from another source."""
-    session = await api.connect(address, name, "rollout", 10)
+    session = await api.connect(address, name, "rollout", 60)
     session.params.applied("policy", version)
     return Receiver(session)
 
 
 async def test_deltas_go_to_holders_of_the_base_and_snapshots_to_others(address: str) -> None:
-    trainer = await api.connect(address, "trainer", "trainer", 10)
+    trainer = await api.connect(address, "trainer", "trainer", 60)
     early = await join(address, "early", 0)
     for version in (1, 2, 3):
         await trainer.params.publish("policy", api.Snapshot.take(version, weights(version)))
@@ -91,7 +91,7 @@ async def test_deltas_go_to_holders_of_the_base_and_snapshots_to_others(address:
 
 
 async def test_dense_changes_are_sent_as_a_snapshot(address: str) -> None:
-    trainer = await api.connect(address, "trainer", "trainer", 10)
+    trainer = await api.connect(address, "trainer", "trainer", 60)
     worker = await join(address, "one", 0)
     for version in (1, 2):
         generator = torch.Generator().manual_seed(version)
@@ -132,7 +132,7 @@ def corrupt_the_delta(receiver: Receiver) -> None:
 async def test_delta_with_a_wrong_checksum_is_replaced_by_a_snapshot(
     address: str, corrupt: Callable[[Receiver], None]
 ) -> None:
-    trainer = await api.connect(address, "trainer", "trainer", 10)
+    trainer = await api.connect(address, "trainer", "trainer", 60)
     worker = await join(address, "one", 0)
     await trainer.params.publish("policy", api.Snapshot.take(1, weights(1)))
     await worker.take(1)

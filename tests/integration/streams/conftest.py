@@ -22,7 +22,7 @@ from flowrt.protocol import messages as m
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "tests.integration.streams.process_server"
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 60.0
 MAX_CHECKED_ROWS = 500
 """With at most this number of live rows, every invariant is asserted after every message."""
@@ -168,6 +168,12 @@ class Stream:
             while not condition():
                 self._event_handled.clear()
                 await self._event_handled.wait()
+
+    def expire_leases(self, worker: str) -> None:
+        """Let the leases of a worker end at the next tick."""
+        for lease in self.table.leases.values():
+            if lease.worker == worker:
+                lease.deadline_s = 0.0
 
     @property
     def waits(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from flowrt.errors import EXIT_DISMISSED
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import ColumnLengths, Part, Values
-from tests.integration.streams.conftest import Run, Start
+from tests.integration.streams.conftest import ANSWER_TIMEOUT_S, Run, Start
 
 COLUMNS = (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot"))
 STAGES = (api.Stage("make", ("data",), ("text", "score")), api.Stage("read", ("data", "text", "score", "tag"), ()))
@@ -31,7 +31,7 @@ class RawClient:
         self._link.send(message)
 
     async def answer(self, kind: type[Any]) -> Any:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             while not isinstance(message := await self._received.get(), kind):
                 continue
         return message
@@ -81,7 +81,7 @@ async def test_a_wrong_dtype_or_shape_raises_in_its_writer_only(
 
 async def test_commit_with_one_bad_row_stores_none(run: Run) -> None:
     async with run(FLOW) as stream:
-        session = await api.connect(stream.address, "s", "s", 5)
+        session = await api.connect(stream.address, "s", "s", ANSWER_TIMEOUT_S)
         good, bad = torch.ones(2), torch.ones(2, dtype=torch.float64)
         with pytest.raises(api.FlowError, match=r"column 'data' takes 1-D torch.float32, not 1-D torch.float64"):
             await session.offer_many("rows", [1, 2], tensors={"data": [good, bad]}, tags={"tag": [1.0, 2.0]})
@@ -95,7 +95,7 @@ async def test_commit_with_one_bad_row_stores_none(run: Run) -> None:
 
 async def test_a_tag_reaches_stages_that_need_it_and_raises_key_error_in_others(run: Run) -> None:
     async with run(FLOW) as stream:
-        session = await api.connect(stream.address, "s", "s", 5)
+        session = await api.connect(stream.address, "s", "s", ANSWER_TIMEOUT_S)
         await session.offer_many("rows", [1], tensors={"data": [torch.ones(2)]}, tags={"tag": [3.0]})
         batch = await session.pull("make", slots=1)
         with pytest.raises(KeyError, match=r"no numbers 'tag'; there is none: a stage receives .* of its needs"):

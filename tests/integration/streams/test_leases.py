@@ -5,7 +5,6 @@ import signal
 from tests.integration.streams.conftest import Peer, Run, Start, Stream
 
 LONG_LEASE_S = 600.0
-SHORT_LEASE_S = 0.6
 
 
 async def lease_five_rows(stream: Stream, session_peer: Start) -> tuple[Peer, Peer, list[int]]:
@@ -39,9 +38,10 @@ async def test_rows_of_a_killed_consumer_are_requeued_immediately(run: Run, sess
 
 
 async def test_rows_of_a_stopped_consumer_are_requeued_when_its_lease_expires(run: Run, session_peer: Start) -> None:
-    async with run(lease_s=SHORT_LEASE_S) as stream:
+    async with run(lease_s=LONG_LEASE_S) as stream:
         first, second, slots = await lease_five_rows(stream, session_peer)
         first.signal(signal.SIGSTOP)
+        stream.expire_leases("first")
         await read_requeued_rows(stream, second)
         first.signal(signal.SIGCONT)
         assert (await first.do("commit"))["refused"] == slots
@@ -50,9 +50,10 @@ async def test_rows_of_a_stopped_consumer_are_requeued_when_its_lease_expires(ru
 
 
 async def test_a_late_commit_does_not_affect_the_current_lease(run: Run, session_peer: Start) -> None:
-    async with run(lease_s=SHORT_LEASE_S) as stream:
+    async with run(lease_s=LONG_LEASE_S) as stream:
         first, second, slots = await lease_five_rows(stream, session_peer)
         first.signal(signal.SIGSTOP)
+        stream.expire_leases("first")
         assert (await second.answer())["slots"] == slots
         first.signal(signal.SIGCONT)
         assert (await first.do("commit"))["refused"] == slots
@@ -62,7 +63,7 @@ async def test_a_late_commit_does_not_affect_the_current_lease(run: Run, session
 
 
 async def test_silent_consumer_loses_its_leases_and_receives_the_reason_later(run: Run, session_peer: Start) -> None:
-    async with run(worker_timeout_s=2.0) as stream:
+    async with run(worker_timeout_s=3.0) as stream:
         first, second, _ = await lease_five_rows(stream, session_peer)
         first.signal(signal.SIGSTOP)
         await read_requeued_rows(stream, second)

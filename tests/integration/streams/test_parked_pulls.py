@@ -11,7 +11,7 @@ import torch
 from flowrt import api
 from flowrt.client.connection import Event
 from flowrt.protocol import messages as m
-from tests.integration.streams.conftest import Peer, Run, Start, Stream
+from tests.integration.streams.conftest import ANSWER_TIMEOUT_S, Peer, Run, Start, Stream
 
 COLUMNS = (api.Column("data", "float32", "group"),)
 TWO_STAGES = api.Dataflow(
@@ -86,7 +86,7 @@ async def test_a_grant_that_crosses_a_cancellation_is_not_lost(run: Run, session
     async with run() as stream:
         producer = await session_peer(stream.address, "producer")
         reader = await parked(stream, session_peer, slots=8, deadline_s=0.5)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             # The client polls for a short time before it sleeps.
             while psutil.Process(reader.pid).status() != psutil.STATUS_SLEEPING:  # noqa: ASYNC110 (another process)
                 await asyncio.sleep(0)
@@ -111,7 +111,7 @@ async def test_pull_cancelled_at_the_moment_of_its_grant_leaves_no_lease(
     async with run() as stream:
         producer, session = (
             await session_peer(stream.address, "producer"),
-            await api.connect(stream.address, "s", "s", 5),
+            await api.connect(stream.address, "s", "s", ANSWER_TIMEOUT_S),
         )
         pulling = asyncio.create_task(session.pull("read", slots=8))
         await stream.until(lambda: "s" in stream.waits)
@@ -134,7 +134,7 @@ async def test_pull_cancelled_at_the_moment_of_its_grant_leaves_no_lease(
         cancellations: list[asyncio.Task[None]] = []
         session._handle = receive  # type: ignore[method-assign]
         await producer.do("offer", prompts=[1, 2], length=1 << 20)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await cancelled.wait()
         assert pulling.cancelled()
         session._handle = original  # type: ignore[method-assign]
@@ -145,7 +145,10 @@ async def test_pull_cancelled_at_the_moment_of_its_grant_leaves_no_lease(
 
 async def test_an_offer_cancelled_at_the_moment_it_is_accepted_can_still_be_read(run: Run, session_peer: Start) -> None:
     async with run() as stream:
-        reader, session = await parked(stream, session_peer, slots=8), await api.connect(stream.address, "s", "s", 5)
+        reader, session = (
+            await parked(stream, session_peer, slots=8),
+            await api.connect(stream.address, "s", "s", ANSWER_TIMEOUT_S),
+        )
         original = session._handle
 
         def receive(event: Event) -> None:

@@ -1,13 +1,13 @@
 """The controller's clock as a worker sees it: offsets from exchanges over a slow link, jumps, and stops."""
 
 import random
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from flowrt.client import controller_clock
 from flowrt.client.controller_clock import WINDOW, ControllerClock, StopWatcher
+from flowrt.runtime.clock import DrivenClock
 
 
 def exchange(clock: ControllerClock, at_s: float, offset_s: float, outbound_s: float, return_s: float) -> float:
@@ -80,10 +80,10 @@ def test_a_stop_is_a_long_gap_without_processor_time() -> None:
 
 def test_a_stop_is_part_of_the_first_report_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report may be made before the thread that detects stops has run again."""
+    clock = DrivenClock(100.0)
+    monkeypatch.setattr(controller_clock, "time", SimpleNamespace(monotonic=clock.now, process_time=lambda: 7.0))
     watcher = StopWatcher()
-    start_s, cpu_s = time.monotonic(), time.process_time()
-    clock = SimpleNamespace(monotonic=lambda: start_s + 5.0, process_time=lambda: cpu_s)
-    monkeypatch.setattr(controller_clock, "time", clock)
+    clock.advance(5.0)
     (stop,) = watcher.take()
-    assert stop.end_s - stop.start_s == pytest.approx(5.0, abs=0.1)
+    assert (stop.start_s, stop.end_s) == (100.0, 105.0)
     assert watcher.take() == []

@@ -15,9 +15,10 @@ def test_heartbeat_intervals_differ_between_workers() -> None:
     assert max(intervals_ms.count(one) for one in set(intervals_ms)) < WORKERS / 50
 
 
-async def test_a_controller_uses_tcp_keepalive_and_no_zmq_heartbeat() -> None:
+async def test_a_controller_uses_tcp_keepalive_no_zmq_heartbeat_and_a_short_handshake() -> None:
     """ZeroMQ heartbeats to workers that joined together would stay synchronised."""
     raw = server_socket()
     assert raw.socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
     assert raw.socket.getsockopt(zmq.TCP_KEEPALIVE) == 1
+    assert raw.socket.getsockopt(zmq.HANDSHAKE_IVL) == 5000  # ZeroMQ's own is 30 s
     raw.close()

@@ -44,7 +44,7 @@ class ObservedLoop(RolloutLoop):
 async def test_a_cancelled_pull_is_repeated(tmp_path: Path, in_flight: bool) -> None:
     engine = SimulatedRollout(GenerationCost(base_s=1.0), Lengths(Uniform(TOKENS, TOKENS)), ManualSimClock(), rows=2)
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address), asyncio.timeout(60.0):
-        source, rollout, reader = [await api.connect(address, role, role, 10) for role in ("source", "rollout", "read")]
+        source, rollout, reader = [await api.connect(address, role, role, 60) for role in ("source", "rollout", "read")]
         pulls: asyncio.Queue[asyncio.Task[Pulled | None]] = asyncio.Queue()
 
         async def generate() -> None:

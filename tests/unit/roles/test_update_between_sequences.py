@@ -75,7 +75,7 @@ async def versions_of_two(address: str, in_flight: bool) -> list[list[int]]:
     """
     sim_clock, lengths = PausingClock(), Lengths(Uniform(TOKENS, TOKENS))
     engine = SimulatedRollout(GenerationCost(base_s=1.0), lengths, sim_clock, rows=2, in_flight=in_flight)
-    source, rollout, reader = [await api.connect(address, role, role, 10) for role in ("source", "rollout", "read")]
+    source, rollout, reader = [await api.connect(address, role, role, 60) for role in ("source", "rollout", "read")]
 
     async def offer(prompt: int) -> None:
         await source.offer("data", prompt, 0, 1, {"prompt": torch.zeros(2, dtype=torch.int32)})
@@ -117,7 +117,7 @@ async def test_the_torch_engine_swaps_in_flight_weights_prepared_meanwhile(tmp_p
     engine = TorchRollout(model, stop=StopConditions((99,)), rows=4, max_new_tokens=1500, temperature=1.0)
     published = [api.Snapshot.take(version, named_parameters(model)) for version in (1, 2)]
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (_, address):
-        source, rollout, reader = [await api.connect(address, role, role, 10) for role in ("source", "rollout", "read")]
+        source, rollout, reader = [await api.connect(address, role, role, 60) for role in ("source", "rollout", "read")]
         async with asyncio.TaskGroup() as tasks:
             generating = tasks.create_task(generate(rollout, engine, in_flight=True))
             await source.offer("data", 0, 0, 1, {"prompt": torch.ones(2, dtype=torch.int32)})
