@@ -211,7 +211,7 @@ async def test_without_a_disk_the_engine_is_not_interrupted(tmp_path: Path) -> N
 async def test_a_sequence_that_ends_in_the_run_that_the_end_of_the_session_interrupts_is_kept(tmp_path: Path) -> None:
     engine = Engine()
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (_, address), asyncio.timeout(TIMEOUT_S):
-        source, rollout = [await api.connect(address, role, role, 10) for role in ("source", "rollout")]
+        source, rollout = [await api.connect(address, role, role, 60) for role in ("source", "rollout")]
         rollout.params.applied(POLICY, 0)
         sequences = keep(tmp_path, engine, rollout)
 
