@@ -31,7 +31,8 @@ last one wins: the defaults of the recipe, the file of `--config FILE.toml`, the
 the flags.
 
 A wrong key, type or value is refused before anything starts, with exit code 2, and so is a key that cannot act ("Acts
-only with") and has neither its default nor that of the recipe. Keys that end in `_s` are seconds, from
+only with") and has neither its default nor that of the recipe. With `eval.only`, keys of training are accepted and
+change nothing, so that the configuration of a run can be evaluated as it is. Keys that end in `_s` are seconds, from
 just above 0 to {days} days unless a range is given. Keys marked * may change when a run is resumed, because they do not
 change what is computed.
 """

@@ -201,7 +201,7 @@ class BuildConfig:
     """Query heads per layer; there are half as many key-value heads."""
     intermediate_size: Annotated[int, Interval(gt=0, le=1_048_576)] = 384
     """Width of the feed-forward layers."""
-    vocab_size: Annotated[int, Interval(gt=0, le=1_048_576)] = 1024
+    vocab_size: Annotated[int, Interval(gt=0, le=1_048_576), READS_FILES] = 1024
     """Vocabulary size of the byte-level BPE tokenizer, for recipes that train one."""
     max_length: Annotated[int, Interval(gt=0, le=16_777_216)] = 512
     """Maximum sequence length, prompt plus response, in tokens."""
