@@ -51,7 +51,7 @@ def commands() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "measured"), zip(commands(), ({"ratio", "rejected"}, {"clip_range_factor"}), strict=True)
+    ("command", "measured"), list(zip(commands(), ({"ratio", "rejected"}, {"clip_range_factor"}), strict=True))
 )
 def test_the_commands_of_the_page_train(
     launch: Callable[..., Any], untrained_model: Path, command: str, measured: set[str]
