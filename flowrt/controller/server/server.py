@@ -43,7 +43,7 @@ from flowrt.controller.server.connections import (
 from flowrt.controller.server.guard_command import GuardCommand
 from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.event_log import END_TEXT, EventLog
-from flowrt.controller.storage.journals import delete_outdated, kept_summary
+from flowrt.controller.storage.journals import delete_journals, find_outdated, kept_summary
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.recording import EventRecording
@@ -545,9 +545,17 @@ class Server:
         journals, may_train = self._core.settings.journals, self._core.env.policies.admission.may_train
         before, self._checkpoint = self._checkpoint, checkpoint
         if journals and (self._cleaning is None or self._cleaning.done()):
-            in_use = {journal_of(journals, worker) for worker in self._connections.workers()}
-            work = asyncio.to_thread(delete_outdated, self._run_dir, in_use, partial(may_train, before))
-            self._cleaning = asyncio.create_task(work)
+            self._cleaning = asyncio.create_task(self._delete_outdated(journals, partial(may_train, before)))
+
+    async def _delete_outdated(self, journals: str, may_train: Callable[[int], bool]) -> None:
+        in_use = self._journals_in_use(journals)
+        outdated = await asyncio.to_thread(find_outdated, self._run_dir, in_use, may_train)
+        joined = self._journals_in_use(journals) - in_use  # their new files may not have a sample yet
+        gone = [path for path in outdated if str(path.parent.relative_to(self._run_dir)) not in joined]
+        await asyncio.to_thread(delete_journals, gone)
+
+    def _journals_in_use(self, journals: str) -> set[str]:
+        return {journal_of(journals, worker) for worker in self._connections.workers()}
 
     def _alarm(self, text: str) -> None:
         """Warn of a finding of the health watch, as a guard does; no effect for an empty text or after the end."""

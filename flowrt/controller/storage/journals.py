@@ -180,8 +180,8 @@ def _delete(files: Sequence[Path], kept: set[Path]) -> None:
             directory.rmdir()
 
 
-def delete_outdated(run_dir: Path, in_use: Collection[str], may_train: Callable[[int], bool]) -> None:
-    """Delete the journals of processes that are gone, if none of their samples can be trained any more.
+def find_outdated(run_dir: Path, in_use: Collection[str], may_train: Callable[[int], bool]) -> list[Path]:
+    """The journals of processes that are gone, if none of their samples can be trained any more, and what they left.
 
     Args:
         run_dir: the run directory.
@@ -198,7 +198,12 @@ def delete_outdated(run_dir: Path, in_use: Collection[str], may_train: Callable[
             else:
                 outdated += _files(directory, PARTIAL)
             outdated += [path for path in files if _is_outdated(path, may_train)]
-    _delete(outdated, set())
+    return outdated
+
+
+def delete_journals(files: Sequence[Path]) -> None:
+    """Delete files of journals, and directories of which none is left."""
+    _delete(files, set())
 
 
 def _is_outdated(path: Path, may_train: Callable[[int], bool]) -> bool:
