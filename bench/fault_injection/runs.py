@@ -91,4 +91,5 @@ def prepare(folder: Path, filtered: int = 0, max_length: int = 128) -> RunConfig
     _, status = os.waitpid(pid, 0)
     if status:
         raise RuntimeError("the model could not be built; see above")
-    return dataclasses.replace(config, model=str(Path(config.run_dir) / "model"))
+    model = str(Path(config.run_dir) / "model")
+    return dataclasses.replace(config, model=model, build=base.build, sft=base.sft)  # theirs would change nothing
