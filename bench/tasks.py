@@ -18,6 +18,8 @@ Rows; without names, all of them:
   hostile_raw_ratio is without these deadlines;
 - reward_scaling: rate of 4 processes relative to that of one, with calls of 20 ms;
 - reward_cost: processor time of scoring the samples of the default job, by its own reward, over that of the job;
+- code: programs in responses, in bubblewrap (if it works here) and in limits: those that solve nothing and score 1,
+  those that are right and do not, and the time of a call with a small program;
 - judge: a server that answers 1 in 4 requests with 429 or 500 and 1 in 50 with prose, and is away for a second:
   rewards that do not match its answers, and requests of a second run with the same file of answers;
 - eval: samples/s with an evaluation every 10 steps over those without, by turns; pass@k against enumeration; two equal
@@ -44,6 +46,7 @@ from pathlib import Path
 
 from common.chat_models import FAMILIES, chat_tokenizer
 from common.first_run import first_step
+from common.programs import code
 from common.report import beyond, write
 from common.rewards import hostile, judge, reward_cost, reward_scaling
 from evaluation.runs import best, evaluation
@@ -62,6 +65,8 @@ BOUNDS = {
     "processes_left": 0.0,
     "hostile_miscounted": 0.0,
     "reward_cost": 0.01,
+    "code_cheats": 0.0,
+    "code_refused": 0.0,
     "judge_lost": 0.0,
     "judge_calls_again": 0.0,
     "eval_mixed": 0.0,
@@ -216,6 +221,7 @@ MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
     "hostile": hostile,
     "reward_scaling": reward_scaling,
     "reward_cost": reward_cost,
+    "code": code,
     "judge": judge,
     "eval": evaluation,
     "best": best,
