@@ -113,8 +113,9 @@ def _loaded(function: RewardFunction, index: int, limits: Limits) -> Scorer:
             return scorer
         case "code":
             from flowrt.rewards.code import sandboxed  # imported here, so that a child starts fast
+            from flowrt.rewards.programs.sandbox import Sandbox
 
-            return partial(sandboxed, sandbox=limits.sandbox, timeout_s=limits.timeout_s)
+            return partial(sandboxed, sandbox=Sandbox(limits.sandbox, limits.memory_bytes), timeout_s=limits.timeout_s)
     return built_in(function)
 
 
@@ -143,7 +144,8 @@ def _limit(address_space: int) -> None:
             continue  # the size of this process is unknown
         hard = resource.getrlimit(name)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(name, (limit, limit))
+        # A process for the tests of function code may take more: they can be large.
+        resource.setrlimit(name, (limit, hard if name == resource.RLIMIT_AS else limit))
 
 
 def _address_space() -> int:

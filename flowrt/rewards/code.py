@@ -1,25 +1,28 @@
 """The reward function ``code``: 1 if the program in the response passes the tests of its row, else 0.
 
 The program is the last fenced code block of the response, or the whole response if it has none. The column ``tests``
-has Python statements that run after the program, or a list of objects with ``input`` and ``output``: the standard input
-of the program, and the words that it must print.
+has Python statements that use the program's names, or a list of objects with ``input`` and ``output``: the standard
+input of the program, and the words that it must print.
+
+The value is 1 only if all tests have run. Statements run in a process of their own, see `programs.process`; expected
+outputs stay in this one. A program that cannot be started is an error of the call, not a 0.
 
 In bubblewrap the program has no network, no files except those of the system, no environment variables except PATH, and
 it ends with its caller.
 """
 
+import json
 import re
+import secrets
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from time import monotonic
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.outcomes import RewardOutcome
+from flowrt.rewards.programs.sandbox import Ended, NotStarted, Sandbox, encoded, words
 from flowrt.rewards.user_file import Unusable, outcome_of
 from flowrt.runtime.waits import blocking
 
@@ -27,8 +30,11 @@ TESTS = "tests"
 PROGRAM_SHARE = 0.8
 """Share of the deadline of a call that all programs of the call may take together."""
 CHECK_S = 20.0
+CHECK_BYTES = 1 << 24
+MORE_OUTPUT_BYTES = 1 << 20
+"""Output that a program may write in addition to four times the expected one, in bytes."""
 FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-FIX = "install bubblewrap and allow user namespaces, or set reward.code_sandbox to limits"
+FIX = "install bubblewrap 0.7 or newer and allow user namespaces, or set reward.code_sandbox to limits"
 
 
 def check_sandbox(sandbox: str) -> None:
@@ -37,9 +43,9 @@ def check_sandbox(sandbox: str) -> None:
         return
     if shutil.which("bwrap") is None:
         raise ConfigError(f"reward function code runs programs in bubblewrap, and there is no bwrap here; {FIX}")
-    words = [*bwrap_words(), "-c", "pass"]
+    command = [*words("bwrap", CHECK_BYTES), "-c", "pass"]
     try:
-        run = partial(subprocess.run, words, capture_output=True, timeout=CHECK_S, encoding="utf-8", errors="replace")
+        run = partial(subprocess.run, command, capture_output=True, timeout=CHECK_S, encoding="utf-8", errors="replace")
         ended = blocking(run, CHECK_S, "a program in bubblewrap", "bwrap")
         what = ended.stderr.strip().partition("\n")[0]
         code = ended.returncode
@@ -49,61 +55,68 @@ def check_sandbox(sandbox: str) -> None:
         raise ConfigError(f"reward function code runs programs in bubblewrap, which does not work here ({what}); {FIX}")
 
 
-def bwrap_words() -> list[str]:
-    """The command that runs Python in bubblewrap; the arguments of Python are to be appended."""
-    python = Path(sys.executable).resolve()
-    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-    for place in dict.fromkeys(["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", sys.base_prefix]):
-        words += ["--ro-bind-try", place, place]
-    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"]  # noqa: S108 (its own)
-    return [*words, "--setenv", "PATH", "/usr/bin:/bin", str(python), "-I"]
-
-
 def sandboxed(
     response: str,
     answer: object,  # noqa: ARG001
     columns: Mapping[str, object],
     *,
-    sandbox: str,
+    sandbox: Sandbox,
     timeout_s: float,
 ) -> RewardOutcome:
     """Run the program of a response against the tests of its row; the value is 1 or 0.
 
-    ``sandbox`` is bwrap or limits, ``timeout_s`` the deadline of the call in seconds. Raises Unusable if the row has no
-    valid tests.
+    Args:
+        response: the response.
+        answer: not used.
+        columns: the columns of the row.
+        sandbox: where the program runs.
+        timeout_s: the deadline of the call in seconds.
+
+    Raises Unusable if the row has no valid tests, or if the program cannot be started.
     """
     tests = columns.get(TESTS)
     program = ([response] if not FENCE.search(response) else FENCE.findall(response))[-1]
     end_s = monotonic() + PROGRAM_SHARE * timeout_s
-    if isinstance(tests, str) and tests:
-        return outcome_of(float(_run(f"{program}\n\n{tests}\n", "", sandbox, end_s) is not None), 0)
-    if isinstance(tests, Sequence) and tests and all(isinstance(one, Mapping) for one in tests):
-        for one in tests:
-            printed = _run(program, str(one.get("input", "")), sandbox, end_s)
-            if printed is None or printed.split() != str(one.get("output", "")).split():
-                return outcome_of(0.0, 0)
-        return outcome_of(1.0, 0)
-    raise Unusable(f"function code needs the column {TESTS!r}: Python statements, or a list of input and output")
+    if isinstance(tests, str) or not isinstance(tests, Sequence):
+        inputs = []
+    else:
+        inputs = [one for one in tests if isinstance(one, Mapping)]
+        inputs = inputs if len(inputs) == len(tests) else []
+    if not inputs and not (isinstance(tests, str) and tests):
+        raise Unusable(f"function code needs the column {TESTS!r}: Python statements, or a list of input and output")
+    try:
+        with sandbox.call("statements" if isinstance(tests, str) else "inputs", program, end_s):
+            passed = _passes(sandbox, tests) if isinstance(tests, str) else _prints(sandbox, inputs)
+    except Ended:
+        passed = False
+    except NotStarted as error:
+        raise Unusable(str(error)) from None
+    return outcome_of(float(passed), 0)
 
 
-def _run(program: str, standard_input: str, sandbox: str, end_s: float) -> str | None:
-    """The standard output of a program; None if it fails or does not end before ``end_s`` (monotonic, seconds)."""
-    python = bwrap_words() if sandbox == "bwrap" else [sys.executable, "-I"]
-    left_s = max(end_s - monotonic(), 0.01)
-    with tempfile.TemporaryDirectory() as place:
-        run = partial(
-            subprocess.run,
-            [*python, "-c", program],
-            input=standard_input,
-            capture_output=True,
-            timeout=left_s,
-            cwd=place,
-            env={"PATH": "/usr/bin:/bin"},
-            encoding="utf-8",
-            errors="replace",
-        )
-        try:
-            ended = blocking(run, left_s, "a program", "the response")
-        except (subprocess.TimeoutExpired, ValueError, OSError):  # a NUL in the program; an argument that is too long
-            return None
-    return ended.stdout if ended.returncode == 0 else None
+def _passes(sandbox: Sandbox, tests: str) -> bool:
+    """Whether a program passes statements. Raises Unusable if they are no Python, and Ended."""
+    secret = secrets.token_hex(16)
+    sandbox.send(secret.encode())
+    sandbox.send(encoded(tests))
+    verdict = json.loads(sandbox.receive())
+    if verdict["secret"] != secret:
+        raise Ended
+    if verdict["wrong"]:
+        raise Unusable(f"column {TESTS!r}: {verdict['wrong']}")
+    return verdict["passed"] is True
+
+
+def _prints(sandbox: Sandbox, tests: Sequence[Mapping[str, object]]) -> bool:
+    """Whether a program prints the words that are expected for each input. Raises Ended."""
+    passed = True
+    for one in tests:
+        expected = str(one.get("output", ""))
+        sandbox.send(str(4 * len(encoded(expected)) + MORE_OUTPUT_BYTES).encode())
+        sandbox.send(encoded(str(one.get("input", ""))))
+        exit_code, printed = json.loads(sandbox.receive()), sandbox.receive()
+        passed = exit_code == 0 and printed.decode(errors="replace").split() == expected.split()
+        if not passed:
+            break
+    sandbox.send(b"0")
+    return passed

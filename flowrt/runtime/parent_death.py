@@ -31,10 +31,10 @@ def die_with_parent() -> None:
         os._exit(1)  # the launcher died before the call of prctl
 
 
-def adopt_orphans() -> None:
-    """Become the parent of each descendant whose parent dies. No effect on systems other than Linux."""
+def adopt_orphans(adopts: bool = True) -> None:
+    """Become the parent of each descendant whose parent dies, or stop that. No effect on systems other than Linux."""
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopts))
 
 
 def this_launcher() -> str:

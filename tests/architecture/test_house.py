@@ -146,6 +146,8 @@ def test_broad_excepts_occur_only_around_foreign_code() -> None:
         "flowrt/observability/token_texts.py",  # tokenizers raises nothing narrower
         "flowrt/recipes/tasks/task_file.py",  # loading a user's task, and calling it
         *(["flowrt/rewards/child.py"] * 2),  # loading a reward function, and calling it
+        *(["flowrt/rewards/programs/process.py"] * 5),  # running a response's program and its tests
+        *(["flowrt/rewards/programs/proxies.py"] * 5),  # calling them, and reading what the program sends
         "flowrt/rewards/user_file.py",  # the text of what it raises
         *(["flowrt/roles/algorithm.py"] * 2),  # loading it, and calling it once
         "flowrt/roles/main.py",

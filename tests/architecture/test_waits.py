@@ -27,6 +27,16 @@ ALLOWED_WAITS = {
     ("flowrt/rewards/guard.py", "os.waitpid"),
     # Called when there is something to read.
     ("flowrt/rewards/guard.py", "control.recv"),
+    # Of processes that were killed.
+    ("flowrt/rewards/programs/descendants.py", "os.waitpid"),
+    # In the process for programs, which its caller kills at the deadline of the call.
+    ("flowrt/rewards/programs/process.py", "os.waitpid"),
+    ("flowrt/rewards/programs/process.py", "os.waitid"),
+    ("flowrt/rewards/programs/process.py", "select.poll"),
+    ("flowrt/rewards/programs/process.py", "poller.poll"),
+    ("flowrt/rewards/programs/process.py", "sys.stdin.readline"),
+    # Whether that process has ended; returns at once.
+    ("flowrt/rewards/programs/sandbox.py", "self._process.poll"),
     # Of a child that has ended, or was killed.
     ("flowrt/launcher/fork_server/child.py", "os.waitpid"),
     # Waits until the process is terminated; it dies with its parent.
@@ -63,6 +73,10 @@ ALLOWED_AWAITS = {
         "ended",
     ): "the end of the session, within the timeout for a silent controller",
     ("flowrt/launcher/doctor/probe.py", "arriving"): "a lane's receipt, which the lane ends",
+    (
+        "flowrt/rewards/programs/proxies.py",
+        "coroutine",
+    ): "a coroutine of a program, in the process for programs, which its caller kills at the deadline of the call",
     ("flowrt/roles/rollout.py", "running"): "a run of the engine, which was interrupted",
     ("flowrt/roles/trainer.py", "following"): "a pull, which has a deadline",
 }

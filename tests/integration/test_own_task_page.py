@@ -40,13 +40,14 @@ def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path, monkey
         vocab_size=len(tokenizer), hidden_size=32, layers=1, heads=2, intermediate_size=32, max_length=512, seed=0
     )
     save_model(model, tokenizer, tmp_path / "model")
-    for program in blocks("python"):
-        name = program.splitlines()[0].removeprefix("# ")
-        (tmp_path / name).write_text(program)
-    subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True, timeout=600)
+    for text in blocks("python"):
+        name = text.splitlines()[0].removeprefix("# ")
+        (tmp_path / name).write_text(text)
+    for program in ("make_rows.py", "make_programs.py"):
+        subprocess.run([sys.executable, program], cwd=tmp_path, check=True, timeout=600)
     commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
     subcommands = [command[1] for command in commands]
-    assert subcommands == ["data", "run", "run", "run", "run", "reward", "run"]
+    assert subcommands == ["data", "run", "run", "run", "run", "reward", "reward", "run"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge() as address:

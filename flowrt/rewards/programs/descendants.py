@@ -1,0 +1,66 @@
+"""Processes that descend from this one, and their end (Linux; elsewhere none are found)."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection
+
+
+def children(pid: int) -> list[int]:
+    """Ids of the child processes of a process, from /proc; empty if it has ended."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+        return found
+    if os.path.exists(f"/proc/{pid}/task/{pid}/stat") and not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
+        return _by_parent(pid)  # a kernel without this file
+    return found
+
+
+def _by_parent(pid: int) -> list[int]:
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", errors="replace") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(name))
+    return found
+
+
+def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
+    """Ids of the processes that descend from a process, without those of its children in ``spared``, and theirs."""
+    found: list[int] = []
+    level = [one for one in children(pid) if one not in spared]
+    while level:
+        found += level
+        level = [one for parent in level for one in children(parent)]
+    return found
+
+
+def end_descendants(spared: Collection[int] = ()) -> None:
+    """Kill the descendants of this process, which adopts orphans, and wait for their end.
+
+    They are stopped first, so that none starts another one while they are killed.
+
+    Args:
+        spared: children of this process that stay, with their descendants.
+    """
+    pid = os.getpid()
+    while found := descendants(pid, spared):
+        stopped: set[int] = set()
+        while new := [one for one in found if one not in stopped]:
+            for one in new:
+                _send(one, signal.SIGSTOP)
+            stopped.update(new)
+            found = descendants(pid, spared)
+        for one in stopped:
+            _send(one, signal.SIGKILL)
+        for one in [one for one in children(pid) if one not in spared]:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(one, 0)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
