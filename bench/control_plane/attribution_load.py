@@ -9,13 +9,13 @@ lost on the way.
 import random
 import tempfile
 import time
-from pathlib import Path
 
 from common.children import Child, cpu_s
 from common.report import Samples
 
 from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.storage.accounting import Accounting
+from flowrt.controller.storage.time_recorder import RecorderStart
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
@@ -52,7 +52,7 @@ def _waits(names: list[WorkerId], from_s: float, to_s: float) -> list[WaitInterv
 def measure(seconds: int) -> dict[str, float]:
     """Shares over ``seconds`` of a run, which pass as fast as the controller's end can work."""
     with tempfile.TemporaryDirectory() as folder:
-        times = Accounting(Path(folder), 0.0, 0.0, 0, 1.0)
+        times = Accounting(RecorderStart(folder, 0.0, 0.0, 0, 1.0))
         names = [WorkerId(f"rollout-{number}") for number in range(WORKERS)]
         for name in names:
             times.joined(name, "rollout", 0.0)

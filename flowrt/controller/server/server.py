@@ -49,6 +49,7 @@ from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import SampleStore
+from flowrt.controller.storage.time_recorder import RecorderStart
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError, LocalProtocolError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
@@ -155,14 +156,15 @@ class Server:
         )
         self.events = EventLog(run_dir, self.metrics.start_s, self.ledger.term)
         now = self._clock.now()
-        self.times = Accounting(
-            run_dir=run_dir,
+        start = RecorderStart(
+            run_dir=str(run_dir),
             now=now,
             origin_s=self.metrics.start_s,
             step=position.step,
             heartbeat_s=heartbeat_s,
             timeline_bytes=observability.timeline_bytes,
         )
+        self.times = Accounting(start)
         self._recorder = RunRecorder(
             ledger=self.ledger,
             metrics=self.metrics,

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import IO, Any, NamedTuple
@@ -23,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from flowrt.controller.attribution.causes import WaitInterval
-from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES
+from flowrt.controller.storage.time_recorder import RecorderStart
 from flowrt.protocol.spans import count_spans
 from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, blocking, join_thread
@@ -43,19 +42,8 @@ JOINED, GONE, TRAINING_STARTED, STEP_CLOSED, REPORTED, SPANS = range(6)
 Record = tuple[Any, ...]
 
 
-class RecorderArguments(NamedTuple):
-    """The first frame: arguments of the `TimeRecorder` in the process."""
-
-    run_dir: str
-    now: float
-    origin_s: float
-    step: int
-    heartbeat_s: float
-    timeline_bytes: int
-
-
 class Frame(NamedTuple):
-    """What happened since the last frame, in order; the waits follow the records."""
+    """What happened since the last frame, in order; the waits follow the records. Before the first: `RecorderStart`."""
 
     records: list[Record]
     waits: list[WaitInterval]
@@ -84,25 +72,11 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 class Accounting:
     """The controller's end. Times are seconds on the controller's clock; only `close` waits for the process."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        now: float,
-        origin_s: float,
-        step: int,
-        heartbeat_s: float,
-        timeline_bytes: int = DEFAULT_MAX_BYTES,
-        max_pending_bytes: int = MAX_PENDING_BYTES,
-    ) -> None:
+    def __init__(self, start: RecorderStart, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         """Start nothing yet: the process starts when the first worker has joined.
 
         Args:
-            run_dir: the run directory.
-            now: start of this controller.
-            origin_s: start of the run: zero of all times in the files.
-            step: the first step that this controller closes; lines of it and of later steps are removed.
-            heartbeat_s: seconds between heartbeats of a worker.
-            timeline_bytes: maximum size of the timeline on disk.
+            start: of the recorder in the process.
             max_pending_bytes: see `MAX_PENDING_BYTES`.
         """
         self.dropped = 0
@@ -117,7 +91,7 @@ class Accounting:
         self._queued_bytes = 0
         self._process = _AccountingProcess(self._queue)
         self._thread: Thread | None = None
-        self._start = RecorderArguments(str(run_dir), now, origin_s, step, heartbeat_s, timeline_bytes)
+        self._start = start
 
     # ---- records
 

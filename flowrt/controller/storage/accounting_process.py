@@ -7,25 +7,24 @@ controller dies, it is killed; the files then end with the controller's last tic
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import msgspec
 
-from flowrt.controller.storage.accounting import HEADER, Answer, Frame, RecorderArguments, encode, receive
-from flowrt.controller.storage.time_recorder import TimeRecorder
+from flowrt.controller.storage.accounting import HEADER, Answer, Frame, encode, receive
+from flowrt.controller.storage.time_recorder import RecorderStart, TimeRecorder
 from flowrt.errors import EXIT_OK
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.termination import termination_signals
 
-_decode_start = msgspec.msgpack.Decoder(RecorderArguments).decode
+_decode_start = msgspec.msgpack.Decoder(RecorderStart).decode
 _decode_frame = msgspec.msgpack.Decoder(Frame).decode
 
 
 class FrameReader:
     """Applies frames to a `TimeRecorder`."""
 
-    def __init__(self, start: RecorderArguments) -> None:
-        self._times = times = TimeRecorder(Path(start.run_dir), *start[1:])
+    def __init__(self, start: RecorderStart) -> None:
+        self._times = times = TimeRecorder(start)
         account = times.account
         self._of_kind = (
             account.joined,

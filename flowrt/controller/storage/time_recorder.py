@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from flowrt.controller.attribution.account import StepAccount, TimeAccount
 from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
@@ -39,39 +39,39 @@ def is_attribution(line: dict[str, Any]) -> bool:
     )
 
 
+class RecorderStart(NamedTuple):
+    """Where and when a controller begins to record time."""
+
+    run_dir: str
+    now: float
+    """Start of this controller, in seconds on its clock."""
+    origin_s: float
+    """Start of the run on that clock: zero of all times in the files."""
+    step: int
+    """The first step that this controller closes; lines of it and of later steps are removed."""
+    heartbeat_s: float
+    """Seconds between heartbeats of a worker."""
+    timeline_bytes: int = DEFAULT_MAX_BYTES
+    """Maximum size of the timeline on disk."""
+
+
 class TimeRecorder:
     """Attributes the time of a run's workers and writes its files."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        now: float,
-        origin_s: float,
-        step: int,
-        heartbeat_s: float,
-        timeline_bytes: int = DEFAULT_MAX_BYTES,
-    ) -> None:
-        """Continue the files of the run, or begin them.
-
-        Args:
-            run_dir: the run directory.
-            now: start of this controller, in seconds on its clock.
-            origin_s: start of the run on that clock: zero of all times in the files.
-            step: the first step that this controller closes; lines of it and of later steps are removed.
-            heartbeat_s: seconds between heartbeats of a worker.
-            timeline_bytes: maximum size of the timeline on disk.
-        """
-        self.account = TimeAccount(now, step, PATIENCE_HEARTBEATS * heartbeat_s)
+    def __init__(self, start: RecorderStart) -> None:
+        """Continue the files of the run, or begin them."""
+        self.account = TimeAccount(start.now, start.step, PATIENCE_HEARTBEATS * start.heartbeat_s)
         self.latest: dict[str, Any] | None = None
         """The line of the last complete step."""
         self.malformed = 0
         """Records of spans that could not be read."""
-        self._origin_s = origin_s
+        self._origin_s = start.origin_s
         self._is_broken = False
         self._file: TextIO | None = None
-        self._timeline = TimelineFile(run_dir, timeline_bytes)
+        run_dir = Path(start.run_dir)
+        self._timeline = TimelineFile(run_dir, start.timeline_bytes)
         try:
-            self._file = _open(run_dir / ATTRIBUTION, step)
+            self._file = _open(run_dir / ATTRIBUTION, start.step)
         except OSError as error:
             self._fail(error)
 

@@ -16,6 +16,7 @@ from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.controller.storage.time_recorder import RecorderStart
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol import messages as m
@@ -69,7 +70,7 @@ def test_number_and_length_of_metric_names_are_limited() -> None:
 def test_only_the_metrics_of_an_invalid_report_are_discarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = RunMetrics(tmp_path, 0.0)
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    times = Accounting(tmp_path, 0.0, 0.0, 0, 1.0)
+    times = Accounting(RecorderStart(str(tmp_path), 0.0, 0.0, 0, 1.0))
     times.joined("rollout-0", "rollout", 0.0)
     recorder = RunRecorder(ledger, metrics, times=times)
     spans = pack_spans([Span("train", 0.0, 1.0)])

@@ -16,7 +16,7 @@ from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
-from flowrt.controller.storage.time_recorder import TimeRecorder
+from flowrt.controller.storage.time_recorder import RecorderStart, TimeRecorder
 from flowrt.errors import ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.launcher.supervision import SUMMARY, read_summary
@@ -137,7 +137,7 @@ def test_the_ledger_reopens_after_reports_of_any_numbers(
         path = run_dir / "ledger.sqlite"
         for _ in range(2):
             ledger, run_metrics = Ledger(path), RunMetrics(run_dir, 0.0)
-            times = TimeRecorder(run_dir, 0.0, 0.0, 0, 1.0)
+            times = TimeRecorder(RecorderStart(str(run_dir), 0.0, 0.0, 0, 1.0))
             times.account.joined("mine", "mine", 0.0)
             ledger.resume(0, 0.0)
             recorder = RunRecorder(ledger, run_metrics)
