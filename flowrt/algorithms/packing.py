@@ -122,8 +122,6 @@ def cut_by_tokens(lengths: Sequence[int], budget_tokens: int, *, padded: bool = 
 
 MIN_FILL = 0.75
 """Minimum sample length relative to its tile's longest row, which bounds padding; shorter samples start a new tile."""
-MAX_EXPANSION = 2
-"""Maximum tile tokens per token of the budget. Attention needs memory for tile tokens, other layers for packed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +248,16 @@ def prompt_groups(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dic
     return groups
 
 
-def cut_packed(prompts: Sequence[Tensor], responses: Sequence[Tensor], budget_tokens: int) -> list[list[int]]:
-    """Split samples into passes of at most ``budget_tokens`` packed tokens, keeping members of a prompt together.
+def cut_packed(
+    prompts: Sequence[Tensor], responses: Sequence[Tensor], budget_tokens: int, max_unpacked_tokens: int
+) -> list[list[int]]:
+    """Split samples into passes, keeping members of a prompt together. A sample longer than a limit has its own pass.
 
-    The samples of a pass have at most MAX_EXPANSION * ``budget_tokens`` tokens before packing. A sample longer than the
-    budget gets its own pass.
+    Args:
+        prompts: the prompt of each sample.
+        responses: the response of each sample.
+        budget_tokens: maximum packed tokens of a pass: most layers need memory for these.
+        max_unpacked_tokens: maximum tokens of its samples before packing: attention needs memory for these.
 
     Returns:
         Sample indices of each pass.
@@ -273,7 +276,7 @@ def cut_packed(prompts: Sequence[Tensor], responses: Sequence[Tensor], budget_to
         for row in group:
             length = len(responses[row])
             added = length if has_prompt else prompt + length
-            fits = packed + added <= budget_tokens and unpacked + prompt + length <= MAX_EXPANSION * budget_tokens
+            fits = packed + added <= budget_tokens and unpacked + prompt + length <= max_unpacked_tokens
             if not (passes and fits):
                 passes.append([])
                 packed = 0

@@ -33,7 +33,7 @@ ALLOCATOR_OVERHEAD = 1.1
 ATTENTION_COPIES = 2
 """Of queries, keys and values: what attention keeps of each token of whole samples, which packed ones are copied to."""
 MAX_EXPANSION = 2
-"""Tokens of the samples of a pass over its tokens, at most: `flowrt.algorithms.packing.MAX_EXPANSION`."""
+"""Tokens of the samples of a pass before packing over its budget, at most (`flowrt.algorithms.packing.cut_packed`)."""
 PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 MAX_PACKED_WINDOW = 1024
 """Types of layers, and the largest sliding window (tokens), of models whose samples are packed: the check of

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrt.algorithms import cut_packed, pack_samples
-from flowrt.algorithms.packing import MAX_EXPANSION, MIN_FILL, PackedBatch
+from flowrt.algorithms.packing import MIN_FILL, PackedBatch
+from flowrt.engines.descriptor import MAX_EXPANSION
 
 
 @st.composite
@@ -90,7 +91,7 @@ def test_passes_keep_to_their_budget_and_contain_every_sample(
     drawn: tuple[list[Tensor], list[Tensor]], budget: int
 ) -> None:
     prompts, responses = drawn
-    passes = cut_packed(prompts, responses, budget)
+    passes = cut_packed(prompts, responses, budget, MAX_EXPANSION * budget)
     assert sorted(row for rows in passes for row in rows) == list(range(len(prompts)))
     for rows in passes:
         distinct = {tuple(prompts[row].tolist()) for row in rows}
@@ -98,4 +99,4 @@ def test_passes_keep_to_their_budget_and_contain_every_sample(
         packed = sum(map(len, distinct)) + sum(len(responses[row]) for row in rows)
         assert len(rows) == 1 or (packed <= budget and whole <= MAX_EXPANSION * budget)
     if all(map(len, responses)):
-        assert sorted(cut_packed(prompts, responses, 1)) == [[row] for row in range(len(prompts))]
+        assert sorted(cut_packed(prompts, responses, 1, MAX_EXPANSION)) == [[row] for row in range(len(prompts))]

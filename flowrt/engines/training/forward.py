@@ -25,7 +25,7 @@ from flowrt.algorithms import (
     predicted_logprobs,
 )
 from flowrt.algorithms.support import Support, join_supports, support_logprobs
-from flowrt.engines.descriptor import MAX_PACKED_WINDOW, PACKED_LAYERS
+from flowrt.engines.descriptor import MAX_EXPANSION, MAX_PACKED_WINDOW, PACKED_LAYERS
 from flowrt.engines.hf import head_on
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.architecture import check_training, is_scaled_by_place
@@ -329,7 +329,7 @@ def cut_into_passes(
     if not prompts:
         return []
     if is_packing_enabled(model):
-        return cut_packed(prompts, responses, budget_tokens)
+        return cut_packed(prompts, responses, budget_tokens, MAX_EXPANSION * budget_tokens)
     # Sorted by length, since each pass pads to its longest sample.
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     order = sorted(range(len(lengths)), key=lengths.__getitem__)

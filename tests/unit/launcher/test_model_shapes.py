@@ -22,9 +22,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from flowrt.algorithms.packing import MAX_EXPANSION, cut_packed, pack_samples
-from flowrt.engines.descriptor import DTYPE_BYTES, ModelShape, largest_pass
-from flowrt.engines.descriptor import MAX_EXPANSION as ASSUMED_EXPANSION
+from flowrt.algorithms.packing import cut_packed, pack_samples
+from flowrt.engines.descriptor import DTYPE_BYTES, MAX_EXPANSION, ModelShape, largest_pass
 from flowrt.engines.hf import load_model
 from flowrt.engines.options import Dtype
 from flowrt.errors import ConfigError
@@ -182,7 +181,6 @@ def test_a_size_that_is_no_number_is_one_sentence(value: object, tmp_path: Path)
 )
 def test_the_largest_pass_is_that_of_packed_samples(prompt: int, response: int, groups: int, budget: int) -> None:
     members = 8
-    assert ASSUMED_EXPANSION == MAX_EXPANSION
     prompts = [torch.full((prompt,), group) for group in range(groups) for _ in range(members)]
     responses = [torch.zeros(response, dtype=torch.int64)] * len(prompts)
     size = largest_pass(
@@ -190,7 +188,7 @@ def test_the_largest_pass_is_that_of_packed_samples(prompt: int, response: int, 
     )
     batches = [
         pack_samples([prompts[row] for row in rows], [responses[row] for row in rows])
-        for rows in cut_packed(prompts, responses, budget)
+        for rows in cut_packed(prompts, responses, budget, MAX_EXPANSION * budget)
     ]
     packed = max(len(batch.tokens_F) for batch in batches)
     attended = max(sum(tile.places for tile in batch.tiles) for batch in batches)
