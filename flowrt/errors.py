@@ -96,6 +96,13 @@ EXIT_INTERRUPTED = 130
 VIOLATION = "protocol violation"
 """Prefix of the dismissal reason of a worker that violated the protocol."""
 
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; the name of its type without one."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 MAX_NAMES = 20
 """Maximum number of names that an error message lists."""
 

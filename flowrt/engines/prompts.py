@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrt.errors import ConfigError, suggested
+from flowrt.errors import ConfigError, first_line, suggested
 
 NONE, CHAT = "none", "chat"
 ROLE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -268,6 +268,4 @@ def _check_variables(template: str, variables: Mapping[str, object]) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of an error."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200].rstrip(". ")
+    return first_line(error)[:200].rstrip(". ")

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrt.errors import ConfigError, EngineError
+from flowrt.errors import ConfigError, EngineError, first_line
 from flowrt.launcher.resume import stored_config, with_own_models
 from flowrt.recipes.checkpoint_checksums import check_checkpoint
 from flowrt.recipes.config import RunConfig
@@ -112,4 +112,4 @@ def export_model(options: ModelExport) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    return os_error_text(error) if isinstance(error, OSError) else str(error).strip().partition("\n")[0]
+    return os_error_text(error) if isinstance(error, OSError) else first_line(error)

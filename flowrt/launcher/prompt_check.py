@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from flowrt.engines.prompts import PromptEncoder, PromptFormat
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, first_line
 from flowrt.recipes.data.base import Mistakes
 from flowrt.recipes.data.prompt_scan import Prompt
 from flowrt.recipes.prompt_limits import PromptLimits
@@ -174,5 +174,4 @@ class _PromptCheck:
 
 
 def _cannot(what: str, error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0] or type(error).__name__
-    return f"the tokenizer of {what} cannot take the prompt: {first[:200].rstrip('. ')}"
+    return f"the tokenizer of {what} cannot take the prompt: {first_line(error)[:200].rstrip('. ')}"

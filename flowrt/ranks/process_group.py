@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from flowrt.errors import EngineError
+from flowrt.errors import EngineError, first_line
 from flowrt.runtime.addresses import Endpoint
 from flowrt.runtime.host import interface_of, local_address
 from flowrt.transport.devices import Device
@@ -108,7 +108,7 @@ def _connection_errors(environment: Mapping[str, str]) -> Iterator[None]:
         interface = environment.get(INTERFACE, "of the host name")
         raise EngineError(
             f"{_rank(environment)} cannot connect to the other ranks over interface {interface}: "
-            f"{str(error).splitlines()[0]}; check that the hosts reach each other there, or set {INTERFACE}"
+            f"{first_line(error)}; check that the hosts reach each other there, or set {INTERFACE}"
         ) from error
 
 

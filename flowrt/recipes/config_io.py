@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tomli_w
 
-from flowrt.errors import ConfigError, suggested
+from flowrt.errors import ConfigError, first_line, suggested
 from flowrt.recipes.algorithms import preset
 from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig
 from flowrt.recipes.constraints import check
@@ -231,7 +231,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"config file {path} is not readable TOML: it is nested too deeply") from None
     except ValueError as error:  # invalid TOML or UTF-8, a number with thousands of digits, a path with a NUL
-        raise ConfigError(f"config file {path} is not TOML: {_first_line(error)}") from error
+        raise ConfigError(f"config file {path} is not TOML: {first_line(error)}") from error
 
 
 def from_toml(text: str) -> RunConfig:
@@ -363,7 +363,3 @@ def _of_tables(kind: Any, tables: Any, where: str, source: str) -> tuple[Any, ..
             raise ConfigError(f"{source}: a table [[{where}]] has no key {missing!r}; every one needs it")
     base = kind(**dict.fromkeys(required, ""))
     return tuple(merge(base, one, source, f"{where}.") for one in tables)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

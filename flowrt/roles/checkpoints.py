@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from flowrt.client.session import Session
 from flowrt.engines.base import TrainEngine
 from flowrt.engines.hf import weight_bytes
-from flowrt.errors import EngineError
+from flowrt.errors import EngineError, first_line
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.checkpoint_checksums import check_checkpoint, write_checksums
 from flowrt.recipes.config import RunConfig
@@ -146,8 +146,7 @@ def disk_errors(what: str, fix: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = str(first).strip().partition("\n")[0]
-        raise EngineError(f"{what} cannot be written: {reason}; {fix}") from error
+        raise EngineError(f"{what} cannot be written: {first_line(first)}; {fix}") from error
 
 
 def keep_model(model: Path, kept: Path) -> None:

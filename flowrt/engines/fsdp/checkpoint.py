@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from flowrt.engines.training.state import CPU_RNG, FILE_BYTES, files_of, number_tensors, numbers_of
-from flowrt.errors import EngineError, WaitExpired
+from flowrt.errors import EngineError, WaitExpired, first_line
 from flowrt.ranks.barrier import RankBarrier
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -140,8 +140,9 @@ def load(
         with reader.barrier.restore_error():
             dcp.load(state, storage_reader=reader)
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise EngineError(f"the state of a training engine in {directory} cannot be read: {reason}") from error
+        raise EngineError(
+            f"the state of a training engine in {directory} cannot be read: {first_line(error)}"
+        ) from error
     if own_rng in state:
         torch.set_rng_state(state[own_rng])
     steps = int(state["steps"])

@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from flowrt.engines.torch.cached_model import GROWTH, CachedModel, Step
 from flowrt.engines.torch.graphs import GraphedStep, cuda_capture
 from flowrt.engines.training.forward import NO_MASK, allowed_nats
-from flowrt.errors import EngineError
+from flowrt.errors import EngineError, first_line
 
 NAME = "flowrt_rows"
 
@@ -171,8 +171,7 @@ def compile_decode_step(model: Any, *, single_row: bool) -> Step:
         plain_SRV = _decode_all(model, sequences, capacity, None)
         compiled_SRV = _decode_all(model, sequences, capacity, _step(device))
     except UNSUPPORTED_ERRORS as error:
-        reason = str(error).strip() or type(error).__name__
-        raise EngineError(unsupported(model, reason.splitlines()[0])) from error
+        raise EngineError(unsupported(model, first_line(error))) from error
     whole = [
         model(input_ids=sequence.unsqueeze(0).to(device), use_cache=False).logits[0, -STEPS:] for sequence in sequences
     ]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from flowrt.errors import EngineError
+from flowrt.errors import EngineError, first_line
 
 CPU_RNG = "rng.cpu"
 MODEL = "model."
@@ -70,8 +70,9 @@ def read_tensors(directory: Path, prefix: str = "") -> dict[str, torch.Tensor]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise EngineError(f"the state of a training engine in {directory} cannot be read: {reason}") from error
+        raise EngineError(
+            f"the state of a training engine in {directory} cannot be read: {first_line(error)}"
+        ) from error
     return tensors
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, first_line
 from flowrt.recipes.data.base import Rows
 
 BATCH_ROWS = 1024
@@ -61,7 +61,7 @@ def parquet_rows(path: Path) -> ArrowRows:
                     writer.write_batch(batch)
             return ArrowRows(path, _batches(unpacked.name))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(f"data file {path} is not a Parquet file: {_first_line(error)}") from error
+        raise ConfigError(f"data file {path} is not a Parquet file: {first_line(error)}") from error
 
 
 def arrow_rows(path: Path) -> ArrowRows:
@@ -76,7 +76,7 @@ def arrow_rows(path: Path) -> ArrowRows:
     try:
         return ArrowRows(path, _batches(str(path)))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(f"data file {path} is not an Arrow stream: {_first_line(error)}") from error
+        raise ConfigError(f"data file {path} is not an Arrow stream: {first_line(error)}") from error
 
 
 def _batches(name: str) -> list[Any]:
@@ -85,7 +85,3 @@ def _batches(name: str) -> list[Any]:
 
     with pa.memory_map(name) as source:
         return list(pa.ipc.open_stream(source))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

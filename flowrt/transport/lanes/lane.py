@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flowrt.errors import PROGRAMMING_ERRORS, FlowError, TransferError, WaitExpired
+from flowrt.errors import PROGRAMMING_ERRORS, FlowError, TransferError, WaitExpired, first_line
 from flowrt.protocol.messages import GONE, LaneTurn
 from flowrt.runtime.host import local_address, network_namespace
 from flowrt.runtime.waits import CONTROLLER, join_thread, queue_get
@@ -206,8 +206,8 @@ class Lane:
         return None
 
     def _break(self, error: BaseException) -> None:
-        lines = str(error).splitlines() if isinstance(error, RuntimeError | OSError | FlowError) else []
-        self._broken = self._broken or (lines[0] if lines else repr(error))
+        is_described = isinstance(error, RuntimeError | OSError | FlowError)
+        self._broken = self._broken or (first_line(error) if is_described else repr(error))
         # Immediately, not when the lane is dropped: the other end may be waiting for this one.
         self._close_channel()
 
