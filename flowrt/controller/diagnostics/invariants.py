@@ -227,6 +227,8 @@ def _check_sources(versions: VersionTable) -> None:
     for fetch in versions.fetching.values():
         served.setdefault(fetch.holder, set()).add(fetch.receiver)
     assert {holder: set(below) for holder, below in versions.served.items()} == served, "receivers by holder differ"
+    both = versions.resumable.keys() & versions.fetching.keys()
+    assert not both, f"{both} fetch, and have parts of fetches that failed"
     interrupted = {*versions.broken, *versions.stalled, *versions.resumable}
     waiting = [receiver for receiver in versions.stalled if versions.fetching[receiver].holder not in interrupted]
     assert not waiting, f"{waiting} are below no interrupted fetch"

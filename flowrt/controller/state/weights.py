@@ -570,13 +570,11 @@ class VersionTable:
         """(receiver, version) pairs, sorted, of parts that are not completed: no worker has the rest or receives it."""
         if not self.resumable:
             return []
-        orphaned = self.orphaned
-        held = {version for version, _ in self.holders}
-        held |= {fetch.weights.version for worker, fetch in self.fetching.items() if worker not in orphaned}
+        available = {version for (version, _), sources in self.sources.items() if sources.best() is not None}
         lost = sorted(
             (worker, weights.version)
             for worker, (weights, _) in self.resumable.items()
-            if weights.version not in held and worker not in self.fetching
+            if weights.version not in available
         )
         for worker, _ in lost:
             self._abandon_rest(worker)

@@ -235,6 +235,20 @@ def test_a_receiver_that_fails_and_one_that_dies() -> None:
     assert many_death < SAME * few_death
 
 
+def test_a_receiver_that_is_done_while_another_has_a_part() -> None:
+    def cost(workers: int) -> int:
+        run = receivers_only(workers, DelayedUpdate())
+        first, *_, last = orders_to_fetch(run.publish())
+        receiver = WorkerId(last.turn.receiver)
+        [again] = orders_to_fetch(run.send(receiver, m.FetchFailed(last.turn, last.weights, "cut", received=1)))
+        run.send(receiver, m.FetchFailed(again.turn, again.weights, "cut", received=1))  # now it waits
+        assert run.core.state.models.policy.resumable
+        staged = m.WeightsStaged(first.weights.model, first.weights.version)
+        return operations(lambda: run.send(WorkerId(first.turn.receiver), staged))
+
+    assert cost(256) < SAME * cost(32)
+
+
 def test_a_death_with_many_lanes() -> None:
     def cost(pairs: int) -> int:
         run = receivers_only(4, DelayedUpdate())
