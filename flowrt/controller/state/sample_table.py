@@ -456,7 +456,8 @@ class SampleTable:
         for column in self.flows.fetched[stage]:
             for slot in slots:
                 needed = slot.holding(column)
-                if needed is not None and needed.sent.pop(worker, None) is not None:
+                if needed is not None and worker in needed.copies:
+                    del needed.copies[worker]
                     needed.owners.add(worker)
 
     @staticmethod

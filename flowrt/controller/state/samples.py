@@ -39,18 +39,19 @@ class Lease:
 class ColumnLocation:
     """A tensor column of one slot or group: its length in elements and its holders.
 
-    ``owners`` are the workers that can send it. A receiver of a copy becomes an owner when it commits a stage that
-    needed the column; until then, ``sent`` has the turn of the lane that transfers the copy.
+    ``owners`` are the workers that can send it. A worker with a copy becomes an owner when it commits a stage that
+    needed the column; until then, ``copies`` has the turn of the lane that transfers its copy, or None for a copy that
+    no transfer brings: it came under an earlier controller, or it is that of an owner that can send it no more.
     """
 
     length: int
     owners: set[WorkerId]
-    sent: dict[WorkerId, LaneTurn] = field(default_factory=dict)  # by receiver
+    copies: dict[WorkerId, LaneTurn | None] = field(default_factory=dict)
 
     @property
     def holders(self) -> set[WorkerId]:
-        """Owners and receivers of copies, arrived or not: the workers that have to free it."""
-        return self.owners | self.sent.keys()
+        """Owners and workers with copies, arrived or not: the workers that have to free it."""
+        return self.owners | self.copies.keys()
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,8 +228,8 @@ def holders_of(tensors: Mapping[str, ColumnLocation]) -> set[WorkerId]:
     workers: set[WorkerId] = set()
     for holding in tensors.values():  # hot path: `ColumnLocation.holders` makes a set for each column
         workers |= holding.owners
-        if holding.sent:
-            workers.update(holding.sent)
+        if holding.copies:
+            workers.update(holding.copies)
     return workers
 
 
@@ -237,7 +237,7 @@ def lose_copies(tensors: Mapping[str, ColumnLocation], worker: WorkerId) -> None
     """Remove ``worker`` from the holders of these columns."""
     for holding in tensors.values():
         holding.owners.discard(worker)
-        holding.sent.pop(worker, None)
+        holding.copies.pop(worker, None)
 
 
 def plan(
@@ -259,7 +259,7 @@ def plan(
             holdings = {int(slot.id): slot.tensors[name] for slot in slots}
         parts.append(_part(name, list(holdings.items()), one_of))
         for item, holding in holdings.items():
-            if receiver not in holding.owners and receiver not in holding.sent:
+            if receiver not in holding.owners and receiver not in holding.copies:
                 if len(holding.owners) == 1:
                     wanted[next(iter(holding.owners))][name].append((item, holding))
                 else:
@@ -271,7 +271,7 @@ def plan(
         turn = lanes.next_turn(owner, receiver, "samples")
         for rows in packed.values():
             for _, holding in rows:
-                holding.sent[receiver] = turn
+                holding.copies[receiver] = turn
         incoming.append(Incoming(turn, tuple(_part(name, rows, one_of) for name, rows in packed.items())))
     if incoming:
         table.note_holder(receiver, [slot.group for slot in slots])

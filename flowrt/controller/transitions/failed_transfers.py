@@ -18,7 +18,7 @@ from flowrt.controller.state.transfers import check_receiver, find_holding
 from flowrt.controller.transitions.rollback import Action, roll_back
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
-from flowrt.protocol.messages import LaneTurn, TransferFailed
+from flowrt.protocol.messages import TransferFailed
 
 
 def transfer_failed(
@@ -41,8 +41,8 @@ def transfer_failed(
     for part in incoming.parts:
         for item in part.ids:
             holding = find_holding(table, part.column, item)
-            if holding is not None and holding.sent.get(worker) == incoming.turn:
-                del holding.sent[worker]
+            if holding is not None and holding.copies.get(worker) == incoming.turn:
+                del holding.copies[worker]
             slot = table.slots.get(SlotId(item))
             if slot is not None and table.columns[part.column].scope == "slot":
                 slots[slot.id] = slot
@@ -72,7 +72,7 @@ def note_arrived(state: State, worker: WorkerId, stage: str, slots: Iterable[Slo
     for slot in slots:
         for column in state.table.flows.fetched[stage]:
             holding = slot.holding(column)
-            if holding is not None and (turn := holding.sent.get(worker)) is not None:
+            if holding is not None and (turn := holding.copies.get(worker)) is not None:
                 sender = WorkerId(turn.sender)
                 if state.lanes.is_cut(sender, worker):
                     state.work.add_worker(sender)
@@ -87,7 +87,7 @@ def is_unreachable(state: State, slot: Slot, columns: Iterable[str], receiver: W
 
 def _is_unreachable(state: State, holding: ColumnLocation, receiver: WorkerId) -> bool:
     owners = holding.owners
-    if not owners or receiver in owners or receiver in holding.sent:
+    if not owners or receiver in owners or receiver in holding.copies:
         return False
     return all(state.lanes.is_cut(owner, receiver) for owner in owners)
 
@@ -106,9 +106,7 @@ def lose_unreachable(state: State, env: Environment, slots: Iterable[Slot], rece
             if _is_unreachable(state, holding, receiver) and has_other(state, maker, holding.owners):
                 for owner in sorted(holding.owners):
                     holding.owners.discard(owner)
-                    holding.sent[owner] = LaneTurn(
-                        sender=owner, receiver=owner, kind="samples", incarnation=0, sequence=0, transport=""
-                    )
+                    holding.copies[owner] = None
         commands += roll_back(state, env, {slot: Action.MAKE_AGAIN})
     return commands
 

@@ -31,7 +31,7 @@ from flowrt.controller.state.transfers import find_holding
 from flowrt.controller.transitions import rollback
 from flowrt.errors import EXIT_FAILED, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.messages import Inventory, LaneTurn, Pull, ReleaseTensors, RenewLease, Weights
+from flowrt.protocol.messages import Inventory, Pull, ReleaseTensors, RenewLease, Weights
 
 REJOINED = "the controller came back"
 
@@ -156,9 +156,7 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
                 continue
             elif holding is not None and fits and _works_with(table, worker, part.column, item):
                 # A copy that came with the worker's grant: not sent to other workers, but freed with its group.
-                holding.sent[worker] = LaneTurn(
-                    sender=worker, receiver=worker, kind="samples", incarnation=0, sequence=0, transport=""
-                )
+                holding.copies[worker] = None
                 table.note_holder(worker, (_group_of(table, part.column, item),))
             else:
                 wrong.setdefault(part.column, []).append(item)

@@ -127,7 +127,7 @@ def _lost_stage(state: State, env: Environment, slot: Slot) -> str:
     training = slot.leases.get(env.flow.train_stage)
     for column, holding in slot.tensors.items():
         stage = state.table.flows.makers.get(column)
-        if holding.owners or (training is not None and training.worker in holding.sent):
+        if holding.owners or (training is not None and training.worker in holding.copies):
             continue
         if stage is not None and state.table.is_done(slot, stage):
             return stage
