@@ -15,33 +15,15 @@ from flowrt.protocol.journals import journals_of
 from tests.effort import examples
 from tests.property.test_core import RUNS
 from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.interrupted_scenarios import CRASHES, interrupted_scenarios
 from tests.simulation.resumed_runs import run_with_crashes
 from tests.simulation.run_invariants import assert_exact, assert_sound
 from tests.simulation.scenario import Scenario
 
-FAULTS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
-    [{}, {"kills": 3}, {"broken_lanes": 2, "expiries": 1}, {"kills": 2, "crashes": 1}, {"terminations": 1, "kills": 1}]
-)
-
-
-@st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
-    return Scenario(
-        seed=draw(st.integers(0, 2**32)),
-        bound=draw(st.integers(0, 3)),
-        strict_issue_order=draw(st.booleans()),
-        steps=draw(st.integers(2, 6)),
-        groups_per_step=draw(st.integers(1, 3)),
-        members=draw(st.integers(1, 3)),
-        ranks=draw(st.integers(1, 2)),
-        checkpoint_every=draw(st.integers(1, 3)),
-        **draw(FAULTS),
-    )
-
 
 @pytest.mark.slow
 @settings(RUNS, max_examples=examples(60))
-@given(scenarios(), st.lists(st.integers(1, 400), min_size=1, max_size=3))
+@given(interrupted_scenarios(), CRASHES)
 def test_kept_samples_are_trained_at_most_once_and_within_the_bound(scenario: Scenario, crashes: list[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         runs = run_with_crashes(scenario, crashes, Path(directory) / "ledger.sqlite", journals=True)
@@ -56,7 +38,7 @@ def test_kept_samples_are_trained_at_most_once_and_within_the_bound(scenario: Sc
 
 @pytest.mark.slow
 @settings(RUNS, max_examples=examples(40))
-@given(scenarios(), st.sampled_from(OnLostSample))
+@given(interrupted_scenarios(), st.sampled_from(OnLostSample))
 def test_workers_take_over_what_lost_workers_have_kept(scenario: Scenario, on_lost_sample: OnLostSample) -> None:
     changed = {"journals": journals_of(1), "on_lost_sample": on_lost_sample, "checkpoint_every": 0}
     assert_sound(SimulatedCluster(_changed(scenario, **changed)).run())

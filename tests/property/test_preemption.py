@@ -13,7 +13,7 @@ from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.protocol.messages import Position
 from tests.effort import examples
 from tests.property.test_core import RUNS
-from tests.property.test_resume_properties import scenarios
+from tests.simulation.interrupted_scenarios import interrupted_scenarios
 from tests.simulation.preempted_runs import PreemptedCluster, run_with_preemptions
 from tests.simulation.run_invariants import assert_exact
 from tests.simulation.scenario import Scenario
@@ -23,7 +23,7 @@ TIMED_OUT = "no progress of it for"
 
 @settings(RUNS, max_examples=examples(60))
 @given(
-    scenarios(),
+    interrupted_scenarios(),
     st.integers(1, 3),
     st.booleans(),
     st.lists(st.integers(1, 300), min_size=1, max_size=3),

@@ -2,41 +2,21 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from flowrt.controller.policies.batching import TokenBudget
 from tests.effort import examples
 from tests.property.test_core import RUNS
+from tests.simulation.interrupted_scenarios import CRASHES, interrupted_scenarios
 from tests.simulation.resumed_runs import run_with_crashes
 from tests.simulation.run_invariants import assert_exact
 from tests.simulation.scenario import Scenario
 
-FAULTS: st.SearchStrategy[dict[str, Any]] = st.sampled_from([{}, {"kills": 2}, {"broken_lanes": 2, "expiries": 1}])
-
-
-@st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
-    return Scenario(
-        seed=draw(st.integers(0, 2**32)),
-        bound=draw(st.integers(0, 3)),
-        strict_issue_order=draw(st.booleans()),
-        steps=draw(st.integers(2, 6)),
-        groups_per_step=draw(st.integers(1, 3)),
-        members=draw(st.integers(1, 2)),
-        batcher=draw(st.sampled_from([TokenBudget(1), TokenBudget(60)])),
-        ranks=draw(st.integers(1, 2)),
-        checkpoint_every=draw(st.integers(1, 3)),
-        **draw(FAULTS),
-    )
-
 
 @pytest.mark.slow
 @settings(RUNS, max_examples=examples(60))
-@given(scenarios(), st.lists(st.integers(1, 400), min_size=1, max_size=3))
+@given(interrupted_scenarios(), CRASHES)
 def test_repeated_interruptions_lose_no_prompt_and_train_none_twice(scenario: Scenario, crashes: list[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         runs = run_with_crashes(scenario, crashes, Path(directory) / "ledger.sqlite")
