@@ -92,14 +92,14 @@ def written_samples(parts: Iterable[tuple[SamplePart, Place]]) -> dict[SampleKey
 
     A part that starts at token 0 begins its sample anew. After a gap, what was before it is kept.
     """
-    found: dict[SampleKey, WrittenSample[Place]] = {}
+    samples: dict[SampleKey, WrittenSample[Place]] = {}
     for part, place in parts:
-        before = found.get(part.key)
+        before = samples.get(part.key)
         if part.start == 0:
-            found[part.key] = WrittenSample([(part, place)])
+            samples[part.key] = WrittenSample([(part, place)])
         elif before is not None and before.last.tokens == part.start and before.last.prompt_crc == part.prompt_crc:
             before.parts.append((part, place))
-    return found
+    return samples
 
 
 def journals_of(attempt: int) -> str:

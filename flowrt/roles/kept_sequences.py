@@ -108,7 +108,7 @@ class KeptSequences:
         Of a slot that is granted again while its earlier sequence runs, only the later one is written from then on.
         """
         prompt, slot = batch.tensors["prompt"][row], batch.slots[row]
-        for other in [other for other, one in self._running.items() if one.slot == slot]:
+        for other in [other for other, earlier in self._running.items() if earlier.slot == slot]:
             del self._running[other]
         sequence = self._running[key] = _KeptSequence(slot, _key(batch, row), prompt)
         if kept is not None and not kept.is_complete:
@@ -121,16 +121,16 @@ class KeptSequences:
     def finished(self, responses: Sequence[Response], *, is_last: bool = False) -> None:
         """Write sequences that are complete."""
         complete: list[Running] = []
-        for one in responses:
-            sequence = self._running.pop(one.key, None)
+        for response in responses:
+            sequence = self._running.pop(response.key, None)
             if sequence is not None:
-                prefix = Prefix(one.tokens, one.logprobs, one.spans, one.support)
-                complete.append((sequence, KeptTokens(prefix, is_complete=True, truncated=one.truncated)))
+                prefix = Prefix(response.tokens, response.logprobs, response.spans, response.support)
+                complete.append((sequence, KeptTokens(prefix, is_complete=True, truncated=response.truncated)))
         self._write(complete, is_last=is_last)
 
     def release(self, slots: Sequence[int]) -> None:
         """Note that these slots are not needed any more, but those of which a sequence runs again."""
-        running = {one.slot for one in self._running.values()}
+        running = {sequence.slot for sequence in self._running.values()}
         self._journal.release([slot for slot in slots if slot not in running])
 
     @property
@@ -184,9 +184,12 @@ class KeptSequences:
         self._write(new, is_last=is_last)
 
     def _write(self, new: Sequence[Running], *, is_last: bool = False) -> None:
-        parts = [NewPart.of(one.slot, one.key, one.prompt, one.written, tokens) for one, tokens in new]
-        for one, tokens in new[: self._journal.add(parts, is_last=is_last)]:
-            one.written = len(tokens.prefix.tokens)
+        parts = [
+            NewPart.of(sequence.slot, sequence.key, sequence.prompt, sequence.written, tokens)
+            for sequence, tokens in new
+        ]
+        for sequence, tokens in new[: self._journal.add(parts, is_last=is_last)]:
+            sequence.written = len(tokens.prefix.tokens)
 
     def _on_freed(self, columns: Sequence[str], slots: Sequence[int]) -> None:
         if not columns or "response" in columns:

@@ -385,8 +385,8 @@ class RolloutLoop:
                 continue
             prefix = None if kept is None else kept.prefix
             prompts.append(Prompt(self._last_key, prompt, seed, greedy=greedy, sampling=sampling, prefix=prefix))
-        self._new_tokens += sum(len(one.tokens) for one in prompts)
-        self._new_tokens += sum(len(one.prefix.tokens) for one in prompts if one.prefix is not None)
+        self._new_tokens += sum(len(prompt.tokens) for prompt in prompts)
+        self._new_tokens += sum(len(prompt.prefix.tokens) for prompt in prompts if prompt.prefix is not None)
         if prompts:
             self._engine.add(prompts)
         if complete:
@@ -394,14 +394,17 @@ class RolloutLoop:
 
     async def _commit(self, finished: list[Response]) -> None:
         slots, leases = zip(*(self._running.pop(response.key) for response in finished), strict=True)
-        tensors = {"response": [one.tokens for one in finished], "logprobs": [one.logprobs for one in finished]}
-        inline = {"truncated": [float(one.truncated) for one in finished]}
+        tensors = {
+            "response": [response.tokens for response in finished],
+            "logprobs": [response.logprobs for response in finished],
+        }
+        inline = {"truncated": [float(response.truncated) for response in finished]}
         if self._with_support:
-            supports = [_support(one) for one in finished]
-            tensors |= {"support": [one.tokens_E for one in supports]}
-            tensors |= {"support_counts": [one.counts_T for one in supports]}
-            inline |= {"support_size": [len(one.tokens_E) / len(one.counts_T) for one in supports]}
-        spans = [one.spans for one in finished]
+            supports = [_support(response) for response in finished]
+            tensors |= {"support": [support.tokens_E for support in supports]}
+            tensors |= {"support_counts": [support.counts_T for support in supports]}
+            inline |= {"support_size": [len(support.tokens_E) / len(support.counts_T) for support in supports]}
+        spans = [response.spans for response in finished]
         keys = [response.key for response in finished]
         if self._samples is not None:
             self._samples.finished(keys)

@@ -87,7 +87,7 @@ def read_journals(
 
     Damaged or unreadable journals cost their samples, and are reported in the log.
     """
-    found = FoundSamples()
+    result = FoundSamples()
     best: dict[SampleKey, tuple[SamplePart, Path]] = {}  # the last part of each
     refused: dict[SampleKey, str] = {}
     files: list[Path] = []
@@ -98,7 +98,7 @@ def read_journals(
         files += _files(path, f"*/{PARTIAL}")
         for journal in _files(path, f"*/*{SUFFIX}"):
             files.append(journal)
-            for key, sample in read_journal(journal, found.discarded).items():
+            for key, sample in read_journal(journal, result.discarded).items():
                 last = sample.last
                 if key.prompt in passed.get(key.epoch, ()):
                     continue
@@ -110,13 +110,13 @@ def read_journals(
     for key, (last, journal) in best.items():
         name = str(journal.relative_to(run_dir))
         kept.append(KeptSample(key.epoch, key.prompt, key.member, last.oldest, name))
-        found.complete += last.is_complete
-        found.prefixes += not last.is_complete
-        found.tokens += last.tokens
-    found.kept = tuple(kept)
-    found.discarded.update(reason for key, reason in refused.items() if key not in best)
+        result.complete += last.is_complete
+        result.prefixes += not last.is_complete
+        result.tokens += last.tokens
+    result.kept = tuple(kept)
+    result.discarded.update(reason for key, reason in refused.items() if key not in best)
     _delete(files, {journal for _, journal in best.values()})
-    return found
+    return result
 
 
 def newest_kept(starts: Sequence[int], attempt: int) -> int:

@@ -365,17 +365,17 @@ def grant(
         spans = spans if any(spans) else ()
     parts, incoming = plan(table, state.lanes, lease.worker, fetched, slots, ids) if fetched else ((), ())
     exact = _exact(slots) if table.exact.live else ()
-    kept: tuple[str, ...] = ()
+    journals: tuple[str, ...] = ()
     if lease.version is not None and any(slot.group.kept for slot in slots):
-        found = [slot.group.kept.get(slot.member) for slot in slots]
-        kept = tuple(["" if one is None else "\n".join(one.journals) for one in found])
+        kept_samples = [slot.group.kept.get(slot.member) for slot in slots]
+        journals = tuple(["" if kept is None else "\n".join(kept.journals) for kept in kept_samples])
     answer = Grant(  # hot path: with keywords for all fields it takes twice as long
         message.request, lease.id, ids, flows, groups, members, prompts, epochs, attempts, spans, inline, parts,
-        incoming, False, refused, exact, kept,
+        incoming, False, refused, exact, journals,
     )  # fmt: skip
     commands: list[Command] = [Send(lease.worker, answer)]
-    for one in incoming:
-        commands.append(Send(WorkerId(one.turn.sender), SendSamples(one.turn, one.parts)))
+    for transfer in incoming:
+        commands.append(Send(WorkerId(transfer.turn.sender), SendSamples(transfer.turn, transfer.parts)))
     return commands
 
 
@@ -412,7 +412,7 @@ def closing_grant(message: Pull, refused: Ints = ()) -> Grant:
 
 def waiting(state: State, env: Environment) -> list[tuple[WorkerId, str, float]]:
     """(worker, what it waits for, since when in seconds on the controller's clock) of each parked request."""
-    return [(one.worker, wait_reason(state, env, one), one.since_s) for one in state.requests.all()]
+    return [(parked.worker, wait_reason(state, env, parked), parked.since_s) for parked in state.requests.all()]
 
 
 def wait_reason(state: State, env: Environment, parked: ParkedRequest[Pull] | ParkedRequest[Offer]) -> str:
