@@ -40,7 +40,7 @@ async def test_a_journal_of_a_worker_that_joins_while_they_are_read_stays(
         cleaning = server._cleaning
         assert cleaning is not None
         await asyncio.to_thread(has_read.wait, TIMEOUT_S)
-        session = await api.connect(address, "rollout-0" if joins else "rollout-1", "rollout", 10)
+        session = await api.connect(address, "rollout-0" if joins else "rollout-1", "rollout", TIMEOUT_S)
         may_go_on.set()
         await cleaning
         await session.close()
