@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import pytest
 import zmq
 
-_made_at: "WeakKeyDictionary[zmq.Context[Any], str]" = WeakKeyDictionary()
-"""The calls that made each context of this process."""
+_opened_by: "WeakKeyDictionary[zmq.Context[Any], str]" = WeakKeyDictionary()
+"""The calls that opened each context of this process."""
 CALLS = 4
 
 
@@ -24,7 +24,7 @@ def _recorded_contexts() -> Iterator[None]:
     def recorded(context: "zmq.Context[Any]", *arguments: Any, **named: Any) -> None:
         make(context, *arguments, **named)
         calls = [call for call in traceback.extract_stack()[:-1] if "site-packages" not in call.filename]
-        _made_at[context] = "".join(traceback.format_list(calls[-CALLS:]))
+        _opened_by[context] = "".join(traceback.format_list(calls[-CALLS:]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zmq.Context, "__init__", recorded)
@@ -32,8 +32,8 @@ def _recorded_contexts() -> Iterator[None]:
 
 
 def open_contexts() -> "dict[zmq.Context[Any], str]":
-    """The open contexts of this process, and the calls that made each."""
-    return {context: made_at for context, made_at in list(_made_at.items()) if not context.closed}
+    """The open contexts of this process, and the calls that opened each."""
+    return {context: opened_by for context, opened_by in list(_opened_by.items()) if not context.closed}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _closed_contexts(_recorded_contexts: None) -> Iterator[None]:
     """Fail a test that leaves a context open, and close that context."""
     before = open_contexts()
     yield
-    left = {context: made_at for context, made_at in open_contexts().items() if context not in before}
+    left = {context: opened_by for context, opened_by in open_contexts().items() if context not in before}
     for context in left:
         context.destroy(linger=0)
-    assert not left, "the test leaves ZeroMQ contexts open that were made by\n" + "\n".join(left.values())
+    assert not left, "the test leaves ZeroMQ contexts open that were opened by\n" + "\n".join(left.values())

@@ -469,8 +469,8 @@ class Server:
         Args:
             event: what has happened.
             data: a message as it came from the socket.
-            now: when, if the clock was read for this event already: joins and departures have the same time in the
-                event log and in the attribution.
+            now: when, if the clock was read for this event already: that a worker joins or leaves has the same
+                time in the event log and in the attribution.
         """
         if self._core.ended is not None and not isinstance(event, MessageReceived | Shutdown):
             return
