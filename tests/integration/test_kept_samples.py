@@ -81,8 +81,11 @@ def assert_exact(run_dir: Path, steps: int) -> None:
     assert numbers["staleness_max"] <= 2
 
 
-def test_samples_and_prefixes_survive_a_preemption(launch: Callable[..., Any], untrained_model: Path) -> None:
-    run = launch("--model", str(untrained_model), *FLAGS, "--rollout.workers", "2", "--steps", "1000")
+@pytest.mark.parametrize("flags", [[], ["--rollout.top-k", "8", "--rollout.top-p", "0.9"]])
+def test_samples_and_prefixes_survive_a_preemption(
+    launch: Callable[..., Any], untrained_model: Path, flags: list[str]
+) -> None:
+    run = launch("--model", str(untrained_model), *FLAGS, *flags, "--rollout.workers", "2", "--steps", "1000")
     run.wait_for(lambda: len(lines(run.run_dir)) >= 3, "steps")
     run.signal(signal.SIGTERM)
     assert run.wait(60.0) == 130, run.output
