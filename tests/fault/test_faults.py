@@ -65,7 +65,7 @@ def test_no_fault_of_one_process_loses_or_doubles_a_prompt(tmp_path: Path, seeds
     assert metrics["trials"] == len(seeds)
     assert all(metrics[name] > 0 for name in TIMED)
     assert metrics["recover_s_p50"] <= metrics["recover_s_max"]
-    assert "kill trainer" in output
+    assert "kill " in output
 
 
 @pytest.mark.long
