@@ -13,12 +13,15 @@ from typing import Any
 
 from flowrt.errors import ConfigError, first_line
 from flowrt.recipes.data.base import Rows
+from flowrt.recipes.data.file_kinds import ARROW_FILE
 
 BATCH_ROWS = 1024
 
 
 class ArrowRows(Rows):
     """The rows of record batches."""
+
+    has_null_keys = True
 
     def __init__(self, path: Path, batches: list[Any]) -> None:
         """
@@ -65,7 +68,7 @@ def parquet_rows(path: Path) -> ArrowRows:
 
 
 def arrow_rows(path: Path) -> ArrowRows:
-    """The rows of an Arrow file (stream format, as `datasets` writes it).
+    """The rows of an Arrow file: of the stream format, as `datasets` writes it, or of the file format (Feather).
 
     Raises ConfigError if it cannot be read, or pyarrow is not installed.
     """
@@ -80,8 +83,12 @@ def arrow_rows(path: Path) -> ArrowRows:
 
 
 def _batches(name: str) -> list[Any]:
-    """The record batches of an Arrow stream, whose data stays in the file until it is read."""
+    """The record batches of an Arrow file, whose data stays in the file until it is read."""
     import pyarrow as pa
 
     with pa.memory_map(name) as source:
+        if source.read(len(ARROW_FILE)) == ARROW_FILE:
+            found = pa.ipc.open_file(source)
+            return [found.get_batch(number) for number in range(found.num_record_batches)]
+        source.seek(0)
         return list(pa.ipc.open_stream(source))

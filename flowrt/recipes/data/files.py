@@ -4,28 +4,44 @@
 |---|---|
 | file `*.parquet` | Parquet |
 | file `*.arrow` | Arrow stream |
-| any other file | JSON Lines, gzipped if it begins like gzip |
+| file `*.csv`, `*.tsv` | a table of text, whose first line has the names of the columns |
+| any other file | JSON Lines, or a JSON array if it begins with `[` |
 | directory with `dataset_dict.json` | the split's directory, written by `datasets` (`save_to_disk`) |
 | directory with `state.json` | the Arrow files that it names (`save_to_disk`) |
 | directory with a directory named after the split | that directory |
 | other directory | files of the split, in it or in its `data/` (a snapshot of a data set on the Hub), or all files if \
 none is named after a split |
 
+Text may be gzipped (`*.jsonl.gz`). A Parquet or Arrow file is recognised by its first bytes, too.
+
 The name of a split begins the name of a file, or follows a separator in it: `test.jsonl`, `math-test-00000.parquet`.
 """
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.data.arrow import arrow_rows, parquet_rows
 from flowrt.recipes.data.base import Rows, Shards
-from flowrt.recipes.data.json_lines import JsonLines
+from flowrt.recipes.data.converted import array_rows, table_rows
+from flowrt.recipes.data.file_kinds import ARROW_FILE, BOM, HEAD_BYTES, PARQUET, check_json, check_text
+from flowrt.recipes.data.json_lines import GZIP_MAGIC, JsonLines
 
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".arrow")
-"""Endings of the files of rows in a directory."""
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""Endings of tables, and what is between their fields."""
+SUFFIXES = (
+    (".parquet", ".jsonl", ".jsonl.gz", ".arrow"),
+    (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
+    (".json", ".json.gz"),
+)
+"""Endings of the files of rows in a directory; of several groups the first one that there is."""
+DESCRIPTIONS = re.compile(r"(dataset_infos?|dataset_dict|state|.*config|.*_infos?|metadata|package(-lock)?)\.json")
+"""Names of JSON files that describe a data set, or what is beside it."""
 HELD_OUT_SPLITS = ("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
 """Names of splits that are not trained on: those of which evaluations read the first one that there is."""
 SPLITS = ("train", "training", *HELD_OUT_SPLITS)
@@ -97,11 +113,30 @@ def _splits(directory: Path) -> list[str]:
 
 
 def _open(file: Path) -> Rows:
-    if file.suffix == ".parquet":
+    head = _head(file)
+    if file.suffix == ".parquet" or head.startswith(PARQUET):
         return parquet_rows(file)
-    if file.suffix == ".arrow":
+    if file.suffix == ".arrow" or head.startswith(ARROW_FILE):
         return arrow_rows(file)
-    return JsonLines(file)
+    check_text(file, head)
+    table = Path(file.name.removesuffix(".gz")).suffix
+    if table in TABLES:
+        return table_rows(file, TABLES[table])
+    check_json(file, head)
+    return array_rows(file) if head.removeprefix(BOM).lstrip().startswith(b"[") else JsonLines(file)
+
+
+def _head(file: Path) -> bytes:
+    """The first bytes of a file, unpacked; empty if they cannot be."""
+    with file.open("rb") as opened:
+        found = opened.read(HEAD_BYTES)
+        if not found.startswith(GZIP_MAGIC):
+            return found
+        opened.seek(0)
+        try:
+            return gzip.GzipFile(fileobj=opened).read(HEAD_BYTES)
+        except (gzip.BadGzipFile, EOFError, zlib.error):
+            return b""  # `unpacked` says why
 
 
 def _files(directory: Path, split: str) -> list[Path]:
@@ -126,8 +161,8 @@ def _files(directory: Path, split: str) -> list[Path]:
             f"data file {directory} is a directory of several data sets ({_some(configurations)}); name one"
         )
     raise ConfigError(
-        f"data file {directory} is a directory without files of rows ({', '.join(SUFFIXES)}); name a file, a directory "
-        "that datasets has saved, or a snapshot of a data set"
+        f"data file {directory} is a directory without files of rows ({', '.join(chain(*SUFFIXES))}); name a file, a "
+        "directory that datasets has saved, or a snapshot of a data set"
     )
 
 
@@ -164,7 +199,7 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
 
 def _of_one_kind(folder: Path, chosen: list[Path]) -> list[Path]:
     """These files. Raises ConfigError if they are not all in the same format."""
-    kinds = {next(suffix for suffix in SUFFIXES if file.name.endswith(suffix)) for file in chosen}
+    kinds = {next(suffix for suffix in chain(*SUFFIXES) if file.name.endswith(suffix)) for file in chosen}
     if len(kinds) > 1:
         raise ConfigError(f"data file {folder} has files of several kinds ({', '.join(sorted(kinds))}); name one file")
     return chosen
@@ -176,7 +211,9 @@ def _is_named(file: Path, split: str) -> bool:
 
 def _row_files(folder: Path) -> list[Path]:
     """The files of rows of a directory, sorted; none if it does not exist."""
-    return sorted(file for file in folder.glob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+    files = [file for file in sorted(folder.glob("*")) if not DESCRIPTIONS.fullmatch(file.name) and file.is_file()]
+    found = ([file for file in files if file.name.endswith(suffixes)] for suffixes in SUFFIXES)
+    return next(filter(None, found), [])
 
 
 def _json(file: Path) -> Mapping[str, object]:

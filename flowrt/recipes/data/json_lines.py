@@ -30,7 +30,7 @@ class JsonLines(Rows):
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if a gzipped file cannot be unpacked, OSError if the file cannot be read."""
         self._path = path
-        self._file = _opened(path)
+        self._file = unpacked(path)
         weakref.finalize(self, self._file.close)
         self._starts = array("q")
         self._numbers = array("q")
@@ -93,18 +93,19 @@ class JsonLines(Rows):
         return row
 
 
-def _opened(path: Path) -> IO[bytes]:
+def unpacked(path: Path) -> IO[bytes]:
+    """A file, or what it unpacks to if it is gzipped. Raises ConfigError if that fails."""
     file = path.open("rb")
     magic = file.read(len(GZIP_MAGIC))
     file.seek(0)
     if magic != GZIP_MAGIC:
         return file
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as its rows are read)
+    found = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
     try:
         with file, gzip.GzipFile(fileobj=file) as packed:
-            shutil.copyfileobj(packed, unpacked, 1 << 20)
+            shutil.copyfileobj(packed, found, 1 << 20)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        unpacked.close()
+        found.close()
         raise ConfigError(f"data file {path} cannot be unpacked: {error}; is the download complete?") from error
-    unpacked.seek(0)
-    return unpacked
+    found.seek(0)
+    return found
