@@ -31,6 +31,9 @@ log = logging.getLogger("flowrt")
 LATEST = -1
 """Placeholder for the version after the last closed step."""
 PULL_SLOTS = 4096
+MAX_PART_ROWS = 250_000
+"""Answers that are offered together: at most half of `Settings.budget_rows`, so that a part of an evaluation is open
+while the next one waits, and workers keep the version."""
 MAX_WAITING = 2
 """Number of evaluations that may wait for a running one (``eval.overlap`` wait); the trainer keeps their versions."""
 SESSION = BoundedElsewhere("the end of the session")
@@ -58,6 +61,12 @@ class EvalSet:
             return None
         names = rows[0][1].keys()
         return cls(name, tuple(number for number, _ in rows), {key: [found[key] for _, found in rows] for key in names})
+
+    def parts(self, prompts: int) -> Iterator["EvalSet"]:
+        """The set in parts of this many prompts."""
+        for start in range(0, len(self.prompts), prompts):
+            part = slice(start, start + prompts)
+            yield EvalSet(self.name, self.prompts[part], {name: rows[part] for name, rows in self.columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +236,12 @@ class Evaluations:
 
         None if the version is not published, or no worker has it any more, or prompts were dropped.
         """
-        groups = await self._offer(one, version, training_is_over)
-        if groups is None:
+        options = self._config.eval
+        collected = await self._collect(one, version, training_is_over)
+        if collected is None:
             return None
-        begin_s, options = monotonic(), self._config.eval
-        answers = await self._collector.collect(groups)
+        begin_s, answers = collected
+        groups = list(answers)
         dropped = self._session.evaluations.take_dropped(groups)
         if missing := [group for group in groups if len(answers[group]) < options.samples]:
             reason = next(iter(dropped.values()), "it was given up while the controller was restarted")
@@ -249,6 +259,26 @@ class Evaluations:
             "seconds": monotonic() - begin_s,
         }
         return one.name, min(versions), numbers
+
+    async def _collect(
+        self, one: EvalSet, version: int, training_is_over: asyncio.Event | None
+    ) -> tuple[float, Answers] | None:
+        """When the prompts were open, and the answers to them by group, in their order; None as `_offer`."""
+        collecting: list[asyncio.Task[Answers]] = []
+        begin_s = 0.0
+        try:
+            for part in one.parts(max(MAX_PART_ROWS // self._config.eval.samples, 1)):
+                groups = await self._offer(part, version, None if collecting else training_is_over)
+                if groups is None:
+                    return None
+                begin_s = begin_s or monotonic()
+                collecting.append(asyncio.create_task(self._collector.collect(groups)))
+            found: Answers = {}
+            for task in collecting:
+                found |= await wait_until(task, SESSION, "the answers of an evaluation", CONTROLLER)
+            return begin_s, found
+        finally:
+            await cancel_and_wait(collecting, CANCEL_S)
 
     def _note_skipped(self, one: EvalSet, version: int, reason: str) -> None:
         log.warning("version %d is not evaluated on %s: %s", version, one.name, reason)

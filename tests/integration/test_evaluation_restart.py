@@ -1,4 +1,4 @@
-"""An evaluation over restarts of its controller, over real sockets: each answer counts once."""
+"""Evaluations over real sockets: over restarts of the controller each answer counts once; of any size."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,6 +12,7 @@ from flowrt import api
 from flowrt.client.session import Session
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
+from flowrt.roles import evaluation
 from flowrt.roles.evaluation import EvalSet, Evaluations
 from tests.integration.test_controller_reconnect import Controllers
 
@@ -95,3 +96,39 @@ async def test_answers_count_once_over_restarts_of_the_controller(
     assert numbers["length"] == 1.0
     for session in (source, rollout, scorer, trainer):
         await session.close()
+
+
+@pytest.mark.slow
+async def test_an_evaluation_may_be_larger_than_what_the_controller_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2 sets of 12 answers the controller holds 8 at a time: each is offered in parts of 4."""
+    monkeypatch.setattr(evaluation, "MAX_PART_ROWS", SAMPLES)
+    controllers = Controllers(tmp_path, "eval", f"budget={2 * SAMPLES}")
+    try:
+        await controllers.start()
+        sessions = [
+            await api.connect(controllers.address, n, n, 20) for n in ("source", "rollout", "reward", "trainer")
+        ]
+        source, rollout, scorer, _ = sessions
+        reported: dict[str, dict[str, float]] = {}
+        monkeypatch.setattr(source, "evaluated", lambda name, _, numbers: reported.update({name: numbers}))
+        prompts = {"prompt": [torch.arange(2, dtype=torch.int32)] * PROMPTS}
+        sets = [
+            EvalSet(name, tuple(range(first, first + PROMPTS)), prompts)
+            for name, first in (("a", 0), ("b", 3 * PROMPTS))
+        ]
+        working = [asyncio.create_task(generate(rollout)), asyncio.create_task(reward(scorer))]
+        try:
+            await asyncio.wait_for(Evaluations(source, eval_config(), sets).at_start(), 120)
+        finally:
+            for task in working:
+                task.cancel()
+            await asyncio.wait(working)
+            for session in sessions:
+                await session.close()
+    finally:
+        controllers.kill()
+    assert {name: numbers[f"avg@{SAMPLES}"] for name, numbers in reported.items()} == {
+        name: pytest.approx(sum(REWARDS) / len(REWARDS)) for name in ("a", "b")
+    }

@@ -1,7 +1,7 @@
 """A controller of a small dataflow that can be killed and started again.
 
-python small_controller.py RUN_DIR ADDRESS [eval] [timeout=WORKER_TIMEOUT_S] [rejoin=REJOIN_TIMEOUT_S]; with ``eval``,
-prompts of the flow "eval" are evaluated.
+python small_controller.py RUN_DIR ADDRESS [eval] [timeout=WORKER_TIMEOUT_S] [rejoin=REJOIN_TIMEOUT_S] [budget=ROWS];
+with ``eval``, prompts of the flow "eval" are evaluated, of which at most ROWS are live.
 """
 
 import asyncio
@@ -43,18 +43,19 @@ EVAL_FLOW = Dataflow(
     token_columns=("response",),
 )
 RECONNECT_TIMEOUT_S = 60.0
-DEFAULT_TIMEOUTS_S = {"timeout": 30.0, "rejoin": 60.0}
+DEFAULTS = {"timeout": 30.0, "rejoin": 60.0, "budget": 1_000_000}
 
 
-async def serve(run_dir: Path, address: str, flow: Dataflow, worker_timeout_s: float, rejoin_timeout_s: float) -> None:
+async def serve(run_dir: Path, address: str, flow: Dataflow, limits: dict[str, float]) -> None:
     policies = Policies(StrictLag(1), Fifo(), TokenBudget(1), DelayedUpdate())
     settings = Settings(
         steps=3,
         groups_per_step=1,
         completing_roles=("trainer",),
-        rejoin_timeout_s=rejoin_timeout_s,
+        rejoin_timeout_s=limits["rejoin"],
         reconnect_timeout_s=RECONNECT_TIMEOUT_S,
-        worker_timeout_s=worker_timeout_s,
+        worker_timeout_s=limits["timeout"],
+        budget_rows=int(limits["budget"]),
     )
     ledger = Ledger(run_dir / "ledger.sqlite")
     core = Core(settings=settings, flow=flow, policies=policies, term=ledger.term, recovered=ledger.recover())
@@ -67,6 +68,6 @@ async def serve(run_dir: Path, address: str, flow: Dataflow, worker_timeout_s: f
 if __name__ == "__main__":
     die_with_parent()
     given = dict(word.split("=") for word in sys.argv[3:] if "=" in word)
-    timeouts = DEFAULT_TIMEOUTS_S | {name: float(value) for name, value in given.items()}
+    limits = DEFAULTS | {name: float(value) for name, value in given.items()}
     flow = EVAL_FLOW if "eval" in sys.argv[3:] else FLOW
-    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2], flow, timeouts["timeout"], timeouts["rejoin"]))
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2], flow, limits))
