@@ -11,7 +11,10 @@ Rows; without names, all of them:
 - data_check: `flowrt data check` of 100,000 conversations (2,000 with --quick) on one core: wall and CPU time;
 - sets_exact: three data sets of weights 0.7, 0.2 and 0.1 over 100 steps of 16 prompts: largest difference between the
   prompts of a set in any window of steps and its share;
-- templates: prompts of six families of chat models against transformers' own rendering, their start and stop tokens;
+- templates: prompts of 24 families of chat models, with all combinations of tools, calls, thinking, prefill and a late
+  system message, from rows of a file, against transformers' own rendering; of six also their start and stop tokens;
+- checks: command lines that are drawn, right and wrong ones, on which `flowrt data check` or `flowrt reward check` and
+  `flowrt run` disagree whether to refuse them;
 - hostile: a reward function of 20 ms in 4 processes, of whose calls 1 in 50 hangs, takes 2 GB, or raises, and 1 in 200
   ends its process, or leaves 100 processes. The deadline is 1 s. hostile_ratio is the time that the calls need at the
   rate of a clean function, plus the deadlines of the hanging ones on 4 processes, relative to the time they took;
@@ -44,14 +47,16 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from common.chat_families import templates_of_families
 from common.chat_models import FAMILIES, chat_tokenizer
+from common.check_agreement import check_agreement
 from common.first_run import first_step
 from common.programs import code
 from common.report import beyond, write
 from common.rewards import hostile, judge, reward_cost, reward_scaling
 from evaluation.runs import best, evaluation
 
-from flowrt.engines.prompts import PromptEncoder, PromptFormat, end_of_turn_ids
+from flowrt.engines.prompts import Prompt, PromptEncoder, PromptFormat, end_of_turn_ids
 from flowrt.recipes.data.mixture import alternate
 
 BOUNDS = {
@@ -61,6 +66,7 @@ BOUNDS = {
     "data_check_s": 10.0,
     "sets_exact": 1.0,
     "templates_wrong": 0.0,
+    "check_disagrees": 0.0,
     "overrun_s": 0.5,
     "processes_left": 0.0,
     "hostile_miscounted": 0.0,
@@ -191,7 +197,7 @@ def sets_exact(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes no time)
     return {"sets_exact": largest}
 
 
-def templates(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes a second)
+def templates(quick: bool) -> dict[str, float]:
     """Number of prompts checked, and of prompts and end-of-turn tokens that are wrong."""
     wrong = checked = 0
     for family in FAMILIES.values():
@@ -206,11 +212,16 @@ def templates(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes a second)
             )
             ids = encoder("", conversation)
             start = tokenizer.bos_token_id
-            is_right = ids == expected == encoder.encode_all([("", conversation)])[0]
+            is_right = ids == expected == encoder.encode_all([Prompt("", conversation)])[0]
             wrong += not (is_right and (start is None or ids.count(start) == 1))
             checked += 1
         wrong += end_of_turn_ids(tokenizer, family.template) != (tokenizer.convert_tokens_to_ids(family.turn),)
-    return {"templates": float(checked), "templates_wrong": float(wrong)}
+    found = templates_of_families(quick)
+    return {
+        "templates": float(checked + found["checked"]),
+        "templates_refused": float(found["refused"]),
+        "templates_wrong": float(wrong + found["wrong"]),
+    }
 
 
 MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
@@ -218,6 +229,7 @@ MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
     "data_check": data_check,
     "sets_exact": sets_exact,
     "templates": templates,
+    "checks": check_agreement,
     "hostile": hostile,
     "reward_scaling": reward_scaling,
     "reward_cost": reward_cost,
