@@ -290,11 +290,11 @@ def captured() -> Iterator[io.StringIO]:
 def started_in_process() -> Iterator[None]:
     """Check the model and the prompts where `flowrt run` would start its processes."""
 
-    async def check_alone(config: RunConfig, *_: object) -> int:
+    async def check_only(config: RunConfig, *_: object) -> int:
         check_model(config)
         return EXIT_OK
 
-    with mock.patch.object(local_run, "_run", check_alone):
+    with mock.patch.object(local_run, "_run", check_only):
         yield
 
 

@@ -45,6 +45,7 @@ class Prompt:
         seed: of the sample's random numbers, in [0, 2^63).
         greedy: take the most likely token instead of sampling.
         sampling: how its tokens are drawn; None: with the engine's own options.
+        max_new_tokens: maximum length of its response, up to the engine's; 0: the engine's.
         prefix: tokens of the response that were generated before, to an engine that `ContinuesSequences`. The response
             begins with them. Token number t of a response is drawn with random number t of the seed, as without one.
     """
@@ -55,6 +56,7 @@ class Prompt:
     greedy: bool = False
     sampling: SamplingOptions | None = None
     prefix: Prefix | None = None
+    max_new_tokens: int = 0
 
 
 def sample_seed(run_seed: int, prompt: int, epoch: int, member: int, attempt: int) -> int:

@@ -7,11 +7,21 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from flowrt.engines.options import Dtype, DtypeOrAuto, FsdpOptions, LoraOptions, SglangOptions, TrainOptions, Truncation
+from flowrt.engines.options import (
+    MAX_SUPPORT,
+    Dtype,
+    DtypeOrAuto,
+    FsdpOptions,
+    LoraOptions,
+    SglangOptions,
+    TrainOptions,
+    Truncation,
+)
 
 if TYPE_CHECKING:
     from flowrt.algorithms.algorithm import Algorithm
@@ -51,8 +61,10 @@ STAGED_VERSIONS = 2
 
 
 def support_tokens(truncation: Truncation) -> int:
-    """Upper bound of the tokens of a support: top-k; without it, an assumed number for top-p and min-p."""
-    return truncation.top_k or (ASSUMED_SUPPORT if truncation.is_active else 0)
+    """Upper bound of the tokens of a support: top-k; without one, an assumed number for top-p and min-p."""
+    if truncation.top_k < MAX_SUPPORT:
+        return truncation.top_k or (ASSUMED_SUPPORT if truncation.is_active else 0)
+    return ASSUMED_SUPPORT if truncation != Truncation(truncation.top_k) else truncation.top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +340,7 @@ class RolloutSetup:
         deterministic: fix batch shapes, so that results do not depend on which sequences run together.
         threads: number of CPU threads of a process that the engine starts.
         log_path: log file of a process that the engine starts.
-        chat_template: the template whose end of turn ends a sequence, as in `stop_token_ids`.
+        chat_template: the templates whose end of turn ends a sequence, as in `stop_token_ids`.
         worker: name of the worker.
     """
 
@@ -338,7 +350,7 @@ class RolloutSetup:
     deterministic: bool
     threads: int
     log_path: Path
-    chat_template: str = ""
+    chat_template: str | Sequence[str] = ""
     worker: str = "rollout-0"
 
 
@@ -395,6 +407,8 @@ class RolloutEngineDescriptor(ABC):
 
     is_in_worker = True
     """Whether the engine computes inside the worker process, with its installation of torch."""
+    limits_prompts = False
+    """Whether the engine ends the response to a prompt at `Prompt.max_new_tokens` (``eval.max_new_tokens``)."""
 
     def check(  # noqa: B027
         self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool

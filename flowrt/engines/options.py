@@ -14,6 +14,8 @@ RestartCount = Annotated[int, Interval(ge=0, le=10_000)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
 STARTED = OnlyIf("rollout.sglang.url", have=((),))
+MAX_SUPPORT = 4_096
+"""Maximum number of tokens that are kept of those that could be drawn, for the trainer."""
 CUT_CHARACTER = "\ufffd"
 """What a tokenizer decodes the bytes of an incomplete character to."""
 

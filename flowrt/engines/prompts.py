@@ -1,26 +1,67 @@
 """Prompts as token ids: plain text, or a conversation in a chat template.
 
 - A conversation is rendered once by the tokenizer's `apply_chat_template`; from there on only token ids are passed.
+- What a prompt has and the template does not use is refused: tools, and further fields of messages such as tool calls.
 - A template writes its own start token; a prompt has at most one start token.
 - Plain text for a checkpoint with a chat template is refused unless data.chat_template says whether to apply it.
 """
 
+import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowrt.errors import ConfigError, first_line, suggested
 
 NONE, CHAT = "none", "chat"
-ROLE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-"""Variables of a template that the user cannot set."""
+ROLE_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Variables of a template that data.chat_template_kwargs cannot set."""
+GIVEN_VARIABLES = ("raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token")
+"""Variables that transformers gives every template."""
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Tags of transformers around what an assistant generates."""
+USUAL = ("role", "content")
+"""The fields of most messages."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names of one field of a message: transformers gives a template each of them."""
+IDENTIFYING_FIELDS = ("id", "name", "tool_call_id")
+"""Fields of a message that a template may leave out."""
 MAX_TEMPLATE_BYTES = 1_000_000
 FAST_BATCH = 64
 """Texts that are tokenized together; larger batches are slower, because their encodings do not fit the cache."""
 PROBE = "flowrt-probe"
 """Text of a response, by which its end is found in a rendered conversation."""
+
+
+Message = tuple[str, str] | tuple[str, str, str]
+"""A message: its role and its content; with further fields, such as tool calls, also the whole message as JSON text."""
+Messages = tuple[Message, ...]
+"""A conversation."""
+
+
+class Prompt(NamedTuple):
+    """A prompt of a data set: text, or a conversation.
+
+    Attributes:
+        text: the text; empty if there are messages.
+        messages: the conversation; empty if the prompt is text.
+        tools: JSON text of the list of its tools; empty: those of the format.
+    """
+
+    text: str
+    messages: Messages = ()
+    tools: str = ""
+
+
+def as_message(message: Message) -> dict[str, Any]:
+    """The fields of a message."""
+    if len(message) == 2:
+        return {"role": message[0], "content": message[1]}
+    fields: dict[str, Any] = json.loads(message[2])
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +73,28 @@ class PromptFormat:
         variables: further variables of the template, by name.
         system_prompt: system message of conversations that do not begin with one; empty: none.
         prefill: whether a last message of role assistant is the beginning of the response.
+        tools: JSON text of the list of tools of prompts without tools of their own; empty: none.
     """
 
     template: str = ""
     variables: Mapping[str, object] = field(default_factory=dict)
     system_prompt: str = ""
     prefill: bool = False
+    tools: str = ""
 
     @classmethod
-    def of(cls, template: str, variables: str, system_prompt: str, *, prefill: bool) -> "PromptFormat":
-        """The format that a configuration describes; ``variables`` is JSON text, empty for none.
+    def of(cls, template: str, variables: str, system_prompt: str, *, prefill: bool, tools: str = "") -> "PromptFormat":
+        """The format that a configuration describes.
 
-        Raises ConfigError if ``variables`` is not a JSON object, or template "none" comes with variables or a system
-        prompt.
+        Args:
+            template: as the attribute.
+            variables: JSON text; empty for none.
+            system_prompt: as the attribute.
+            prefill: as the attribute.
+            tools: JSON text, or the path of a file with it; empty for none.
+
+        Raises ConfigError if ``variables`` is not a JSON object, ``tools`` not a list of them, or template "none" comes
+        with variables, tools or a system prompt.
         """
         try:
             table = json.loads(variables) if variables else {}
@@ -52,18 +102,63 @@ class PromptFormat:
             raise ConfigError(f"data.chat_template_kwargs is {variables!r:.80}, which is not JSON: {error}") from None
         if not isinstance(table, dict):
             raise ConfigError(f"data.chat_template_kwargs is {variables!r:.80}; make it a JSON object")
-        if template == NONE and (system_prompt or table):
-            name = "data.system_prompt" if system_prompt else "data.chat_template_kwargs"
-            raise ConfigError(f"{name} is set, and data.chat_template is none: there is no conversation; leave one out")
-        return cls(template, table, system_prompt, prefill)
+        if "tools" in table:
+            raise ConfigError("data.chat_template_kwargs has 'tools'; name them with data.tools, a JSON list or a file")
+        for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", table), ("tools", tools)):
+            if template == NONE and value:
+                raise ConfigError(
+                    f"data.{name} is set, and data.chat_template is none: there is no conversation; leave one out"
+                )
+        return cls(template, table, system_prompt, prefill, _read_tools(tools))
 
 
-def template_text(tokenizer: Any, template: str) -> str:
+def tools_text(value: object) -> str:
+    """JSON text of a list of tools.
+
+    Args:
+        value: a list of JSON objects, or JSON text of one.
+
+    Raises ValueError, whose text continues a sentence that names the value, for anything else.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        raise ValueError("is no list of JSON objects, the schemas of the tools")
+    try:
+        text = json.dumps(value)
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half a character
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"cannot be written as JSON: {error}") from None
+    return text
+
+
+def _read_tools(tools: str) -> str:
+    """The tools of ``data.tools`` as JSON text. Raises ConfigError if they cannot be read."""
+    if not tools:
+        return ""
+    path = Path(tools)
+    is_text = tools.lstrip().startswith("[")
+    try:
+        if not is_text and not path.is_file():
+            raise ConfigError(f"data.tools is {tools!r:.80}, which is neither a JSON list nor a file; give one of them")
+        return tools_text(tools if is_text else path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"data.tools is {tools!r:.80}, which cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or not tools
+        where = "data.tools" if is_text else f"data.tools: file {tools}"
+        raise ConfigError(f"{where} {'is not UTF-8 text' if isinstance(error, UnicodeError) else error}") from None
+
+
+def template_text(tokenizer: Any, template: str, *, with_tools: bool = False) -> str:
     """The text of a chat template; empty if there is none.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
         template: "none", "chat", a path, or empty, as `PromptFormat.template`.
+        with_tools: whether it is for prompts with tools, for which a checkpoint may have a template of its own.
 
     Raises ConfigError if the file cannot be read, or the checkpoint has several templates and no default.
     """
@@ -73,7 +168,7 @@ def template_text(tokenizer: Any, template: str) -> str:
         if not tokenizer.chat_template:
             return ""
         try:
-            return str(tokenizer.get_chat_template())
+            return str(tokenizer.get_chat_template(tools=[] if with_tools else None))
         except ValueError as error:
             raise ConfigError(f"the chat template of the checkpoint cannot be used: {_sentence(error)}") from None
     path = Path(template)
@@ -98,35 +193,40 @@ class PromptEncoder:
         self._template = template_text(tokenizer, form.template)
         if form.template == CHAT and not self._template:
             raise ConfigError("data.chat_template is chat, and the checkpoint has none; give a Jinja file, or none")
+        self._tool_template = template_text(tokenizer, form.template, with_tools=True)
+        self._after = _added_after(tokenizer)
+        self._controls = control_tokens(tokenizer, self._template)
         if form.variables:
-            _check_variables(self._template, form.variables)
+            _check_variables(self._tool_template if form.tools else self._template, form.variables)
+        if form.tools:
+            if not self._template:
+                raise ConfigError("data.tools is set, and there is no chat template; leave it out, or give one")
+            if not self._uses_tools:
+                raise ConfigError("data.tools is set, and the chat template does not use tools; leave it out")
 
-    def __call__(self, prompt: str, messages: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """The token ids of a prompt.
-
-        Args:
-            prompt: plain text, used if there are no messages.
-            messages: (role, content) of each.
+    def __call__(self, prompt: str, messages: Messages = (), tools: str = "") -> list[int]:
+        """The token ids of a prompt; arguments as of `Prompt`.
 
         Raises ConfigError if the prompt needs a template that is missing or excluded, or the template raises.
         """
-        if not self.applies_template(bool(messages)):
+        one = Prompt(prompt, messages, tools)
+        if not self.applies_template(one):
             return self._plain(prompt)
-        options = self._options(messages)
+        conversation, options = self.conversation(one), self._options(one)
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
-                self.conversation(prompt, messages), tokenize=True, return_dict=False, **options
+                conversation, tokenize=True, return_dict=False, **options
             )
         except Exception as error:  # noqa: BLE001 (the template's own errors are of many kinds)
             raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
         return ids
 
-    def applies_template(self, has_messages: bool) -> bool:
-        """Whether the template is applied to a prompt with or without messages.
+    def applies_template(self, prompt: Prompt) -> bool:
+        """Whether the template is applied to a prompt.
 
         Raises ConfigError if the configuration does not determine it, or the template is needed and missing.
         """
-        if has_messages:
+        if prompt.messages:
             if self._form.template == NONE:
                 raise ConfigError("the prompt is messages, and data.chat_template is none; use chat, or a Jinja file")
             if not self._template:
@@ -142,31 +242,46 @@ class PromptEncoder:
             )
         if self._form.system_prompt and not self._template:
             raise ConfigError("data.system_prompt is set, and there is no chat template; leave it out, or give one")
+        if not self._template and _are_any(prompt.tools):
+            raise ConfigError(
+                "the row has tools, and there is no chat template; give one, or leave the column out (data.tools_key"
+                " '')"
+            )
         return bool(self._template)
 
-    def conversation(self, prompt: str, messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-        """The messages that are passed to the template: roles and contents, with the system prompt."""
-        pairs = list(messages) or [("user", prompt)]
-        if self._form.system_prompt and pairs[0][0] not in ("system", "developer"):
-            pairs.insert(0, ("system", self._form.system_prompt))
-        return [{"role": role, "content": content} for role, content in pairs]
+    def conversation(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """The messages that are passed to the template, with the system prompt.
 
-    def encode_all(self, prompts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[list[int]]:
-        """The token ids of many prompts, given as (prompt, messages): results and errors of `__call__`, but faster."""
-        texts = [prompt for prompt, _ in prompts]
-        conversations: dict[bool, list[int]] = {False: [], True: []}
-        """Indices of the prompts that the template is applied to, by whether they are prefilled."""
-        for place, (_, messages) in enumerate(prompts):
-            if self.applies_template(bool(messages)):
-                conversations[self._is_prefilled(messages)].append(place)
-        for places in conversations.values():
-            rendered = self._render_all([prompts[place] for place in places]) if places else []
-            for place, text in zip(places, rendered, strict=True):
+        Raises ConfigError if a message has a field that the template does not use.
+        """
+        messages = prompt.messages or (("user", prompt.text),)
+        if self._form.system_prompt and messages[0][0] not in ("system", "developer"):
+            messages = (("system", self._form.system_prompt), *messages)
+        found = [as_message(one) for one in messages]
+        for message, fields in zip(messages, found, strict=True):
+            if len(message) > len(USUAL):
+                self._check_fields(fields, self._template_of(prompt))
+        return found
+
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The token ids of many prompts: results and errors of `__call__`, but faster."""
+        texts = [prompt.text for prompt in prompts]
+        rendered: set[int] = set()
+        """Indices of the prompts that the template is applied to."""
+        alike: dict[tuple[bool, str], list[int]] = {}
+        """Those with the same options of the template."""
+        for place, prompt in enumerate(prompts):
+            if self.applies_template(prompt):
+                rendered.add(place)
+                alike.setdefault((self._is_prefilled(prompt.messages), prompt.tools), []).append(place)
+        for places in alike.values():
+            found = self._render_all([prompts[place] for place in places])
+            for place, text in zip(places, found, strict=True):
                 texts[place] = text
         if not texts:
             return []
         ids = self._ids(texts)
-        for place in {*range(len(texts))} - {*conversations[False], *conversations[True]}:
+        for place in {*range(len(texts))} - rendered:
             ids[place] = self._plain(texts[place])
         return ids
 
@@ -183,42 +298,159 @@ class PromptEncoder:
                 return ids
         return [list(row) for row in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
-    def render(self, prompt: str, messages: Sequence[tuple[str, str]]) -> str:
-        """The text of a prompt rendered by the template. Raises ConfigError if the template raises."""
-        return self._render_all([(prompt, messages)])[0]
+    def control_token(self, prompt: Prompt) -> str:
+        """The first control token in the texts of a prompt; empty if there is none. See `control_tokens`."""
+        if self._controls is None:
+            return ""
+        found = (self._controls.search(text) for text in prompt_texts(prompt))
+        return next((match[0] for match in found if match is not None), "")
 
-    def _render_all(self, prompts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[str]:
-        """The texts of prompts rendered by the template; either all of the prompts are prefilled, or none."""
-        conversations = [self.conversation(*one) for one in prompts]
+    def render(self, prompt: Prompt) -> str:
+        """The text of a prompt rendered by the template. Raises ConfigError if the template raises."""
+        return self._render_all([prompt])[0]
+
+    def _render_all(self, prompts: Sequence[Prompt]) -> list[str]:
+        """The texts of prompts rendered by the template, for all of which its options are the same."""
+        conversations = [self.conversation(one) for one in prompts]
+        options = self._options(prompts[0])
         try:
-            texts: list[str] = self._tokenizer.apply_chat_template(
-                conversations, tokenize=False, **self._options(prompts[0][1])
-            )
+            texts: list[str] = self._tokenizer.apply_chat_template(conversations, tokenize=False, **options)
         except Exception as error:  # noqa: BLE001 (the template's own errors are of many kinds)
             if len(prompts) > 1:  # one by one, to raise the error of the first refused prompt
-                return [self.render(*one) for one in prompts]
+                return [self.render(one) for one in prompts]
             raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
         return texts
 
-    def _options(self, messages: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        is_prefill = self._is_prefilled(messages)
+    def _options(self, prompt: Prompt) -> dict[str, Any]:
+        """The options of the template for a prompt. Raises ConfigError for tools that it does not use."""
+        is_prefill = self._is_prefilled(prompt.messages)
+        tools = self._tools(prompt)
+        if tools and not self._uses_tools:
+            raise ConfigError(
+                "the row has tools, which the chat template does not use; give another one, or leave the column out "
+                "(data.tools_key '')"
+            )
         return {
             **self._form.variables,
-            "chat_template": self._template,
+            "tools": json.loads(tools) if tools else None,
+            "chat_template": self._template_of(prompt),
             "add_generation_prompt": not is_prefill,
             "continue_final_message": is_prefill,
         }
 
-    def _is_prefilled(self, messages: Sequence[tuple[str, str]]) -> bool:
+    def _tools(self, prompt: Prompt) -> str:
+        """JSON text of the tools of a prompt; empty if it has none."""
+        tools = prompt.tools or self._form.tools
+        return tools if _are_any(tools) else ""
+
+    def _template_of(self, prompt: Prompt) -> str:
+        return self._tool_template if self._tools(prompt) else self._template
+
+    @property
+    def _uses_tools(self) -> bool:
+        used = _used_variables(self._tool_template)
+        return "tools" in used if used is not None else _mentions(self._tool_template, "tools")
+
+    def _check_fields(self, message: Mapping[str, object], template: str) -> None:
+        """Raise ConfigError for a field of a message that the template does not use."""
+        for name in message:
+            names = REASONING_FIELDS if name in REASONING_FIELDS else (name,)
+            if name in (*USUAL, *IDENTIFYING_FIELDS) or any(_mentions(template, one) for one in names):
+                continue
+            raise ConfigError(
+                f"a message of role {message.get('role')} has the field {name!r}, which the chat template does not "
+                "use; leave it out, or give another template"
+            )
+
+    def _is_prefilled(self, messages: Messages) -> bool:
         return self._form.prefill and bool(messages) and messages[-1][0] == "assistant"
 
     def _plain(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text)["input_ids"]
+        # What a tokenizer puts after a text, mostly its end token: a response would follow it.
+        if self._after and tuple(ids[-len(self._after) :]) == self._after:
+            del ids[-len(self._after) :]
         start = self._tokenizer.bos_token_id
         # The text may begin with the start token, as the output of a template does, and the tokenizer adds another.
         while start is not None and ids[:2] == [start, start]:
             del ids[0]
         return ids
+
+
+class PromptEncoders:
+    """The encoders of a run: one for each format of its prompts."""
+
+    def __init__(self, tokenizer: Any, default: PromptFormat) -> None:
+        """``default``: the format of prompts without one of their own."""
+        self._tokenizer = tokenizer
+        self._default = default
+        self._found: list[tuple[PromptFormat, PromptEncoder]] = []
+
+    def of(self, form: PromptFormat | None) -> PromptEncoder:
+        """The encoder of a format, the same one for equal formats; None: the default.
+
+        Raises ConfigError if the format cannot be used, as `PromptEncoder`.
+        """
+        form = form or self._default
+        for known, encoder in self._found:
+            if known is form or known == form:
+                return encoder
+        self._found.append((form, PromptEncoder(self._tokenizer, form)))
+        return self._found[-1][1]
+
+
+def control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | None:
+    """A pattern of the tokens that mark parts of a conversation: in a prompt they become these tokens, as a template's.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        template: text of the chat template; empty: there is none.
+
+    Returns:
+        A pattern of special tokens, and of added tokens that the template writes; None if there are none.
+    """
+    found = {str(token) for token in tokenizer.all_special_tokens}
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special or (str(token).strip() and str(token) in template):
+            found.add(str(token))
+    longest_first = sorted((token for token in found if token.strip()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def prompt_texts(prompt: Prompt) -> list[str]:
+    """The texts of a prompt: its messages with all their fields, and its tools."""
+    found = [prompt.text, *(one[1] for one in prompt.messages)]
+    values: list[object] = [json.loads(one[2]) for one in prompt.messages if len(one) == 3]
+    values += [json.loads(prompt.tools)] if prompt.tools else []
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            values += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            values += value
+    return found
+
+
+def _added_after(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that a tokenizer puts after a text."""
+    plain: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer(PROBE)["input_ids"]
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return tuple(whole[start + len(plain) :])
+    return ()
+
+
+def _are_any(tools: str) -> bool:
+    """Whether JSON text of a list has an element; empty text: none."""
+    return tools not in ("", "[]")
+
+
+def _mentions(template: str, name: str) -> bool:
+    """Whether a name occurs in the text of a template."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def end_of_turn_ids(tokenizer: Any, template: str) -> tuple[int, ...]:
@@ -249,22 +481,30 @@ def end_of_turn_ids(tokenizer: Any, template: str) -> tuple[int, ...]:
 
 
 def _check_variables(template: str, variables: Mapping[str, object]) -> None:
-    from jinja2 import TemplateSyntaxError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     if not template:
         raise ConfigError("data.chat_template_kwargs is set, and there is no chat template; leave it out")
-    try:
-        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-        used = meta.find_undeclared_variables(environment.parse(template))
-    except TemplateSyntaxError:
-        return  # syntax that only transformers supports; an error in it is reported with the first prompt
+    used = _used_variables(template)
+    if used is None:
+        return
     for name in variables:
         if name not in used or name in ROLE_VARIABLES:
-            own = sorted(used - set(ROLE_VARIABLES))
+            own = sorted(used - {*ROLE_VARIABLES, *GIVEN_VARIABLES})
             raise ConfigError(
                 f"data.chat_template_kwargs has {name!r}, which the chat template does not use{suggested(name, own)}"
             )
+
+
+@functools.cache
+def _used_variables(template: str) -> frozenset[str] | None:
+    """The variables of a template that it does not set itself; None if only transformers can parse it."""
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template))))
+    except TemplateSyntaxError:
+        return None  # an error in it is reported with the first prompt
 
 
 def _sentence(error: Exception) -> str:

@@ -20,14 +20,16 @@ from flowrt.engines.prompts import end_of_turn_ids, template_text
 from flowrt.errors import EngineError
 
 
-def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_template: str = "") -> tuple[int, ...]:
+def stop_token_ids(
+    path: str | os.PathLike[str], tokenizer: Any = None, chat_template: str | Sequence[str] = ""
+) -> tuple[int, ...]:
     """The token ids that end a sequence of a checkpoint, ascending.
 
     Args:
         path: directory of the checkpoint.
         tokenizer: tokenizer of the checkpoint; None: it is loaded.
         chat_template: the template whose end of turn is a stop token too: "none", a path of a Jinja file, or empty or
-            "chat" for the checkpoint's own, if it has one.
+            "chat" for the checkpoint's own, if it has one; or several of them.
 
     Raises EngineError if a file of the checkpoint cannot be read, the tokenizer has no end token, or an id is not a
     number; ConfigError if the chat template cannot be read.
@@ -47,7 +49,9 @@ def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_tem
         if not all(type(one) is int and one >= 0 for one in ids):
             raise EngineError(f"{name} of {path} has eos_token_id {value!r:.80}; make it a token id, or a list of them")
         found.update(ids)
-    found.update(end_of_turn_ids(tokenizer, template_text(tokenizer, chat_template)))
+    for template in [chat_template] if isinstance(chat_template, str) else chat_template:
+        for text in {template_text(tokenizer, template, with_tools=with_tools) for with_tools in (False, True)}:
+            found.update(end_of_turn_ids(tokenizer, text))
     return tuple(sorted(found))
 
 
@@ -66,8 +70,13 @@ class StopConditions:
     tokenizer: Any = None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], strings: Sequence[str] = (), chat_template: str = "") -> "StopConditions":
-        """The stop tokens of a checkpoint and a chat template, and these strings.
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        strings: Sequence[str] = (),
+        chat_template: str | Sequence[str] = "",
+    ) -> "StopConditions":
+        """The stop tokens of a checkpoint and of chat templates, and these strings.
 
         Arguments and errors are those of `stop_token_ids`.
         """

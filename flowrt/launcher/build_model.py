@@ -29,7 +29,7 @@ from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file
 from flowrt.recipes.eval_sets import run_prompts
-from flowrt.recipes.prompt_limits import PromptLimits
+from flowrt.recipes.prompt_limits import PromptLimits, longest_key
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.base import Example, Task
 from flowrt.recipes.tasks.registry import task_of
@@ -55,7 +55,8 @@ def build(config: RunConfig) -> None:
         limits=PromptLimits(
             positions=shape.max_length,
             vocab_size=len(tokenizer),
-            max_new_tokens=config.rollout.max_new_tokens,
+            max_new_tokens=config.longest_response,
+            max_new_tokens_key=longest_key(config),
             max_prompt_tokens=config.data.max_prompt_tokens,
             overlong=config.data.overlong,
         ),

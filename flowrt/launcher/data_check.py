@@ -12,14 +12,15 @@ from rich.console import Console
 
 from flowrt.engines.model_config import parse_overrides
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, EngineError
+from flowrt.launcher.run_checks import check_files, check_start, has_weights
+from flowrt.launcher.terminal import printable
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, take
-from flowrt.recipes.constraints import check_bounds, check_data_options, check_text
+from flowrt.recipes.constraints import check
 from flowrt.recipes.data.difficulty import Selection
+from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.model_files import (
     base_model_dir,
-    check_model_files,
-    is_adapter,
     tokenizer_dir,
     weight_files,
 )
@@ -63,6 +64,11 @@ class Prompts:
     first_outside: str
     double_starts: int
     """Prompts with two start tokens."""
+    controls: int
+    """Prompts whose own text has a control token."""
+    first_control: str
+    control: str
+    """The control token of the first one."""
     duplicates: int
     """Training rows with the prompt of an earlier training row."""
     first_duplicate: str
@@ -105,45 +111,45 @@ def check_data(config: RunConfig, show: int, is_deep: bool, console: Console) ->
         console: receives the report.
 
     Returns:
-        The exit code: `EXIT_BAD_INPUT` if a run would refuse the data, or end before its first step.
+        The exit code: `EXIT_BAD_INPUT` if rollout and trainer disagree.
 
-    Raises ConfigError for rows that cannot be used, and for a model without tokenizer or config.json.
+    Raises ConfigError for what a run would refuse, mostly after the report.
     """
-    check_text(config)
-    check_bounds(config)
-    check_data_options(config)
-    model = Path(config.model)
-    if is_adapter(model) or weight_files(base_model_dir(model)):
-        check_model_files(model, config.rollout.max_new_tokens, parse_overrides(config.model_overrides))
-    sets = open_sets(config.data)
-    check_rows(sets, replace(config.data, allow_overlap=True))
+    check(config, has_weights=has_weights(Path(config.model)))
+    sets = open_sets(replace(config.data, eval_prompts=0) if config.eval.data else config.data)
     try:
-        code = _report(config, sets, show, console)
-        if is_deep and code == EXIT_OK:
-            code = _compare(config, sets, console)
+        found = _report(config, sets, show, console)
+    except ConfigError:
+        check_rows(sets, replace(config.data, allow_overlap=True))  # all mistakes together
+        raise
     except EngineError as error:
         raise ConfigError(str(error)) from error
-    return code
+    checked = check_files(config, lambda note: console.print(printable(note), soft_wrap=True))
+    check_start(checked, are_fit=not (found.overlong or found.empty or found.outside))
+    try:
+        return _compare(config, sets, console) if is_deep else EXIT_OK
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _reason(limits: PromptLimits) -> str:
     """What the maximum length of a prompt follows from; empty for ``data.max_prompt_tokens``."""
     if limits.most == limits.max_prompt_tokens:
         return ""
-    return f" ({limits.positions:,} positions of the model, {limits.max_new_tokens:,} for rollout.max_new_tokens)"
+    return f" ({limits.positions:,} positions of the model, {limits.max_new_tokens:,} for {limits.max_new_tokens_key})"
 
 
-def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: Console) -> int:
-    from flowrt.engines.prompts import PromptEncoder, template_text
+def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: Console) -> Prompts:
+    from flowrt.engines.prompts import PromptEncoders, template_text
     from flowrt.launcher.prompt_check import check_end_token
 
     model = base_model_dir(Path(config.model))
     tokenizer, model_config = _model(model, tokenizer_dir(Path(config.model)))
     notes = _check_model(config, model)
-    encoder = PromptEncoder(tokenizer, config.data.prompt_format)
+    encoders = PromptEncoders(tokenizer, config.data.prompt_format)
     limits = prompt_limits(config, model_config)
     check_end_token(tokenizer, limits.vocab_size, f"model {config.model}")
-    found = _read(encoder, tokenizer.bos_token_id, limits, sets)
+    found = _read(encoders, tokenizer.bos_token_id, limits, sets)
 
     def line(name: str, text: str) -> None:
         console.print(f"{name:<14}{text}", soft_wrap=True)
@@ -176,7 +182,13 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
         )
     if found.double_starts:
         line("start token", f"twice in {found.double_starts:,} prompts: the template or the text has one of its own")
-    line("stop tokens", _stop_tokens(model, tokenizer, config.data.chat_template))
+    if found.controls:
+        line(
+            "controls",
+            f"{found.controls:,} prompts have the text of a control token, which becomes that token; first: "
+            f"{found.control!r} in {found.first_control}",
+        )
+    line("stop tokens", _stop_tokens(model, tokenizer, chat_templates(config)))
     if found.duplicates:
         line("duplicates", f"{found.duplicates:,} training rows repeat a prompt; first: {found.first_duplicate}")
     if found.shared:
@@ -185,14 +197,8 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
             "held out", f"{found.shared:,} training rows have a held-out prompt, {outcome}; first: {found.first_shared}"
         )
     for problem in Concatenated([one.training for one in sets])[:show]:
-        _show(problem, encoder, tokenizer, console)
-    is_refused = (
-        (found.overlong and limits.overlong == "error")
-        or found.empty
-        or found.outside
-        or (found.shared and not config.data.allow_overlap)
-    )
-    return EXIT_BAD_INPUT if is_refused else EXIT_OK
+        _show(problem, encoders, tokenizer, console)
+    return found
 
 
 def _check_model(config: RunConfig, model: Path) -> list[str]:
@@ -209,14 +215,14 @@ def _check_model(config: RunConfig, model: Path) -> list[str]:
 
 def _compare(config: RunConfig, sets: Sequence[ProblemSet], console: Console) -> int:
     """Print how far rollout and trainer disagree on the first prompts of each data set; returns the exit code."""
-    from flowrt.engines.prompts import PromptEncoder
+    from flowrt.engines.prompts import PromptEncoders
     from flowrt.launcher.deep_check import compare
 
     tokenizer, model_config = _model(base_model_dir(Path(config.model)), tokenizer_dir(Path(config.model)))
-    encoder = PromptEncoder(tokenizer, config.data.prompt_format)
+    encoders = PromptEncoders(tokenizer, config.data.prompt_format)
     most = prompt_limits(config, model_config).most
     first = [one.training[place] for one in sets for place in range(min(MAX_COMPARED, len(one.training)))]
-    encoded = [encoder(one.prompt, one.messages) for one in first]
+    encoded = [encoders.of(one.form)(*one.as_prompt) for one in first]
     found = compare(config, [ids for ids in encoded if len(ids) <= most])
     console.print(f"{'policies':<14}{found}", soft_wrap=True)
     return EXIT_BAD_INPUT if found.is_refused else EXIT_OK
@@ -244,11 +250,12 @@ def _shares(sets: Sequence[ProblemSet]) -> list[str]:
     return [f", {one.weight / total:.3g} of the prompts" for one in sets] if len(sets) > 1 else [""]
 
 
-def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[ProblemSet]) -> Prompts:
+def _read(encoders: Any, start: int | None, limits: PromptLimits, sets: Sequence[ProblemSet]) -> Prompts:
     """Tokenize all prompts, and find those that occur twice. ``start``: id of the start token."""
     overlong, shared, duplicates, empty, outside = _Found(), _Found(), _Found(), _Found(), _Found()
+    controls, control = _Found(), ""
     double_starts = 0
-    evaluated = {folded(one.prompt, one.messages) for part in sets for one in part.held_out}
+    evaluated = {folded(*one.as_prompt) for part in sets for one in part.held_out}
     trained: set[int] = set()
     """Hashes of prompts; the prompts themselves would take as much memory as the data set."""
     longest, longest_place = -1, ""
@@ -256,7 +263,7 @@ def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[
     for one in sets:
         index = 0
         for block in one.prompt_blocks():
-            for place, ids in enumerate(_encoded(encoder, block)):
+            for place, ids in enumerate(_encoded(encoders.of(block.form), block)):
                 lengths.append(len(ids))
                 if len(ids) > longest:
                     longest, longest_place = len(ids), block.where(place)
@@ -267,6 +274,9 @@ def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[
                 elif max(ids) >= limits.vocab_size:
                     outside.add(block, place)
                 double_starts += start is not None and ids[:2] == [start, start]
+                if controlled := encoders.of(block.form).control_token(block.prompts[place]):
+                    control = control or controlled
+                    controls.add(block, place)
                 index += 1
                 if index > one.first_held_out:
                     continue
@@ -286,6 +296,9 @@ def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[
         outside=outside.count,
         first_outside=outside.first,
         double_starts=double_starts,
+        controls=controls.count,
+        first_control=controls.first,
+        control=control,
         duplicates=duplicates.count,
         first_duplicate=duplicates.first,
         shared=shared.count,
@@ -324,24 +337,27 @@ def _quantile(ascending: Sequence[int], share: float) -> int:
     return ascending[round(share * (len(ascending) - 1))]
 
 
-def _stop_tokens(model: Path, tokenizer: Any, chat_template: str) -> str:
+def _stop_tokens(model: Path, tokenizer: Any, templates: Sequence[str]) -> str:
     """The stop tokens by id and text, with a note if one of them comes from the chat template alone."""
     from flowrt.engines.prompts import end_of_turn_ids, template_text
     from flowrt.engines.stopping import stop_token_ids
 
-    ids = stop_token_ids(model, tokenizer, chat_template)
+    ids = stop_token_ids(model, tokenizer, templates)
     of_checkpoint = stop_token_ids(model, tokenizer, "none")
     names = ", ".join(f"{one} {tokenizer.convert_ids_to_tokens(one)!r}" for one in ids)
     own = [
-        one for one in end_of_turn_ids(tokenizer, template_text(tokenizer, chat_template)) if one not in of_checkpoint
+        one
+        for template in templates
+        for one in end_of_turn_ids(tokenizer, template_text(tokenizer, template))
+        if one not in of_checkpoint
     ]
     note = f"; {own[0]} is the template's end of turn alone, generation_config.json does not name it" if own else ""
     return names + note
 
 
-def _show(problem: Example, encoder: Any, tokenizer: Any, console: Console) -> None:
+def _show(problem: Example, encoders: Any, tokenizer: Any, console: Console) -> None:
     """Print a prompt as token ids and as text."""
-    ids = encoder(problem.prompt, problem.messages)
+    ids = encoders.of(problem.form)(*problem.as_prompt)
     text = str(tokenizer.decode(ids, skip_special_tokens=False))
     more = f" … ({len(ids):,} in all)" if len(ids) > MAX_SHOWN_TOKENS else ""
     cut = f"… ({len(text):,} characters)" if len(text) > MAX_SHOWN_TEXT else ""

@@ -18,6 +18,7 @@ from flowrt.launcher.supervision import read_summary
 from flowrt.recipes.config import BuildConfig, CheckpointConfig, RunConfig, SftConfig
 from flowrt.recipes.config_io import read_flags
 from flowrt.recipes.constraints import check
+from flowrt.recipes.data_sets import split_options
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.registry import held_out_by_default
 from flowrt.recipes.tasks.task_file import digest, is_task_file, split
@@ -93,7 +94,9 @@ def evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, mod
     held_out = config.data.eval_prompts
     changes: dict[str, Any] = {"only": True, "interval": 0, "stop_at": 0.0, "overlap": "skip"}
     if options.data:
-        changes["data"] = tuple(one if "=" in one else f"eval={one}" for one in options.data)
+        changes["data"] = tuple(
+            one if "=" in split_options(one, f"--data {one!r:.80}")[0] else f"eval={one}" for one in options.data
+        )
         held_out = held_out_by_default(config.recipe)  # with eval.data none are held out
     for name in ("samples", "temperature", "limit"):
         if (value := getattr(options, name)) is not None:

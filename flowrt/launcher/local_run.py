@@ -34,8 +34,8 @@ from flowrt.launcher.device_check import check_devices_here, unused
 from flowrt.launcher.exporters import ExporterProcesses, check_exporters
 from flowrt.launcher.memory_check import check_memory
 from flowrt.launcher.observer import Observer
-from flowrt.launcher.own_files import with_checked_task, with_own_needs
 from flowrt.launcher.processes import Child, Children
+from flowrt.launcher.run_checks import check_files
 from flowrt.launcher.signals import Signals
 from flowrt.launcher.supervision import (
     RUN,
@@ -57,13 +57,14 @@ from flowrt.net.link import check_free
 from flowrt.observability.exporters.sink import own_path
 from flowrt.observability.tails import LineTail
 from flowrt.recipes.algorithms import acting_fields, is_own
-from flowrt.recipes.config import RunConfig
-from flowrt.recipes.config_io import to_toml
+from flowrt.recipes.config import DataSetConfig, RunConfig
+from flowrt.recipes.config_io import OWN_DATA, to_toml
 from flowrt.recipes.constraints import check_text
+from flowrt.recipes.data_sets import options_text
 from flowrt.recipes.devices import named_accelerators
-from flowrt.recipes.eval_names import eval_paths
-from flowrt.recipes.filter_function import check_filter_function
+from flowrt.recipes.eval_names import eval_data_sets
 from flowrt.recipes.run_dir import CONFIG, address_file, has_adapters_to_merge, model_dir, ranks_dir
+from flowrt.recipes.tasks.custom import check_given
 from flowrt.recipes.tasks.task_file import is_task_file, split
 from flowrt.rewards.functions import with_paths
 from flowrt.runtime.addresses import parse_address
@@ -131,14 +132,18 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         data=dataclasses.replace(
             config.data,
             path=_absolute(config.data.path),
-            sets=tuple(dataclasses.replace(one, path=_absolute(one.path)) for one in config.data.sets),
+            sets=tuple(map(_data_set, config.data.sets)),
             chat_template=_template(config.data.chat_template),
+            tools=_tools(config.data.tools),
         ),
         reward=dataclasses.replace(
             config.reward, functions=tuple(with_paths(one, _absolute) for one in config.reward.functions)
         ),
         eval=dataclasses.replace(
-            config.eval, data=tuple(f"{name}={_absolute(path)}" for name, path in eval_paths(config).items())
+            config.eval,
+            data=tuple(
+                f"{one.name}={one.path}{options_text(one)}" for one in map(_data_set, eval_data_sets(config).values())
+            ),
         ),
         exporters=tuple(_exporter(name) for name in config.exporters),
         guards=dataclasses.replace(config.guards, command=_command(config.guards.command)),
@@ -152,6 +157,17 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         config = dataclasses.replace(config, algorithm=algorithm)
     check_text(config)  # the paths now include the current directory
     return config
+
+
+def _data_set(one: DataSetConfig) -> DataSetConfig:
+    template = None if one.chat_template is None else _template(one.chat_template)
+    tools = None if one.tools is None else _tools(one.tools)
+    return dataclasses.replace(one, path=_absolute(one.path), chat_template=template, tools=tools)
+
+
+def _tools(tools: str) -> str:
+    """``data.tools`` with an absolute path, if it is one."""
+    return tools if tools.lstrip().startswith("[") else _absolute(tools)
 
 
 def _absolute(path: str) -> str:
@@ -211,9 +227,9 @@ def check_and_run(
     progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if unused_devices := unused(config, os.environ):
         progress(unused_devices)
-    config = with_checked_task(config, progress)
-    check_filter_function(config, progress)
-    return asyncio.run(_run(with_own_needs(config), console, prepare, page_port))
+    if config.recipe == OWN_DATA:
+        check_given(config)
+    return asyncio.run(_run(check_files(config, progress), console, prepare, page_port))
 
 
 async def _show_log(path: Path, view: LiveView) -> None:

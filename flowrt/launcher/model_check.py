@@ -52,8 +52,9 @@ from flowrt.errors import EXIT_BAD_INPUT, ConfigError, EngineError, FlowError, s
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
+from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.eval_sets import run_prompts
-from flowrt.recipes.model_files import is_adapter, weight_files
+from flowrt.recipes.model_files import is_adapter, tokenizer_dir, weight_files
 from flowrt.recipes.prompt_limits import prompt_limits
 from flowrt.recipes.run_dir import model_dir, reference_model_dir
 from flowrt.recipes.tasks.registry import task_of
@@ -71,10 +72,13 @@ WIDE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16"
 """Types of weights that can be trained, as safetensors names them."""
 
 
-def check_model(config: RunConfig) -> None:
-    """Raises ConfigError if the model or reference.model cannot be loaded, or a prompt or top-k does not fit."""
+def check_model(config: RunConfig, *, are_fit: bool = False) -> None:
+    """Raises ConfigError if the model or reference.model cannot be loaded, or a prompt or top-k does not fit.
+
+    ``are_fit``: whether the prompts of the task, but not those of ``eval.data``, are known to fit.
+    """
     try:
-        _check_model(config)
+        _check_model(config, are_fit=are_fit)
     except (ConfigError, EngineError) as error:
         raise ConfigError(as_named(config, str(error))) from error
 
@@ -91,7 +95,7 @@ def as_named(config: RunConfig, text: str) -> str:
     return text
 
 
-def _check_model(config: RunConfig) -> None:
+def _check_model(config: RunConfig, *, are_fit: bool) -> None:
     path = model_dir(config)
     if config.model_overrides:
         write_models(config)
@@ -101,21 +105,40 @@ def _check_model(config: RunConfig) -> None:
         check_reference(config)
     if not config.model:
         return  # built by flowrt
-    model_config = check_weights(path)
-    tokenizer = load_tokenizer(path)
-    stop_token_ids(path, tokenizer, config.data.chat_template)  # raises if its files cannot be read
+    _check_tokens(config, path, path, check_weights(path), are_fit=are_fit)
+    check_finite(path)
+    check_architecture(
+        path, generates=ROLLOUT_ENGINES[config.rollout.engine].is_in_worker, compiled=config.rollout.compile
+    )
+
+
+def check_without_weights(config: RunConfig, path: Path, *, are_fit: bool = False) -> None:
+    """Raises ConfigError if a prompt or top-k does not fit the tokenizer and the configuration of a model.
+
+    Args:
+        config: of the run.
+        path: directory of the model, which needs no weights.
+        are_fit: as of `check_model`.
+    """
+    try:
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
+        _check_tokens(config, path, tokenizer_dir(path), load_config(path), are_fit=are_fit)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_tokens(config: RunConfig, path: Path, with_tokenizer: Path, model_config: Any, *, are_fit: bool) -> None:
+    tokenizer = load_tokenizer(with_tokenizer)
+    stop_token_ids(path, tokenizer, chat_templates(config))  # raises if its files cannot be read
     text_config = model_config.get_text_config()
     check_sampling(config, getattr(text_config, "vocab_size", None) or sys.maxsize, f"model {path}")
     check_prompts(
-        run_prompts(config, task_of(config)),
+        run_prompts(config, task_of(config), are_fit=are_fit),
         tokenizer,
         limits=prompt_limits(config, text_config),
         what=f"model {path}",
         form=config.data.prompt_format,
-    )
-    check_finite(path)
-    check_architecture(
-        path, generates=ROLLOUT_ENGINES[config.rollout.engine].is_in_worker, compiled=config.rollout.compile
     )
 
 

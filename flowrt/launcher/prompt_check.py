@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from flowrt.engines.prompts import PromptEncoder, PromptFormat
+from flowrt.engines.prompts import USUAL, Prompt, PromptEncoder, PromptEncoders, PromptFormat
 from flowrt.errors import ConfigError, first_line
 from flowrt.recipes.data.base import Mistakes
-from flowrt.recipes.data.prompt_scan import Prompt
 from flowrt.recipes.prompt_limits import PromptLimits
 from flowrt.recipes.tasks.base import PromptBlock
 
@@ -46,13 +45,13 @@ def check_prompts(
         tokenizer: the tokenizer of the model.
         limits: limits of the model and the configuration.
         what: name of the model in messages.
-        form: how prompts become tokens; None: text as it is.
+        form: how prompts without a format of their own become tokens; None: text as it is.
 
     Raises ConfigError for a prompt without tokens, with tokens outside the vocabulary, too long, or that the chat
     template refuses; the first ten together.
     """
     check_end_token(tokenizer, limits.vocab_size, what)
-    check = _PromptCheck(tokenizer, limits, what, PromptEncoder(tokenizer, form or PromptFormat(template="none")))
+    check = _PromptCheck(tokenizer, limits, what, PromptEncoders(tokenizer, form or PromptFormat(template="none")))
     for block in blocks:
         check.add(block)
     check.report()
@@ -68,27 +67,27 @@ def check_end_token(tokenizer: Any, vocab_size: int, what: str) -> None:
 class _PromptCheck:
     """A check of prompts, block by block, that collects their mistakes."""
 
-    def __init__(self, tokenizer: Any, limits: PromptLimits, what: str, encoder: PromptEncoder) -> None:
+    def __init__(self, tokenizer: Any, limits: PromptLimits, what: str, encoders: PromptEncoders) -> None:
         self._limits = limits
         self._what = what
-        self._encoder = encoder
+        self._encoders = encoders
         self._is_larger = len(tokenizer) > limits.vocab_size
         self._mistakes = Mistakes()
-        self._added: dict[tuple[str, ...], int] = {}
+        self._added: dict[tuple[PromptEncoder, tuple[str, ...]], int] = {}
         self._seen = Counter[str]()
         self._overlong: list[Overlong] = []
 
     def add(self, block: PromptBlock) -> None:
         """Check these prompts. Raises ConfigError at the tenth mistake."""
         self._seen[block.data_set] += len(block.prompts)
-        doubtful = []
+        encoder, doubtful = self._encoders.of(block.form), []
         for place, prompt in enumerate(block.prompts):
             try:
-                if self._is_doubtful(prompt):
+                if self._is_doubtful(encoder, prompt):
                     doubtful.append(place)
             except ConfigError as error:
                 self._mistakes.add(ConfigError(f"{block.where(place)}: {error}"))
-        for place, tokens in self._encoded(block, doubtful):
+        for place, tokens in self._encoded(encoder, block, doubtful):
             self._judge(block, place, tokens)
 
     def report(self) -> None:
@@ -118,39 +117,43 @@ class _PromptCheck:
             f"use fewer{more}"
         )
 
-    def _is_doubtful(self, prompt: Prompt) -> bool:
+    def _is_doubtful(self, encoder: PromptEncoder, prompt: Prompt) -> bool:
         """Whether the prompt has to be tokenized: it may have too many tokens, none, or ids outside the vocabulary."""
-        text, messages = prompt
-        roles = tuple([role for role, _ in messages])
-        added = self._added[roles] if roles in self._added else self._added_bytes(prompt, roles)
-        characters = len(text) + sum([len(content) for _, content in messages])
+        text, messages, tools = prompt
+        if tools or any(len(one) > len(USUAL) for one in messages):
+            return True  # a template may show them in any way
+        roles = tuple([one[0] for one in messages])
+        added = self._added.get((encoder, roles))
+        if added is None:
+            added = self._added[encoder, roles] = self._added_bytes(encoder, prompt, roles)
+        characters = len(text) + sum([len(one[1]) for one in messages])
         if characters > SHORT_BYTES and characters * UTF8_BYTES + added <= self._limits.most:
             return self._is_larger
-        parts = [text, *(content for _, content in messages)]
+        parts = [text, *(one[1] for one in messages)]
         size = sum(len(part) if part.isascii() else len(part.encode()) for part in parts)
         return self._is_larger or size <= SHORT_BYTES or size + added > self._limits.most
 
-    def _added_bytes(self, prompt: Prompt, roles: tuple[str, ...]) -> int:
+    def _added_bytes(self, encoder: PromptEncoder, prompt: Prompt, roles: tuple[str, ...]) -> int:
         """Upper bound of the tokens that do not stand for the prompt's own text.
 
         Raises ConfigError, see `PromptEncoder`.
         """
-        if self._encoder.applies_template(bool(roles)):
-            self._encoder(*prompt)  # a template may refuse an order of roles
-            short = tuple((role, "1") for role in roles)
-            self._added[roles] = len(self._encoder.render("1", short).encode()) + MAX_SPECIAL_TOKENS
-        else:
-            self._added[roles] = MAX_SPECIAL_TOKENS
-        return self._added[roles]
+        if not encoder.applies_template(prompt):
+            return MAX_SPECIAL_TOKENS
+        encoder(*prompt)  # a template may refuse an order of roles
+        short = Prompt("1", tuple((role, "1") for role in roles))
+        return len(encoder.render(short).encode()) + MAX_SPECIAL_TOKENS
 
-    def _encoded(self, block: PromptBlock, places: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    def _encoded(
+        self, encoder: PromptEncoder, block: PromptBlock, places: Sequence[int]
+    ) -> Iterator[tuple[int, list[int]]]:
         prompts = [block.prompts[place] for place in places]
         try:
-            yield from zip(places, self._encoder.encode_all(prompts), strict=True)
+            yield from zip(places, encoder.encode_all(prompts), strict=True)
         except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower; the prompt is found below)
             for place, prompt in zip(places, prompts, strict=True):
                 try:
-                    yield place, self._encoder(*prompt)
+                    yield place, encoder(*prompt)
                 except Exception as error:  # noqa: BLE001
                     text = str(error) if isinstance(error, ConfigError) else _cannot(self._what, error)
                     self._mistakes.add(ConfigError(f"{block.where(place)}: {text}"))

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 
 from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.launcher.run_checks import check_files, check_start
 from flowrt.launcher.terminal import printable
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, to_toml
-from flowrt.recipes.constraints import check_bounds, check_reward_options, check_text
+from flowrt.recipes.constraints import check
 from flowrt.recipes.tasks.problems import Concatenated, open_sets
 from flowrt.recipes.tasks.registry import takes_reward
 from flowrt.recipes.tasks.task_file import PROCESS, is_task_file, split
 from flowrt.recipes.tasks.task_reward import row_of, task_reward, with_task_reward
-from flowrt.rewards.check import FIRST_ROWS, check_here, check_rewards
+from flowrt.rewards.check import check_here
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.scoring import CALLS, RewardScorer
 from flowrt.rewards.user_file import as_text
@@ -58,9 +59,7 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     limit, flags = _limit(words)
     about = f"{DESCRIPTION} --limit N: rows (default: {LIMIT})."
     config = read(flags, "flowrt reward check", default="custom", about=about, is_listed=_is_listed, more=["--limit"])
-    check_text(config)
-    check_bounds(config)
-    check_reward_options(config)
+    check(config)
     if not takes_reward(config.recipe):
         return _check_task(config, limit, console)
     if not (config.data.path or config.data.sets) or not config.reward.functions:
@@ -70,7 +69,9 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     problems = Concatenated([one.training for one in sets])[:limit]
     answers = [problem.answer.encode() for problem in problems]
     _print(asyncio.run(_found(config, answers)), len(answers), console)
-    check_rewards(config.reward, answers[:FIRST_ROWS], lambda text: console.print(printable(text)))
+    config = check_files(config, lambda text: console.print(printable(text)))
+    if config.model:
+        check_start(config)
     return EXIT_OK
 
 
@@ -88,9 +89,9 @@ def _check_task(config: RunConfig, limit: int, console: Console) -> int:
     rows = [row_of(str(answer).encode()) for answer in answers]
     outcomes = asyncio.run(_found(with_task_reward(config), rows))
     _print(outcomes, len(rows), console)
-    failures = [text for one in outcomes.values() for text in one.first.values()]
-    if failures:
-        raise ConfigError(failures[0])
+    config = check_files(config, lambda text: console.print(printable(text)))
+    if config.model:
+        check_start(config)
     return EXIT_OK
 
 

@@ -11,6 +11,7 @@ from annotated_types import Interval
 
 from flowrt.controller.policies.curriculum import MIN_FLOOR
 from flowrt.engines.options import (
+    MAX_SUPPORT,
     Dtype,
     DtypeOrAuto,
     FsdpOptions,
@@ -74,7 +75,8 @@ Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 class DataSetConfig:
     """One of several data sets.
 
-    In a file a table `[[data.sets]]` each, as a flag `--data NAME=PATH:WEIGHT`.
+    In a file a table `[[data.sets]]` each, as a flag `--data "NAME=PATH:WEIGHT [KEY=VALUE ...]"`. What a set leaves out
+    is as in data.
     """
 
     name: str
@@ -83,6 +85,22 @@ class DataSetConfig:
     """File or directory of rows, as data.path."""
     weight: Annotated[float, Interval(gt=0, le=1_000_000)] = 1.0
     """Share of the prompts of each step, relative to the weights of the other sets."""
+    split: str | None = None
+    """Of this set, in place of data.split; so for all keys below."""
+    prompt_key: str | None = None
+    """Of this set, in place of data.prompt_key."""
+    answer_key: str | None = None
+    """Of this set, in place of data.answer_key."""
+    system_prompt: str | None = None
+    """Of this set, in place of data.system_prompt."""
+    chat_template: str | None = None
+    """Of this set, in place of data.chat_template."""
+    chat_template_kwargs: str | None = None
+    """Of this set, in place of data.chat_template_kwargs."""
+    tools: str | None = None
+    """Of this set, in place of data.tools."""
+    tools_key: str | None = None
+    """Of this set, in place of data.tools_key."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +126,12 @@ class DataConfig:
     """Variables of the chat template, a JSON object, such as {"enable_thinking": false}."""
     system_prompt: str = ""
     """System message of conversations that begin with none."""
+    tools: str = ""
+    """Tools that the chat template shows for every prompt without tools of its own: a JSON list of their schemas, or a
+    file with it."""
+    tools_key: str = "tools"
+    """Recipe custom: column of the tools of a row, a list of their schemas or JSON text of one, which rows may lack;
+    empty: none."""
     prefill: bool = False
     """Recipe custom: whether a last message of role assistant is the beginning of the response."""
     max_prompt_tokens: Annotated[int, Interval(ge=0, le=16_777_216)] = 0
@@ -139,7 +163,13 @@ class DataConfig:
         Raises ConfigError if the variables of the template are no JSON object, and if there are variables or a system
         prompt with template none.
         """
-        return PromptFormat.of(self.chat_template, self.chat_template_kwargs, self.system_prompt, prefill=self.prefill)
+        return PromptFormat.of(
+            self.chat_template,
+            self.chat_template_kwargs,
+            self.system_prompt,
+            prefill=self.prefill,
+            tools=self.tools,
+        )
 
 
 @dataclass(frozen=True)
@@ -147,8 +177,8 @@ class EvalConfig:
     """Evaluation: answers to held-out prompts, all of one version of the weights; training goes on meanwhile."""
 
     data: tuple[str, ...] = ()
-    """Data sets NAME=PATH of prompts to evaluate, in the form of --data; repeatable; none: the held-out rows, as
-    held_out."""
+    """Data sets "NAME=PATH [KEY=VALUE ...]" of prompts to evaluate, in the form of --data, with the keys of
+    [[data.sets]]; repeatable; none: the held-out rows, as held_out."""
     split: str = ""
     """Split that is read from a directory of eval.data; empty: test, else validation."""
     interval: Annotated[int, Interval(ge=0, le=10_000_000)] = 0
@@ -159,12 +189,16 @@ class EvalConfig:
     """Evaluate the last weights."""
     samples: Annotated[int, Interval(ge=1, le=65_536), EVALUATES] = 1
     """Answers to each prompt, over which avg@k and pass@k are measured."""
+    max_new_tokens: Annotated[int, Interval(ge=0, le=16_777_216), EVALUATES] = 0
+    """Maximum length of an answer, in tokens; 0: rollout.max_new_tokens."""
     temperature: Annotated[float | None, Interval(ge=0, le=100), EVALUATES] = None
     """Sampling temperature; 0: the most likely token; not given: 0 with one sample, rollout.temperature with more."""
     top_k: Annotated[int, Interval(ge=0, le=4_096), EVALUATES] = 0
     """Sample from this many most likely tokens; 0: from all."""
     top_p: Annotated[float, Interval(gt=0, le=1), EVALUATES] = 1.0
     """Sample from the fewest most likely tokens whose probabilities sum to this; 1: from all."""
+    min_p: Annotated[float, Interval(ge=0, lt=1), EVALUATES] = 0.0
+    """Sample from the tokens of at least this fraction of the highest probability; 0: from all."""
     limit: Annotated[int, Interval(ge=0, le=1_000_000), EVALUATES] = 0
     """Prompts of each data set, the first ones; 0: all."""
     overlap: Literal["skip", "wait"] = "skip"
@@ -186,7 +220,12 @@ class EvalConfig:
         temperature = self.temperature
         if temperature is None:
             temperature = rollout_temperature if self.samples > 1 else 0.0
-        return SamplingOptions(temperature, Truncation(self.top_k, self.top_p)) if temperature else None
+        return SamplingOptions(temperature, self.truncation) if temperature else None
+
+    @property
+    def truncation(self) -> Truncation:
+        """The tokens that can be drawn."""
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
@@ -314,12 +353,14 @@ class RolloutConfig:
     """Maximum response length, in tokens."""
     temperature: Annotated[float, Interval(ge=MIN_TEMPERATURE, le=100)] = 1.0
     """Sampling temperature."""
-    top_k: Annotated[int, Interval(ge=0, le=4_096)] = 0
+    top_k: Annotated[int, Interval(ge=0, le=MAX_SUPPORT)] = 0
     """Sample from this many most likely tokens, of which the trainer's probabilities are then too; 0: from all."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """Sample from the fewest most likely tokens whose probabilities sum to this; needs top_k; 1: from all."""
+    """Sample from the fewest most likely tokens whose probabilities sum to this, of at most top_k, or without it 4,096;
+    1: from all."""
     min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Sample from the tokens of at least this fraction of the highest probability; needs top_k; 0: from all."""
+    """Sample from the tokens of at least this fraction of the highest probability, of at most top_k, or without it
+    4,096; 0: from all."""
     stop: tuple[str, ...] = ()
     """Stop strings: a response ends with the token that completes one, or with a stop token of the checkpoint; the
     reward gets the text before it."""
@@ -346,8 +387,9 @@ class RolloutConfig:
 
     @property
     def truncation(self) -> Truncation:
-        """The support of sampling: top-k, top-p and min-p."""
-        return Truncation(self.top_k, self.top_p, self.min_p)
+        """The support of sampling: top-k, top-p and min-p. A support has at most `MAX_SUPPORT` tokens."""
+        is_bounded = self.top_k or (self.top_p == 1 and self.min_p == 0)
+        return Truncation(self.top_k if is_bounded else MAX_SUPPORT, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
@@ -849,3 +891,8 @@ class RunConfig:
     """Restart of workers."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """Placement of workers on hosts and devices."""
+
+    @property
+    def longest_response(self) -> int:
+        """The maximum length of the responses of the run, those of evaluations among them, in tokens."""
+        return max(self.rollout.max_new_tokens, self.eval.max_new_tokens)

@@ -261,11 +261,12 @@ def from_file(path: Path) -> RunConfig:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML text, without the optional numbers that are None: TOML has no null."""
+    """The configuration as TOML text, without the optional values that are None: TOML has no null."""
     table = dataclasses.asdict(config)
     table["guard"] = [{key: value for key, value in one.items() if value is not None} for one in table["guard"]]
     table["eval"] = {key: value for key, value in table["eval"].items() if value is not None}
-    table["data"]["sets"] = list(table["data"]["sets"])
+    sets = table["data"]["sets"]
+    table["data"]["sets"] = [{key: value for key, value in one.items() if value is not None} for one in sets]
     return tomli_w.dumps(table)
 
 
@@ -336,8 +337,8 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
         return value
     if (kind := table_of(expected)) is not None:
         return _of_tables(kind, value, where, source)
-    if get_origin(expected) is UnionType:  # float | None, and TOML has no null
-        return _typed(value, float, where, source)
+    if get_origin(expected) is UnionType:  # float | None or str | None, and TOML has no null
+        return _typed(value, get_args(expected)[0], where, source)
     if get_origin(expected) is tuple:
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise ConfigError(f'{source}: {where!r} takes a list of text, as ["a", "b"], not {value!r:.80}')

@@ -5,6 +5,7 @@ with its data (`flowrt.recipes.tasks.registry.check_task`).
 """
 
 import dataclasses
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from flowrt.recipes.algorithms import check_algorithm, needs_reference
 from flowrt.recipes.config import (
     MAX_LIVE_SAMPLES,
     DataConfig,
+    DataSetConfig,
     FilterConfig,
     ReferenceConfig,
     RolloutConfig,
@@ -27,13 +29,13 @@ from flowrt.recipes.config import (
     TrainerConfig,
 )
 from flowrt.recipes.data.files import held_out_split, open_rows
-from flowrt.recipes.data_sets import check_sets
+from flowrt.recipes.data_sets import check_sets, set_data
 from flowrt.recipes.devices import check_devices, with_devices
 from flowrt.recipes.eval_constraints import check_eval
-from flowrt.recipes.eval_names import eval_paths
+from flowrt.recipes.eval_names import eval_data_sets
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
-from flowrt.recipes.tasks.registry import takes_reward
+from flowrt.recipes.tasks.registry import NEED_MODELS, takes_reward
 from flowrt.recipes.tasks.task_file import is_task_file
 from flowrt.rewards.functions import LOCAL, REMOTE, parse_functions
 from flowrt.rewards.options import RewardOptions
@@ -50,10 +52,16 @@ MAX_STOP_BYTES = 256
 """Limits of ``rollout.stop``: strings, and bytes of each. Every running sequence is searched for them at each token."""
 
 
-def check(config: RunConfig) -> None:
-    """Check the bounds of every field and the constraints between fields. Raises ConfigError for the first violation.
+def check(config: RunConfig, *, has_weights: bool = True) -> None:
+    """Check the bounds of every field and the constraints between fields.
 
     The files of ``config.model`` are checked too; the data is not (see `flowrt.recipes.tasks.registry.check_task`).
+
+    Args:
+        config: the configuration.
+        has_weights: whether the directory of the model has to have weights.
+
+    Raises ConfigError for the first violation.
     """
     check_text(config)
     check_bounds(config)
@@ -85,7 +93,7 @@ def check(config: RunConfig) -> None:
             "written but the final one; use fewer, or 0"
         )
     overrides = parse_overrides(config.model_overrides)
-    if config.model:
+    if config.model and has_weights:
         check_model_files(Path(config.model), config.rollout.max_new_tokens, overrides)
 
 
@@ -155,14 +163,35 @@ def check_data_options(config: RunConfig) -> None:
             ("prefill", data.prefill),
             ("allow_overlap", data.allow_overlap and not is_own),
             ("difficulty_key", data.difficulty_key),
+            ("tools_key", data.tools_key != DataConfig.tools_key),
         ):
             if value:
                 raise ConfigError(f"data.{name} changes nothing in recipe {config.recipe}; it is of recipe custom")
     _check_difficulty(data)
     check_sets(data, config.recipe, mixes=takes_reward(config.recipe))
+    for one in data.sets:
+        _check_set_options(data, one, "data")
+    for one in eval_data_sets(config).values():
+        _check_set_options(data, one, "eval.data")
+        if one.tools_key is not None and not takes_reward(config.recipe):
+            raise ConfigError(
+                f"tools_key of eval.data changes nothing in recipe {config.recipe}; it is of recipe custom"
+            )
     paths = [one.path for one in data.sets] or ([data.path] if data.path else [])
     if data.split != DataConfig.split and paths and all(Path(path).is_file() for path in paths):
         raise ConfigError(f"data.split is {data.split!r}, and {paths[0]} is a file; a split is of a directory")
+
+
+def _check_set_options(data: DataConfig, one: DataSetConfig, of: str) -> None:
+    """Raise ConfigError for unusable options of a data set. ``of``: the key that has it, in messages."""
+    try:
+        set_data(data, one).prompt_format  # noqa: B018 (raises for unusable options)
+    except ConfigError as error:
+        raise ConfigError(f"data set {one.name!r} of {of}: {error}") from None
+    if one.split is not None and os.path.isfile(one.path):
+        raise ConfigError(f"data set {one.name!r} of {of} has split {one.split!r}, and {one.path} is a file")
+    if one.prompt_key == "":
+        raise ConfigError(f"data set {one.name!r} of {of} has an empty prompt_key; name a column")
 
 
 def check_reward_options(config: RunConfig) -> None:
@@ -267,13 +296,14 @@ def _check_products(config: RunConfig) -> None:
             f"prompts_per_step {config.prompts_per_step} x group_size {config.group_size} x {live_steps} steps at once "
             f"(staleness {config.max_staleness}) are {samples:,} samples; use at most {MAX_LIVE_SAMPLES:,} together"
         )
-    if not config.model and config.rollout.max_new_tokens >= config.build.max_length:
+    is_built = not config.model and config.recipe not in NEED_MODELS
+    if is_built and config.rollout.max_new_tokens >= config.build.max_length:
         raise ConfigError(
             f"rollout.max_new_tokens is {config.rollout.max_new_tokens}, and build.max_length, for prompt and response "
             f"together, is {config.build.max_length}; use fewer, or a longer one"
         )
     heads = config.build.heads
-    if not config.model and heads % max(heads // 2, 1):
+    if is_built and heads % max(heads // 2, 1):
         raise ConfigError(
             f"build.heads is {heads}, which its {heads // 2} key-value heads do not divide; use an even number, or 1, 3"
         )
@@ -362,13 +392,7 @@ def _check_refresh(config: RunConfig) -> None:
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:
-    """Raise ConfigError for truncated sampling without a bound on the support, and for unusable stop strings."""
-    for name, value, off in (("top_p", rollout.top_p, 1.0), ("min_p", rollout.min_p, 0.0)):
-        if value != off and not rollout.top_k:
-            raise ConfigError(
-                f"rollout.{name} is {value}, and rollout.top_k is 0: the trainer receives the tokens that could be "
-                "drawn, and top_k is the limit of their number; set it too, for example to 512"
-            )
+    """Raise ConfigError for sampling of one token alone, and for unusable stop strings."""
     if rollout.top_k == 1:
         raise ConfigError(
             "rollout.top_k is 1: all samples of a prompt would be the most likely one, and nothing would be learned; "
@@ -388,12 +412,14 @@ def _check_sampling(rollout: RolloutConfig) -> None:
 
 def _check_supports(config: RunConfig) -> None:
     """Raise ConfigError for truncated sampling with a training engine that ignores which tokens could be drawn."""
-    engine = config.trainer.engine
-    if config.rollout.truncation.is_active and not TRAIN_ENGINES[engine].applies_supports:
+    engine, none = config.trainer.engine, RolloutConfig()
+    options = [(name, getattr(config.rollout, name)) for name in ("top_k", "top_p", "min_p")]
+    name, value = next((one for one in options if one[1] != getattr(none, one[0])), ("", None))
+    if name and not TRAIN_ENGINES[engine].applies_supports:
         raise ConfigError(
-            f"rollout.top_k is {config.rollout.top_k}, and trainer.engine {engine} does not renormalise log-"
-            "probabilities over the tokens that could be drawn (applies_supports is False in its descriptor): it would "
-            "train another policy than the one sampled; set rollout.top_k to 0, or use another engine"
+            f"rollout.{name} is {value}, and trainer.engine {engine} does not renormalise log-probabilities over the "
+            "tokens that could be drawn (applies_supports is False in its descriptor): it would train another policy "
+            f"than the one sampled; leave rollout.{name} out, or use another engine"
         )
 
 
@@ -445,16 +471,16 @@ def evaluated_answers(config: RunConfig) -> int:
     options = config.eval
     if not (options.interval or options.at_start or options.at_end or options.only):
         return 0
-    prompts = sum(_eval_rows(config, Path(path)) for path in eval_paths(config).values()) or config.data.eval_prompts
+    prompts = sum(_eval_rows(config, one) for one in eval_data_sets(config).values()) or config.data.eval_prompts
     return prompts * options.samples * (2 if options.overlap == "wait" else 1)
 
 
-def _eval_rows(config: RunConfig, path: Path) -> int:
+def _eval_rows(config: RunConfig, one: DataSetConfig) -> int:
     """The most prompts of a data set of evaluations; `MAX_EVAL_PROMPTS` if this host or flowrt cannot count them."""
     if config.eval.limit or is_task_file(config.recipe):
         return config.eval.limit or MAX_EVAL_PROMPTS
     try:
-        return len(open_rows(path, held_out_split(path, config.eval.split)))
+        return len(open_rows(Path(one.path), held_out_split(Path(one.path), one.split or config.eval.split)))
     except ConfigError:
         return MAX_EVAL_PROMPTS
 

@@ -4,17 +4,27 @@ A value of ``--data`` that begins with a name and ``=`` is one of several sets; 
 
     --data rows.jsonl
     --data math=a.jsonl:0.7 --data code=dir/:0.3
+    --data "math=a.jsonl:0.7 prompt_key=problem answer_key=solution"
+
+Options follow the path; a value reaches to the next option, and may have spaces in it.
 """
 
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, suggested
 from flowrt.ids import MAX_SETS
 from flowrt.recipes.config import DataConfig, DataSetConfig
 
 FORM = "NAME=PATH:WEIGHT"
+OPTIONS = tuple(one.name for one in fields(DataSetConfig) if one.name not in ("name", "path", "weight"))
+"""Keys of a data set that stand in place of those of ``data``."""
+FORMAT = ("system_prompt", "chat_template", "chat_template_kwargs", "tools")
+"""Those that say how prompts become tokens."""
+_OPTION = re.compile(rf"\s+({'|'.join(OPTIONS + tuple(one.replace('_', '-') for one in OPTIONS))})=")
+_UNKNOWN = re.compile(r"\s([A-Za-z_-]+)=")
 MAX_NAME_CHARS = 64
 NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_NAME_CHARS - 1}}}")
 """A name is part of the names of metrics and of prompts."""
@@ -31,12 +41,59 @@ def parse_data(flags: Sequence[str]) -> tuple[str, list[dict[str, str | float]]]
     """
     if empty := [flag for flag in flags if not flag or flag.startswith("--")]:
         raise ConfigError(f"--data needs a value, a path or {FORM}, not {empty[0]!r:.40}")
-    paths = [flag for flag in flags if not _is_set(flag)]
-    if not paths:
-        return "", [_table(flag) for flag in flags]
+    found = [split_options(flag, f"--data {flag!r:.80}") for flag in flags]
+    without_name = [at for at, (text, _) in enumerate(found) if not _is_set(text)]
+    if not without_name:
+        return "", [{**_table(text), **options} for text, options in found]
+    at = without_name[0]
     if len(flags) > 1:
-        raise ConfigError(f"--data {paths[0]!r:.80} is one of {len(flags)} data sets and has no name; use {FORM}")
-    return paths[0], []
+        raise ConfigError(f"--data {flags[at]!r:.80} is one of {len(flags)} data sets and has no name; use {FORM}")
+    path, options = found[at]
+    if options:
+        key = next(iter(options))
+        raise ConfigError(
+            f"--data {flags[at]!r:.80} has {key}, which is an option of one of several data sets, by NAME=PATH; use "
+            f"--data.{key.replace('_', '-')}"
+        )
+    return path, []
+
+
+def split_options(text: str, what: str) -> tuple[str, dict[str, str]]:
+    """The beginning of a value of ``--data`` or ``eval.data``, and its options.
+
+    Args:
+        text: the value.
+        what: the value in messages.
+
+    Raises ConfigError for an option that is unknown or given twice.
+    """
+    head, *rest = _OPTION.split(text)
+    names = [name.replace("-", "_") for name in rest[::2]]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{what} has {twice[0]} twice; leave one out")
+    path = head.partition("=")[2]
+    if (unknown := _UNKNOWN.search(path)) and not os.path.exists(path):
+        raise ConfigError(
+            f"{what} has {unknown[1]!r}, which is no option of a data set{suggested(unknown[1], OPTIONS)}"
+        )
+    return head, dict(zip(names, rest[1::2], strict=True))
+
+
+def options_text(one: DataSetConfig) -> str:
+    """The options of a data set as `split_options` reads them, each after a space."""
+    given = {name: getattr(one, name) for name in OPTIONS}
+    return "".join(f" {name}={value}" for name, value in given.items() if value is not None)
+
+
+def set_data(data: DataConfig, one: DataSetConfig) -> DataConfig:
+    """The options by which the rows of one of several data sets are read."""
+    own = {name: value for name in OPTIONS if (value := getattr(one, name)) is not None}
+    return replace(data, **own) if own else data
+
+
+def has_own_format(one: DataSetConfig) -> bool:
+    """Whether the prompts of a data set become tokens in another way than those of the run."""
+    return any(getattr(one, name) is not None for name in FORMAT)
 
 
 def _is_set(flag: str) -> bool:
@@ -65,7 +122,8 @@ def set_names(data: DataConfig) -> tuple[str, ...]:
 
 def described(sets: Sequence[DataSetConfig]) -> str:
     """The sets as values of ``--data``, separated by spaces; "none" if there are none."""
-    return " ".join(f"{one.name}={one.path}:{one.weight:g}" for one in sets) or "none"
+    found = [(f"{one.name}={one.path}:{one.weight:g}", options_text(one)) for one in sets]
+    return " ".join(f'"{text}{options}"' if options else text for text, options in found) or "none"
 
 
 def check_sets(data: DataConfig, recipe: str, *, mixes: bool) -> None:
@@ -85,7 +143,7 @@ def check_sets(data: DataConfig, recipe: str, *, mixes: bool) -> None:
     if len(data.sets) > MAX_SETS:
         raise ConfigError(f"there are {len(data.sets)} data sets; use at most {MAX_SETS}")
     names: set[str] = set()
-    paths: dict[str, str] = {}
+    paths: dict[tuple[str, str], str] = {}
     for one in data.sets:
         if NAME.fullmatch(one.name) is None:
             raise ConfigError(
@@ -96,7 +154,7 @@ def check_sets(data: DataConfig, recipe: str, *, mixes: bool) -> None:
             raise ConfigError(f"two data sets have the name {one.name!r}; give each one of its own")
         if not one.path:
             raise ConfigError(f"data set {one.name!r} has no path; use {FORM}")
-        place = os.path.realpath(one.path)
+        place = (os.path.realpath(one.path), set_data(data, one).split)
         if place in paths:
             raise ConfigError(
                 f"data sets {paths[place]!r} and {one.name!r} have the same path {one.path}, and prompts would count "

@@ -1,12 +1,12 @@
 """Constraints on evaluations: options that need data, have no effect, or name no result."""
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from flowrt.engines.table import TRAIN_ENGINES
+from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import MIN_TEMPERATURE, EvalConfig, RunConfig
-from flowrt.recipes.eval_names import eval_names, eval_paths
+from flowrt.recipes.eval_names import eval_data_sets, eval_names
 from flowrt.recipes.metric_names import pass_ks
 from flowrt.recipes.tasks.registry import held_out_by_default
 
@@ -15,7 +15,7 @@ def check_eval(config: RunConfig) -> None:
     """Raise ConfigError for evaluations that are impossible, and for their options that have no effect."""
     options, default, names = config.eval, EvalConfig(), eval_names(config)
     if not names:
-        for name in ("interval", "samples", "temperature", "limit", "stop_at", "solved_reward"):
+        for name in ("interval", "samples", "max_new_tokens", "temperature", "limit", "stop_at", "solved_reward"):
             if (value := getattr(options, name)) != getattr(default, name):
                 raise ConfigError(
                     f"eval.{name} is {value}, and there is nothing to evaluate: data.eval_prompts is 0 and eval.data "
@@ -26,11 +26,12 @@ def check_eval(config: RunConfig) -> None:
         raise ConfigError(
             f"data.eval_prompts is {held_out}, and with eval.data no rows are held out; leave one of them out"
         )
-    paths = eval_paths(config).values()
-    if options.split and all(Path(path).is_file() for path in paths):
-        there = f"{next(iter(paths))} is a file" if paths else "eval.data is empty"
+    sets = eval_data_sets(config).values()
+    if options.split and all(os.path.isfile(one.path) for one in sets):
+        there = f"{next(iter(sets)).path} is a file" if sets else "eval.data is empty"
         raise ConfigError(f"eval.split is {options.split!r}, and {there}; a split is of a directory of eval.data")
     _check_sampling(config)
+    _check_length(config)
     if options.interval > config.steps:
         raise ConfigError(
             f"eval.interval is {options.interval}, and steps is {config.steps}: no version would be due; use fewer, "
@@ -53,9 +54,30 @@ def check_eval(config: RunConfig) -> None:
     _check_best(config, names)
 
 
+def _check_length(config: RunConfig) -> None:
+    """Raise ConfigError for a length of answers that equals that of the run, or that the engine cannot keep."""
+    length, engine = config.eval.max_new_tokens, config.rollout.engine
+    if not length:
+        return
+    if length == config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"eval.max_new_tokens is {length}, as rollout.max_new_tokens: it changes nothing; leave it out"
+        )
+    if not ROLLOUT_ENGINES[engine].limits_prompts:
+        raise ConfigError(
+            f"eval.max_new_tokens is {length}, and rollout.engine {engine} has one limit for all responses "
+            "(limits_prompts is False in its descriptor); leave it out, or use another engine"
+        )
+    if not config.model and length >= config.build.max_length:
+        raise ConfigError(
+            f"eval.max_new_tokens is {length}, and build.max_length, for prompt and answer together, is "
+            f"{config.build.max_length}; use fewer, or a longer one"
+        )
+
+
 def _check_sampling(config: RunConfig) -> None:
     """Raise ConfigError for several samples without randomness, and for truncation that has no effect."""
-    options, default = config.eval, EvalConfig()
+    options = config.eval
     if options.samples > 1 and options.temperature == 0:
         raise ConfigError(
             f"eval.samples is {options.samples} and eval.temperature 0: all answers to a prompt would be the same; use "
@@ -66,10 +88,10 @@ def _check_sampling(config: RunConfig) -> None:
             f"eval.temperature is {options.temperature}; use 0 for the most likely token, or at least {MIN_TEMPERATURE}"
         )
     is_greedy = options.sampling(config.rollout.temperature) is None
-    if is_greedy and (options.top_k, options.top_p) != (default.top_k, default.top_p):
+    if is_greedy and options.truncation.is_active:
         raise ConfigError(
-            "eval.top_k and eval.top_p change nothing where the most likely token is taken; set eval.temperature above "
-            "0, or eval.samples above 1"
+            "eval.top_k, eval.top_p and eval.min_p change nothing where the most likely token is taken; set "
+            "eval.temperature above 0, or eval.samples above 1"
         )
 
 

@@ -1,10 +1,11 @@
-"""Names and paths of the data sets of evaluations (``eval.data``)."""
+"""Names, paths and options of the data sets of evaluations (``eval.data``)."""
 
 import hashlib
 import re
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import DataSetConfig, RunConfig
+from flowrt.recipes.data_sets import OPTIONS, split_options
 
 HELD_OUT = "held_out"
 """The name of the held-out rows of the task."""
@@ -12,33 +13,43 @@ NAME_BITS = 40
 ROW_BITS = 22
 """The number of an evaluation prompt has two parts: `NAME_BITS` of a hash of the data set's name above, and the row
 within the set in the lowest `ROW_BITS`."""
+MAX_EVAL_ROWS = 1 << ROW_BITS
+"""Maximum number of prompts of a data set."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-def eval_paths(config: RunConfig) -> dict[str, str]:
-    """The path of each data set of ``eval.data``, by its name.
+def eval_data_sets(config: RunConfig) -> dict[str, DataSetConfig]:
+    """The data sets of ``eval.data``, by their names.
 
-    Raises ConfigError for an entry that is not NAME=PATH, and for two entries with the same name.
+    Raises ConfigError for an entry that is not NAME=PATH with options, and for two entries with the same name.
     """
-    found: dict[str, str] = {}
+    found: dict[str, DataSetConfig] = {}
     for one in config.eval.data:
-        name, equals, path = one.partition("=")
+        head, options = split_options(one, f"eval.data {one!r:.80}")
+        name, equals, path = head.partition("=")
         if not equals or not path or not _NAME.fullmatch(name):
             raise ConfigError(
                 f"eval.data has {one!r:.80}; give NAME=PATH, with a name of letters, digits, and _ . - between them"
             )
         if name in found:
             raise ConfigError(f"eval.data has two data sets of the name {name!r}; give one another name")
-        found[name] = path
+        found[name] = DataSetConfig(name, path, 1.0, *[options.get(key) for key in OPTIONS])
     return found
+
+
+def chat_templates(config: RunConfig) -> tuple[str, ...]:
+    """The chat templates of all prompts of a run, each once, that of ``data`` first. Raises as `eval_data_sets`."""
+    sets = (*config.data.sets, *eval_data_sets(config).values())
+    own = [one.chat_template for one in sets if one.chat_template is not None]
+    return tuple(dict.fromkeys([config.data.chat_template, *own]))
 
 
 def eval_names(config: RunConfig) -> list[str]:
     """The names of the data sets that are evaluated: those of ``eval.data``, else `HELD_OUT` if rows are held out.
 
-    Raises ConfigError as `eval_paths`.
+    Raises ConfigError as `eval_data_sets`.
     """
-    return list(eval_paths(config)) or ([HELD_OUT] if config.data.eval_prompts else [])
+    return list(eval_data_sets(config)) or ([HELD_OUT] if config.data.eval_prompts else [])
 
 
 def first_number(name: str) -> int:

@@ -4,11 +4,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import overload
 
+from flowrt.engines.prompts import PromptFormat
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig, RunConfig
+from flowrt.recipes.config import DataConfig, DataSetConfig, RunConfig
 from flowrt.recipes.data.files import held_out_split
-from flowrt.recipes.eval_names import HELD_OUT, eval_paths
+from flowrt.recipes.data_sets import has_own_format, set_data
+from flowrt.recipes.eval_names import HELD_OUT, MAX_EVAL_ROWS, eval_data_sets
 from flowrt.recipes.tasks.base import Example, PromptBlock, Task, blocks
 from flowrt.recipes.tasks.problems import folded
 from flowrt.recipes.tasks.registry import takes_reward, task_of
@@ -20,19 +23,19 @@ def eval_sets(config: RunConfig, task: Task) -> dict[str, Sequence[Example]]:
     Raises ConfigError for data that cannot be read.
     """
     limit = config.eval.limit or None
-    sets = {name: _problems(config, path) for name, path in eval_paths(config).items()}
+    sets = {name: _problems(config, one) for name, one in eval_data_sets(config).items()}
     if not sets and config.data.eval_prompts:
         sets = {HELD_OUT: task.held_out_problems()}
     return {name: problems[:limit] for name, problems in sets.items()}
 
 
-def run_prompts(config: RunConfig, task: Task) -> Iterator[PromptBlock]:
-    """The prompts of a run: those of its task, then those of ``eval.data``.
+def run_prompts(config: RunConfig, task: Task, *, are_fit: bool = False) -> Iterator[PromptBlock]:
+    """The prompts of a run: those of its task, unless they ``are_fit``, then those of ``eval.data``.
 
     Raises ConfigError for a row that cannot be used, also during iteration.
     """
     own = eval_sets(config, task).values() if config.eval.data else ()
-    return chain(task.prompt_blocks(), blocks(chain.from_iterable(own)))
+    return chain(() if are_fit else task.prompt_blocks(), blocks(chain.from_iterable(own)))
 
 
 def check_eval_sets(config: RunConfig, task: Task) -> None:
@@ -44,27 +47,24 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
     if not config.eval.data:
         return
     found = eval_sets(config, task)
-    evaluated = {
-        folded(one.prompt, one.messages): (name, one.where) for name, problems in found.items() for one in problems
-    }
+    evaluated = {folded(*one.as_prompt): (name, one.where) for name, problems in found.items() for one in problems}
     if not takes_reward(config.recipe) or config.data.allow_overlap or config.eval.only:
         return
-    shared = [one for one in task.training_problems() if folded(one.prompt, one.messages) in evaluated]
+    shared = [one for one in task.training_problems() if folded(*one.as_prompt) in evaluated]
     if shared:
-        name, where = evaluated[folded(shared[0].prompt, shared[0].messages)]
+        name, where = evaluated[folded(*shared[0].as_prompt)]
         raise ConfigError(
             f"{where}: prompts of eval.data are training prompts too, {len(shared)} rows, the first one is "
             f"{shared[0].where}; leave them out of data set {name}, or set data.allow_overlap"
         )
 
 
-def _problems(config: RunConfig, path: str) -> Sequence[Example]:
-    """All rows of the split of a path, without the run's selection and order of rows."""
+def _problems(config: RunConfig, one: DataSetConfig) -> Sequence[Example]:
+    """All rows of the split of a data set, without the run's selection and order of rows."""
     default = DataConfig()
     data = dataclasses.replace(
         config.data,
-        path=path,
-        split=held_out_split(Path(path), config.eval.split),
+        path=one.path,
         sets=(),
         eval_prompts=0,
         order=default.order,
@@ -72,4 +72,36 @@ def _problems(config: RunConfig, path: str) -> Sequence[Example]:
         min_difficulty=default.min_difficulty,
         max_difficulty=default.max_difficulty,
     )
-    return task_of(dataclasses.replace(config, data=data)).training_problems()
+    data = set_data(data, one)
+    data = dataclasses.replace(data, split=held_out_split(Path(one.path), one.split or config.eval.split))
+    try:
+        found = task_of(dataclasses.replace(config, data=data)).training_problems()
+        if len(found) > MAX_EVAL_ROWS and not 0 < config.eval.limit <= MAX_EVAL_ROWS:
+            raise ConfigError(f"it has {len(found):,} prompts; take at most {MAX_EVAL_ROWS:,} with eval.limit")
+        return _Formed(found, data.prompt_format) if has_own_format(one) else found
+    except ConfigError as error:
+        raise ConfigError(f"data set {one.name} of eval.data: {error}") from error
+
+
+class _Formed(Sequence[Example]):
+    """Problems whose prompts become tokens in a way of their own."""
+
+    def __init__(self, problems: Sequence[Example], form: PromptFormat) -> None:
+        self._problems = problems
+        self._form = form
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return _Formed(self._problems[index], self._form)
+        return dataclasses.replace(self._problems[index], form=self._form)
+
+    def __iter__(self) -> Iterator[Example]:
+        for one in self._problems:
+            yield dataclasses.replace(one, form=self._form)

@@ -208,7 +208,7 @@ def request_timeout_s(config: RunConfig) -> float:
     model_bytes = sum(file.stat().st_size for file in weight_files(path)) if path.is_dir() else 0
     tokens = config.prompts_per_step * config.group_size * length
     step_s = config.algorithm.plan.epochs * time_limits.pass_s(tokens, model_bytes) + time_limits.state_s(model_bytes)
-    return time_limits.request_s(samples + evaluated_answers(config), rows, length, step_s)
+    return time_limits.request_s(samples + evaluated_answers(config), rows, config.longest_response, step_s)
 
 
 def settings(config: RunConfig) -> Settings:

@@ -16,6 +16,7 @@ class PromptLimits:
         positions: context length of the model, for prompt and response together, in tokens; None: unlimited.
         vocab_size: number of token ids of the model.
         max_new_tokens: maximum length of a response, in tokens.
+        max_new_tokens_key: the key that sets it.
         max_prompt_tokens: maximum length of a prompt, in tokens; 0: what the positions leave.
         overlong: whether a longer prompt is an error, or its row is dropped.
     """
@@ -23,6 +24,7 @@ class PromptLimits:
     positions: int | None
     vocab_size: int
     max_new_tokens: int
+    max_new_tokens_key: str = "rollout.max_new_tokens"
     max_prompt_tokens: int = 0
     overlong: Literal["error", "drop"] = "error"
 
@@ -42,9 +44,15 @@ class PromptLimits:
         if self.max_prompt_tokens and tokens > self.max_prompt_tokens == self.most:
             return f"the prompt has {tokens} tokens, more than data.max_prompt_tokens ({self.max_prompt_tokens})"
         return (
-            f"the prompt has {tokens} tokens, and with rollout.max_new_tokens {self.max_new_tokens} more than the "
+            f"the prompt has {tokens} tokens, and with {self.max_new_tokens_key} {self.max_new_tokens} more than the "
             f"{self.positions} positions of {what}"
         )
+
+
+def longest_key(config: RunConfig) -> str:
+    """The key that sets `RunConfig.longest_response`."""
+    is_own = config.eval.max_new_tokens > config.rollout.max_new_tokens
+    return "eval.max_new_tokens" if is_own else "rollout.max_new_tokens"
 
 
 def prompt_limits(config: RunConfig, model_config: Any) -> PromptLimits:
@@ -57,7 +65,8 @@ def prompt_limits(config: RunConfig, model_config: Any) -> PromptLimits:
     return PromptLimits(
         positions=position_limit(with_overrides(model_config.to_dict(), parse_overrides(config.model_overrides))),
         vocab_size=getattr(model_config, "vocab_size", None) or sys.maxsize,
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_new_tokens=config.longest_response,
+        max_new_tokens_key=longest_key(config),
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong=config.data.overlong,
     )

@@ -264,8 +264,14 @@ def _http_body(response: str, columns: Mapping[str, object]) -> dict[str, object
 def _conversation(prompt: object) -> str:
     """A prompt as text; messages follow one another, each with its role."""
     if isinstance(prompt, list):
-        return "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, Mapping))
+        return "\n\n".join(f"{one.get('role')}: {_content(one)}" for one in prompt if isinstance(one, Mapping))
     return as_text(prompt)
+
+
+def _content(message: Mapping[str, object]) -> str:
+    """The content of a message, and its calls of tools as JSON."""
+    parts = [message.get("content"), message.get("tool_calls")]
+    return "\n".join(as_text(part) for part in parts if part not in (None, "", []))
 
 
 def _failed(result: Result, detail: str, begin_s: float) -> RewardOutcome:

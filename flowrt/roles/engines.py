@@ -14,6 +14,7 @@ from flowrt.ranks.process_group import init_ranks
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import check_rollout
 from flowrt.recipes.devices import with_devices
+from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.algorithm import algorithm
 from flowrt.transport.devices import own_device
@@ -58,12 +59,12 @@ def rollout_engine(config: RunConfig, worker: str = f"{ROLLOUT}-0") -> RolloutEn
     return ROLLOUT_ENGINES[config.rollout.engine].build(
         RolloutSetup(
             model=model_dir(config),
-            settings=with_devices(config).rollout,
+            settings=dataclasses.replace(with_devices(config).rollout, max_new_tokens=config.longest_response),
             published=TRAIN_ENGINES[config.trainer.engine].published(config.trainer),
             deterministic=config.deterministic,
             threads=config.threads,
             log_path=Path(config.run_dir) / "logs" / f"{worker}-{config.rollout.engine}.log",
-            chat_template=config.data.chat_template,
+            chat_template=chat_templates(config),
             worker=worker,
         )
     )

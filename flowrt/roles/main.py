@@ -262,7 +262,7 @@ def _drain_s(role: str, config: RunConfig) -> float:
     """Time limit of a drain after SIGTERM, in seconds; 0: the worker does not drain."""
     if role == TRAINER:
         return config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0
-    return config.controller.worker_drain_timeout_s or drain_s(config.rollout.max_new_tokens)
+    return config.controller.worker_drain_timeout_s or drain_s(config.longest_response)
 
 
 def _drain(session: Session, deadline_s: float, saves: bool) -> None:

@@ -18,6 +18,7 @@ from flowrt.engines.stopping import StopConditions
 from flowrt.errors import Drained
 from flowrt.ids import REWARD
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.grpo import EVAL
 from flowrt.recipes.run_dir import judge_file, model_dir
 from flowrt.recipes.tasks.base import Task
@@ -48,7 +49,7 @@ async def run(session: Session, config: RunConfig) -> None:
     """
     with session.timeline.busy("load"):
         task = task_of(config)
-        stop = StopConditions.of(model_dir(config), config.rollout.stop, config.data.chat_template)
+        stop = StopConditions.of(model_dir(config), config.rollout.stop, chat_templates(config))
     if config.reward.functions:
         await asyncio.to_thread(check_here, config.reward)
         await FunctionRewards(session, config, stop, task).run()

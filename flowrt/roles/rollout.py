@@ -78,7 +78,8 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
                     samples=GeneratedSamples(session, config),
                     limits=GenerationLimits(
                         model_bytes=model_bytes,
-                        max_new_tokens=config.rollout.max_new_tokens,
+                        max_new_tokens=config.longest_response,
+                        lengths=_lengths(config),
                         probe_s=min(PROBE_S, PROBE_SHARE * config.controller.lease_s),
                     ),
                 )
@@ -127,17 +128,19 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLimits:
-    """Time limits of the work of a rollout worker that does not report progress.
+    """Time limits of the work of a rollout worker that does not report progress, and lengths of responses.
 
     Attributes:
         model_bytes: size of the weights.
         max_new_tokens: maximum length of a response, in tokens.
+        lengths: that of responses to train on, and of answers of evaluations; 0: the same.
         probe_s: the engine is interrupted after this many seconds without a finished sequence; that it returns shows
             that its sequences advance.
     """
 
     model_bytes: int = 0
     max_new_tokens: int = 0
+    lengths: tuple[int, int] = (0, 0)
     probe_s: float = PROBE_S
 
     def prefill_s(self, tokens: int) -> float:
@@ -384,7 +387,8 @@ class RolloutLoop:
                 complete.append(_response(self._last_key, kept))
                 continue
             prefix = None if kept is None else kept.prefix
-            prompts.append(Prompt(self._last_key, prompt, seed, greedy=greedy, sampling=sampling, prefix=prefix))
+            limit = self._limits.lengths[is_eval]
+            prompts.append(Prompt(self._last_key, prompt, seed, greedy, sampling, prefix, limit))
         self._new_tokens += sum(len(prompt.tokens) for prompt in prompts)
         self._new_tokens += sum(len(prompt.prefix.tokens) for prompt in prompts if prompt.prefix is not None)
         if prompts:
@@ -415,6 +419,12 @@ class RolloutLoop:
             self._samples.send(keys, refused)
         if self._kept is not None:
             self._kept.release(refused)
+
+
+def _lengths(config: RunConfig) -> tuple[int, int]:
+    """`GenerationLimits.lengths` of a run."""
+    of_eval = config.eval.max_new_tokens
+    return (config.rollout.max_new_tokens, of_eval) if of_eval else (0, 0)
 
 
 def _response(key: int, kept: KeptTokens) -> Response:

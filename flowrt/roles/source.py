@@ -11,7 +11,7 @@ import torch
 
 from flowrt.client.session import Session
 from flowrt.engines.hf import load_config, load_tokenizer
-from flowrt.engines.prompts import PromptEncoder
+from flowrt.engines.prompts import PromptEncoders
 from flowrt.ids import SOURCE, prompt_number
 from flowrt.protocol.messages import unpack
 from flowrt.recipes.config import RunConfig
@@ -82,7 +82,7 @@ class PromptColumns:
 
     def __init__(self, config: RunConfig) -> None:
         path = model_dir(config)
-        self._encode = PromptEncoder(load_tokenizer(path), config.data.prompt_format)
+        self._encoders = PromptEncoders(load_tokenizer(path), config.data.prompt_format)
         self._most = sys.maxsize
         if config.data.overlong == "drop":
             model = load_config(path).get_text_config()
@@ -93,7 +93,7 @@ class PromptColumns:
 
         None if the prompt is too long and is left out (``data.overlong``).
         """
-        tokens = self._encode(problem.prompt, problem.messages)
+        tokens = self._encoders.of(problem.form)(*problem.as_prompt)
         if len(tokens) > self._most:
             return None
         return {

@@ -169,7 +169,7 @@ def test_data_check_counts_rows_dropped_by_difficulty(
 def test_data_check_accepts_the_command_line_of_a_run(
     capsys: pytest.CaptureFixture[str], model: Path, data: Path, tmp_path: Path
 ) -> None:
-    flags = ["custom", "--steps", "3", "--reward", "mine.py", "--rollout.max-new-tokens=8", "--guard", "loss off"]
+    flags = ["custom", "--steps", "3", "--reward", "length:20", "--rollout.max-new-tokens=8"]
     where = ["--model", str(model), "--data", str(data)]
     assert main(["data", "check", *flags, *where]) == 2
     assert "has 40 rows, no more than data.eval_prompts=64" in " ".join(capsys.readouterr().err.split())

@@ -51,6 +51,16 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory, sft_model: Path) -> Path
 
 
 @pytest.mark.slow
+def test_answers_of_evaluations_may_be_longer_than_responses(launch: Callable[..., Any], sft_model: Path) -> None:
+    """At this temperature tokens are drawn nearly evenly, so that responses seldom end before their limit."""
+    flags = ("--steps", "2", "--rollout.temperature", "50", "--eval.max-new-tokens", "20", "--eval.temperature", "50")
+    run = launch("--model", str(sft_model), *SMALL, *flags)
+    assert run.wait(200.0) == 0, run.output
+    assert all(line["length"] > 8 for line in lines(run.run_dir / "evaluations.jsonl"))
+    assert all(line["response_length"] <= 8 for line in lines(run.run_dir / "metrics.jsonl"))
+
+
+@pytest.mark.slow
 def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) -> None:
     found = lines(evaluated / "evaluations.jsonl")
     assert [line["version"] for line in found] == [0, 2, 4, 6]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.chat_models import FAMILIES, chat_tokenizer
+from common.chat_families import CHAT_FAMILIES, family_tokenizer
 
 from flowrt.engines.hf import save_model
 from flowrt.engines.tiny_model import build_model
@@ -35,9 +35,9 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.slow
 def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    tokenizer = chat_tokenizer(FAMILIES["qwen"])
+    tokenizer = family_tokenizer(CHAT_FAMILIES["qwen3"])
     model = build_model(
-        vocab_size=len(tokenizer), hidden_size=32, layers=1, heads=2, intermediate_size=32, max_length=512, seed=0
+        vocab_size=len(tokenizer), hidden_size=32, layers=1, heads=2, intermediate_size=32, max_length=1024, seed=0
     )
     save_model(model, tokenizer, tmp_path / "model")
     for text in blocks("python"):
@@ -47,11 +47,17 @@ def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path, monkey
         subprocess.run([sys.executable, program], cwd=tmp_path, check=True, timeout=600)
     commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
     subcommands = [command[1] for command in commands]
-    assert subcommands == ["data", "run", "run", "run", "run", "reward", "reward", "run"]
+    assert subcommands == [
+        *("data", "run", "run", "run", "run"),
+        *("data", "make_tools.py", "data", "reward", "reward", "run"),
+    ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge() as address:
         for number, command in enumerate(commands):
+            if command[0] == "python":
+                subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, check=True, timeout=600)
+                continue
             small = [*SMALL, "--run-dir", f"run-{number}"] if command[1] == "run" else []
             small += ["--sft.steps", "5", "--sft.eval-prompts", "8"] if command[2] == "sums.py" else []
             line = [*command[1:], *small]

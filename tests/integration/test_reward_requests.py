@@ -314,6 +314,9 @@ def test_reward_check_shows_the_outcomes_of_each_function(tmp_path: Path, capsys
         "    return 1 / len(response.strip()) if response != '\\x1b' else None\n"
     )
     command = ["reward", "check", "--data", str(data), "--limit", "3", "--reward", str(reward_file)]
+    assert main(command) == 2  # as a run, which would hold out 64 rows
+    assert "has 30 rows, no more than data.eval_prompts=64" in capsys.readouterr().err
+    command += ["--data.eval-prompts", "8"]
     more = ["--reward", f"{reward_file}:fussy", "--reward", "exact", "--reward.timeout-s", "1", "--reward.workers", "2"]
     assert main([*command, *more]) == 0
     text = capsys.readouterr().out
@@ -345,7 +348,8 @@ def test_reward_check_rejects_invalid_functions_and_flags(
     data, reward_file = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(4)))
     reward_file.write_text(text)
-    assert main(["reward", "check", "--data", str(data), "--reward", str(reward_file), *flags]) == 2
+    few = ["--data", str(data), "--data.eval-prompts", "0"]
+    assert main(["reward", "check", *few, "--reward", str(reward_file), *flags]) == 2
     written = capsys.readouterr()
     error = written.err.strip()
     assert "the same reward" not in written.out  # no call gave one

@@ -51,6 +51,8 @@ class SglangGeneration(RolloutEngineDescriptor):
 
     is_in_worker = False
 
+    limits_prompts = True
+
     def check(self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool) -> None:
         server = rollout.sglang
         if published.lora:

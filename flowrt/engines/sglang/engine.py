@@ -326,6 +326,8 @@ class SglangRollout:
         """Send requests until the sequence is complete, across updates and failures of the server."""
         supervisor, prompt = self._supervisor, sequence.prompt
         has_support = self._sampling.truncation.is_active
+        sampling = self._sampling if prompt.sampling is None else _own(self._sampling, prompt.sampling)
+        limit = self._limit(prompt)
         while True:
             await wait_until(
                 supervisor.serving.wait(), SERVER_DEADLINES, "a server with all of its weights", supervisor.url
@@ -333,7 +335,7 @@ class SglangRollout:
             version, aborts, incarnation = supervisor.version, supervisor.aborts, supervisor.incarnation
             call = protocol.generate(
                 [*prompt.tokens.tolist(), *sequence.tokens],
-                self._sampling if prompt.sampling is None else _own(self._sampling, prompt.sampling),
+                replace(sampling, max_new_tokens=limit),
                 generated=len(sequence.tokens),
                 seed=prompt.seed,
                 greedy=prompt.greedy,
@@ -341,7 +343,7 @@ class SglangRollout:
             )
             sequence.is_requested = True
             try:
-                answer = await supervisor.generate(call, self._sampling.max_new_tokens - len(sequence.tokens))
+                answer = await supervisor.generate(call, limit - len(sequence.tokens))
                 with_supports = has_support and not prompt.greedy and prompt.sampling is None
                 part = protocol.parse_generated(answer, supervisor.can, version, with_supports=with_supports)
                 await asyncio.to_thread(sequence.add, part, self._stop)
@@ -359,10 +361,14 @@ class SglangRollout:
             if not part.abort_reason and not part.tokens:
                 raise EngineError("the SGLang server ended a sequence without a token; does it serve the run's model?")
 
+    def _limit(self, prompt: Prompt) -> int:
+        """Maximum length of the response to a prompt, in tokens."""
+        return min(prompt.max_new_tokens or self._sampling.max_new_tokens, self._sampling.max_new_tokens)
+
     def _is_full(self, sequence: _Sequence, part: protocol.PartialResponse) -> bool:
         """Whether the sequence can have no more tokens: by the limit of the run, or by one of the server."""
         count, prompt = len(sequence.tokens), len(sequence.prompt.tokens)
-        if count >= self._sampling.max_new_tokens:
+        if count >= self._limit(sequence.prompt):
             return True
         longest = self._supervisor.longest_input
         if not part.at_limit and (longest is None or prompt + count < longest):
@@ -370,9 +376,9 @@ class SglangRollout:
         if not self._cut_warned:
             self._cut_warned = True
             log.warning(
-                "the SGLang server cuts sequences before rollout.max_new_tokens (%d): %d tokens after a prompt of %d "
-                "tokens; start it with a larger --max-total-tokens or --context-length",
-                self._sampling.max_new_tokens,
+                "the SGLang server cuts sequences before their limit (%d): %d tokens after a prompt of %d tokens; "
+                "start it with a larger --max-total-tokens or --context-length",
+                self._limit(sequence.prompt),
                 count,
                 prompt,
             )

@@ -100,6 +100,8 @@ def _wide(dtype: Dtype) -> Dtype:
 class TorchGeneration(RolloutEngineDescriptor):
     """Generates inside the worker, on its device."""
 
+    limits_prompts = True
+
     def check_device(self, rollout: RolloutSettings) -> None:
         if rollout.compile and rollout.device == "npu":
             raise ConfigError("rollout.compile is for CPUs and GPUs, and rollout.device is npu; leave it out")

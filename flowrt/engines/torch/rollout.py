@@ -296,10 +296,10 @@ class TorchRollout:
                 self._logprobs_RT[row, : len(prefix.tokens)] = prefix.logprobs.to(device)
         self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new], device=device)
         # Drawn by the host's generator, so the numbers are the same on every device.
-        draws_NT = torch.empty(len(new), self._max_new)
+        draws_NT = torch.zeros(len(new), self._max_new)
         for draws_T, prompt in zip(draws_NT, new, strict=True):
             generator = torch.Generator().manual_seed(prompt.seed)
-            torch.rand(self._max_new, generator=generator, out=draws_T)
+            draws_T[: self._limit(prompt)] = torch.rand(self._limit(prompt), generator=generator)
         self._draws_RT[rows] = draws_NT.to(device)
         self._sample(rows, logits_PV, sources)
 
@@ -399,7 +399,7 @@ class TorchRollout:
         finished = []
         for row in reversed(range(count)):
             length = self._generated[row]
-            if not stopped[row] and length < self._max_new:
+            if not stopped[row] and length < self._limit(self._running[row]):
                 continue
             finished.append(
                 Response(
@@ -413,6 +413,10 @@ class TorchRollout:
             )
             self._free_row(row)
         return finished[::-1]
+
+    def _limit(self, prompt: Prompt) -> int:
+        """Maximum length of the response to a prompt, in tokens."""
+        return min(prompt.max_new_tokens or self._max_new, self._max_new)
 
     def _free_row(self, row: int) -> None:
         last = len(self._running) - 1

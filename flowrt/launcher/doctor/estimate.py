@@ -5,7 +5,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrt.engines.descriptor import (
@@ -83,7 +83,7 @@ def training_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
 
 def prompt_tokens(config: RunConfig, shape: ModelShape) -> int:
     """Length of the longest prompt that is assumed, in tokens."""
-    left = max(shape.max_length - config.rollout.max_new_tokens, 1) if shape.max_length else PROMPT_TOKENS
+    left = max(shape.max_length - config.longest_response, 1) if shape.max_length else PROMPT_TOKENS
     return min(left, config.data.max_prompt_tokens or PROMPT_TOKENS)
 
 
@@ -105,9 +105,11 @@ def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     training = TRAIN_ENGINES[trainer.engine]
     memory = training_memory(config, shape)
     length = prompt_tokens(config, shape) + rollout.max_new_tokens
-    cache_elements = rollout.max_running_requests * length * shape.cache_token_elements
+    generated = prompt_tokens(config, shape) + config.longest_response
+    cache_elements = rollout.max_running_requests * generated * shape.cache_token_elements
     published = training.published(trainer)
-    generating = ROLLOUT_ENGINES[rollout.engine].memory(rollout, shape, published, cache_elements)
+    longest = replace(rollout, max_new_tokens=config.longest_response)
+    generating = ROLLOUT_ENGINES[rollout.engine].memory(longest, shape, published, cache_elements)
     live, _, _ = open_samples(config)
     samples = live * length * (TOKEN_BYTES + TOKEN_BYTES // 3 * support_tokens(rollout.truncation))
     saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0

@@ -62,6 +62,9 @@ def _others(errors: Sequence[str]) -> str:
 class Rows(ABC):
     """The rows of a data set, with indices from 0. A row is a JSON value: a dict of columns, unless it is malformed."""
 
+    has_null_keys = False
+    """Whether nested objects have a null for every key that they lack and others have, as in Arrow."""
+
     @abstractmethod
     def __len__(self) -> int:
         """Number of rows."""
@@ -93,6 +96,7 @@ class Shards(Rows):
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts
         self._starts = [0, *accumulate(map(len, parts))]
+        self.has_null_keys = any(one.has_null_keys for one in parts)
 
     def __len__(self) -> int:
         return self._starts[-1]

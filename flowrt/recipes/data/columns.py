@@ -1,16 +1,15 @@
 """What a row must have: a prompt, as text or as messages, and the answer and further columns for the reward."""
 
+import json
 from collections.abc import Mapping
 from typing import NewType
 
+from flowrt.engines.prompts import USUAL, Message, Messages, Prompt, tools_text
 from flowrt.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-USUAL = ("role", "content")
 MAX_NAMES = 200
 """Maximum length of the list of columns in an error message, in characters."""
-Messages = tuple[tuple[str, str], ...]
-"""A conversation: the role and the content of each message."""
 Missing = NewType("Missing", object)
 MISSING = Missing(object())
 """The value of a column that a row does not have; JSON's null is None."""
@@ -59,30 +58,58 @@ def text_prompt(row: Mapping[str, object], key: str, where: str) -> str:
     return prompt
 
 
-def prompt_or_messages(row: Mapping[str, object], key: str, where: str, *, prefill: bool) -> tuple[str, Messages]:
-    """A prompt as text, with no messages, or as messages, with no text.
+def prompt_of(
+    row: Mapping[str, object], key: str, where: str, *, prefill: bool, tools_key: str = "", has_null_keys: bool = False
+) -> Prompt:
+    """A prompt: text, or messages, and the tools of a row.
 
     Args:
         row: the columns.
         key: the prompt's column.
         where: place of the row, the beginning of an error message.
         prefill: whether a conversation may end with the beginning of the response, in a message of role assistant.
+        tools_key: the column of the tools, which a row need not have; empty: none.
+        has_null_keys: whether nested nulls stand for keys that were not given, see `Rows.has_null_keys`.
 
-    Raises ConfigError if the prompt is missing, empty, or neither text nor valid messages.
+    Raises ConfigError if the prompt is missing, empty, or neither text nor valid messages, or the tools are no tools.
     """
     value = find(row, key)
+    tools = _tools(row, tools_key, where, has_null_keys=has_null_keys) if tools_key not in ("", key) else ""
     if isinstance(value, str):
-        return text_prompt(row, key, where), ()
+        return Prompt(text_prompt(row, key, where), (), tools)
     if isinstance(value, list):
-        return "", _messages(value, key, where, prefill=prefill)
+        return Prompt("", _messages(value, key, where, prefill=prefill, has_null_keys=has_null_keys), tools)
     if value is MISSING:
         advice = "; name one of them with --data.prompt-key" if row else ""
         raise ConfigError(f"{where} has no field {key!r}; it has {_names(row)}{advice}")
     raise ConfigError(f"{where}: field {key!r} is {type(value).__name__}, not text or a list of messages")
 
 
-def _messages(values: list[object], key: str, where: str, *, prefill: bool) -> Messages:
-    messages = []
+def _tools(row: Mapping[str, object], key: str, where: str, *, has_null_keys: bool) -> str:
+    """The tools of a row as JSON text; empty if it has none."""
+    value = find(row, key)
+    if value is MISSING or value is None:
+        return ""
+    try:
+        return tools_text(_without_nulls(value) if has_null_keys else value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: field {key!r}, the tools, {error}; correct it, or name another column with data.tools_key (''"
+            ": none)"
+        ) from None
+
+
+def _without_nulls(value: object) -> object:
+    """A value without the keys of nested objects whose value is null."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value
+
+
+def _messages(values: list[object], key: str, where: str, *, prefill: bool, has_null_keys: bool) -> Messages:
+    messages: list[Message] = []
     for place, value in enumerate(values):
         if isinstance(value, dict) and len(value) == len(USUAL):  # common case, without names for errors
             usual, content = value.get("role"), value.get("content")
@@ -92,21 +119,8 @@ def _messages(values: list[object], key: str, where: str, *, prefill: bool) -> M
         here = f"{key}[{place}]"
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: field {here!r} is {type(value).__name__}, not a message with role and content")
-        more = [str(name) for name, part in value.items() if name not in ("role", "content") and part is not None]
-        if more:
-            raise ConfigError(
-                f"{where}: field {here!r} has {_names(dict.fromkeys(more))}; only role and content are read"
-            )
-        role = text(value, "role", f"{where}: in {here!r}: row")
-        if role not in ROLES:
-            raise ConfigError(f"{where}: field '{here}.role' is {role[:40]!r}; use one of {', '.join(ROLES)}")
-        content = find(value, "content")
-        if not isinstance(content, str):
-            kind = "missing" if content is MISSING else type(content).__name__
-            raise ConfigError(f"{where}: field '{here}.content' is {kind}, not text (only text is supported)")
-        _check_encodable(content, f"{here}.content", where)
-        messages.append((role, content))
-    if not any(content.strip() for _, content in messages):
+        messages.append(_message(value, here, where, has_null_keys=has_null_keys))
+    if not any(one[1].strip() for one in messages):
         raise ConfigError(f"{where}: field {key!r}, the prompt, is empty; leave the row out")
     if messages[-1][0] == "assistant" and not prefill:
         raise ConfigError(
@@ -114,6 +128,29 @@ def _messages(values: list[object], key: str, where: str, *, prefill: bool) -> M
             "the beginning of the response"
         )
     return tuple(messages)
+
+
+def _message(value: Mapping[str, object], here: str, where: str, *, has_null_keys: bool) -> Message:
+    """A message with any fields; ``here``: its place in the row."""
+    role = text(value, "role", f"{where}: in {here!r}: row")
+    if role not in ROLES:
+        raise ConfigError(f"{where}: field '{here}.role' is {role[:40]!r}; use one of {', '.join(ROLES)}")
+    fields = {name: one for name, one in value.items() if one is not None}
+    if has_null_keys:
+        fields = {name: _without_nulls(one) for name, one in fields.items()}
+    content = fields.get("content", "" if "tool_calls" in fields else MISSING)
+    if not isinstance(content, str):
+        kind = "missing" if "content" not in value else type(value["content"]).__name__
+        raise ConfigError(f"{where}: field '{here}.content' is {kind}, not text (only text is supported)")
+    _check_encodable(content, f"{here}.content", where)
+    if fields.keys() == set(USUAL):
+        return role, content
+    try:
+        whole = json.dumps(fields)
+    except (TypeError, ValueError) as error:  # a value that JSON does not have, of Arrow
+        raise ConfigError(f"{where}: field {here!r} has a value that JSON does not have: {error}") from None
+    _check_encodable(json.dumps(fields, ensure_ascii=False), here, where)
+    return role, content, whole
 
 
 def _check_encodable(value: str, key: str, where: str) -> None:

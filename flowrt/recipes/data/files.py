@@ -41,7 +41,7 @@ SUFFIXES = (
 )
 """Endings of the files of rows in a directory; of several groups the first one that there is."""
 DESCRIPTIONS = re.compile(r"(dataset_infos?|dataset_dict|state|.*config|.*_infos?|metadata|package(-lock)?)\.json")
-"""Names of JSON files that describe a data set, or what is beside it."""
+"""Names of JSON files that are no rows: they describe a data set, or belong to a program."""
 HELD_OUT_SPLITS = ("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
 """Names of splits that are not trained on: those of which evaluations read the first one that there is."""
 SPLITS = ("train", "training", *HELD_OUT_SPLITS)

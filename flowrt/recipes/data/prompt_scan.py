@@ -6,7 +6,7 @@ decoded one by one; if it fails for a line, the general path (`checked`) reads t
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -14,16 +14,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from flowrt.engines.prompts import Prompt
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Rows
-from flowrt.recipes.data.columns import MISSING, ROLES, Messages, as_columns, find, prompt_or_messages
+from flowrt.recipes.data.columns import MISSING, ROLES, as_columns, find, prompt_of
 from flowrt.recipes.data.json_lines import JsonLines
 
 BATCH = 1024
 """Rows that are decoded together."""
-Prompt = tuple[str, Messages]
-"""A prompt as text, without messages, or as messages, without text."""
 _DIGITS_AS_ZERO = bytes(ord("0") if chr(byte).isdigit() else byte for byte in range(128)) + bytes(range(128, 256))
 
 
@@ -94,11 +93,23 @@ def checked(row: object, data: DataConfig, rows: Rows, index: int) -> tuple[Any,
     """The columns and the prompt of a row. Raises ConfigError, with the place of the row, if it cannot be used."""
     try:
         columns = as_columns(row, "")
-        return columns, prompt_or_messages(columns, data.prompt_key, "", prefill=data.prefill)
+        return columns, row_prompt(columns, data, "", has_null_keys=rows.has_null_keys)
     except ConfigError:  # again, with the place, which is only formatted for errors
         where = rows.where(index)
         columns = as_columns(row, where)
-        return columns, prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
+        return columns, row_prompt(columns, data, where, has_null_keys=rows.has_null_keys)
+
+
+def row_prompt(columns: Mapping[str, object], data: DataConfig, where: str, *, has_null_keys: bool) -> Prompt:
+    """The prompt of a row, as `prompt_of` with the options of the data."""
+    return prompt_of(
+        columns,
+        data.prompt_key,
+        where,
+        prefill=data.prefill,
+        tools_key=data.tools_key,
+        has_null_keys=has_null_keys,
+    )
 
 
 # ---- lines of JSON
@@ -138,10 +149,18 @@ _ESCAPED = re.compile(r'[\x00-\x1f"\\]')
 class _Decoder:
     """Decodes the prompt, and whether there is an answer, from lines of JSON."""
 
-    def __init__(self, kind: type[Any], prompt: Callable[[Any], Any], answer: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        kind: type[Any],
+        prompt: Callable[[Any], Any],
+        answer: Callable[[Any], Any],
+        tools: Callable[[Any], Any] | None,
+    ) -> None:
+        """The type of a row, and functions that read its columns; ``tools``: None if no column has tools."""
         self._json = msgspec.json.Decoder(kind)
         self._prompt = prompt
         self._answer = answer
+        self._tools = tools
 
     def block(self, block: bytes, count: int) -> list[Any] | None:
         """The rows of consecutive lines; None if not all of them can be decoded."""
@@ -167,11 +186,15 @@ class _Decoder:
                 messages = tuple([(one.role, one.content) for one in value])
                 last = messages[-1][1]
                 has_text = (last and not last.isspace()) or not all(not text or text.isspace() for _, text in messages)
-                found.append(("", messages) if has_text else None)
+                found.append(Prompt("", messages) if has_text else None)
             elif type(value) is str and value and not value.isspace():
-                found.append((value, ()))
+                found.append(Prompt(value))
             else:
                 found.append(None)
+        if self._tools is not None:
+            for at, row in enumerate(rows):
+                if row is not None and self._tools(row) is not msgspec.UNSET:
+                    found[at] = None
         return found
 
     def has_answer(self, row: Any) -> bool:
@@ -197,7 +220,9 @@ def _is_readable(text: bytes) -> bool:
 def _decoder(data: DataConfig) -> _Decoder | None:
     """The decoder for a configuration's columns; None if their names conflict (``a`` and ``a.b``), or one cannot be the
     name of a field."""
-    keys = (data.prompt_key, data.answer_key)
+    keys = [data.prompt_key, data.answer_key]
+    if data.tools_key not in ("", data.prompt_key):
+        keys.append(data.tools_key)
     heads = [name for key in keys for name in {key, key.partition(".")[0]}]
     if len(set(heads)) != len(heads) or not all(map(is_decodable, keys)):
         return None
@@ -206,7 +231,10 @@ def _decoder(data: DataConfig) -> _Decoder | None:
     )
     prompt_fields, prompt = column_fields("prompt", data.prompt_key, str | list[message])  # type: ignore[valid-type]
     answer_fields, answer = column_fields("answer", data.answer_key, msgspec.Raw)
-    return _Decoder(row_type([*prompt_fields, *answer_fields]), prompt, answer)
+    if len(keys) == 2:
+        return _Decoder(row_type([*prompt_fields, *answer_fields]), prompt, answer, None)
+    tools_fields, tools = column_fields("tools", data.tools_key, msgspec.Raw)
+    return _Decoder(row_type([*prompt_fields, *answer_fields, *tools_fields]), prompt, answer, tools)
 
 
 def is_decodable(key: str) -> bool:

@@ -3,13 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from random import Random
 from typing import TYPE_CHECKING
 
+from flowrt.engines.prompts import Messages, Prompt, PromptFormat
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.data.columns import Messages
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +30,15 @@ class Example:
     """Data file and line of the example; empty if it is generated."""
     messages: Messages = ()
     """The prompt as a conversation, and ``prompt`` is then empty; empty if the prompt is text."""
+    tools: str = ""
+    """JSON text of the list of the prompt's tools; empty: those of ``data.tools``."""
+    form: PromptFormat | None = None
+    """How the prompt becomes tokens; None: as the data of the run says."""
+
+    @property
+    def as_prompt(self) -> Prompt:
+        """The prompt with its messages and its tools."""
+        return Prompt(self.prompt, self.messages, self.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +47,15 @@ class PromptBlock:
 
     Attributes:
         data_set: name of the set; empty if it is the only one.
-        prompts: text and messages of each.
+        prompts: text, messages and tools of each.
         where: maps the index of a prompt in the block to its place, as the beginning of an error message.
+        form: how they become tokens; None: as the data of the run says.
     """
 
     data_set: str
-    prompts: Sequence[tuple[str, Messages]]
+    prompts: Sequence[Prompt]
     where: Callable[[int], str]
+    form: PromptFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +134,10 @@ class Task(ABC):
 
 def blocks(problems: Iterable[Example]) -> Iterator[PromptBlock]:
     """The prompts of these problems, up to `BLOCK` in each block."""
-    source = iter(problems)
-    while found := list(islice(source, BLOCK)):
-        places = [one.where or f"prompt {one.prompt[:40]!r}" for one in found]
-        yield PromptBlock("", [(one.prompt, one.messages) for one in found], places.__getitem__)
+    for form, alike in groupby(problems, lambda one: one.form):
+        while found := list(islice(alike, BLOCK)):
+            places = [one.where or f"prompt {one.prompt[:40]!r}" for one in found]
+            yield PromptBlock("", [one.as_prompt for one in found], places.__getitem__, form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ class CustomTask(Task):
         result: `Task.check`.
         """
         check_rows(self._sets, self._data)
+        if not self._reward.functions:
+            return ()  # of `flowrt data check`
         problems = self.training_problems()
         rows = [problem.answer.encode() for problem in problems[:FIRST_ROWS]]
         return check_rewards(self._reward, rows, progress)
@@ -60,13 +62,17 @@ class CustomTask(Task):
 def _task(config: RunConfig) -> CustomTask:
     if not config.data.sets:
         data_path(config)
+    return CustomTask(config.data, config.reward)
+
+
+def check_given(config: RunConfig) -> None:
+    """Raise ConfigError if a run has no model or no reward function."""
     needed = (
         ("--model DIRECTORY", config.model),
         ("--reward FUNCTION (FILE.py:FUNCTION, math …)", config.reward.functions),
     )
     if missing := [flag for flag, value in needed if not value]:
         raise ConfigError(f"recipe custom needs {' and '.join(missing)}, too")
-    return CustomTask(config.data, config.reward)
 
 
 RECIPE = Recipe(

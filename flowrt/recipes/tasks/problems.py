@@ -10,15 +10,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import overload
 
+from flowrt.engines.prompts import Messages, PromptFormat, as_message
 from flowrt.errors import ConfigError
 from flowrt.ids import MAX_ROWS
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Mistakes, Rows
-from flowrt.recipes.data.columns import MISSING, Messages, as_columns, find, prompt_or_messages
+from flowrt.recipes.data.columns import MISSING, as_columns, find
 from flowrt.recipes.data.difficulty import Selection, difficulties, within
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.mixture import largest_remainder
-from flowrt.recipes.data.prompt_scan import checked, scan_prompts
+from flowrt.recipes.data.prompt_scan import checked, row_prompt, scan_prompts
+from flowrt.recipes.data_sets import has_own_format, set_data
 from flowrt.recipes.tasks.base import Example, PromptBlock
 from flowrt.recipes.tasks.rows import first_held_out
 
@@ -26,10 +28,12 @@ from flowrt.recipes.tasks.rows import first_held_out
 class Problems(Sequence[Example]):
     """The problems of a range of rows of a data set; each is made when it is accessed."""
 
-    def __init__(self, rows: Rows, data: DataConfig, places: range) -> None:
+    def __init__(self, rows: Rows, data: DataConfig, places: range, form: PromptFormat | None = None) -> None:
+        """``form``: `Example.form` of the problems."""
         self._rows = rows
         self._data = data
         self._places = places
+        self._form = form
 
     def __len__(self) -> int:
         return len(self._places)
@@ -41,9 +45,9 @@ class Problems(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
         """The problem of an index, or a view of a slice. Raises ConfigError if the row cannot be used."""
         if isinstance(index, slice):
-            return Problems(self._rows, self._data, self._places[index])
+            return Problems(self._rows, self._data, self._places[index], self._form)
         place = self._places[index]
-        return problem(self._rows.row(place), self._data, self._rows.where(place))
+        return self._problem(self._rows.row(place), place)
 
     def __iter__(self) -> Iterator[Example]:
         if self._places.start != 0 or self._places.step != 1:
@@ -52,7 +56,11 @@ class Problems(Sequence[Example]):
         for place, row in zip(self._places, self._rows.scan(), strict=False):
             if isinstance(row, ConfigError):
                 raise row
-            yield problem(row, self._data, self._rows.where(place))
+            yield self._problem(row, place)
+
+    def _problem(self, row: object, place: int) -> Example:
+        where, has_null_keys = self._rows.where(place), self._rows.has_null_keys
+        return problem(row, self._data, where, form=self._form, has_null_keys=has_null_keys)
 
 
 class Concatenated(Sequence[Example]):
@@ -92,6 +100,7 @@ class ProblemSet:
         data: options by which the rows are read.
         first_held_out: index of the first row that is held out; the rows before it are trained on.
         difficulties: difficulty of each row if the rows are ordered by it; else empty.
+        form: how its prompts become tokens; None: as the data of the run says.
     """
 
     name: str
@@ -100,16 +109,17 @@ class ProblemSet:
     data: DataConfig
     first_held_out: int
     difficulties: Sequence[float] = ()
+    form: PromptFormat | None = None
 
     @property
     def training(self) -> Problems:
         """The problems to train on."""
-        return Problems(self.rows, self.data, range(self.first_held_out))
+        return Problems(self.rows, self.data, range(self.first_held_out), self.form)
 
     @property
     def held_out(self) -> Problems:
         """The problems of the evaluation."""
-        return Problems(self.rows, self.data, range(self.first_held_out, len(self.rows)))
+        return Problems(self.rows, self.data, range(self.first_held_out, len(self.rows)), self.form)
 
     def prompt_blocks(self) -> Iterator[PromptBlock]:
         """All prompts, in the order of the rows. Raises ConfigError for a row that cannot be used."""
@@ -117,7 +127,7 @@ class ProblemSet:
             prompts = [prompt for prompt in batch.prompts if prompt is not None]
             if len(prompts) < len(batch.prompts):
                 raise batch.mistakes[0]
-            yield PromptBlock(self.name, prompts, partial(self._where, batch.first))
+            yield PromptBlock(self.name, prompts, partial(self._where, batch.first), self.form)
 
     def _where(self, first: int, index: int) -> str:
         return self.rows.where(first + index)
@@ -135,8 +145,10 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
     shares = largest_remainder(data.eval_prompts, [one.weight for one in data.sets])
     sets = []
     for one, held_out in zip(data.sets, shares, strict=True):
+        own = set_data(data, one)
         try:
-            rows, numbers = _open(Path(one.path), data)
+            rows, numbers = _open(Path(one.path), own)
+            form = own.prompt_format if has_own_format(one) else None
         except ConfigError as error:
             raise ConfigError(f"data set {one.name!r}: {error}") from error
         if len(rows) > MAX_ROWS:
@@ -146,7 +158,7 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
                 f"data set {one.name!r} has {len(rows)} rows, no more than the {held_out} that are held out, its share "
                 f"of data.eval_prompts={data.eval_prompts}; use fewer, 0, or name other data to evaluate with eval.data"
             )
-        sets.append(ProblemSet(one.name, one.weight, rows, data, len(rows) - held_out, numbers))
+        sets.append(ProblemSet(one.name, one.weight, rows, own, len(rows) - held_out, numbers, form))
     return sets
 
 
@@ -167,31 +179,34 @@ def _open(path: Path, data: DataConfig) -> tuple[Rows, Sequence[float]]:
     return rows, numbers if data.order == "easy_first" else ()
 
 
-def problem(row: object, data: DataConfig, where: str) -> Example:
+def problem(
+    row: object, data: DataConfig, where: str, *, form: PromptFormat | None = None, has_null_keys: bool = False
+) -> Example:
     """The problem of a row.
 
     Args:
         row: as `Rows.row` returns it.
         data: names of the columns.
         where: place of the row, the beginning of an error message.
+        form: `Example.form`.
+        has_null_keys: see `Rows.has_null_keys`.
 
     Raises ConfigError if the row has no usable prompt.
     """
     columns = as_columns(row, where)
-    prompt, messages = prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
+    prompt, messages, tools = row_prompt(columns, data, where, has_null_keys=has_null_keys)
     answer = find(columns, data.answer_key)
     named = {key: value for key, value in columns.items() if key not in (data.prompt_key, data.answer_key)}
-    named["prompt"] = [{"role": role, "content": content} for role, content in messages] or prompt
+    named["prompt"] = [as_message(one) for one in messages] or prompt
     named["answer"] = None if answer is MISSING else answer
     # Values that JSON does not have (dates, bytes) come from Arrow only.
-    return Example(prompt, json.dumps(named, default=str), "", where, messages)
+    return Example(prompt, json.dumps(named, default=str), "", where, messages, tools, form)
 
 
-def folded(prompt: str, messages: Messages) -> str:
+def folded(prompt: str, messages: Messages, tools: str = "") -> str:
     """A prompt as one text with normalised white space; two prompts count as equal if these texts are equal."""
-    if not messages:
-        return _folded(prompt)
-    return "\0".join([f"{role}\0{_folded(content)}" for role, content in messages])
+    found = "\0".join(["\0".join([one[0], _folded(one[1]), *one[2:]]) for one in messages]) or _folded(prompt)
+    return f"{found}\0{tools}" if tools else found
 
 
 def _folded(text: str) -> str:
@@ -216,7 +231,7 @@ def check_rows(sets: Sequence[ProblemSet], data: DataConfig) -> None:
     incomplete = ""
     for one in sets:
         without_answer: list[int] = []
-        for batch in scan_prompts(one.rows, data):
+        for batch in scan_prompts(one.rows, one.data):
             for error in batch.mistakes:
                 mistakes.add(error)
             without_answer += batch.without_answer
@@ -225,8 +240,8 @@ def check_rows(sets: Sequence[ProblemSet], data: DataConfig) -> None:
                 for index, prompt in enumerate(batch.prompts if held_out else (), batch.first)
                 if prompt is not None and folded(*prompt) in held_out and index < one.first_held_out
             ]
-        if without_answer and (len(without_answer) < len(one.rows) or data.answer_key != DataConfig.answer_key):
-            incomplete = incomplete or _incomplete(one, data, without_answer[0])
+        if without_answer and (len(without_answer) < len(one.rows) or one.data.answer_key != DataConfig.answer_key):
+            incomplete = incomplete or _incomplete(one, without_answer[0])
     mistakes.report()
     if incomplete:
         raise ConfigError(incomplete)
@@ -240,11 +255,11 @@ def check_rows(sets: Sequence[ProblemSet], data: DataConfig) -> None:
         )
 
 
-def _incomplete(one: ProblemSet, data: DataConfig, index: int) -> str:
+def _incomplete(one: ProblemSet, index: int) -> str:
     """The error message on a row without the answer column."""
     names = ", ".join(map(repr, as_columns(one.rows.row(index), "")))
     return (
-        f"{one.rows.where(index)} has no field {data.answer_key!r}; it has {names[:200]}; leave the column out of "
+        f"{one.rows.where(index)} has no field {one.data.answer_key!r}; it has {names[:200]}; leave the column out of "
         "every row, or of none"
     )
 

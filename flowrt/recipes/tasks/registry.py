@@ -18,6 +18,10 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+NEED_MODELS = ("custom",)
+"""Recipes without an embedded model."""
+
+
 def recipe(name: str) -> Recipe:
     """Look up a built-in recipe. Raises ConfigError if there is none of this name."""
     try:

@@ -130,8 +130,8 @@ def _check_same(path: str, config: RunConfig, training: Sequence[Example]) -> No
 
 def _check_held_out(config: RunConfig, what: str, training: Sequence[Example], held_out: Sequence[Example]) -> None:
     """Raise ConfigError if a held-out prompt is also a training prompt, unless ``data.allow_overlap``."""
-    trained = {folded(one.prompt, one.messages) for one in training}
-    shared = [one for one in held_out if folded(one.prompt, one.messages) in trained]
+    trained = {folded(*one.as_prompt) for one in training}
+    shared = [one for one in held_out if folded(*one.as_prompt) in trained]
     if shared and not config.data.allow_overlap:
         raise ConfigError(
             f"{what}: {len(shared)} of {len(held_out)} held-out prompts are training prompts too, the first one "

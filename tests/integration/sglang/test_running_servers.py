@@ -66,7 +66,7 @@ def test_a_server_with_a_shorter_context_is_named_and_its_sequences_are_truncate
     responses = drain(engine)
     assert all(len(one.tokens) < CONTEXT for one in responses)
     assert any(one.truncated for one in responses)
-    assert caplog.text.count(f"cuts sequences before rollout.max_new_tokens ({LONG})") == 1
+    assert caplog.text.count(f"cuts sequences before their limit ({LONG})") == 1
 
 
 def test_a_server_without_a_tokenizer_is_refused_for_stop_strings(make_sharing_engine: Callable[..., Any]) -> None:

@@ -1,16 +1,19 @@
 """Prompts as token ids: chat templates of six families, against transformers' own rendering."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from common.chat_families import CHAT_FAMILIES, templates_of_families
 from common.chat_models import FAMILIES, Family, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from flowrt.engines.hf import save_model
-from flowrt.engines.prompts import PromptEncoder, PromptFormat, end_of_turn_ids
+from flowrt.engines.prompts import Prompt, PromptEncoder, PromptEncoders, PromptFormat, end_of_turn_ids
 from flowrt.engines.stopping import StopConditions, stop_token_ids
 from flowrt.engines.tiny_model import build_model
 from flowrt.errors import ConfigError
@@ -53,8 +56,7 @@ def test_text_with_a_system_prompt_equals_the_same_messages(name: str, family: F
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=5))
 def test_encoding_prompts_in_a_batch_equals_encoding_each_prompt(name: str, family: Family, texts: list[str]) -> None:
     encoder = PromptEncoder(TOKENIZERS[name], PromptFormat("chat"))
-    prompts: list[Any] = [(text, ()) for text in texts] + [("", (("user", text),)) for text in texts]
-    prompts = [one for one in prompts if one[0] or one[1]]
+    prompts = [Prompt(text) for text in texts if text] + [Prompt("", (("user", text),)) for text in texts]
     assert encoder.encode_all(prompts) == [encoder(*one) for one in prompts]
 
 
@@ -160,3 +162,137 @@ def test_unknown_or_malformed_template_variables_are_refused() -> None:
         PromptFormat.of("", "[1]", "", prefill=False)
     with pytest.raises(ConfigError, match=r"data\.system_prompt is set, and data\.chat_template is none"):
         PromptFormat.of("none", "", "s", prefill=False)
+
+
+TOOLS = json.dumps([{"type": "function", "function": {"name": "add"}}])
+OTHER_TOOLS = json.dumps([{"type": "function", "function": {"name": "sub"}}])
+TOOL_TEMPLATE = (
+    "{% if tools %}T{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %};{% endfor %}"
+)
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+HISTORY = (("user", USER), ("assistant", "", json.dumps(CALL)), ("tool", "2"))
+
+
+def tool_tokenizer(template: Any) -> Any:
+    tokenizer = chat_tokenizer(FAMILIES["qwen"])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_tools_of_a_row_and_of_the_configuration_reach_the_template() -> None:
+    tokenizer = tool_tokenizer(TOOL_TEMPLATE)
+    by_setting = PromptEncoder(tokenizer, PromptFormat("chat", tools=TOOLS))
+    by_row = PromptEncoder(tokenizer, PromptFormat("chat"))
+    own = (("user", USER),)
+    assert tokenizer.decode(by_row("", own, TOOLS)) == f"T{TOOLS}user:{USER};"
+    assert by_setting("", own) == by_setting(USER) == by_row("", own, TOOLS)
+    assert by_setting("", own, OTHER_TOOLS) == by_row("", own, OTHER_TOOLS) != by_setting("", own)
+    assert by_setting("", own, "[]") == by_row("", own)
+    prompts = [Prompt("", own, tools) for tools in (TOOLS, "", OTHER_TOOLS, "[]", TOOLS)]
+    assert by_setting.encode_all(prompts) == [by_setting(*one) for one in prompts]
+
+
+def test_calls_of_tools_in_the_history_are_rendered() -> None:
+    tokenizer = tool_tokenizer(TOOL_TEMPLATE)
+    encoder = PromptEncoder(tokenizer, PromptFormat())
+    assert tokenizer.decode(encoder("", HISTORY)) == f"user:{USER};assistant:<add>;tool:2;"
+    assert encoder.encode_all([Prompt("", HISTORY)]) == [encoder("", HISTORY)]
+
+
+def test_a_checkpoint_with_a_template_for_tools_uses_it() -> None:
+    tokenizer = tool_tokenizer({"default": "{{ messages[0].content }}", "tool_use": TOOL_TEMPLATE})
+    encoder = PromptEncoder(tokenizer, PromptFormat())
+    own = (("user", USER),)
+    assert tokenizer.decode(encoder("", own)) == USER
+    assert tokenizer.decode(encoder("", own, TOOLS)) == f"T{TOOLS}user:{USER};"
+    assert encoder("", own, TOOLS) == tokenizer.apply_chat_template(
+        [{"role": "user", "content": USER}], tools=json.loads(TOOLS), tokenize=True, return_dict=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "error"),
+    [
+        (
+            PromptFormat(),
+            Prompt("", (("user", "u"),), TOOLS),
+            "the row has tools, which the chat template does not",
+        ),
+        (PromptFormat(), Prompt("", HISTORY), "message of role assistant has the field 'tool_calls', which the chat"),
+        (PromptFormat("none"), Prompt("u", (), TOOLS), "the row has tools, and there is no chat template"),
+        (
+            PromptFormat(tools=TOOLS),
+            Prompt("", (("user", "u"),)),
+            r"data\.tools is set, and the chat template do",
+        ),
+    ],
+)
+def test_tools_that_a_template_does_not_show_are_refused(form: PromptFormat, prompt: Prompt, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        PromptEncoder(TOKENIZERS["phi"], form)(*prompt)
+    with pytest.raises(ConfigError, match=error):
+        PromptEncoder(TOKENIZERS["phi"], form).encode_all([prompt])
+
+
+def test_tools_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tools.json"
+    path.write_text(TOOLS)
+    assert PromptFormat.of("", "", "", prefill=False, tools=str(path)).tools == TOOLS
+    assert PromptFormat.of("", "", "", prefill=False, tools=TOOLS).tools == TOOLS
+    for tools, error in (
+        ("[1]", r"data\.tools is no list of JSON objects"),
+        ("[", r"data\.tools is not JSON"),
+        ("/nowhere", r"data\.tools is '/nowhere', which is neither a JSON list nor a file"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            PromptFormat.of("", "", "", prefill=False, tools=tools)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"data\.tools: file .* is not UTF-8 text"):
+        PromptFormat.of("", "", "", prefill=False, tools=str(path))
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs has 'tools'; name them with data\.tools"):
+        PromptFormat.of("", '{"tools": []}', "", prefill=False)
+    with pytest.raises(ConfigError, match=r"data\.tools is set, and data\.chat_template is none"):
+        PromptFormat.of("none", "", "", prefill=False, tools=TOOLS)
+
+
+def test_formats_of_data_sets_have_encoders_of_their_own() -> None:
+    encoders = PromptEncoders(TOKENIZERS["phi"], PromptFormat("chat"))
+    own = PromptFormat("chat", system_prompt=SYSTEM)
+    assert encoders.of(None) is encoders.of(PromptFormat("chat")) is not encoders.of(own)
+    assert encoders.of(own) is encoders.of(PromptFormat("chat", system_prompt=SYSTEM))
+    assert encoders.of(own)(USER) == encoders.of(None)("", question(FAMILIES["phi"]))
+
+
+def test_a_text_prompt_does_not_end_with_tokens_that_the_tokenizer_appends() -> None:
+    tokenizer = chat_tokenizer(FAMILIES["llama"])
+    plain = tokenizer(USER)["input_ids"]
+    start, end = tokenizer.bos_token, tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}", special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in (start, end)]
+    )
+    assert tokenizer(USER)["input_ids"] == [*plain, tokenizer.eos_token_id]
+    encoder = PromptEncoder(tokenizer, PromptFormat("none"))
+    assert encoder(USER) == plain == encoder.encode_all([Prompt(USER)])[0]
+    assert encoder(f"{USER}{end}") == [*plain, tokenizer.eos_token_id]  # as the data has it
+
+
+def test_control_tokens_in_the_texts_of_a_prompt_are_found() -> None:
+    encoder = PromptEncoder(TOKENIZERS["qwen"], PromptFormat("chat"))
+    call = json.dumps({"role": "assistant", "content": "", "tool_calls": [{"arguments": {"a": "x<|im_end|>"}}]})
+    for prompt, expected in (
+        (Prompt("one and one"), ""),
+        (Prompt("one <|im_start|>system\nand one"), "<|im_start|>"),
+        (Prompt("", (("user", "u"), ("assistant", "", call))), "<|im_end|>"),
+        (Prompt("u", (), json.dumps([{"description": "<think>"}])), "<think>"),
+    ):
+        assert encoder.control_token(prompt) == expected
+
+
+@pytest.mark.slow
+def test_rows_with_tools_thinking_prefill_and_late_system_messages_are_rendered_as_by_transformers() -> None:
+    found = templates_of_families(quick=True)
+    assert len(CHAT_FAMILIES) == 24
+    assert found["wrong"] == 0
+    assert found["checked"] > 1000
+    assert found["refused"] < found["checked"] / 2

@@ -1,6 +1,7 @@
 """The rollout engine against transformers; its samples depend only on their seeds and the weights."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,18 @@ def test_a_sample_depends_on_its_seed_and_not_on_the_batch(model: Any) -> None:
     staggered = generate_all(model, prompts()[::-1], rows=3, arrivals=1)
     for key in range(len(LENGTHS)):
         assert single[key].tokens.tolist() == batched[key].tokens.tolist() == staggered[key].tokens.tolist()
+
+
+def test_prompts_may_have_limits_of_their_own(model: Any) -> None:
+    """Those of others stay as they are in an engine of a larger limit, as with answers of evaluations."""
+    plain = generate_all(model, prompts(), rows=4, arrivals=3, stop=StopConditions(), max_new_tokens=8)
+    limits = {key: 8 if key % 2 else 30 for key in plain}
+    mixed = [replace(prompt, max_new_tokens=limits[prompt.key]) for prompt in prompts()]
+    found = generate_all(model, mixed, rows=4, arrivals=3, stop=StopConditions(), max_new_tokens=30)
+    for key, limit in limits.items():
+        assert len(found[key].tokens) == limit
+        assert found[key].truncated
+        assert limit == 30 or torch.equal(found[key].tokens, plain[key].tokens)
 
 
 def test_one_row_repeats_bit_for_bit_in_any_order(model: Any) -> None:

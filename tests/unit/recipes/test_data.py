@@ -1,5 +1,6 @@
 """Data files: every format gives the same rows; mistakes are reported with file, line and field, ten at once."""
 
+import dataclasses
 import gzip
 import json
 import sys
@@ -12,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from flowrt.engines.prompts import Prompt, as_message
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.data.base import Mistakes, Rows
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.json_lines import JsonLines
-from flowrt.recipes.tasks.problems import Problems, ProblemSet, check_rows, open_sets, problem
+from flowrt.recipes.data.prompt_scan import scan_prompts
+from flowrt.recipes.tasks.problems import Problems, ProblemSet, check_rows, folded, open_sets, problem
 from flowrt.recipes.tasks.rows import read_rows
 
 DATA = DataConfig(prompt_key="prompt", eval_prompts=0)
@@ -71,6 +74,17 @@ def write(kind: str, folder: Path) -> Path:
         case "jsonl.gz":
             (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines(ROWS)))
             return folder / "rows.jsonl.gz"
+        case "json":
+            (folder / "rows.json").write_text(json.dumps(ROWS, indent=2))
+            return folder / "rows.json"
+        case "json.gz":
+            (folder / "rows.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+            return folder / "rows.json.gz"
+        case "feather":
+            table = pa.Table.from_pylist(ROWS)
+            with pa.OSFile(str(folder / "rows.feather"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=7)
+            return folder / "rows.feather"
         case "parquet":
             parquet.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet", row_group_size=6)
             return folder / "rows.parquet"
@@ -89,7 +103,7 @@ def write(kind: str, folder: Path) -> Path:
     return snapshot(folder / "hub", ROWS)
 
 
-KINDS = ("jsonl", "jsonl.gz", "parquet", "saved", "saved splits", "shards", "snapshot")
+KINDS = ("jsonl", "jsonl.gz", "json", "json.gz", "feather", "parquet", "saved", "saved splits", "shards", "snapshot")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,6 +166,86 @@ def test_damaged_files_are_reported_by_path(tmp_path: Path, name: str, content: 
         open_rows(tmp_path / name if name.startswith("rows") else tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", 'prompt,answer\r\n"a\n""b"", c",14\r\n\r\n"  d ",\r\n'),
+        ("rows.csv", '\ufeffprompt;answer\n"a\n""b"", c";14\n"  d ";\n'),
+        ("rows.tsv", 'prompt\tanswer\n"a\n""b"", c"\t14\n  d \t\n'),
+        ("rows.csv.gz", 'prompt,answer\n"a\n""b"", c",14\n  d ,\n'),
+    ],
+)
+def test_a_table_has_rows_of_text(tmp_path: Path, name: str, content: str) -> None:
+    text = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    for path in (tmp_path / name, tmp_path):
+        rows = open_rows(path)
+        assert list(rows.scan()) == [{"prompt": 'a\n"b", c', "answer": "14"}, {"prompt": "  d ", "answer": ""}]
+        assert rows.row(1) == {"prompt": "  d ", "answer": ""}
+        assert rows.where(0) == f"data file {tmp_path / name}, line 2"
+        assert rows.where(1).endswith(("line 4", "line 5"))
+        assert list(scan_prompts(rows, DATA).__next__().prompts) == [
+            Prompt('a\n"b", c'),
+            Prompt("  d "),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("rows.csv", b"prompt,answer\nx,1\ny\n", r", line 3 has 1 of the 2 fields that the first line names"),
+        ("rows.csv", b"prompt,prompt\nx,1\n", r" has two columns 'prompt' in its first line"),
+        ("rows.csv", b'prompt,answer\n"x,1\n', r", line 2 cannot be read: unexpected end of data; check its quotes"),
+        ("rows.csv", b"prompt\n\xff\n", r" is not UTF-8 text after line 1: .*; convert it"),
+        ("rows.csv", "prompt\n".encode("utf-16"), r" is UTF-16 text; convert it to UTF-8"),
+        ("rows.tsv", b"PK\x03\x04rest", r" is a ZIP archive or an Excel sheet; unpack it, or save it as CSV"),
+        (
+            "rows.json",
+            b'[{"prompt": "a"},\n {"prompt": ]',
+            r" begins as a JSON array, and is not JSON: .* at line 2",
+        ),
+        (
+            "rows.json",
+            b'{\n "data": [1],\n "b": 2\n}',
+            r" is one JSON object over several lines, with lists in 'data'",
+        ),
+        ("rows.json", b'{\n "a": 1\n}\n{\n "a": 2\n}', r" has JSON objects over several lines; write each row as on"),
+        (
+            "rows.txt",
+            b"prompt,answer\nx,1\n",
+            r" is not JSON Lines: it begins with 'prompt,answer'; if .* name it",
+        ),
+        ("rows.yaml", b"- prompt: a\n", r" is not JSON Lines: it begins with '- prompt: a'"),
+        ("rows.jsonl", b"the first prompt\n", r" is not JSON Lines: it begins with 'the first prompt'"),
+        ("rows.jsonl", b"<!DOCTYPE html>\n", r" is a web page or XML, maybe an error page"),
+        ("rows.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", r" is a pointer of Git LFS .*git lfs pull"),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfdrest", r" is compressed with Zstandard; unpack it: zstd -d"),
+        ("rows.pkl", b"\x80\x04rest", r" is a pickle, which is not loaded"),
+        ("rows.bin", b"ab\0cd", r" is binary data"),
+    ],
+)
+def test_a_file_without_rows_is_refused_with_what_it_is(tmp_path: Path, name: str, content: bytes, error: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^data file {path}{error}"):
+        check(open_rows(path), DATA, 1)
+
+
+def test_an_array_of_values_that_are_no_rows_is_reported_by_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"prompt": "a"}, 5, {"prompt": 1e999}]')
+    with pytest.raises(ConfigError, match=r"rows.json, row 2 is int, not an object .*row 3: field 'prompt'"):
+        check(open_rows(path), DATA, 3)
+
+
+def test_descriptions_in_the_directory_are_not_rows(tmp_path: Path) -> None:
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "train.json").write_text(json.dumps(ROWS))
+    assert list(open_rows(tmp_path).scan()) == ROWS
+    (tmp_path / "train.jsonl").write_bytes(lines(ROWS[:2]))  # JSON Lines come first
+    assert list(open_rows(tmp_path).scan()) == ROWS[:2]
+
+
 def test_a_directory_of_several_data_sets_is_refused(tmp_path: Path) -> None:
     write("shards", tmp_path)
     with pytest.raises(ConfigError, match=r"a directory of several data sets \('shards'\); name one"):
@@ -191,7 +285,17 @@ def message(role: object = "user", content: object = "u", **more: object) -> dic
             {"prompt": [message(), message(content=[{"type": "image"}])]},
             r"line 2: field 'prompt\[1\].content' is list, not text \(only text is supported\)",
         ),
-        ({"prompt": [message(tool_calls=[1])]}, r"line 2: field 'prompt\[0\]' has 'tool_calls'; only role and content"),
+        (
+            {"prompt": [message(content=None, name="x")]},
+            r"line 2: field 'prompt\[0\].content' is NoneType, not text",
+        ),
+        (
+            {"prompt": [message(), message("tool", content=None, tool_calls=[{"x": "half \ud83d"}]), message()]},
+            r"line 2: field 'prompt\[1\]' has half a character",
+        ),
+        ({"prompt": [message()], "tools": 5}, "line 2: field 'tools', the tools, is no list of JSON objects, the sche"),
+        ({"prompt": [message()], "tools": ["x"]}, "line 2: field 'tools', the tools, is no list of JSON objects"),
+        ({"prompt": [message()], "tools": "search"}, "line 2: field 'tools', the tools, is not JSON: .*tools_key"),
         (
             {"prompt": [message(), message("assistant")]},
             "line 2: field 'prompt' ends with a message of role assistant; leave it out, or set data.prefill",
@@ -245,6 +349,64 @@ def test_mistakes_that_differ_in_a_number_or_a_prompt_are_listed_once() -> None:
     columns = [f"data file x, line {n} is not JSON: Expecting value at column {n}" for n in (3, 5)]
     other = f"prompt 'a': {refusal}"
     assert report(*columns, other) == f"3 mistakes in the data: {columns[0]} (also line 5); {other}"
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+CALLS: list[dict[str, Any]] = [
+    message(),
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "content": "2", "tool_call_id": "1"},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_tools_and_calls_of_them_are_read(tmp_path: Path, kind: str) -> None:
+    """A Parquet file has a null for each key that another row has; such nulls are no keys of the row."""
+    other = [{**TOOLS[0], "strict": True}]
+    called = [message(), {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"b": "x"}}}]}]
+    rows = [
+        {"prompt": CALLS, "tools": TOOLS, "answer": "1"},
+        {"prompt": [*called, message()], "tools": other, "answer": "2"},
+        {"prompt": [message()], "tools": None, "answer": "3"},
+    ]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_bytes(lines(rows) if kind == "jsonl" else json.dumps(rows).encode())
+    [opened] = open_sets(DataConfig(path=str(path), prompt_key="prompt", eval_prompts=0))
+    found = list(opened.training)
+    calls = [{key: value for key, value in one.items() if value is not None} for one in CALLS]
+    assert [[as_message(one) for one in problem.messages] for problem in found] == [
+        calls,
+        [*called, message()],
+        [message()],
+    ]
+    assert [json.loads(problem.tools or "null") for problem in found] == [TOOLS, other, None]
+    [block] = opened.prompt_blocks()
+    assert list(block.prompts) == [problem.as_prompt for problem in found]
+    assert json.loads(found[0].answer)["prompt"] == calls
+
+
+def test_tools_are_read_from_a_column_of_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines([{"prompt": [message()], "tools": 5, "extra": {"functions": json.dumps(TOOLS)}}]))
+    data = DataConfig(path=str(path), prompt_key="prompt", tools_key="extra.functions", eval_prompts=0)
+    [opened] = open_sets(data)
+    check_rows([opened], data)
+    assert json.loads(opened.training[0].tools) == TOOLS
+    [without] = open_sets(dataclasses.replace(data, tools_key=""))
+    assert without.training[0].tools == ""
+
+
+def test_prompts_with_other_tools_or_calls_are_other_prompts() -> None:
+    messages = tuple((str(one["role"]), "", json.dumps(one)) for one in CALLS)
+    texts = {folded("", messages), folded("", messages[:2]), folded("", messages, json.dumps(TOOLS)), folded("x", ())}
+    assert len(texts) == 4
 
 
 def test_answers_are_present_in_all_rows_or_in_none(tmp_path: Path) -> None:

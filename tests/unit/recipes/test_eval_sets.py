@@ -9,9 +9,12 @@ import pytest
 
 from flowrt.errors import ConfigError
 from flowrt.launcher.evaluate import EvalOptions, evaluated_config
+from flowrt.launcher.local_run import with_absolute_paths
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.config_io import read
+from flowrt.recipes.config_io import from_toml, read, to_toml
+from flowrt.recipes.constraints import check_data_options
 from flowrt.recipes.eval_constraints import check_eval
+from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.eval_sets import check_eval_sets, eval_sets, run_prompts
 from flowrt.recipes.tasks.registry import task_of
 
@@ -47,7 +50,7 @@ def test_run_prompts_include_training_and_evaluation_prompts(tmp_path: Path) -> 
     found = [
         (prompt, block.where(at))
         for block in run_prompts(run, task_of(run))
-        for at, (prompt, _) in enumerate(block.prompts)
+        for at, (prompt, _, _) in enumerate(block.prompts)
     ]
     assert [prompt for prompt, _ in found] == ["one", "two", "three"]
     assert found[-1][1].endswith("held.jsonl, line 1")
@@ -176,3 +179,81 @@ def test_a_split_of_evaluations_that_are_files_is_refused(tmp_path: Path) -> Non
     run = config(tmp_path, "--data", str(training), "--eval.split", "test")
     with pytest.raises(ConfigError, match=r"eval\.split is 'test', and eval\.data is empty"):
         check_eval(run)
+
+
+def test_each_set_has_keys_a_split_and_a_format_of_its_own(tmp_path: Path) -> None:
+    """Of the training data and of evaluations, in flags and in a file, with paths made absolute."""
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    training = tmp_path / "a.jsonl"
+    training.write_text('{"problem": "1 + 1", "solution": "2"}\n')
+    other = splits(tmp_path / "b", "snapshot", ["train", "extra"])
+    held = tmp_path / "held.jsonl"
+    held.write_text('{"q": {"text": "2 + 2"}, "gold": 4}\n')
+    run = config(
+        tmp_path,
+        *("--data", f"a={training}:0.5 prompt_key=problem answer_key=solution system_prompt=Think, then answer."),
+        *("--data", f"b={other}:0.5 split=extra chat_template={tmp_path}/own.jinja"),
+        *("--eval.data", f"mine={held} prompt_key=q.text answer-key=gold chat_template=chat system_prompt="),
+        *("--data.system-prompt", "Be terse."),
+    )
+    check_data_options(run)
+    check_eval(run)
+    for one in (run, from_toml(to_toml(with_absolute_paths(run)))):
+        task = task_of(one)
+        first, second = task.training_problems()
+        assert (first.prompt, json.loads(first.answer)["answer"], second.prompt) == ("1 + 1", "2", "extra")
+        assert first.form is not None
+        assert first.form.system_prompt == "Think, then answer."
+        assert second.form is not None
+        assert (second.form.system_prompt, second.form.template) == ("Be terse.", f"{tmp_path}/own.jinja")
+        [found] = eval_sets(one, task)["mine"]
+        assert (found.prompt, json.loads(found.answer)["answer"]) == ("2 + 2", 4)
+        assert found.form is not None
+        assert (found.form.system_prompt, found.form.template) == ("", "chat")
+        forms = [block.form for block in run_prompts(one, task)]
+        assert forms == [first.form, second.form, found.form]
+    assert chat_templates(run) == ("", f"{tmp_path}/own.jinja", "chat")
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            ["--eval.data", "x=held.jsonl promt_key=q"],
+            r"has 'promt_key', which is no option of a.*prompt_key",
+        ),
+        (["--eval.data", "x=held.jsonl prompt_key=a prompt_key=b"], r"has prompt_key twice"),
+        (["--eval.data", "x=held.jsonl chat_template_kwargs={"], r"data set 'x' of eval\.data: .*which is not JSON"),
+        (
+            ["--eval.data", "x=held.jsonl chat_template=none tools=[{}]"],
+            r"data set 'x' of eval\.data: data\.tools is s",
+        ),
+        (["--eval.data", "x=held.jsonl split=test"], r"data set 'x' of eval\.data has split 'test', and .* is a file"),
+        (["--eval.data", "x=held.jsonl prompt_key="], r"data set 'x' of eval\.data has an empty prompt_key"),
+        (
+            ["--data", "a=held.jsonl tools=/none.json"],
+            r"data set 'a' of data: data\.tools is '/none\.json', which",
+        ),
+        (
+            ["--data", "held.jsonl prompt_key=q"],
+            r"prompt_key, which is an option of one of .*--data\.prompt-key",
+        ),
+    ],
+)
+def test_unusable_options_of_a_set_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path / "held.jsonl", ["one"]), rows(tmp_path / "a.jsonl", ["two"])
+    base_flags = [] if flags[0] == "--data" else ["--data", "a.jsonl"]
+    with pytest.raises(ConfigError, match=error):
+        check_data_options(config(tmp_path, *base_flags, *flags))
+
+
+def test_an_evaluation_by_flowrt_eval_takes_options_without_a_name(tmp_path: Path) -> None:
+    training = rows(tmp_path / "a.jsonl", ["one"])
+    run = config(tmp_path, "--data", str(training))
+    options = EvalOptions(data=(f"{training} prompt_key=answer system_prompt=Be terse.",))
+    found = evaluated_config(run, options, tmp_path / "run", tmp_path)
+    assert found.eval.data == (f"eval={training} prompt_key=answer system_prompt=Be terse.",)
+    assert [one.prompt for one in eval_sets(found, task_of(found))["eval"]] == ["1"]

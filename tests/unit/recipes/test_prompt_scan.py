@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrt.engines.prompts import Prompt
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Shards
 from flowrt.recipes.data.difficulty import difficulties
@@ -19,7 +20,9 @@ KEYS = ("prompt", "answer", "a", "a.b", "role", "content", "extra")
 TEXT = st.one_of(
     st.text(max_size=6), st.sampled_from(["", " ", "\t\n", "\ud83d", "ok", "\u2003", "\x00", "assistant", "user"])
 )
-MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "name"]), st.one_of(TEXT, st.none()), max_size=3)
+MESSAGE = st.dictionaries(
+    st.sampled_from(["role", "content", "name", "tool_calls"]), st.one_of(TEXT, st.none()), max_size=3
+)
 VALID_MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXT})
 VALUE = st.recursive(
     st.one_of(TEXT, st.integers(), st.floats(), st.booleans(), st.none(), MESSAGE, VALID_MESSAGE),
@@ -29,7 +32,15 @@ VALUE = st.recursive(
 PROMPT = st.one_of(TEXT, st.lists(st.one_of(VALID_MESSAGE, MESSAGE), max_size=3), VALUE)
 ROW = st.one_of(
     st.fixed_dictionaries(
-        {"prompt": PROMPT}, optional={"answer": VALUE, "a": VALUE, "a.b": VALUE, "extra": VALUE, "role": VALUE}
+        {"prompt": PROMPT},
+        optional={
+            "answer": VALUE,
+            "a": VALUE,
+            "a.b": VALUE,
+            "extra": VALUE,
+            "role": VALUE,
+            "tools": st.one_of(st.none(), st.just([]), st.just([{"name": "f"}]), st.just('[{"name": "f"}]'), VALUE),
+        },
     ),
     st.fixed_dictionaries({"a": st.fixed_dictionaries({"b": PROMPT}, optional={"c": VALUE})}),
     VALUE,
@@ -38,7 +49,7 @@ CONFIGS = [
     DataConfig(prompt_key=prompt, answer_key=answer, prefill=prefill)
     for prompt, answer in (("prompt", "answer"), ("prompt", "a.b"), ("a.b", "answer"), ("a.b", "a.c"), ("a", "a"))
     for prefill in (False, True)
-]
+] + [DataConfig(prompt_key="prompt", tools_key=key) for key in ("", "a.b", "prompt", "answer")]
 
 
 @st.composite
@@ -109,7 +120,7 @@ def test_a_column_may_have_any_name(tmp_path: Path, key: str) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     assert_same(path, DataConfig(prompt_key=key))
     prompts, _, mistakes = joined(list(scan_prompts(JsonLines(path), DataConfig(prompt_key=key))))
-    assert prompts == [("of this name", ()), ("nested", ())], mistakes
+    assert prompts == [Prompt("of this name"), Prompt("nested")], mistakes
     path.write_text(json.dumps({key: 0.5}) + "\n" + json.dumps({key: 2}))
     assert list(difficulties(JsonLines(path), key)) == [0.5, 2.0]
 
@@ -127,7 +138,7 @@ def test_batches_and_shards_are_scanned_in_order(tmp_path: Path) -> None:
     prompts, without, mistakes = joined(list(scan_prompts(shards, CONFIGS[0])))
     assert len(prompts) == len(shards) == 3 * BATCH + 3
     assert [at for at, prompt in enumerate(prompts) if prompt is None] == [BATCH - 1, 2 * BATCH + 2]
-    assert prompts[BATCH + 2 : BATCH + 5] == [(f"a {BATCH + 2}", ()), ("b 0", ()), ("b 1", ())]
+    assert prompts[BATCH + 2 : BATCH + 5] == [Prompt(f"a {BATCH + 2}"), Prompt("b 0"), Prompt("b 1")]
     assert without == [0, BATCH + 3]
     assert [one.partition(":")[0] for one in mistakes] == [
         f"data file {tmp_path}/{name}.jsonl, line {BATCH}" for name in ("a", "b")

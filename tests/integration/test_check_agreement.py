@@ -1,0 +1,20 @@
+"""`flowrt data check` and `flowrt reward check` refuse exactly what `flowrt run` refuses, on drawn command lines."""
+
+from pathlib import Path
+
+import pytest
+from common.check_agreement import verdicts, write_files
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK
+
+LINES = 24
+
+
+@pytest.mark.slow
+def test_checks_and_runs_agree_on_drawn_command_lines(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    found = [verdicts(tmp_path, number) for number in range(LINES)]
+    for one in found:
+        assert one.agree, (one.flags, one.codes, one.outputs)
+    assert {code for one in found for code in one.codes.values()} == {EXIT_OK, EXIT_BAD_INPUT}
+    assert not list(tmp_path.glob("run-*"))  # nothing is written
