@@ -197,8 +197,10 @@ def has_refused_more(server: api.Server, than: int) -> bool:
 
 
 def state_of(server: api.Server) -> dict[str, Any]:
-    """The status without what depends on the time."""
-    return server.status() | {"waits": [], "graph": {}, "cut_off": {}, "time": None}
+    """The status without times and waits: the joined worker reports its own waits with its heartbeats."""
+    found = server.status()
+    of_waits = {"waits": [], "graph": {}, "cut_off": {}, "time": None, "counts": {}}
+    return found | of_waits | {"applying": found["counts"]["versions"]}
 
 
 def has_joined(server: api.Server, worker: str) -> bool:
