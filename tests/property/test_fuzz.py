@@ -199,7 +199,7 @@ def has_refused_more(server: api.Server, than: int) -> bool:
 def state_of(server: api.Server) -> dict[str, Any]:
     """The status without times and waits: the joined worker reports its own waits with its heartbeats."""
     found = server.status()
-    of_waits = {"waits": [], "graph": {}, "cut_off": {}, "time": None, "counts": {}}
+    of_waits = dict.fromkeys(("waits", "graph", "cut_off", "time", "counts"))
     return found | of_waits | {"applying": found["counts"]["versions"]}
 
 
