@@ -435,8 +435,11 @@ def prompt_texts(prompt: Prompt) -> list[str]:
 
 def _added_after(tokenizer: Any) -> tuple[int, ...]:
     """The tokens that a tokenizer puts after a text."""
-    plain: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    whole: list[int] = tokenizer(PROBE)["input_ids"]
+    try:
+        plain: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+        whole: list[int] = tokenizer(PROBE)["input_ids"]
+    except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower for a text that it cannot take)
+        return ()
     for start in range(len(whole) - len(plain) + 1):
         if whole[start : start + len(plain)] == plain:
             return tuple(whole[start + len(plain) :])

@@ -18,7 +18,7 @@ from flowrt.recipes.flags import parse_flags
         ("--group-sise 4", "takes no flag --group-sise; did you mean --group-size?"),
         ("--group-sise=4", "takes no flag --group-sise; did you mean --group-size?"),
         ("--lr 0.1", "takes no flag --lr; did you mean --sft.lr or --trainer.lr?"),
-        ("--max_new_token 4", "takes no flag --max_new_token; did you mean --rollout.max-new-tokens?"),
+        ("--max_new_token 4", "takes no flag --max_new_token; did you mean --eval.max-new-tokens?"),
         ("--confg x.toml", "takes no flag --confg; did you mean --config?"),
         ("--zzz", "takes no flag --zzz; flowrt run --help lists the flags"),
         ("-x 4", "takes no flag -x; flowrt run --help lists the flags"),

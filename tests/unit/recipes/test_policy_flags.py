@@ -22,7 +22,7 @@ from flowrt.errors import ConfigError
 from flowrt.protocol.messages import Grant, Position
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.grpo import core, policies
-from flowrt.recipes.tasks.registry import task_of
+from flowrt.recipes.tasks.custom import check_given
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
 from flowrt.roles.engines import train_engine
@@ -39,7 +39,7 @@ def test_only_the_custom_recipe_takes_a_reward_and_it_requires_one(tmp_path: Pat
     with pytest.raises(ConfigError, match="flowrt run custom"):
         parse(["gsm8k", "--data", str(data), "--reward", "mine.py"])
     with pytest.raises(ConfigError, match=r"--reward FUNCTION"):
-        task_of(parse(["custom", "--data", str(data)]))
+        check_given(parse(["custom", "--data", str(data)]))
 
 
 @pytest.mark.parametrize(
