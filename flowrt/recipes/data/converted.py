@@ -79,7 +79,7 @@ def _records(path: Path, text: io.TextIOWrapper, delimiter: str) -> Iterator[tup
     csv.field_size_limit(MAX_FIELD_CHARS)
     line = 1
     try:
-        first = text.readline()
+        first = next(text, "")
         text.seek(0)
         if delimiter == "," and "," not in first and ";" in first:
             delimiter = ";"
