@@ -189,6 +189,7 @@ FLAGS: list[list[str]] = [
     ["--guard", "rewrad above 2"],
     ["--samples.per-step", "0"],
 ]
+# Each has a reward function: `flowrt data check` takes a command line without one, too.
 REWARD_FLAGS = [
     *(["DIR/mine.py:right"],) * 4,
     *([one] for one in ("exact", "length:20", "regex:x(.*)", "DIR/mine.py:column", "format:.*")),
@@ -197,7 +198,6 @@ REWARD_FLAGS = [
     ["nowhere.py:reward"],
     ["regex:("],
     ["judge"],
-    [],
 ]
 
 

@@ -355,7 +355,7 @@ class PromptEncoder:
         """Raise ConfigError for a field of a message that the template does not use."""
         for name in message:
             names = REASONING_FIELDS if name in REASONING_FIELDS else (name,)
-            if name in (*USUAL, *IDENTIFYING_FIELDS) or any(_mentions(template, one) for one in names):
+            if name in (*USUAL, *IDENTIFYING_FIELDS) or any(_reads(template, one) for one in names):
                 continue
             raise ConfigError(
                 f"a message of role {message.get('role')} has the field {name!r}, which the chat template does not "
@@ -449,6 +449,11 @@ def _added_after(tokenizer: Any) -> tuple[int, ...]:
 def _are_any(tools: str) -> bool:
     """Whether JSON text of a list has an element; empty text: none."""
     return tools not in ("", "[]")
+
+
+def _reads(template: str, name: str) -> bool:
+    """Whether the text of a template has the name of a field, as ``m.NAME`` or in quotes, and not as a variable."""
+    return re.search(rf"[.'\"]{re.escape(name)}\b", template) is not None
 
 
 def _mentions(template: str, name: str) -> bool:
