@@ -56,7 +56,7 @@ from common.report import beyond, write
 from common.rewards import hostile, judge, reward_cost, reward_scaling
 from evaluation.runs import best, evaluation
 
-from flowrt.engines.prompts import Prompt, PromptEncoder, PromptFormat, end_of_turn_ids
+from flowrt.engines.prompts import DataPrompt, PromptEncoder, PromptFormat, end_of_turn_ids
 from flowrt.recipes.data.mixture import alternate
 
 BOUNDS = {
@@ -212,7 +212,7 @@ def templates(quick: bool) -> dict[str, float]:
             )
             ids = encoder("", conversation)
             start = tokenizer.bos_token_id
-            is_right = ids == expected == encoder.encode_all([Prompt("", conversation)])[0]
+            is_right = ids == expected == encoder.encode_all([DataPrompt("", conversation)])[0]
             wrong += not (is_right and (start is None or ids.count(start) == 1))
             checked += 1
         wrong += end_of_turn_ids(tokenizer, family.template) != (tokenizer.convert_tokens_to_ids(family.turn),)

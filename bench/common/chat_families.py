@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from flowrt.engines.prompts import Prompt, PromptEncoder, PromptFormat
+from flowrt.engines.prompts import DataPrompt, PromptEncoder, PromptFormat
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.tasks.problems import open_sets
@@ -669,7 +669,7 @@ def transformers_ids(
     return ids if is_shown else None
 
 
-def flowrt_ids(encoder: PromptEncoder, prompt: Prompt) -> list[int] | None:
+def flowrt_ids(encoder: PromptEncoder, prompt: DataPrompt) -> list[int] | None:
     """The token ids of a prompt; None if it is refused."""
     try:
         return encoder(*prompt)

@@ -42,7 +42,7 @@ Messages = tuple[Message, ...]
 """A conversation."""
 
 
-class Prompt(NamedTuple):
+class DataPrompt(NamedTuple):
     """A prompt of a data set: text, or a conversation.
 
     Attributes:
@@ -205,11 +205,11 @@ class PromptEncoder:
                 raise ConfigError("data.tools is set, and the chat template does not use tools; leave it out")
 
     def __call__(self, prompt: str, messages: Messages = (), tools: str = "") -> list[int]:
-        """The token ids of a prompt; arguments as of `Prompt`.
+        """The token ids of a prompt; arguments as of `DataPrompt`.
 
         Raises ConfigError if the prompt needs a template that is missing or excluded, or the template raises.
         """
-        one = Prompt(prompt, messages, tools)
+        one = DataPrompt(prompt, messages, tools)
         if not self.applies_template(one):
             return self._plain(prompt)
         conversation, options = self.conversation(one), self._options(one)
@@ -221,7 +221,7 @@ class PromptEncoder:
             raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
         return ids
 
-    def applies_template(self, prompt: Prompt) -> bool:
+    def applies_template(self, prompt: DataPrompt) -> bool:
         """Whether the template is applied to a prompt.
 
         Raises ConfigError if the configuration does not determine it, or the template is needed and missing.
@@ -249,7 +249,7 @@ class PromptEncoder:
             )
         return bool(self._template)
 
-    def conversation(self, prompt: Prompt) -> list[dict[str, Any]]:
+    def conversation(self, prompt: DataPrompt) -> list[dict[str, Any]]:
         """The messages that are passed to the template, with the system prompt.
 
         Raises ConfigError if a message has a field that the template does not use.
@@ -263,7 +263,7 @@ class PromptEncoder:
                 self._check_fields(fields, self._template_of(prompt))
         return found
 
-    def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def encode_all(self, prompts: Sequence[DataPrompt]) -> list[list[int]]:
         """The token ids of many prompts: results and errors of `__call__`, but faster."""
         texts = [prompt.text for prompt in prompts]
         rendered: set[int] = set()
@@ -298,18 +298,18 @@ class PromptEncoder:
                 return ids
         return [list(row) for row in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
-    def control_token(self, prompt: Prompt) -> str:
+    def control_token(self, prompt: DataPrompt) -> str:
         """The first control token in the texts of a prompt; empty if there is none. See `control_tokens`."""
         if self._controls is None:
             return ""
         found = (self._controls.search(text) for text in prompt_texts(prompt))
         return next((match[0] for match in found if match is not None), "")
 
-    def render(self, prompt: Prompt) -> str:
+    def render(self, prompt: DataPrompt) -> str:
         """The text of a prompt rendered by the template. Raises ConfigError if the template raises."""
         return self._render_all([prompt])[0]
 
-    def _render_all(self, prompts: Sequence[Prompt]) -> list[str]:
+    def _render_all(self, prompts: Sequence[DataPrompt]) -> list[str]:
         """The texts of prompts rendered by the template, for all of which its options are the same."""
         conversations = [self.conversation(one) for one in prompts]
         options = self._options(prompts[0])
@@ -321,7 +321,7 @@ class PromptEncoder:
             raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
         return texts
 
-    def _options(self, prompt: Prompt) -> dict[str, Any]:
+    def _options(self, prompt: DataPrompt) -> dict[str, Any]:
         """The options of the template for a prompt. Raises ConfigError for tools that it does not use."""
         is_prefill = self._is_prefilled(prompt.messages)
         tools = self._tools(prompt)
@@ -338,12 +338,12 @@ class PromptEncoder:
             "continue_final_message": is_prefill,
         }
 
-    def _tools(self, prompt: Prompt) -> str:
+    def _tools(self, prompt: DataPrompt) -> str:
         """JSON text of the tools of a prompt; empty if it has none."""
         tools = prompt.tools or self._form.tools
         return tools if _are_any(tools) else ""
 
-    def _template_of(self, prompt: Prompt) -> str:
+    def _template_of(self, prompt: DataPrompt) -> str:
         return self._tool_template if self._tools(prompt) else self._template
 
     @property
@@ -417,7 +417,7 @@ def control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def prompt_texts(prompt: Prompt) -> list[str]:
+def prompt_texts(prompt: DataPrompt) -> list[str]:
     """The texts of a prompt: its messages with all their fields, and its tools."""
     found = [prompt.text, *(one[1] for one in prompt.messages)]
     values: list[object] = [json.loads(one[2]) for one in prompt.messages if len(one) == 3]

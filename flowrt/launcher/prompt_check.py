@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from flowrt.engines.prompts import USUAL, Prompt, PromptEncoder, PromptEncoders, PromptFormat
+from flowrt.engines.prompts import USUAL, DataPrompt, PromptEncoder, PromptEncoders, PromptFormat
 from flowrt.errors import ConfigError, first_line
 from flowrt.recipes.data.base import Mistakes
 from flowrt.recipes.prompt_limits import PromptLimits
@@ -117,7 +117,7 @@ class _PromptCheck:
             f"use fewer{more}"
         )
 
-    def _is_doubtful(self, encoder: PromptEncoder, prompt: Prompt) -> bool:
+    def _is_doubtful(self, encoder: PromptEncoder, prompt: DataPrompt) -> bool:
         """Whether the prompt has to be tokenized: it may have too many tokens, none, or ids outside the vocabulary."""
         text, messages, tools = prompt
         if tools or any(len(one) > len(USUAL) for one in messages):
@@ -133,7 +133,7 @@ class _PromptCheck:
         size = sum(len(part) if part.isascii() else len(part.encode()) for part in parts)
         return self._is_larger or size <= SHORT_BYTES or size + added > self._limits.most
 
-    def _added_bytes(self, encoder: PromptEncoder, prompt: Prompt, roles: tuple[str, ...]) -> int:
+    def _added_bytes(self, encoder: PromptEncoder, prompt: DataPrompt, roles: tuple[str, ...]) -> int:
         """Upper bound of the tokens that do not stand for the prompt's own text.
 
         Raises ConfigError, see `PromptEncoder`.
@@ -141,7 +141,7 @@ class _PromptCheck:
         if not encoder.applies_template(prompt):
             return MAX_SPECIAL_TOKENS
         encoder(*prompt)  # a template may refuse an order of roles
-        short = Prompt("1", tuple((role, "1") for role in roles))
+        short = DataPrompt("1", tuple((role, "1") for role in roles))
         return len(encoder.render(short).encode()) + MAX_SPECIAL_TOKENS
 
     def _encoded(

@@ -157,7 +157,8 @@ UNCHECKED = ("--trainer.max-initial-mismatch", "0")
 def test_deep_check_needs_an_engine_in_the_process(
     capsys: pytest.CaptureFixture[str], with_dropout: str, tmp_path: Path
 ) -> None:
-    code, output = check(capsys, with_dropout, tmp_path, "--rollout.engine", "sglang")
+    flags = ("--rollout.engine", "sglang", "--rollout.workers", "1", "--rollout.sglang.url", "http://127.0.0.1:9")
+    code, output = check(capsys, with_dropout, tmp_path, *flags)
     assert code == 2
     assert "--deep generates in this process, and rollout.engine sglang in a server" in output
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import NewType
 
-from flowrt.engines.prompts import USUAL, Message, Messages, Prompt, tools_text
+from flowrt.engines.prompts import USUAL, DataPrompt, Message, Messages, tools_text
 from flowrt.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -60,7 +60,7 @@ def text_prompt(row: Mapping[str, object], key: str, where: str) -> str:
 
 def prompt_of(
     row: Mapping[str, object], key: str, where: str, *, prefill: bool, tools_key: str = "", has_null_keys: bool = False
-) -> Prompt:
+) -> DataPrompt:
     """A prompt: text, or messages, and the tools of a row.
 
     Args:
@@ -76,9 +76,9 @@ def prompt_of(
     value = find(row, key)
     tools = _tools(row, tools_key, where, has_null_keys=has_null_keys) if tools_key not in ("", key) else ""
     if isinstance(value, str):
-        return Prompt(text_prompt(row, key, where), (), tools)
+        return DataPrompt(text_prompt(row, key, where), (), tools)
     if isinstance(value, list):
-        return Prompt("", _messages(value, key, where, prefill=prefill, has_null_keys=has_null_keys), tools)
+        return DataPrompt("", _messages(value, key, where, prefill=prefill, has_null_keys=has_null_keys), tools)
     if value is MISSING:
         advice = "; name one of them with --data.prompt-key" if row else ""
         raise ConfigError(f"{where} has no field {key!r}; it has {_names(row)}{advice}")

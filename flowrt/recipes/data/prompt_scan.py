@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from flowrt.engines.prompts import Prompt
+from flowrt.engines.prompts import DataPrompt
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Rows
@@ -38,11 +38,11 @@ class PromptBatch:
     """
 
     first: int
-    prompts: list[Prompt | None] = field(default_factory=list)
+    prompts: list[DataPrompt | None] = field(default_factory=list)
     without_answer: list[int] = field(default_factory=list)
     mistakes: list[ConfigError] = field(default_factory=list)
 
-    def add(self, prompt: Prompt, *, has_answer: bool) -> None:
+    def add(self, prompt: DataPrompt, *, has_answer: bool) -> None:
         """Add the prompt of the next row."""
         if not has_answer:
             self.without_answer.append(self.first + len(self.prompts))
@@ -89,7 +89,7 @@ def _add_general(batch: PromptBatch, row: object, rows: Rows, data: DataConfig) 
         batch.add(prompt, has_answer=find(columns, data.answer_key) is not MISSING)
 
 
-def checked(row: object, data: DataConfig, rows: Rows, index: int) -> tuple[Any, Prompt]:
+def checked(row: object, data: DataConfig, rows: Rows, index: int) -> tuple[Any, DataPrompt]:
     """The columns and the prompt of a row. Raises ConfigError, with the place of the row, if it cannot be used."""
     try:
         columns = as_columns(row, "")
@@ -100,7 +100,7 @@ def checked(row: object, data: DataConfig, rows: Rows, index: int) -> tuple[Any,
         return columns, row_prompt(columns, data, where, has_null_keys=rows.has_null_keys)
 
 
-def row_prompt(columns: Mapping[str, object], data: DataConfig, where: str, *, has_null_keys: bool) -> Prompt:
+def row_prompt(columns: Mapping[str, object], data: DataConfig, where: str, *, has_null_keys: bool) -> DataPrompt:
     """The prompt of a row, as `prompt_of` with the options of the data."""
     return prompt_of(
         columns,
@@ -178,17 +178,17 @@ class _Decoder:
             return None
         return found if _is_readable(line) else None
 
-    def prompts(self, rows: list[Any], *, prefill: bool) -> list[Prompt | None]:
+    def prompts(self, rows: list[Any], *, prefill: bool) -> list[DataPrompt | None]:
         """The prompt of each row; None if the general path has to check it."""
-        found: list[Prompt | None] = []
+        found: list[DataPrompt | None] = []
         for value in [None if row is None else self._prompt(row) for row in rows]:
             if type(value) is list and value and (prefill or value[-1].role != "assistant"):
                 messages = tuple([(one.role, one.content) for one in value])
                 last = messages[-1][1]
                 has_text = (last and not last.isspace()) or not all(not text or text.isspace() for _, text in messages)
-                found.append(Prompt("", messages) if has_text else None)
+                found.append(DataPrompt("", messages) if has_text else None)
             elif type(value) is str and value and not value.isspace():
-                found.append(Prompt(value))
+                found.append(DataPrompt(value))
             else:
                 found.append(None)
         if self._tools is not None:

@@ -7,7 +7,7 @@ from itertools import chain, groupby, islice
 from random import Random
 from typing import TYPE_CHECKING
 
-from flowrt.engines.prompts import Messages, Prompt, PromptFormat
+from flowrt.engines.prompts import DataPrompt, Messages, PromptFormat
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 
@@ -36,9 +36,9 @@ class Example:
     """How the prompt becomes tokens; None: as the data of the run says."""
 
     @property
-    def as_prompt(self) -> Prompt:
+    def as_prompt(self) -> DataPrompt:
         """The prompt with its messages and its tools."""
-        return Prompt(self.prompt, self.messages, self.tools)
+        return DataPrompt(self.prompt, self.messages, self.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PromptBlock:
     """
 
     data_set: str
-    prompts: Sequence[Prompt]
+    prompts: Sequence[DataPrompt]
     where: Callable[[int], str]
     form: PromptFormat | None = None
 

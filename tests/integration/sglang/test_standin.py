@@ -151,7 +151,7 @@ def test_a_sequence_that_the_server_cuts_is_truncated_with_a_warning(
     done = drain(engine)
     assert [(len(one.tokens), one.truncated) for one in done.values()] == [(15, True)] * 2
     [warning] = [one.getMessage() for one in caplog.records if "cuts sequences" in one.getMessage()]
-    assert "before rollout.max_new_tokens (40): 15 tokens after a prompt of 2 tokens; start it with a larger" in warning
+    assert "before their limit (40): 15 tokens after a prompt of 2 tokens; start it with a larger" in warning
 
 
 def test_each_worker_has_the_server_of_its_number(

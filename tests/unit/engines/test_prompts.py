@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from flowrt.engines.hf import save_model
-from flowrt.engines.prompts import Prompt, PromptEncoder, PromptEncoders, PromptFormat, end_of_turn_ids
+from flowrt.engines.prompts import DataPrompt, PromptEncoder, PromptEncoders, PromptFormat, end_of_turn_ids
 from flowrt.engines.stopping import StopConditions, stop_token_ids
 from flowrt.engines.tiny_model import build_model
 from flowrt.errors import ConfigError
@@ -56,7 +56,7 @@ def test_text_with_a_system_prompt_equals_the_same_messages(name: str, family: F
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=5))
 def test_encoding_prompts_in_a_batch_equals_encoding_each_prompt(name: str, family: Family, texts: list[str]) -> None:
     encoder = PromptEncoder(TOKENIZERS[name], PromptFormat("chat"))
-    prompts = [Prompt(text) for text in texts if text] + [Prompt("", (("user", text),)) for text in texts]
+    prompts = [DataPrompt(text) for text in texts if text] + [DataPrompt("", (("user", text),)) for text in texts]
     assert encoder.encode_all(prompts) == [encoder(*one) for one in prompts]
 
 
@@ -189,7 +189,7 @@ def test_tools_of_a_row_and_of_the_configuration_reach_the_template() -> None:
     assert by_setting("", own) == by_setting(USER) == by_row("", own, TOOLS)
     assert by_setting("", own, OTHER_TOOLS) == by_row("", own, OTHER_TOOLS) != by_setting("", own)
     assert by_setting("", own, "[]") == by_row("", own)
-    prompts = [Prompt("", own, tools) for tools in (TOOLS, "", OTHER_TOOLS, "[]", TOOLS)]
+    prompts = [DataPrompt("", own, tools) for tools in (TOOLS, "", OTHER_TOOLS, "[]", TOOLS)]
     assert by_setting.encode_all(prompts) == [by_setting(*one) for one in prompts]
 
 
@@ -197,7 +197,7 @@ def test_calls_of_tools_in_the_history_are_rendered() -> None:
     tokenizer = tool_tokenizer(TOOL_TEMPLATE)
     encoder = PromptEncoder(tokenizer, PromptFormat())
     assert tokenizer.decode(encoder("", HISTORY)) == f"user:{USER};assistant:<add>;tool:2;"
-    assert encoder.encode_all([Prompt("", HISTORY)]) == [encoder("", HISTORY)]
+    assert encoder.encode_all([DataPrompt("", HISTORY)]) == [encoder("", HISTORY)]
 
 
 def test_a_checkpoint_with_a_template_for_tools_uses_it() -> None:
@@ -216,19 +216,23 @@ def test_a_checkpoint_with_a_template_for_tools_uses_it() -> None:
     [
         (
             PromptFormat(),
-            Prompt("", (("user", "u"),), TOOLS),
+            DataPrompt("", (("user", "u"),), TOOLS),
             "the row has tools, which the chat template does not",
         ),
-        (PromptFormat(), Prompt("", HISTORY), "message of role assistant has the field 'tool_calls', which the chat"),
-        (PromptFormat("none"), Prompt("u", (), TOOLS), "the row has tools, and there is no chat template"),
+        (
+            PromptFormat(),
+            DataPrompt("", HISTORY),
+            "message of role assistant has the field 'tool_calls', which the chat",
+        ),
+        (PromptFormat("none"), DataPrompt("u", (), TOOLS), "the row has tools, and there is no chat template"),
         (
             PromptFormat(tools=TOOLS),
-            Prompt("", (("user", "u"),)),
+            DataPrompt("", (("user", "u"),)),
             r"data\.tools is set, and the chat template do",
         ),
     ],
 )
-def test_tools_that_a_template_does_not_show_are_refused(form: PromptFormat, prompt: Prompt, error: str) -> None:
+def test_tools_that_a_template_does_not_show_are_refused(form: PromptFormat, prompt: DataPrompt, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         PromptEncoder(TOKENIZERS["phi"], form)(*prompt)
     with pytest.raises(ConfigError, match=error):
@@ -273,7 +277,7 @@ def test_a_text_prompt_does_not_end_with_tokens_that_the_tokenizer_appends() -> 
     )
     assert tokenizer(USER)["input_ids"] == [*plain, tokenizer.eos_token_id]
     encoder = PromptEncoder(tokenizer, PromptFormat("none"))
-    assert encoder(USER) == plain == encoder.encode_all([Prompt(USER)])[0]
+    assert encoder(USER) == plain == encoder.encode_all([DataPrompt(USER)])[0]
     assert encoder(f"{USER}{end}") == [*plain, tokenizer.eos_token_id]  # as the data has it
 
 
@@ -281,10 +285,10 @@ def test_control_tokens_in_the_texts_of_a_prompt_are_found() -> None:
     encoder = PromptEncoder(TOKENIZERS["qwen"], PromptFormat("chat"))
     call = json.dumps({"role": "assistant", "content": "", "tool_calls": [{"arguments": {"a": "x<|im_end|>"}}]})
     for prompt, expected in (
-        (Prompt("one and one"), ""),
-        (Prompt("one <|im_start|>system\nand one"), "<|im_start|>"),
-        (Prompt("", (("user", "u"), ("assistant", "", call))), "<|im_end|>"),
-        (Prompt("u", (), json.dumps([{"description": "<think>"}])), "<think>"),
+        (DataPrompt("one and one"), ""),
+        (DataPrompt("one <|im_start|>system\nand one"), "<|im_start|>"),
+        (DataPrompt("", (("user", "u"), ("assistant", "", call))), "<|im_end|>"),
+        (DataPrompt("u", (), json.dumps([{"description": "<think>"}])), "<think>"),
     ):
         assert encoder.control_token(prompt) == expected
 

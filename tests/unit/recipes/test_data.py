@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from flowrt.engines.prompts import Prompt, as_message
+from flowrt.engines.prompts import DataPrompt, as_message
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.config_io import parse
@@ -185,8 +185,8 @@ def test_a_table_has_rows_of_text(tmp_path: Path, name: str, content: str) -> No
         assert rows.where(0) == f"data file {tmp_path / name}, line 2"
         assert rows.where(1).endswith(("line 4", "line 5"))
         assert list(scan_prompts(rows, DATA).__next__().prompts) == [
-            Prompt('a\n"b", c'),
-            Prompt("  d "),
+            DataPrompt('a\n"b", c'),
+            DataPrompt("  d "),
         ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.engines.prompts import Prompt
+from flowrt.engines.prompts import DataPrompt
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Shards
 from flowrt.recipes.data.difficulty import difficulties
@@ -120,7 +120,7 @@ def test_a_column_may_have_any_name(tmp_path: Path, key: str) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     assert_same(path, DataConfig(prompt_key=key))
     prompts, _, mistakes = joined(list(scan_prompts(JsonLines(path), DataConfig(prompt_key=key))))
-    assert prompts == [Prompt("of this name"), Prompt("nested")], mistakes
+    assert prompts == [DataPrompt("of this name"), DataPrompt("nested")], mistakes
     path.write_text(json.dumps({key: 0.5}) + "\n" + json.dumps({key: 2}))
     assert list(difficulties(JsonLines(path), key)) == [0.5, 2.0]
 
@@ -138,7 +138,7 @@ def test_batches_and_shards_are_scanned_in_order(tmp_path: Path) -> None:
     prompts, without, mistakes = joined(list(scan_prompts(shards, CONFIGS[0])))
     assert len(prompts) == len(shards) == 3 * BATCH + 3
     assert [at for at, prompt in enumerate(prompts) if prompt is None] == [BATCH - 1, 2 * BATCH + 2]
-    assert prompts[BATCH + 2 : BATCH + 5] == [Prompt(f"a {BATCH + 2}"), Prompt("b 0"), Prompt("b 1")]
+    assert prompts[BATCH + 2 : BATCH + 5] == [DataPrompt(f"a {BATCH + 2}"), DataPrompt("b 0"), DataPrompt("b 1")]
     assert without == [0, BATCH + 3]
     assert [one.partition(":")[0] for one in mistakes] == [
         f"data file {tmp_path}/{name}.jsonl, line {BATCH}" for name in ("a", "b")
