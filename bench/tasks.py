@@ -25,6 +25,10 @@ Rows; without names, all of them:
   those that are right and do not, and the time of a call with a small program;
 - judge: a server that answers 1 in 4 requests with 429 or 500 and 1 in 50 with prose, and is away for a second:
   rewards that do not match its answers, and requests of a second run with the same file of answers;
+- async: 64 calls of an async reward function that each take a second;
+- inapplicable: a run in which half of the rows have no reward function that applies: how many of their samples are
+  trained;
+- types: columns of JSON Lines and Parquet files whose type is another one when they reach the reward function;
 - eval: samples/s with an evaluation every 10 steps over those without, by turns; pass@k against enumeration; two equal
   runs, and `flowrt eval` of a checkpoint, have the same results;
 - best: runs that are killed and resumed: best weights that are not those of their version;
@@ -53,6 +57,7 @@ from common.check_agreement import check_agreement
 from common.first_run import first_step
 from common.programs import code
 from common.report import beyond, write
+from common.reward_forms import async_calls, inapplicable, types
 from common.rewards import hostile, judge, reward_cost, reward_scaling
 from evaluation.runs import best, evaluation
 
@@ -75,6 +80,9 @@ BOUNDS = {
     "code_refused": 0.0,
     "judge_lost": 0.0,
     "judge_calls_again": 0.0,
+    "async_s": 2.0,
+    "inapplicable_trained": 0.0,
+    "types_changed": 0.0,
     "eval_mixed": 0.0,
     "eval_pass_error": 1e-12,
     "eval_differs": 0.0,
@@ -235,6 +243,9 @@ MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
     "reward_cost": reward_cost,
     "code": code,
     "judge": judge,
+    "async": async_calls,
+    "inapplicable": inapplicable,
+    "types": types,
     "eval": evaluation,
     "best": best,
     "first_step": first_step,

@@ -9,7 +9,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,6 +18,9 @@ from flowrt.errors import FlowError, LocalProtocolError, OverBudget, TransferErr
 from flowrt.protocol.messages import Grant, Incoming, Message, SendSamples, TransferFailed
 from flowrt.transport.lanes.lane import LaneSet, ignore_exception
 from flowrt.transport.samples.store import Packed, Rows, TensorStore
+
+OF_SLOTS = ("slots", "groups", "members", "prompts", "epochs", "attempts", "spans", "exact", "kept")
+"""Fields of a grant with one value for each slot; some are empty where no slot has one."""
 
 
 class Columns(Mapping[str, list[torch.Tensor]]):
@@ -106,6 +110,20 @@ class Batch:
     def groups(self) -> Sequence[int]:
         """The group of each slot."""
         return self.grant.groups
+
+    def only(self, rows: Sequence[int]) -> "Batch":
+        """The batch with these rows alone."""
+        grant = self.grant
+        of_rows: dict[str, Any] = {
+            name: tuple(of[row] for row in rows) for name in OF_SLOTS if (of := getattr(grant, name))
+        }
+        kept = replace(grant, **of_rows, flows=tuple(self.flows[row] for row in rows))
+        tensors = {name: [self.tensors[name][row] for row in rows] for name in self.tensors}
+        return Batch(
+            kept,
+            Columns(tensors),
+            Numbers({name: [values[row] for row in rows] for name, values in self.inline.items()}),
+        )
 
     def versions(self, row: int) -> torch.Tensor:
         """The policy version that generated each response token of a row (1-D, int64)."""

@@ -68,7 +68,8 @@ class Dataflow:
 
     def _check_groups(self, stage: Stage) -> None:
         """Raises ConfigError for a train stage that takes single slots, and for another stage that takes whole groups
-        but is outside the train flow, generates, or makes other columns than inline ones for the train stage.
+        but is neither of the train flow nor of all flows, generates, or makes other columns
+        than inline ones.
         """
         if stage.name == self.train_stage:
             if not stage.whole_groups:
@@ -76,17 +77,17 @@ class Dataflow:
             return
         if not stage.whole_groups:
             return
-        if stage.flow != self.train_flow or not self.train_stage:
+        if stage.flow not in ("", self.train_flow) or not self.train_stage:
             raise ConfigError(
                 f"stage {stage.name!r} has whole_groups=True and flow {stage.flow!r}; only stages of the flow that is "
-                "trained take whole groups"
+                "trained, or of all flows, take whole groups"
             )
         tensors = {column.name for column in self.columns}
-        readers = [one.name for one in self.stages if set(stage.makes) & set(one.needs)]
-        if stage.generates or not stage.makes or tensors & set(stage.makes) or set(readers) - {self.train_stage}:
+        readers = [one for one in self.stages if set(stage.makes) & set(one.needs)]
+        if stage.generates or not stage.makes or tensors & set(stage.makes) or any(one.generates for one in readers):
             raise ConfigError(
-                f"stage {stage.name!r} has whole_groups=True; before the train stage, such a stage makes inline "
-                "columns that the train stage alone needs, and generates nothing"
+                f"stage {stage.name!r} has whole_groups=True; such a stage makes inline columns that no stage which "
+                "generates needs, and generates nothing"
             )
 
     def _check_names(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from flowrt.engines.model_config import read_config, text_table
@@ -135,6 +135,23 @@ def head_on(model: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Itera
         yield
     finally:
         hook.remove()
+
+
+def load_classifier(path: str | os.PathLike[str], dtype: Any) -> tuple[Any, list[str], Any]:
+    """Load a sequence classifier and its tokenizer.
+
+    Args:
+        path: directory of the checkpoint.
+        dtype: a torch dtype, or "auto".
+
+    Returns:
+        The model, the names of the weights that the checkpoint lacks, and the tokenizer. Raises the errors of
+        transformers.
+    """
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        path, **NO_CODE, use_safetensors=True, dtype=dtype, output_loading_info=True
+    )
+    return model, sorted(info["missing_keys"]), AutoTokenizer.from_pretrained(path, **NO_CODE)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:

@@ -3,11 +3,11 @@ a model.
 """
 
 import asyncio
-import json
 import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from rich.console import Console
 
@@ -17,12 +17,14 @@ from flowrt.launcher.terminal import printable
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, to_toml
 from flowrt.recipes.constraints import check
-from flowrt.recipes.tasks.problems import Concatenated, open_sets
+from flowrt.recipes.tasks.problems import in_turn, open_sets
 from flowrt.recipes.tasks.registry import takes_reward
 from flowrt.recipes.tasks.task_file import PROCESS, is_task_file, split
 from flowrt.recipes.tasks.task_reward import row_of, task_reward, with_task_reward
 from flowrt.rewards.check import check_here
 from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.rows import decode_row
+from flowrt.rewards.samples import RewardSample, facts
 from flowrt.rewards.scoring import CALLS, RewardScorer
 from flowrt.rewards.user_file import as_text
 from flowrt.runtime.file_process import ask
@@ -66,8 +68,8 @@ def reward_check(words: Sequence[str], console: Console) -> int:
         raise ConfigError("flowrt reward check needs --data PATH and --reward FUNCTION; --help lists all flags")
     check_here(config.reward)
     sets = open_sets(replace(config.data, eval_prompts=0))
-    problems = Concatenated([one.training for one in sets])[:limit]
-    answers = [problem.answer.encode() for problem in problems]
+    problems = [one.training for one in sets]
+    answers = [problem.answer.encode() for problem in islice(in_turn(problems), limit)]
     _print(asyncio.run(_found(config, answers)), len(answers), console)
     config = check_files(config, lambda text: console.print(printable(text)))
     if config.model:
@@ -97,15 +99,16 @@ def _check_task(config: RunConfig, limit: int, console: Console) -> int:
 
 async def _found(config: RunConfig, rows: Sequence[bytes]) -> dict[tuple[str, str], Found]:
     """The outcomes of all calls, by function and kind of response. ``rows``: JSON of the columns of each row."""
-    scorer = RewardScorer(config.reward, task=task_reward(config))
+    scorer = RewardScorer(config.reward, task=task_reward(config), model=config.model)
     found = {(one.name, probe): Found() for one in scorer.functions for probe in PROBES}
     try:
-        if scorer.pool is not None:
-            await scorer.pool.load()
+        await scorer.load()
         calls = [(probe, response, row) for row in rows for probe, response in _responses(row)]
-        scoring = [asyncio.create_task(scorer.outcomes(response, row)) for _, response, row in calls]
+        samples = [RewardSample(response, row, facts(response)) for _, response, row in calls]
+        groups = [samples[at : at + len(PROBES)] for at in range(0, len(samples), len(PROBES))]
+        scoring = [asyncio.create_task(scorer.outcomes_of(group)) for group in groups]
         await wait_all(scoring, CALLS, "rewards", "reward functions")
-        outcomes = [one.result() for one in scoring]
+        outcomes = [of_sample for one in scoring for of_sample in one.result()]
     finally:
         await scorer.close()
     for (probe, response, row), of_call in zip(calls, outcomes, strict=True):
@@ -120,7 +123,7 @@ async def _found(config: RunConfig, rows: Sequence[bytes]) -> dict[tuple[str, st
 def _responses(row: bytes) -> Iterable[tuple[str, str]]:
     """Each kind of response with its text for a row; the same texts in every check."""
     rng = random.Random(row)
-    answer = as_text(json.loads(row).get("answer"))
+    answer = as_text(decode_row(row).get("answer"))
     texts = (answer, "", "".join(rng.choices(ALPHABET, k=GIBBERISH)), "".join(rng.choices(ALPHABET, k=LONG)))
     return zip(PROBES, texts, strict=True)
 

@@ -214,7 +214,10 @@ def check_reward_options(config: RunConfig) -> None:
     for name, needed in (
         ("judge", ("judge",)),
         ("code_sandbox", ("code",)),
-        ("concurrency", REMOTE),
+        ("concurrency", (*REMOTE, "file")),
+        ("rate_per_s", (*REMOTE, "file")),
+        ("batch_size", ("file", "model")),
+        ("model_device", ("model",)),
         ("key_variable", REMOTE),
         ("memory_mb", LOCAL),
         ("workers", LOCAL),
@@ -226,6 +229,13 @@ def check_reward_options(config: RunConfig) -> None:
                 "leave it out"
             )
     check_remote(options)
+    if options.without_after != default.without_after and not options.after:
+        raise ConfigError("reward.without_after is set and changes nothing without reward.after; leave it out")
+    if options.of_groups and options.on_failure == "drop":
+        raise ConfigError(
+            f"reward.on_failure is drop, and reward function {options.of_groups[0]} takes whole groups, which cannot "
+            "lose a sample; use zero or stop"
+        )
 
 
 def _check_difficulty(data: DataConfig) -> None:

@@ -22,6 +22,7 @@ from flowrt.rewards.functions import RewardFunction
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result
 from flowrt.rewards.pool import RewardPool
+from flowrt.rewards.samples import RewardSample
 from flowrt.rewards.user_file import FILTER, REWARDS
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 
@@ -116,7 +117,9 @@ class FilterFunction:
     async def call(self, rewards: Sequence[float], facts: GroupFacts) -> bool:
         """Whether the function keeps a group. Raises FunctionFailed if the call fails, and ConfigError as `decide`."""
         row = json.dumps({REWARDS: list(rewards), **asdict(facts)}).encode()
-        outcome = await wait_until(self._pool.call(0, "", row), CALL, "a decision", "the user's filter function")
+        await self._pool.load()
+        calling = self._pool.call(0, [RewardSample("", row)])
+        (outcome,) = await wait_until(calling, CALL, "a decision", "the user's filter function")
         if outcome.is_failure:
             cut = str(list(rewards))
             cut = cut if len(cut) <= MAX_REWARDS_CHARS else f"{cut[:MAX_REWARDS_CHARS]}…"

@@ -41,7 +41,7 @@ from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
 from flowrt.controller.storage.recording_format import CoreInputs
-from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
+from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER, UNSCORED
 from flowrt.protocol.messages import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
@@ -74,11 +74,18 @@ def dataflow(config: RunConfig) -> Dataflow:
         columns += [Column("support", "int32", "slot"), Column("support_counts", "int32", "slot")]
         makes += ["support", "support_counts", "support_size"]
         train_needs += ["support", "support_counts"]
+    unscored = (UNSCORED,) if config.reward.functions else ()
+    train_needs += unscored
     reward_needs = ("response", "answer", "truncated", *(("prompt",) if config.samples.per_step else ()))
     stages = [
         Stage("rollout", needs=("prompt",), makes=tuple(makes), generates=True),
-        Stage("reward", needs=reward_needs, makes=("reward", *reward_columns(config.reward))),
-        Stage("evaluate", needs=("reward", "truncated"), makes=(), flow=EVAL),
+        Stage(
+            "reward",
+            needs=reward_needs,
+            makes=("reward", *reward_columns(config.reward)),
+            whole_groups=bool(config.reward.of_groups),
+        ),
+        Stage("evaluate", needs=("reward", "truncated", *unscored), makes=(), flow=EVAL),
     ]
     if with_reference:
         columns.append(Column("ref_logprobs", "float32", "slot"))
@@ -86,7 +93,8 @@ def dataflow(config: RunConfig) -> Dataflow:
         stages.append(Stage("reference", needs=("prompt", "response"), makes=scores, flow=TRAIN))
         train_needs.append("ref_logprobs")
     if config.algorithm.filter.function:
-        stages.append(Stage("filter", needs=("reward",), makes=(DECISION,), flow=TRAIN, whole_groups=True))
+        needs = ("reward", *unscored)
+        stages.append(Stage("filter", needs=needs, makes=(DECISION,), flow=TRAIN, whole_groups=True))
         train_needs.append(DECISION)
     stages.append(Stage("train", needs=tuple(train_needs), makes=(), flow=TRAIN, whole_groups=True))
     return Dataflow(

@@ -1,10 +1,12 @@
 """Check of the reward functions before a run starts: functions that would fail in every call are refused."""
 
 import asyncio
-import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import islice
+from time import monotonic
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.built_in import check_packages
@@ -14,30 +16,39 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result
 from flowrt.rewards.pool import FIX
 from flowrt.rewards.remote import check_key
+from flowrt.rewards.rows import decode_row
+from flowrt.rewards.samples import RewardSample, facts
 from flowrt.rewards.scoring import RewardScorer
 from flowrt.rewards.user_file import as_text
 
-FIRST_ROWS = 20
-"""Number of rows among which each function must apply to at least one."""
+CALLS = 4
+"""Number of rows, of those to which it applies, for which each function is called."""
+MAX_ROWS = 2000
+"""Number of rows after which a function that has not applied to any is reported."""
+MAX_S = 60.0
+"""Time in seconds after which no further rows are tried."""
 
 
-def check_rewards(options: RewardOptions, rows: Sequence[bytes], progress: Callable[[str], None]) -> tuple[str, ...]:
-    """Load the functions, and call each with the answers of rows as responses, until each has returned a reward.
+def check_rewards(
+    options: RewardOptions, rows: Iterable[bytes], progress: Callable[[str], None], model: str = ""
+) -> tuple[str, ...]:
+    """Load the functions, and call each with the answers of rows as responses, until each has returned rewards.
 
     The output of the functions is discarded.
 
     Args:
         options: the functions.
-        rows: the first rows, each as JSON of its columns.
-        progress: receives notes on long waits.
+        rows: rows of all data sets in turn, each as JSON of its columns; read as far as they are needed.
+        progress: receives notes on long waits, and on functions that apply to no row.
+        model: directory of the run's model, for functions that take its tokenizer.
 
     Returns:
-        Names of the parts of the functions, as FUNCTION/PART.
+        Names of the parts of the functions and of the functions of groups, see `RewardOptions.parts`.
 
-    Raises ConfigError if a function cannot be loaded, fails, or returns None for all rows.
+    Raises ConfigError if a function cannot be loaded or fails, and if none returns a reward.
     """
     check_here(options)
-    return asyncio.run(_check(replace(options, on_failure="stop", workers=1), rows, progress))
+    return asyncio.run(_check(replace(options, on_failure="stop", workers=1), rows, progress, model))
 
 
 def check_here(options: RewardOptions) -> None:
@@ -51,24 +62,33 @@ def check_here(options: RewardOptions) -> None:
             check_key(options)
 
 
-async def _check(options: RewardOptions, rows: Sequence[bytes], progress: Callable[[str], None]) -> tuple[str, ...]:
-    scorer = RewardScorer(options, output=subprocess.DEVNULL)
+async def _check(
+    options: RewardOptions, rows: Iterable[bytes], progress: Callable[[str], None], model: str
+) -> tuple[str, ...]:
+    scorer = RewardScorer(options, output=subprocess.DEVNULL, model=model)
     parts: dict[str, None] = {}
-    unused = {one.name: one for one in scorer.functions}
+    applied = Counter[str]()
+    tried, begin_s = 0, monotonic()
     try:
-        if scorer.pool is not None:
-            await scorer.pool.load(progress)
-        for row in rows:
-            response = as_text(json.loads(row).get("answer"))
-            for one, outcome in zip(scorer.functions, await scorer.outcomes(response, row), strict=True):
+        await scorer.load(progress)
+        parts |= dict.fromkeys(f"{name}/" for name in scorer.of_groups)
+        for row in islice(rows, MAX_ROWS):
+            tried += 1
+            response = as_text(decode_row(row).get("answer"))
+            samples = [RewardSample(text, row, facts(text)) for text in (response, "")[: 1 + bool(scorer.of_groups)]]
+            for one, outcome in zip(scorer.functions, (await scorer.outcomes_of(samples))[0], strict=True):
                 if outcome.is_failure:
                     raise ConfigError(f"{scorer.failures([outcome], response, row, [one])[0]}; {FIX}")
-                if outcome.result is Result.OK:
-                    unused.pop(one.name, None)
+                applied[one.name] += outcome.result is Result.OK
                 parts |= dict.fromkeys(f"{one.name}/{part}" for part in outcome.parts)
-            if not unused:
-                return tuple(parts)
+            is_late = monotonic() - begin_s > MAX_S
+            if min(applied.values()) >= CALLS or (is_late and any(applied.values())):
+                break
     finally:
         await scorer.close()
-    one = next(iter(unused.values()))
-    raise ConfigError(f"{one.described}: it returned None for the first {len(rows)} rows; {FIX}")
+    unused = [one.described for one in scorer.functions if not applied[one.name]]
+    if len(unused) == len(scorer.functions):
+        raise ConfigError(f"{unused[0]}: it returned None for the first {tried} rows; {FIX}")
+    for name in unused:
+        progress(f"{name} returned None for the first {tried} rows: it applies to none of them")
+    return tuple(parts)

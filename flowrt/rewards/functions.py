@@ -13,6 +13,7 @@ from flowrt.runtime.urls import check_url
 FUNCTION = "reward"
 """Name of the function in a file that is given without one."""
 NEEDS_ARGUMENT = {"regex": "PATTERN", "format": "PATTERN", "length": "N", "http": "URL", "task": "FILE.py:NAME"}
+NEEDS_ARGUMENT |= {"model": "DIR"}
 BUILT_IN = (*NEEDS_ARGUMENT, "code", "exact", "judge", "math")
 REMOTE = ("http", "judge")
 """Functions that are requests; all others run in a child process."""
@@ -120,10 +121,11 @@ def parse_functions(texts: Sequence[str]) -> tuple[RewardFunction, ...]:
 def with_paths(text: str, absolute: Callable[[str], str]) -> str:
     """The text of a function, with the path of its file replaced by ``absolute(path)``. Raises ConfigError."""
     function = parse_function(text)
-    if function.kind != "file":  # the path of a task is absolute
+    if function.kind not in ("file", "model"):  # the path of a task is absolute
         return text
+    kind, path = ("model:", function.argument) if function.kind == "model" else ("", function.path)
     rest = _split(text)[2]
-    return text.removesuffix(rest) + absolute(function.path) + rest.removeprefix(function.path)
+    return text.removesuffix(rest) + kind + absolute(path) + rest.removeprefix(kind + path)
 
 
 def _split(text: str) -> tuple[str, str, str]:
@@ -136,7 +138,12 @@ def _split(text: str) -> tuple[str, str, str]:
 
 
 def check_file(function: RewardFunction) -> None:
-    """Raise ConfigError if the file of a function does not exist."""
+    """Raise ConfigError if the file of a function, or its model, does not exist."""
+    if function.kind == "model" and not Path(function.argument, "config.json").is_file():
+        raise ConfigError(
+            f"reward.functions has model:{function.argument}, and there is no {function.argument}/config.json; name "
+            "the directory of a sequence classifier"
+        )
     if function.path and not Path(function.path).is_file():
         raise ConfigError(
             f"reward.functions has {function.argument!r}, and there is no file {function.path!r}; correct it"

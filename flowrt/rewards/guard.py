@@ -191,6 +191,8 @@ def main() -> NoReturn:
     parser.add_argument("--sandbox", required=True, help="of function code: bwrap or limits")
     parser.add_argument("--timeout-s", type=float, required=True, help="deadline of a call")
     parser.add_argument("--task", default="null", help="JSON: [module, configuration] of the reward of a task")
+    parser.add_argument("--model", default="", help="directory of the run's model")
+    parser.add_argument("--device", default="cpu", help="of a reward model")
     parser.add_argument("functions", help="JSON: [[name, kind, argument], …]")
     arguments = parser.parse_args()
     functions = [RewardFunction(*words) for words in json.loads(arguments.functions)]
@@ -232,7 +234,8 @@ def main() -> NoReturn:
 
     from flowrt.rewards.child import Limits, serve
 
-    serve(data, functions, Limits(arguments.memory_bytes, arguments.sandbox, task, arguments.timeout_s))
+    sandbox, model, device = arguments.sandbox, arguments.model, arguments.device
+    serve(data, functions, Limits(arguments.memory_bytes, sandbox, task, arguments.timeout_s, model, device))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -33,7 +33,8 @@ class RewardOptions:
 
     functions: tuple[str, ...] = ()
     """Each as [NAME=]FUNCTION[:WEIGHT] (also --reward): FILE.py[:FUNCTION], math, exact, regex:PATTERN, format:PATTERN,
-    length:N, code, http:URL or judge; the weight of a pattern or URL is written in front, WEIGHT*regex:PATTERN."""
+    length:N, code, model:DIR, http:URL or judge; the weight of a pattern or URL is written in front,
+    WEIGHT*regex:PATTERN."""
     workers: Annotated[int, Interval(ge=1, le=1_024)] = 1
     """Child processes of each reward worker; they are started when they are needed."""
     timeout_s: Seconds = 10.0
@@ -50,13 +51,31 @@ class RewardOptions:
     max_failures: Annotated[float, Interval(ge=0, le=1)] = 0.5
     """The run ends once more than this share of a worker's last 200 calls has failed; 1: never."""
     parts: tuple[str, ...] = ()
-    """Names of the parts of functions that return several (FUNCTION/PART); found out when the run starts."""
+    """Names of the parts of functions that return several (FUNCTION/PART), and of functions that take whole groups
+    (FUNCTION/); found out when the run starts."""
+    after: str = ""
+    """Text after whose last occurrence in the turn of the model the response begins, </think> for example; functions
+    format and length see the whole turn; empty: the response is the whole turn."""
+    without_after: Literal["empty", "whole"] = "empty"
+    """What is scored if the turn does not have that text, because it was cut: an empty response, or the whole turn."""
     code_sandbox: Literal["bwrap", "limits"] = "bwrap"
     """Where function code runs programs: bwrap: without network and files (bubblewrap); limits: with your rights, under
     resource limits alone."""
     concurrency: Annotated[int, Interval(ge=1, le=4_096)] = 64
-    """Requests of functions http and judge at a time, of each reward worker."""
+    """Requests of functions http and judge at a time, and calls of async functions, of each reward worker."""
+    rate_per_s: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
+    """Requests, and calls of async functions, that each reward worker begins in a second; 0: any number."""
+    batch_size: Annotated[int, Interval(ge=1, le=65_536)] = 64
+    """Maximum number of samples in a call of a batch function (one that takes completions), and in a pass of
+    model:DIR."""
+    model_device: str = "cpu"
+    """Device of function model, as torch names it (cuda:0)."""
     key_variable: str = ""
     """Environment variable with the API key of http and judge, sent as a bearer token; empty: none."""
     judge: JudgeOptions = field(default_factory=JudgeOptions)
     """The judge."""
+
+    @property
+    def of_groups(self) -> tuple[str, ...]:
+        """Names of the functions that take all samples of a prompt."""
+        return tuple(one.removesuffix("/") for one in self.parts if one.endswith("/"))

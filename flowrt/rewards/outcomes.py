@@ -34,7 +34,7 @@ class RewardOutcome:
     result: Result
     value: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts whose sum is the value, if the function returns several."""
+    """Named numbers of the call: the parts whose sum is the value, and numbers that are logged alone."""
     detail: str = ""
     """How the call failed, as the end of a sentence; empty if it did not fail."""
     line: int = 0

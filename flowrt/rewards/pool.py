@@ -9,7 +9,6 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -19,110 +18,37 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-import msgpack
-
 from flowrt.errors import ConfigError, FlowError, WaitExpired
-from flowrt.rewards.child import UNPACKING, packed
+from flowrt.rewards.async_calls import AsyncCalls
+from flowrt.rewards.child import packed
 from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, RewardCall, RewardProcess, Scoring
+from flowrt.rewards.samples import CallForm, Rate, RewardSample
 from flowrt.runtime.interpreter import RUN_MODULE
-from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, wait_all, wait_until
+from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_all, wait_until
 
 log = logging.getLogger(__name__)
 CALLS_PER_MESSAGE = 32
+MAX_SENT_BYTES = 1 << 24
+"""Bytes of rows after which a message takes no further call."""
 MAX_CALLS = 10_000
 """Number of calls after which a child is replaced."""
 MAX_SPARES = 2
 """Maximum number of spare children once one has been lost: starting a child takes as long as many calls."""
 MAX_STARTS = 3
 """Number of consecutive children that may end outside of a call before the pool fails."""
-GRACE_S = 5.0
-"""Seconds that a guard may take to end the processes of its child."""
 PROGRESS_AFTER_S = 3.0
 """Seconds after which a wait for loading is reported as progress."""
-RECV_BYTES = 1 << 16
 FIX = "correct it, and start or resume the run"
 LOADING = "while the file was loaded"
-BLOCKED_ON = "the user's reward function"
+SPLIT = (Result.ERROR, Result.MEMORY, Result.TIMEOUT)
+"""How a call with several samples fails as a whole, by one of them: it is made again with half of the samples."""
 QUEUE = BoundedElsewhere("the next call, or the end of the pool")
-
-
-@dataclass(slots=True, eq=False)
-class RewardCall:
-    """A call of one function; ``outcome`` receives its outcome."""
-
-    function: int
-    """Index of the function among those of the pool."""
-    response: str
-    row: bytes
-    """JSON of the row's columns, with the answer."""
-    outcome: "asyncio.Future[RewardOutcome]"
-    attempts: int = 0
-    """Number of times that a child died during the call."""
-
-
-@dataclass(slots=True, eq=False)
-class RewardProcess:
-    """A child with its guard."""
-
-    guard: subprocess.Popen[bytes]
-    data: socket.socket
-    control: socket.socket
-    unpacker: Any = field(default_factory=functools.partial(msgpack.Unpacker, **UNPACKING))
-    calls: int = 0
-
-    async def receive(self, deadline_s: float, what: str) -> list[list[Any]]:
-        """The next messages, one or more; none if the child has closed its connection.
-
-        Raises WaitExpired after ``deadline_s`` seconds.
-        """
-        while True:
-            if messages := list(self.unpacker):
-                return messages
-            begin_s = monotonic()
-            loop = asyncio.get_running_loop()
-            try:
-                data = await wait_until(loop.sock_recv(self.data, RECV_BYTES), deadline_s, what, BLOCKED_ON)
-            except OSError:
-                data = b""
-            if not data:
-                return []
-            deadline_s = max(deadline_s - (monotonic() - begin_s), 1e-3)
-            self.unpacker.feed(data)
-
-    async def end(self, *, hung: bool = False) -> dict[str, Any]:
-        """End the child and all processes that it has started.
-
-        Returns the report of `flowrt.rewards.guard`; without one, its own exit code as ``guard``. ``hung``: the child
-        writes its stack first.
-        """
-        loop = asyncio.get_running_loop()
-        report = b""
-        with contextlib.suppress(OSError, WaitExpired):
-            if hung:
-                await wait_until(loop.sock_sendall(self.control, b"k"), GRACE_S, "a message", "the guard")
-            else:
-                self.control.shutdown(socket.SHUT_WR)
-            while not report.endswith(b"\n"):
-                receiving = loop.sock_recv(self.control, RECV_BYTES)
-                data = await wait_until(receiving, GRACE_S, "the end of a reward process", "its guard")
-                if not data:
-                    break
-                report += data
-        self.data.close()
-        self.control.close()
-        wait = functools.partial(self.guard.wait, GRACE_S)
-        try:
-            await asyncio.to_thread(blocking, wait, GRACE_S, "the end of a guard", "it")
-        except subprocess.TimeoutExpired:
-            self.guard.kill()
-        found: dict[str, Any] = json.loads(report) if report.endswith(b"\n") else {"guard": self.guard.returncode}
-        return found
 
 
 class RewardPool:
@@ -134,6 +60,8 @@ class RewardPool:
         options: RewardOptions,
         output: int | None = None,
         task: TaskReward | None = None,
+        model: str = "",
+        rate: Rate | None = None,
     ) -> None:
         """Set up the pool; no process is started yet.
 
@@ -142,14 +70,22 @@ class RewardPool:
             options: number of children, deadlines and limits.
             output: file descriptor for the output of the functions; None: that of this process.
             task: the reward of a task, for a function of kind "task".
+            model: directory of the run's model, for functions that take its tokenizer.
+            rate: limit on the rate of calls of async functions; None: that of the options.
         """
         self._task = task
+        self._model = model
         self._functions = tuple(functions)
         self._options = options
         self._output = output
+        self._forms: list[CallForm] = []
+        """How each function is called; empty until a child has loaded them."""
+        self._loading: asyncio.Task[None] | None = None
+        self._async_calls = AsyncCalls(self, options, Rate(options.rate_per_s) if rate is None else rate)
         self._waiting: deque[RewardCall] = deque()
         self._has_calls = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
+        self._sync_workers = 0
         self._spares: deque[asyncio.Task[RewardProcess]] = deque()
         self._processes: set[RewardProcess] = set()
         self._failure: FlowError | None = None
@@ -159,33 +95,72 @@ class RewardPool:
         self._has_lost = False
         self._is_closed = False
 
-    def call(self, function: int, response: str, row: bytes) -> "asyncio.Future[RewardOutcome]":
-        """Make a call; returns the future of its outcome.
+    def call(self, function: int, samples: Sequence[RewardSample]) -> "asyncio.Future[list[RewardOutcome]]":
+        """Score samples with a function: one, or, for a group function, a group; returns the future of the outcomes.
 
-        The future raises ConfigError if the functions cannot be loaded any more, FlowError if the pool is closed.
+        The samples of several calls of a batch function may be scored together. The future raises ConfigError if the
+        functions cannot be loaded any more, FlowError if the pool is closed. `load` has been called.
 
         Args:
             function: index of the function in the pool.
-            response: text of the response.
-            row: JSON of the row's columns, with the answer.
+            samples: the samples.
         """
-        one = RewardCall(function, response, row, asyncio.get_running_loop().create_future())
+        scoring = Scoring(samples, asyncio.get_running_loop().create_future())
+        one = RewardCall(function, [scoring])
         if self._failure is not None or self._is_closed:
-            one.outcome.set_exception(self._failure or FlowError("the reward functions' processes are closed"))
-            return one.outcome
-        self._waiting.append(one)
+            one.fail(self._failure or FlowError("the reward functions' processes are closed"))
+        elif self.form(function).is_async:
+            self._async_calls.add(one)
+            if not self._async_calls.is_started:
+                self._async_calls.is_started = True
+                self._start_worker(self._work_async())
+        else:
+            self._waiting.append(one)
+            self._start_workers()
+        return scoring.outcomes
+
+    def call_one_by_one(self, calls: Sequence[RewardCall]) -> None:
+        """Make calls of async functions one after the other, as those of other functions."""
+        for one in calls:
+            one.is_part = True
+        self._waiting.extend(calls)
+        self._start_workers()
+
+    def _start_workers(self) -> None:
+        """Start workers for the calls that wait, up to their number."""
         self._has_calls.set()
-        if len(self._workers) < min(self._options.workers, len(self._waiting)):
-            worker = asyncio.create_task(self._work())
-            worker.add_done_callback(self._on_end)
-            self._workers.append(worker)
-        return one.outcome
+        while self._sync_workers < min(self._options.workers, len(self._waiting)):
+            self._sync_workers += 1
+            self._start_worker(self._work())
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a child has loaded the functions."""
+        return bool(self._forms)
+
+    def form(self, function: int) -> CallForm:
+        """How a function is called. `load` has been called."""
+        return self._forms[function]
+
+    def _start_worker(self, work: Coroutine[Any, Any, None]) -> None:
+        worker = asyncio.create_task(work)
+        worker.add_done_callback(self._on_end)
+        self._workers.append(worker)
 
     async def load(self, progress: Callable[[str], None] = log.info) -> None:
-        """Start a child, and wait until it has loaded the functions; ``progress`` receives notes on long waits.
+        """Start a child, and wait until it has loaded the functions, unless one has been started before.
 
-        Raises ConfigError if a function cannot be loaded.
+        Raises ConfigError if a function cannot be loaded. ``progress`` receives notes on long waits.
         """
+        if self._is_closed or self._failure is not None:
+            raise self._failure or FlowError("the reward functions' processes are closed")
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load(progress))
+            self._loading.add_done_callback(_retrieve_error)
+        limit_s = self._options.load_timeout_s + 3 * GRACE_S
+        await wait_until(asyncio.shield(self._loading), limit_s, "a child", BLOCKED_ON)
+
+    async def _load(self, progress: Callable[[str], None]) -> None:
         self._spares.append(asyncio.create_task(self._start(progress)))
         deadline_s = self._options.load_timeout_s + 2 * GRACE_S
         await wait_until(asyncio.shield(self._spares[-1]), deadline_s, "a child", BLOCKED_ON)
@@ -194,11 +169,12 @@ class RewardPool:
         """End the child processes and all processes that they have started; open calls raise FlowError."""
         self._fail(FlowError("the reward functions' processes were closed during a call"))
         self._is_closed = True
-        await cancel_and_wait([*self._workers, *self._spares], GRACE_S)
+        loading = [] if self._loading is None else [self._loading]
+        await cancel_and_wait([*self._workers, *self._spares, *loading], GRACE_S)
         with contextlib.suppress(WaitExpired):
             await wait_all(list(self._endings), 4 * GRACE_S, "the end of reward processes", "their guards")
         for process in list(self._processes):
-            await self._end(process)
+            await self.end(process)
 
     async def _work(self) -> None:
         """Make calls, one message after the other, with one child at a time."""
@@ -209,31 +185,49 @@ class RewardPool:
                 while not self._waiting:
                     self._has_calls.clear()
                     await wait_until(self._has_calls.wait(), QUEUE, "calls of reward functions", "the reward role")
-                calls = self._take()
                 if process is None:
-                    process = await self._next_process()
+                    process = await self.next_process()
+                calls = self._take()
                 if not await self._make(process, calls):
                     process = None
                 elif process.calls >= MAX_CALLS:
-                    self._replace(process)
+                    self.replace(process)
                     process = None
                 calls = []
         except FlowError as error:
             self._fail(error)
         finally:  # also when the pool is closed
             for one in calls:
-                if not one.outcome.done():
-                    one.outcome.set_exception(self._failure or FlowError("the processes of reward functions failed"))
+                one.fail(self._failure or FlowError("the processes of reward functions failed"))
+
+    async def _work_async(self) -> None:
+        """Make calls of async functions."""
+        try:
+            await self._async_calls.run()
+        except FlowError as error:
+            self._fail(error)
 
     def _take(self) -> list[RewardCall]:
         """Calls for one message; the fewer calls wait, the fewer, so that no child has all of them."""
         most = max(1, min(CALLS_PER_MESSAGE, len(self._waiting) // (2 * self._options.workers)))
         taken: list[RewardCall] = []
-        while self._waiting and len(taken) < most:
-            one = self._waiting.popleft()
-            if not one.outcome.done():  # cancelled
+        left = MAX_SENT_BYTES
+        while self._waiting and len(taken) < most and left > 0:
+            one = self.joined(self._waiting.popleft(), self._waiting)
+            if not one.is_done:  # cancelled
                 taken.append(one)
+                left -= sum(len(sample.row) for scoring in one.scorings for sample in scoring.samples)
         return taken
+
+    def joined(self, one: RewardCall, waiting: deque[RewardCall]) -> RewardCall:
+        """A call with the samples of others of its batch function, which are taken out of those that wait."""
+        if self._forms[one.function].form != "batch" or one.attempts or one.is_part:
+            return one
+        others = [of for of in waiting if of.function == one.function and not (of.attempts or of.is_part)]
+        for other in others[: self._options.batch_size - 1]:
+            waiting.remove(other)
+            one.scorings += other.scorings
+        return one
 
     def _on_end(self, worker: asyncio.Task[None]) -> None:
         """Fail the pool if a worker has ended with an internal error."""
@@ -243,23 +237,23 @@ class RewardPool:
     def _fail(self, error: FlowError) -> None:
         self._failure = self._failure or error
         while self._waiting:
-            one = self._waiting.popleft()
-            if not one.outcome.done():
-                one.outcome.set_exception(error)
+            self._waiting.popleft().fail(error)
+        self._async_calls.fail(error)
 
     async def _make(self, process: RewardProcess, calls: list[RewardCall]) -> bool:
         """Send calls to a child and set their outcomes; returns False if the child is lost or is being replaced."""
         left = dict(enumerate(calls))
         if not left:
             return True
-        message = packed([[index, one.function, one.response, one.row] for index, one in left.items()])
+        message = packed([one.message(index, self._forms[one.function].facts) for index, one in left.items()])
         began, began_s, is_hung, has_begun = 0, monotonic(), False, False
-        with contextlib.suppress(OSError, WaitExpired):  # the child has ended, which `receive` reports
-            sending = asyncio.get_running_loop().sock_sendall(process.data, message)
-            await wait_until(sending, self._options.timeout_s + GRACE_S, "calls to be read", BLOCKED_ON)
+        await process.send(message, self._options.timeout_s + GRACE_S)
         is_worn = False
+        limit_s = self._options.timeout_s
+        if any(self._forms[one.function].is_async for one in calls):
+            limit_s += GRACE_S  # the child ends calls of async functions itself
         while left:
-            deadline_s = began_s + self._options.timeout_s - monotonic()
+            deadline_s = began_s + limit_s - monotonic()
             try:
                 messages = await process.receive(max(deadline_s, 1e-3), "a reward")
             except WaitExpired:
@@ -268,33 +262,40 @@ class RewardPool:
                 if word == "began":
                     began, began_s, has_begun = index, monotonic(), True
                 elif word == "done":
-                    self._starts = 0
                     process.calls += 1
-                    is_worn |= self._done(left.pop(index), rest, monotonic() - began_s)
+                    is_worn |= self.done(left.pop(index), rest, monotonic() - began_s, self._waiting)
                     began_s, has_begun = monotonic(), False
             if not messages:
                 culprit = began if has_begun else next(iter(left)) if is_hung else None
                 call = left.pop(culprit) if culprit is not None else None
                 self._waiting.extendleft(reversed(left.values()))
-                self._in_background(self._lost(process, call, began_s, hung=is_hung))
+                self.in_background(self.lost(process, call, began_s, hung=is_hung))
                 return False
         if is_worn:
-            self._replace(process)
+            self.replace(process)
         return not is_worn
 
-    def _done(self, call: RewardCall, rest: list[Any], seconds: float) -> bool:
-        """Set the outcome that a child has sent; returns whether the child should be replaced."""
-        result, value, parts, detail, line, worn = rest
-        outcome = RewardOutcome(
-            result=Result(result), value=value, parts=parts, detail=detail, line=line, seconds=seconds
-        )
-        if not call.outcome.done():
-            call.outcome.set_result(outcome)
+    def done(self, call: RewardCall, rest: list[Any], seconds: float, waiting: deque[RewardCall]) -> bool:
+        """Set the outcomes that a child has sent; returns whether the child should be replaced.
+
+        A call with several samples that failed as a whole is made again with half of them, in ``waiting``.
+        """
+        self._starts = 0
+        rows, worn = rest
+        each_s = seconds / max(len(rows), 1)
+        outcomes = [
+            RewardOutcome(result=Result(result), value=value, parts=parts, detail=detail, line=line, seconds=each_s)
+            for result, value, parts, detail, line in rows
+        ]
+        if all(one.result in SPLIT for one in outcomes) and (halves := call.halves()):
+            waiting.extendleft(reversed(halves))
+        else:
+            call.finish(outcomes)
         return bool(worn)
 
-    async def _lost(self, process: RewardProcess, call: RewardCall | None, began_s: float, *, hung: bool) -> None:
+    async def lost(self, process: RewardProcess, call: RewardCall | None, began_s: float, *, hung: bool) -> None:
         """End a child that is hung or has ended; make the call in progress again, or set its outcome."""
-        ended = await self._end(process, hung=hung)
+        ended = await self.end(process, hung=hung)
         seconds = monotonic() - began_s
         if call is None:
             self._starts += 1
@@ -302,30 +303,33 @@ class RewardPool:
                 function = self._functions[0]
                 what = f"{_ended(ended)}, outside of a call, {MAX_STARTS} times"
                 self._fail(ConfigError(f"{function.described}: {what}; {FIX}"))
+        elif halves := call.halves():
+            self._waiting.extendleft(reversed(halves))
         elif not hung and call.attempts < self._options.retries:
             call.attempts += 1
             self._waiting.appendleft(call)
-        elif not call.outcome.done():
+        elif not call.is_done:
             detail = f"it did not return in {self._options.timeout_s:g} s" if hung else _ended(ended)
             line = ended.get("lines", {}).get(self._functions[call.function].path, 0)
             result = Result.TIMEOUT if hung else Result.DIED
-            call.outcome.set_result(RewardOutcome(result, detail=detail, line=line, seconds=seconds))
+            call.finish([RewardOutcome(result, detail=detail, line=line, seconds=seconds)])
         if self._failure is not None:
             self._fail(self._failure)
-        elif self._waiting:
-            self._has_calls.set()
+        else:
+            self._start_workers()
+            self._async_calls.wake()
 
-    def _replace(self, process: RewardProcess) -> None:
+    def replace(self, process: RewardProcess) -> None:
         """End a child that has no call; the next call starts another child."""
-        self._in_background(self._end(process))
+        self.in_background(self.end(process))
 
-    def _in_background(self, work: Coroutine[Any, Any, object]) -> None:
+    def in_background(self, work: Coroutine[Any, Any, object]) -> None:
         """Run ``work`` as a task while the next child makes calls."""
         task = asyncio.create_task(work)
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
-    async def _next_process(self) -> RewardProcess:
+    async def next_process(self) -> RewardProcess:
         """A child that has loaded the functions: a spare one, or a new one."""
         if not self._spares:
             return await self._start(log.info)
@@ -341,7 +345,7 @@ class RewardPool:
             spare.add_done_callback(_retrieve_error)
             self._spares.append(spare)
 
-    async def _end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
+    async def end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
         """End a child, and start a spare one; returns the report of its guard."""
         self._processes.discard(process)
         self._has_lost = True
@@ -376,6 +380,7 @@ class RewardPool:
             functions = [one for one in self._functions if lines.get(one.path)] or self._functions[:1]
             at = functions[0].at(lines.get(functions[0].path, 0))
             raise ConfigError(f"{at}: {what}, {LOADING}; {FIX}")
+        self._forms = [CallForm(form, is_async, tuple(facts)) for form, is_async, facts in messages[0][1]]
         return process
 
     def _spawn(self) -> RewardProcess:
@@ -388,7 +393,7 @@ class RewardPool:
             words = [sys.executable, RUN_MODULE, "flowrt.rewards.guard"]
             words += ["--data", str(fds[0]), "--control", str(fds[1])]
             words += ["--memory-bytes", str(options.memory_mb << 20), "--sandbox", options.code_sandbox]
-            words += ["--timeout-s", str(options.timeout_s)]
+            words += ["--timeout-s", str(options.timeout_s), "--model", self._model, "--device", options.model_device]
             if self._task is not None:
                 words += ["--task", json.dumps([self._task.module, self._task.configuration])]
             environment = {name: value for name, value in os.environ.items() if name != options.key_variable}
@@ -423,8 +428,8 @@ class RewardPool:
         return await process.receive(limit_s - first_s, "reward functions to be loaded")
 
 
-def _retrieve_error(task: asyncio.Task[RewardProcess]) -> None:
-    """Mark the error of a spare child as retrieved, so that asyncio does not log it."""
+def _retrieve_error(task: asyncio.Task[Any]) -> None:
+    """Mark the error of a task as retrieved, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 

@@ -23,12 +23,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.rewards.functions import KEY_FIX, RewardFunction, parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.user_file import as_text, cut, outcome_of
+from flowrt.rewards.rows import decode_row, json_text
+from flowrt.rewards.samples import Rate
+from flowrt.rewards.user_file import ANSWER, as_text, cut, no_column, outcome_of
 from flowrt.runtime.urls import check_url
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_until
 
@@ -55,14 +58,18 @@ class _Passing(Exception):
 class RemoteRewards:
     """Makes requests for rewards, at most ``reward.concurrency`` at a time."""
 
-    def __init__(self, functions: Sequence[RewardFunction], options: RewardOptions, cache: Path | None) -> None:
+    def __init__(
+        self, functions: Sequence[RewardFunction], options: RewardOptions, cache: Path | None, rate: Rate | None = None
+    ) -> None:
         """Set up; no connection is made yet. Raises ConfigError if the API key is not set.
 
         Args:
             functions: the functions, all of which are requests.
             options: options of the requests.
             cache: file of answers; None: answers are kept in memory only.
+            rate: limit on the rate of requests; None: that of the options.
         """
+        self._rate = Rate(options.rate_per_s) if rate is None else rate
         check_key(options)
         self._options = options
         self._key = os.environ.get(options.key_variable, "") if options.key_variable else ""
@@ -79,9 +86,15 @@ class RemoteRewards:
 
         ``row`` is JSON of the row's columns, with the answer.
         """
-        columns = json.loads(row)
+        columns = decode_row(row)
+        if function.kind == "judge" and "{answer}" in self._options.judge.prompt:
+            if ANSWER not in columns:
+                what = f"reward.judge.prompt has {{answer}}, and {no_column(ANSWER, columns)}"
+                return RewardOutcome(Result.INVALID, detail=what)
+            if columns[ANSWER] is None:
+                return RewardOutcome(Result.NOT_APPLICABLE)
         body = self._judge_body(response, columns) if function.kind == "judge" else _http_body(response, columns)
-        text = json.dumps(body, sort_keys=True)
+        text = json_text(body, sort_keys=True)
         digest = hashlib.sha256(f"{self._urls[function.name]}\0{self._options.judge.pattern}\0{text}".encode())
         key = digest.hexdigest()
         if (known := self._answers.get(key)) is not None:
@@ -107,6 +120,8 @@ class RemoteRewards:
             try:
                 await wait_until(self._room.acquire(), OTHERS, "room for a request", "other requests")
                 try:
+                    if delay_s := self._rate.take():
+                        await pause(delay_s)
                     answer = await wait_until(self._post(url, text), options.timeout_s, "a reward", url)
                 finally:
                     self._room.release()
@@ -138,7 +153,8 @@ class RemoteRewards:
             | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         )
         try:
-            async with self._session.post(url, data=text.encode(errors="replace"), allow_redirects=False) as reply:
+            sent = text.encode(errors="replace")
+            async with self._session.post(url, data=sent, allow_redirects=False, proxy=proxy_of(url)) as reply:
                 data = await reply.content.read(MAX_ANSWER_BYTES)
                 while not reply.content.at_eof() and len(data) < MAX_ANSWER_BYTES:
                     data += await reply.content.read(MAX_ANSWER_BYTES - len(data))
@@ -243,6 +259,18 @@ def check_key(options: RewardOptions) -> None:
     """Raise ConfigError if ``reward.key_variable`` names an environment variable that is not set."""
     if options.key_variable and not os.environ.get(options.key_variable):
         raise ConfigError(f"reward.key_variable is {options.key_variable!r}, which is not set; export it")
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy of the environment for an address (http_proxy, https_proxy, all_proxy, no_proxy); None: none."""
+    from urllib.request import getproxies, proxy_bypass  # an HTTP client, which most processes do not need
+
+    parts = urlsplit(url)
+    proxies = getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _url(function: RewardFunction, options: RewardOptions) -> str:

@@ -1,32 +1,39 @@
 """One reward from several functions: weights, failed calls, and the numbers that a run reports of them.
 
 The reward of a sample is the weighted sum of its functions' values. A function that returns None does not apply to the
-row; the weights of the others are then scaled up so that their sum stays the same. A failed call counts as 0.
+row; the weights of the others are then scaled up so that their sum stays the same. A sample to which none applies is
+not trained (`UNSCORED`). A failed call counts as 0.
 """
 
 import asyncio
-import json
+import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrt.errors import ConfigError
+from flowrt.ids import UNSCORED
 from flowrt.rewards.functions import RewardFunction, TaskReward, parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import FAILURES, Result, RewardOutcome
 from flowrt.rewards.pool import FIX, RewardPool
 from flowrt.rewards.remote import RemoteRewards
+from flowrt.rewards.rows import decode_row
+from flowrt.rewards.samples import CallForm, Rate, RewardSample
 from flowrt.rewards.user_file import as_text
 from flowrt.runtime.waits import BoundedElsewhere, wait_all
 
+log = logging.getLogger(__name__)
 REWARD = "reward"
 """Column of the reward; ``reward/NAME`` is the column of a function, ``reward/NAME/PART`` that of a part."""
 APPLIES = "applies"
 """``applies/NAME`` is a column: 1 where the function applies, else 0; only with several functions."""
 FAILED = "reward_failures"
-"""``reward_failures/RESULT`` is a column: 1 where a call ended with this result, else 0."""
+"""``reward_failures/RESULT`` is a column: 1 where a call ended with this result, else 0; see also `UNSCORED`."""
 CALLS = BoundedElsewhere("the deadlines of reward functions")
+WHOLE_TURN = ("format", "length")
+"""Kinds of functions that score the whole turn, whatever ``reward.after`` is."""
 WINDOW = 200
 """Number of calls over which the share of failures is measured."""
 MAX_TEXT = 60
@@ -43,7 +50,7 @@ class SampleReward:
     failure: str
     """Which function failed first, and how; empty if none failed."""
     reason: str
-    """The result of a failed call; empty if none failed."""
+    """The result of a failed call, or `Result.NOT_APPLICABLE`; empty if none failed."""
     seconds: float = 0.0
     """Sum of the durations of the calls, in seconds."""
 
@@ -53,7 +60,8 @@ def reward_columns(options: RewardOptions) -> tuple[str, ...]:
     functions = parse_functions(options.functions)
     if not functions:
         return ()
-    names = [f"{REWARD}/{one}" for one in (*(function.name for function in functions), *options.parts)]
+    parts = [one for one in options.parts if not one.endswith("/")]
+    names = [f"{REWARD}/{one}" for one in (*(function.name for function in functions), *parts)]
     names += [f"{APPLIES}/{one.name}" for one in functions] if len(functions) > 1 else []
     can_fail = {Result.NOT_APPLICABLE}
     if any(one.is_remote for one in functions):
@@ -89,6 +97,7 @@ class RewardScorer:
         cache: Path | None = None,
         output: int | None = None,
         task: TaskReward | None = None,
+        model: str = "",
     ) -> None:
         """Parse the functions; no process is started yet. Raises ConfigError if they are malformed or a key is missing.
 
@@ -98,6 +107,7 @@ class RewardScorer:
             cache: file of answers to requests; None: they are kept in memory only.
             output: file descriptor for the output of the functions; None: that of this process.
             task: the reward of a task, for a function of kind "task".
+            model: directory of the run's model, for functions that take its tokenizer.
         """
         self.functions = parse_functions(options.functions)
         self._options = options
@@ -105,28 +115,55 @@ class RewardScorer:
         self._columns = reward_columns(options)
         local = [one for one in self.functions if not one.is_remote]
         self._numbers = {one.name: index for index, one in enumerate(local)}
-        self._pool = RewardPool(local, options, output, task) if local else None
+        rate = Rate(options.rate_per_s)
+        self._pool = RewardPool(local, options, output, task, model, rate) if local else None
         remote = [one for one in self.functions if one.is_remote]
-        self._remote = RemoteRewards(remote, options, cache) if remote else None
+        self._remote = RemoteRewards(remote, options, cache, rate) if remote else None
         self._window: deque[str] = deque(maxlen=WINDOW)
         """For each of the last calls, how it failed; empty if it did not fail."""
+        self._unscored = 0
+        """Number of samples, since the last other one, to which no function applied."""
+        self._unknown_parts: set[str] = set()
+
+    async def load(self, progress: Callable[[str], None] = log.info) -> None:
+        """Load the functions in a child process, unless they are; ``progress`` receives notes on long waits.
+
+        Raises ConfigError if one cannot be loaded.
+        """
+        if self._pool is not None and not self._pool.is_loaded:
+            await self._pool.load(progress)
+
+    def form(self, function: RewardFunction) -> CallForm:
+        """How a function is called. `load` has been called."""
+        number = self._numbers.get(function.name)
+        return CallForm(is_async=True) if self._pool is None or number is None else self._pool.form(number)
 
     @property
-    def pool(self) -> RewardPool | None:
-        """The child processes; None if no function needs them."""
-        return self._pool
+    def of_groups(self) -> list[str]:
+        """Names of the functions that take whole groups. `load` has been called."""
+        return [one.name for one in self.functions if self.form(one).form == "group"]
+
+    @property
+    def facts(self) -> frozenset[str]:
+        """Names of the facts of samples that the functions take. `load` has been called."""
+        return frozenset(name for one in self.functions for name in self.form(one).facts)
 
     async def outcomes(self, response: str, row: bytes) -> list[RewardOutcome]:
-        """The outcomes of all functions for a response, in the order of ``functions``.
+        """The outcomes of all functions for a response, in the order of ``functions``; see `outcomes_of`.
 
-        ``row`` is JSON of the row's columns, with the answer. Raises FlowError if the pool has failed or is closed.
+        ``row``: the row's columns, with the answer, as `flowrt.rewards.rows` writes them.
         """
-        calls: list[asyncio.Future[RewardOutcome]] = []
-        for one in self.functions:
-            if self._pool is not None and one.name in self._numbers:
-                calls.append(self._pool.call(self._numbers[one.name], response, row))
-            elif self._remote is not None:
-                calls.append(asyncio.ensure_future(self._remote.call(one, response, row)))
+        return (await self.outcomes_of([RewardSample(response, row)]))[0]
+
+    async def outcomes_of(self, samples: Sequence[RewardSample]) -> list[list[RewardOutcome]]:
+        """For each sample the outcomes of all functions, in the order of ``functions``.
+
+        The samples are those of a group if a function takes whole groups. Raises FlowError if the pool has failed or is
+        closed, ConfigError if the functions cannot be loaded.
+        """
+        await self.load()
+        of_functions = [self._calls(one, samples) for one in self.functions]
+        calls = [call for calls in of_functions for call in calls]
         try:
             await wait_all(calls, CALLS, "rewards", "reward functions")
         except asyncio.CancelledError:
@@ -135,14 +172,47 @@ class RewardScorer:
             raise
         if error := next(filter(None, [call.exception() for call in calls]), None):
             raise error
-        return [call.result() for call in calls]
+        found = [[outcome for call in calls for outcome in call.result()] for calls in of_functions]
+        return [list(of_sample) for of_sample in zip(*found, strict=True)]
+
+    def _calls(
+        self, function: RewardFunction, samples: Sequence[RewardSample]
+    ) -> list["asyncio.Future[list[RewardOutcome]]"]:
+        """Begin to score samples with a function."""
+        number = self._numbers.get(function.name)
+        if self._pool is not None and number is not None:
+            samples = [self._seen(function, sample) for sample in samples]
+            groups = [samples] if self._pool.form(number).form == "group" else [[sample] for sample in samples]
+            return [self._pool.call(number, group) for group in groups]
+        return [asyncio.ensure_future(self._asked(function, sample)) for sample in samples]
+
+    async def _asked(self, function: RewardFunction, sample: RewardSample) -> list[RewardOutcome]:
+        assert self._remote is not None
+        return [await self._remote.call(function, self._seen(function, sample).response, sample.row)]
+
+    def _seen(self, function: RewardFunction, sample: RewardSample) -> RewardSample:
+        """The sample with that part of its turn as the response which the function scores."""
+        if not self._options.after or function.kind in WHOLE_TURN:
+            return sample
+        _, found, rest = sample.response.rpartition(self._options.after)
+        is_whole = not found and self._options.without_after == "whole"
+        return sample if is_whole else replace(sample, response=rest if found else "")
 
     async def score(self, response: str, row: bytes) -> SampleReward:
-        """The reward of a response; ``row`` as for `outcomes`.
+        """The reward of a response; ``row`` as for `outcomes`, errors as for `score_all`."""
+        return (await self.score_all([RewardSample(response, row)]))[0]
+
+    async def score_all(self, samples: Sequence[RewardSample]) -> list[SampleReward]:
+        """The rewards of samples: of a group, if a function takes whole groups.
 
         Raises ConfigError if a failure, or the share of failures, ends the run.
         """
-        outcomes = await self.outcomes(response, row)
+        found = await self.outcomes_of(samples)
+        return [self._scored(sample, outcomes) for sample, outcomes in zip(samples, found, strict=True)]
+
+    def _scored(self, sample: RewardSample, outcomes: Sequence[RewardOutcome]) -> SampleReward:
+        response, row = sample.response, sample.row
+        self._note(outcomes, response, row)
         failures = self.failures(outcomes, response, row, self.functions)
         self._count(outcomes, failures)
         failure = failures[0] if failures else ""
@@ -166,23 +236,41 @@ class RewardScorer:
     def failures(
         self, outcomes: Sequence[RewardOutcome], response: str, row: bytes, functions: Sequence[RewardFunction]
     ) -> list[str]:
-        """A sentence for each of these functions that failed, and one if none of them applies."""
-        found = []
-        for function, outcome in zip(functions, outcomes, strict=True):
-            wrong = self._wrong_parts(function, outcome)
-            if outcome.is_failure or wrong:
-                found.append(f"{function.at(outcome.line)}: {outcome.detail or wrong}, {on(response, row)}")
-        if all(one.result is Result.NOT_APPLICABLE for one in outcomes):
-            what = "it returned None" if len(outcomes) == 1 else "no function applies to the row"
-            found.append(f"{functions[0].described}: {what}, {on(response, row)}")
-        return found
+        """A sentence for each of these functions that failed."""
+        return [
+            f"{function.at(outcome.line)}: {outcome.detail}, {on(response, row)}"
+            for function, outcome in zip(functions, outcomes, strict=True)
+            if outcome.is_failure
+        ]
 
-    def _wrong_parts(self, function: RewardFunction, outcome: RewardOutcome) -> str:
-        """How the parts of an outcome differ from those found at the start of the run; empty if they do not."""
-        known = {one.partition("/")[2] for one in self._options.parts if one.partition("/")[0] == function.name}
-        if outcome.result is not Result.OK or not known or known == outcome.parts.keys():
-            return ""
-        return f"it returned the parts {', '.join(outcome.parts) or 'none'}, not {', '.join(sorted(known))}"
+    def _note(self, outcomes: Sequence[RewardOutcome], response: str, row: bytes) -> None:
+        """Log samples to which no function applies, and parts without a metric.
+
+        Raises ConfigError if no function applies to any of many samples: nothing would be trained.
+        """
+        for function, outcome in zip(self.functions, outcomes, strict=True):
+            for part in outcome.parts:
+                name = f"{function.name}/{part}"
+                if name not in self._options.parts and name not in self._unknown_parts:
+                    self._unknown_parts.add(name)
+                    log.warning(
+                        "%s: it gave %r, which it did not give for the first rows before the run: it has no metric",
+                        *(function.described, part),
+                    )
+        if not all(one.result is Result.NOT_APPLICABLE for one in outcomes):
+            self._unscored = 0
+            return
+        self._unscored += 1
+        if self._unscored >= WINDOW and self._options.max_failures < 1:
+            raise ConfigError(
+                f"no reward function applies to any of the last {WINDOW} samples, the last {on(response, row)}; {FIX}"
+            )
+        if UNSCORED not in self._unknown_parts:
+            self._unknown_parts.add(UNSCORED)
+            log.warning(
+                "no reward function applies, %s: such samples are not trained, and counted as %s",
+                *(on(response, row), UNSCORED),
+            )
 
     def _count(self, outcomes: Sequence[RewardOutcome], failures: Sequence[str]) -> None:
         """Count calls and failures; raises ConfigError if their share exceeds ``reward.max_failures``."""
@@ -206,16 +294,14 @@ class RewardScorer:
                 numbers[f"{APPLIES}/{function.name}"] = float(outcome.result is not Result.NOT_APPLICABLE)
             if outcome.is_failure:
                 numbers[f"{FAILED}/{outcome.result}"] = 1.0
-            elif self._wrong_parts(function, outcome):
-                numbers[f"{FAILED}/{Result.INVALID}"] = 1.0
         if all(one.result is Result.NOT_APPLICABLE for one in outcomes):
-            numbers[f"{FAILED}/{Result.NOT_APPLICABLE}"] = 1.0
+            numbers[UNSCORED] = 1.0
         return numbers
 
 
 def on(response: str, row: bytes) -> str:
     """The response and the reference answer of a call, shortened, as the end of a sentence."""
-    answer = as_text(json.loads(row).get("answer"))
+    answer = as_text(decode_row(row).get("answer"))
     return f"on the response {_cut(response)} to the answer {_cut(answer)}"
 
 

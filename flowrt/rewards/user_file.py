@@ -4,14 +4,13 @@
   the column of its name, such as prompt.
 - If one of the first two parameters has another name, which is no column, it receives the response; if that is received
   by name, or by the first of the two, it receives the answer.
+- One called log receives a function that logs a number under a name: ``log("acc", 1.0)``.
 - ``**names`` receives each column, and the response and the answer, that no parameter receives.
 """
 
-import asyncio
 import importlib.machinery
 import importlib.util
 import inspect
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -20,9 +19,12 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.rows import json_text
 
 RESPONSE = ("response", "completion")
 ANSWER = "answer"
+MISSING = object()
+"""In place of the answer of a row without one."""
 
 
 class MissingColumn(Exception):
@@ -35,36 +37,44 @@ class Arguments:
     def __init__(self, function: Callable[..., object]) -> None:
         """Inspect the function. Raises TypeError if it takes no argument."""
         try:
-            self._parameters = list(inspect.signature(function).parameters.values())
+            self.parameters = list(inspect.signature(function).parameters.values())
         except ValueError:  # a function written in C without a signature
-            self._parameters = [Parameter("args", Parameter.VAR_POSITIONAL)]
-        if not self._parameters:
+            self.parameters = [Parameter("args", Parameter.VAR_POSITIONAL)]
+        if not self.parameters:
             raise TypeError("it takes no argument")
-        names = {one.name for one in self._parameters}
+        names = {one.name for one in self.parameters}
         unnamed = [index for index, named in enumerate((names & {*RESPONSE}, names & {ANSWER})) if not named]
         self._unnamed = unnamed
-        self._takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in self._parameters)
+        self._takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in self.parameters)
 
     def of(
-        self, response: str, answer: object, columns: Mapping[str, object]
+        self, response: str, answer: object, columns: Mapping[str, object], facts: Mapping[str, object] | None = None
     ) -> tuple[list[object], dict[str, object]]:
-        """The positional and the keyword arguments of a call. Raises MissingColumn."""
-        known = {**columns, ANSWER: answer, **dict.fromkeys(RESPONSE, response)}
+        """The positional and the keyword arguments of a call; a column goes before a fact of its name.
+
+        Raises MissingColumn, also for an answer `MISSING`.
+        """
+        known = {**(facts or {}), **columns, ANSWER: answer, **dict.fromkeys(RESPONSE, response)}
+        if answer is MISSING:
+            del known[ANSWER]
         both: list[tuple[str, object]] = [(RESPONSE[0], response), (ANSWER, answer)]
         unnamed = [both[index] for index in self._unnamed]
         positional: list[object] = []
         named: dict[str, object] = {}
-        for index, one in enumerate(self._parameters):
+        for index, one in enumerate(self.parameters):
             if one.kind is Parameter.VAR_KEYWORD:
                 continue
             if one.kind is Parameter.VAR_POSITIONAL:
-                positional += [value for _, value in unnamed]
+                positional += [value for _, value in unnamed if value is not MISSING]
                 unnamed = []
                 continue
             if one.name in known:
                 value = known[one.name]
             elif index < 2 and unnamed and one.kind is not Parameter.KEYWORD_ONLY:
                 _, value = unnamed.pop(0)
+                if value is MISSING and one.default is Parameter.empty:
+                    raise MissingColumn(ANSWER)
+                value = one.default if value is MISSING else value
             elif one.default is not Parameter.empty:
                 if one.kind is Parameter.POSITIONAL_ONLY:
                     break
@@ -79,8 +89,9 @@ class Arguments:
             else:
                 named[one.name] = value
         if self._takes_any:
-            has = {one.name for one in self._parameters}
-            named |= {name: value for name, value in (*columns.items(), *unnamed) if name not in has}
+            has = {one.name for one in self.parameters}
+            rest = (*columns.items(), *unnamed)
+            named |= {name: value for name, value in rest if name not in has and value is not MISSING}
         return positional, named
 
 
@@ -90,6 +101,9 @@ FILTER = "filter"
 """Kind of a filter function."""
 REWARDS, OFFERED = "rewards", ("prompt", "epoch", "lengths", "version")
 """Columns of a filter function: the rewards of a group, which it always takes, and those that it can take by name."""
+LOG, LOGGED = "log", "_"
+"""Parameter that receives a function which logs a number, and prefix of the names of parts that are only logged."""
+LARGEST = 3e38
 MAX_ERROR = 160
 """Maximum number of characters of a user's error message in a report."""
 
@@ -141,41 +155,6 @@ def load_module(path: str, name: str) -> ModuleType:
     return module
 
 
-class UserReward:
-    """A loaded reward function."""
-
-    def __init__(self, argument: str, index: int) -> None:
-        """Load the function, see `load`. Raises Unusable if its parameters cannot be bound."""
-        self._path, _, function = argument.rpartition(":")
-        found = load(argument, index)
-        self._function: Callable[..., object] = found
-        self._line = _defined_at(found)
-        try:
-            self._arguments = Arguments(found)
-        except TypeError as error:
-            raise Unusable(f"{function} cannot be called as {CALLED_AS}: {error}", self._line) from None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __call__(self, response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:
-        """Call the function. Raises any exception of it, and Unusable for a parameter that is not a column."""
-        try:
-            positional, named = self._arguments.of(response, answer, columns)
-        except MissingColumn as missing:
-            there_is = cut(", ".join(columns))
-            raise Unusable(
-                f"it takes {str(missing)!r}, and the row has no such column; it has {there_is}", self._line
-            ) from None
-        value = self._function(*positional, **named)
-        if inspect.iscoroutine(value):
-            self._loop = self._loop or asyncio.new_event_loop()
-            value = self._loop.run_until_complete(value)
-        return outcome_of(value, self._line)
-
-    def line_of(self, error: BaseException) -> int:
-        """The innermost line of the file in the traceback of an error; 0 if unknown."""
-        return line_of(error, self._path)
-
-
 class UserFilter:
     """A loaded filter function."""
 
@@ -187,7 +166,7 @@ class UserFilter:
         function = argument.rpartition(":")[2]
         found = load(argument, index)
         self._function = found
-        self._line = _defined_at(found)
+        self._line = defined_at(found)
         if inspect.iscoroutinefunction(found):
             what = f"{function} is an async function; a filter must be a plain one (def) that returns a bool"
             raise Unusable(what, self._line)
@@ -222,30 +201,75 @@ class UserFilter:
         return RewardOutcome(Result.OK, float(bool(result)))
 
 
-def outcome_of(value: object, line: int) -> RewardOutcome:
+class Invalid(Exception):
+    """A value that is no reward; the text is how, as the end of a sentence."""
+
+
+def outcome_of(value: object, line: int, logged: Mapping[str, float] | None = None) -> RewardOutcome:
     """The outcome of a call that returned ``value``: a finite number up to 3e38, named numbers, or None.
 
-    ``line`` is reported with a value of any other kind.
+    The value of named numbers is their sum, without those whose name begins with ``_``: these are only logged, under
+    the name without it; text and None among them are left out.
+
+    Args:
+        value: what the function returned.
+        line: reported with a value of any other kind.
+        logged: numbers that the function logged during the call.
     """
+    logged = logged or {}
     if value is None:
-        return RewardOutcome(Result.NOT_APPLICABLE)
-    parts = value if isinstance(value, Mapping) else {"": value}
-    numbers: dict[str, float] = {}
-    if not parts:
-        return RewardOutcome(Result.INVALID, detail="it returned no part", line=line)
-    for name, one in parts.items():
-        what = f"{cut(repr(name))} as " if isinstance(value, Mapping) else ""
-        if not isinstance(name, str) or (isinstance(value, Mapping) and not name):
-            return RewardOutcome(Result.INVALID, detail=f"it returned a part named {cut(repr(name))}", line=line)
-        if isinstance(one, str | bytes | bytearray) or not hasattr(one, "__float__"):
-            detail = f"it returned {what}{cut(repr(one))} ({type(one).__name__}), not a number"
-            return RewardOutcome(Result.INVALID, detail=detail, line=line)
-        numbers[name] = float(one)
-        if not math.isfinite(numbers[name]) or abs(numbers[name]) > 3e38:
-            detail = f"it returned {what}{numbers[name]}, not a finite number"
-            return RewardOutcome(Result.INVALID, detail=detail, line=line)
-    total = sum(numbers.values())
-    return RewardOutcome(Result.OK, total, numbers if isinstance(value, Mapping) else {})
+        return RewardOutcome(Result.NOT_APPLICABLE, parts=logged)
+    try:
+        if not isinstance(value, Mapping):
+            return RewardOutcome(Result.OK, number(value), logged)
+        summed: dict[str, float] = {}
+        unsummed = dict(logged)
+        for name, one in value.items():
+            if not isinstance(name, str) or not name.removeprefix(LOGGED):
+                raise Invalid(f"it returned a part named {cut(repr(name))}")
+            if not name.startswith(LOGGED):
+                summed[name] = number(one, f"{cut(repr(name))} as ")
+            elif one is not None and not isinstance(one, str):
+                unsummed[name.removeprefix(LOGGED)] = number(one, f"{cut(repr(name))} as ")
+        if not summed:
+            raise Invalid("it returned no part")
+        if twice := summed.keys() & unsummed.keys():
+            raise Invalid(f"it returned the part {cut(repr(min(twice)))}, and logged a number of that name")
+    except Invalid as wrong:
+        return RewardOutcome(Result.INVALID, detail=str(wrong), line=line)
+    total = sum(summed.values())
+    if not math.isfinite(total) or abs(total) > LARGEST:
+        return RewardOutcome(Result.INVALID, detail="it returned parts whose sum is too large", line=line)
+    return RewardOutcome(Result.OK, total, summed | unsummed)
+
+
+def note(logged: dict[str, float], name: str, value: object) -> None:
+    """Log a number under a name. Raises Unusable if it is no finite number, or the name no text."""
+    if not isinstance(name, str) or not name:
+        raise Unusable(f"it logged a number named {cut(repr(name))}; name it with text")
+    try:
+        logged[name] = number(value, f"{cut(repr(name))} as ", "logged")
+    except Invalid as wrong:
+        raise Unusable(str(wrong)) from None
+
+
+def number(value: object, what: str = "", did: str = "returned") -> float:
+    """A value as a finite number up to `LARGEST`. Raises Invalid, with ``what`` before the value, for any other."""
+    if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
+        raise Invalid(f"it {did} {what}{cut(repr(value))} ({type(value).__name__}), not a number")
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):  # an array of several numbers; an integer that is too large
+        raise Invalid(f"it {did} {what}{cut(repr(value))} ({type(value).__name__}), not a finite number") from None
+    if not math.isfinite(found) or abs(found) > LARGEST:
+        raise Invalid(f"it {did} {what}{found}, not a finite number")
+    return found
+
+
+def no_column(name: str, columns: Mapping[str, object]) -> str:
+    """That a row has no column of this name, as the end of a sentence."""
+    key = " (data.answer_key)" if name == ANSWER else ""
+    return f"the row has no such column{key}; it has {cut(', '.join(columns))}"
 
 
 def described(error: BaseException) -> str:
@@ -283,10 +307,10 @@ def cut(text: str) -> str:
 
 def as_text(answer: object) -> str:
     """A reference answer as text: itself, or its JSON."""
-    return answer if isinstance(answer, str) else json.dumps(answer)
+    return answer if isinstance(answer, str) else json_text(answer)
 
 
-def _defined_at(function: object) -> int:
+def defined_at(function: object) -> int:
     """The line where a function is defined; 0 if it is unknown (a callable object, a function of a library)."""
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return code.co_firstlineno if isinstance(code, CodeType) else 0

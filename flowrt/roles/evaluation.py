@@ -20,6 +20,7 @@ import torch
 from flowrt.algorithms.evaluation import statistics
 from flowrt.client.session import Session
 from flowrt.errors import RemoteProtocolError, WaitExpired
+from flowrt.ids import UNSCORED
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.eval_names import first_number
 from flowrt.recipes.grpo import EVAL
@@ -76,6 +77,8 @@ class _Answer:
     reward: float
     spans: Sequence[int]
     truncated: bool
+    is_unscored: bool = False
+    """Whether no reward function applies to it."""
 
 
 Answers = dict[int, dict[int, _Answer]]
@@ -123,8 +126,11 @@ class _Collector:
 
     async def _pull(self) -> None:
         batch = await self._session.pull("evaluate", slots=PULL_SLOTS)
+        unscored = batch.inline.get(UNSCORED) or ()
         for row, group in enumerate(batch.groups):  # of an unknown group: the answer to its offer has not been handled
-            answer = _Answer(batch.inline["reward"][row], batch.grant.spans[row], batch.inline["truncated"][row] > 0)
+            is_unscored = bool(unscored) and unscored[row] > 0
+            is_truncated = batch.inline["truncated"][row] > 0
+            answer = _Answer(batch.inline["reward"][row], batch.grant.spans[row], is_truncated, is_unscored)
             self._answers.setdefault(group, {})[batch.slots[row]] = answer
         await self._session.commit("evaluate", batch.slots, batch.leases)
 
@@ -251,13 +257,19 @@ class Evaluations:
         versions = {number for row in rows for number in row.spans[::2]}
         if len(versions) != 1 or version not in (LATEST, *versions):
             raise RemoteProtocolError(f"answers to {one.name} of version {version} are of {sorted(versions)}")
-        rewards = [[answer.reward for answer in answers[group].values()] for group in groups]
+        scored = [group for group in groups if not all(answer.is_unscored for answer in answers[group].values())]
+        if not scored:
+            self._note_skipped(one, min(versions), "no reward function applies to any of its prompts")
+            return None
+        rewards = [[answer.reward for answer in answers[group].values()] for group in scored]
         numbers = {
             **statistics(rewards, options.solved_reward, pass_ks(options.samples)),
             "length": sum(sum(row.spans[1::2]) for row in rows) / len(rows),
             "truncated": sum(row.truncated for row in rows) / len(rows),
             "seconds": monotonic() - begin_s,
         }
+        if unscored := sum(row.is_unscored for row in rows):
+            numbers["not_applicable"] = unscored / len(rows)
         return one.name, min(versions), numbers
 
     async def _collect(

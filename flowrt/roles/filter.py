@@ -8,8 +8,9 @@ from typing import Any
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
-from flowrt.controller.policies.group_filter import DECISION
+from flowrt.controller.policies.group_filter import DECISION, REFUSED
 from flowrt.errors import Drained
+from flowrt.ids import UNSCORED
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.filter_function import FilterFunction, GroupFacts
 
@@ -59,14 +60,16 @@ async def run(session: Session, config: RunConfig) -> None:
 
 
 async def _decide(session: Session, function: FilterFunction, batch: Batch, rows: list[int]) -> None:
-    rewards = [batch.inline["reward"][row] for row in rows]
+    unscored = batch.inline.get(UNSCORED) or [0.0] * len(batch)
+    scored = [row for row in rows if not unscored[row]]
+    rewards = [batch.inline["reward"][row] for row in scored]
     facts = GroupFacts(
         prompt=batch.grant.prompts[rows[0]],
         epoch=batch.grant.epochs[rows[0]],
-        lengths=[sum(batch.grant.spans[row][1::2]) for row in rows],
+        lengths=[sum(batch.grant.spans[row][1::2]) for row in scored],
         version=min(batch.oldest_version(row) for row in rows),
     )
     with session.timeline.busy("filter"), session.progress.expected(function.longest_call_s):
-        decision = await function.decide(rewards, facts)
+        decision = await function.decide(rewards, facts) if scored else REFUSED
     slots, leases = [batch.slots[row] for row in rows], [batch.leases[row] for row in rows]
     await session.commit("filter", slots, leases, inline={DECISION: [decision] * len(rows)})

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from time import monotonic
 
@@ -15,7 +16,8 @@ from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, delay_pull, run_stage
 from flowrt.engines.stopping import StopConditions
-from flowrt.errors import Drained
+from flowrt.engines.turns import Turns
+from flowrt.errors import ConfigError, Drained
 from flowrt.ids import REWARD
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.eval_names import chat_templates
@@ -27,10 +29,12 @@ from flowrt.recipes.tasks.task_reward import is_scored_by_task, row_of, task_rew
 from flowrt.rewards.check import check_here
 from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.options import RewardOptions
+from flowrt.rewards.rows import decode_row
+from flowrt.rewards.samples import CallForm, RewardSample
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
 from flowrt.roles.filter import with_filter
 from flowrt.roles.main import main
-from flowrt.roles.samples import Score, ScoredSamples
+from flowrt.roles.samples import Score, ScoredSamples, finish_reason
 from flowrt.runtime.waits import wait_all, wait_any, wait_until
 
 log = logging.getLogger(__name__)
@@ -67,7 +71,7 @@ async def _run_task(session: Session, task: Task, stop: StopConditions, samples:
         for tokens, answer, truncated in zip(*columns, strict=True):
             # Most tasks score a truncated response as an empty one.
             text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else None
-            scores.append(task.reward(text or "", bytes(answer.tolist()).decode()))
+            scores.append(task.reward(text or "", answer.numpy().tobytes().decode()))
             texts.append(text)
         return scores, texts
 
@@ -91,15 +95,18 @@ class FunctionRewards:
         self._is_scored_by_task = is_scored_by_task(config)
         self._scores_truncated = task.scores_truncated or not self._is_scored_by_task
         self._stop = stop
+        self._turns = Turns(stop, config.data.prompt_format)
         self._drops = config.reward.on_failure == "drop"
         self._scorer = RewardScorer(
             config.reward,
             is_deterministic=config.deterministic,
             cache=judge_file(Path(config.run_dir)),
             task=task_reward(config),
+            model=str(model_dir(config)),
         )
+        self._config = config
+        self._of_groups = bool(config.reward.of_groups)
         self._samples = ScoredSamples(session, config, stop)
-        self._most = most_slots(config)
         self._call_s = longest_call_s(config.reward)
         self._open = 0
         """Number of slots that are being scored."""
@@ -111,13 +118,17 @@ class FunctionRewards:
         loop = asyncio.get_running_loop()
         batches: set[asyncio.Task[None]] = set()
         try:
+            with self._session.timeline.busy("load"), self._session.progress.expected(self._call_s):
+                await self._scorer.load()
+            self._check_groups()
+            most = most_slots(self._config, [self._scorer.form(one) for one in self._scorer.functions])
             async with asyncio.TaskGroup() as group:
                 try:
                     while True:
-                        while self._open >= self._most:
+                        while self._open >= most:
                             self._has_room.clear()
                             await wait_until(self._has_room.wait(), CALLS, "rewards", "reward functions")
-                        batch = await self._session.pull("reward", slots=self._most - self._open)
+                        batch = await self._session.pull("reward", slots=most - self._open)
                         arrived_s = loop.time()
                         self._open += len(batch)
                         batches.add(group.create_task(self._score(batch)))
@@ -129,32 +140,71 @@ class FunctionRewards:
         finally:
             await self._scorer.close()
 
+    def _check_groups(self) -> None:
+        """Raise ConfigError if other functions take whole groups than those found before the run began."""
+        found, known = self._scorer.of_groups, list(self._config.reward.of_groups)
+        if found != known:
+            one = next(name for name in (*found, *known) if (name in found) != (name in known))
+            raise ConfigError(
+                f"reward function {one} has changed since the run began: it did {'not ' * (one in found)}take a group "
+                "then; restore the file, or start another run"
+            )
+
     async def _score(self, batch: Batch) -> None:
         """Score a batch; rewards that are ready at the same time are committed together."""
-        answers = [bytes(answer.tolist()) for answer in batch.tensors["answer"]]
-        rows = [row_of(answer) for answer in answers] if self._is_scored_by_task else answers
-        # Most tasks score a truncated response as an empty one.
-        scored = [
-            tokens if self._scores_truncated or not truncated else tokens[:0]
-            for tokens, truncated in zip(batch.tensors["response"], batch.inline["truncated"], strict=True)
-        ]
         with self._session.timeline.busy("reward"):
             # Long responses take long to decode; the event loop must not wait for them.
-            texts = await asyncio.to_thread(lambda: [self._stop.text(one.tolist()) for one in scored])
+            samples = await asyncio.to_thread(self._samples_of, batch)
+            together = [[row] for row in range(len(batch))]
+            if self._of_groups:
+                together = [list(rows) for _, rows in groupby(range(len(batch)), batch.groups.__getitem__)]
             scoring = {
-                asyncio.create_task(self._scorer.score(text, row)): index
-                for index, (text, row) in enumerate(zip(texts, rows, strict=True))
+                asyncio.create_task(self._scorer.score_all([samples[row] for row in rows])): rows for rows in together
             }
             try:
                 while scoring:
                     with self._session.progress.expected(self._call_s):  # each call has a deadline of its own
                         done = await wait_any(scoring.keys(), CALLS, "rewards", "reward functions")
-                    ready = [one for one in scoring if one in done]
-                    found = {scoring.pop(one): one.result() for one in ready}
+                    found: dict[int, SampleReward] = {}
+                    for one in [one for one in scoring if one in done]:
+                        found |= zip(scoring.pop(one), one.result(), strict=True)
                     await self._commit(batch, dict(sorted(found.items())))
             finally:
                 for one in scoring:
                     one.cancel()
+
+    def _samples_of(self, batch: Batch) -> list[RewardSample]:
+        """What the functions are called with, for each row of a batch."""
+        samples = []
+        names = self._scorer.facts
+        columns = batch.tensors["response"], batch.tensors["answer"], batch.inline["truncated"]
+        for row, (response, answer, truncated) in enumerate(zip(*columns, strict=True)):
+            # Most tasks score a truncated response as an empty one.
+            tokens = response.tolist() if self._scores_truncated or not truncated else []
+            columns_of_row = answer.numpy().tobytes()
+            prefix = self._prefix(columns_of_row) if tokens or not truncated or self._scores_truncated else ""
+            text = prefix + self._turns.generated(tokens)
+            facts: dict[str, object] = {}
+            if names:
+                facts = {
+                    "step": max(batch.grant.spans[row][::2], default=0),
+                    "truncated": bool(truncated),
+                    "finish_reason": finish_reason(self._stop, tokens[-1:], bool(truncated)),
+                    "completion_ids": tokens if "completion_ids" in names else [],
+                    "prefix": prefix,
+                    "turn": text,
+                }
+            samples.append(
+                RewardSample(text, row_of(columns_of_row) if self._is_scored_by_task else columns_of_row, facts)
+            )
+        return samples
+
+    def _prefix(self, row: bytes) -> str:
+        """The beginning of the turn that was not generated."""
+        if not self._turns.depends_on_prompt or self._is_scored_by_task:
+            return self._turns.beginning()
+        prompt = decode_row(row)["prompt"]
+        return self._turns.beginning(prompt if isinstance(prompt, list) else ())
 
     async def _commit(self, batch: Batch, found: dict[int, SampleReward]) -> None:
         """Commit the rewards of these rows of a batch, and report samples that are dropped as lost."""
@@ -188,19 +238,28 @@ class FunctionRewards:
 
 
 def _score(one: SampleReward) -> Score:
-    return Score(one.reward, one.numbers, f"{one.reason}: {one.failure}" if one.failure else "", one.seconds)
+    return Score(one.reward, one.numbers, f"{one.reason}: {one.failure}" if one.failure else one.reason, one.seconds)
 
 
-def most_slots(config: RunConfig) -> int:
+def most_slots(config: RunConfig, forms: Sequence[CallForm] = ()) -> int:
     """Maximum number of slots that are scored at a time: those whose functions run at the same time, and more.
 
     With more, scoring takes at most `LEASE_SHARE` of a lease even if every call takes until its deadline.
+
+    Args:
+        config: of the run.
+        forms: how each function is called; without: requests side by side, all others with a sample a call.
     """
     reward, functions = config.reward, parse_functions(config.reward.functions)
+    forms = forms or [CallForm(is_async=one.is_remote) for one in functions]
+    side_by_side = sum(form.is_async for form in forms)
     requests = sum(one.is_remote for one in functions)
-    slot_s = reward.timeout_s * (len(functions) - requests) / reward.workers
-    slot_s += reward.timeout_s * requests * (reward.retries + 1) / reward.concurrency
-    at_once = reward.workers if requests < len(functions) else reward.concurrency
+    slot_s = reward.timeout_s * (len(functions) - side_by_side) / reward.workers
+    slot_s += reward.timeout_s * (side_by_side + requests * reward.retries) / reward.concurrency
+    slot_s = max(slot_s, side_by_side / reward.rate_per_s if reward.rate_per_s else 0.0)
+    at_once = reward.workers if side_by_side < len(functions) else reward.concurrency
+    if any(form.form != "sample" for form in forms):
+        at_once *= reward.batch_size
     return min(MAX_PULL_SLOTS, max(at_once // len(functions), int(LEASE_SHARE * config.controller.lease_s / slot_s), 1))
 
 

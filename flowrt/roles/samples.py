@@ -117,7 +117,7 @@ class ScoredSamples:
             attempt=grant.attempts[row],
             reward=score.reward,
             parts=tuple(_parts(score.numbers)),
-            finish=self._finish(response[-1:].tolist(), bool(batch.inline["truncated"][row])),
+            finish=finish_reason(self._stop, response[-1:].tolist(), bool(batch.inline["truncated"][row])),
             reason=score.reason.encode(errors="replace").decode()[:MAX_REASON_CHARS],
             is_single=is_single,
             spans=grant.spans[row],
@@ -140,11 +140,12 @@ class ScoredSamples:
             self._prompts.popitem(last=False)
         return text
 
-    def _finish(self, last: Sequence[int], is_truncated: bool) -> str:
-        """How a response ended. ``last``: its last token, if it has any."""
-        if is_truncated:
-            return "length"
-        return "stop" if not last or last[0] in self._stop.token_ids or not self._stop.strings else "stop_string"
+
+def finish_reason(stop: StopConditions, last: Sequence[int], is_truncated: bool) -> str:
+    """How a response ended. ``last``: its last token, if it has any."""
+    if is_truncated:
+        return "length"
+    return "stop" if not last or last[0] in stop.token_ids or not stop.strings else "stop_string"
 
 
 def _parts(numbers: Mapping[str, float]) -> Iterable[tuple[str, float]]:

@@ -98,7 +98,9 @@ class PromptColumns:
             return None
         return {
             "prompt": torch.tensor(tokens, dtype=torch.int32),
-            "answer": torch.tensor(list(problem.answer.encode()), dtype=torch.uint8),
+            "answer": torch.frombuffer(bytearray(problem.answer.encode()), dtype=torch.uint8)
+            if problem.answer
+            else torch.zeros(0, dtype=torch.uint8),
         }
 
 

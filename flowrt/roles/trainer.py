@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
@@ -21,7 +22,7 @@ from flowrt.engines.hf import weight_bytes
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
 from flowrt.errors import ConfigError, Drained, EngineError
-from flowrt.ids import SOURCE, TRAINER
+from flowrt.ids import SOURCE, TRAINER, UNSCORED
 from flowrt.protocol.messages import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.config import AlgorithmConfig, RunConfig
@@ -296,9 +297,12 @@ def to_training_batch(
         samples: notes the samples that are stored; None: none are stored.
 
     If steps are cut to a token budget, advantages are computed over all responses, and only kept tokens are trained.
+    Samples to which no reward function applies are left out before that.
     """
-    groups_N = torch.tensor(batch.groups)
-    staleness_N = torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))])
+    comparable = comparable_rows(batch, config.group_size)
+    batch = batch if len(comparable) == len(batch) else batch.only(comparable)
+    groups_N = torch.tensor(batch.groups, dtype=torch.int64)
+    staleness_N = torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))], dtype=torch.int64)
     groups = Groups(
         rewards_N=torch.tensor(batch.inline["reward"]),
         group_N=groups_N,
@@ -307,7 +311,7 @@ def to_training_batch(
         staleness_N=staleness_N,
         kl_N=_sampled_kl(batch) if "ref_logprobs" in batch.tensors else None,
     )
-    if objective.needs.scope == "step":
+    if objective.needs.scope == "step" or not len(batch):
         credit = Credit(torch.zeros(len(batch)), torch.ones(len(batch), dtype=torch.bool))
     else:
         credit = objective.credit(groups)
@@ -332,6 +336,19 @@ def to_training_batch(
         supports=[_support(batch, row).prefix(kept_N[row]) for row in rows] if "support" in batch.tensors else None,
         captures=None if captures is None else [captures[row] for row in rows],
     )
+
+
+def comparable_rows(batch: Batch, group_size: int) -> list[int]:
+    """The rows that advantages are computed from: those to which a reward function applies.
+
+    Without the only one of a group of several, which has no other to be compared with.
+    """
+    unscored_N = batch.inline.get(UNSCORED) or [0.0] * len(batch)
+    rows = [row for row, unscored in enumerate(unscored_N) if not unscored]
+    if len(rows) == len(batch) or group_size == 1:
+        return rows
+    sizes = Counter(batch.groups[row] for row in rows)
+    return [row for row in rows if sizes[batch.groups[row]] > 1]
 
 
 def _sampled_kl(batch: Batch) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
     assert [path.name for path in loaders] == ["hf.py"]
     text = loaders[0].read_text()
     calls = [text[call.start() : text.index("\n", text.index(")", call.end()))] for call in auto.finditer(text)]
-    assert len(calls) == 4
+    assert len(calls) == 6
     assert all("**NO_CODE" in call or "trust_remote_code=False" in call for call in calls)
     assert [path for path in PRODUCT if "trust_remote_code" in path.read_text()] == loaders
     assert not re.search(r"trust_remote_code\W+True", text)
@@ -138,6 +138,7 @@ def test_broad_excepts_occur_only_around_foreign_code() -> None:
     assert sorted(broad) == [
         "flowrt/engines/hf.py",  # transformers computes with the fields of a user's config.json
         *(["flowrt/engines/prompts.py"] * 4),  # a chat template is a program; tokenizers raises nothing narrower
+        "flowrt/engines/turns.py",
         "flowrt/launcher/fork_server/child.py",
         *(["flowrt/launcher/prompt_check.py"] * 2),  # tokenizers raises nothing narrower
         "flowrt/observability/exporters/own.py",  # loading a user's exporter
@@ -145,7 +146,7 @@ def test_broad_excepts_occur_only_around_foreign_code() -> None:
         "flowrt/observability/exporters/wandb_run.py",  # finishing wandb's run
         "flowrt/observability/token_texts.py",  # tokenizers raises nothing narrower
         "flowrt/recipes/tasks/task_file.py",  # loading a user's task, and calling it
-        *(["flowrt/rewards/child.py"] * 2),  # loading a reward function, and calling it
+        *(["flowrt/rewards/child.py"] * 3),  # loading a reward function, and calling it, also an async one
         *(["flowrt/rewards/programs/process.py"] * 5),  # running a response's program and its tests
         *(["flowrt/rewards/programs/proxies.py"] * 5),  # calling them, and reading what the program sends
         "flowrt/rewards/user_file.py",  # the text of what it raises

@@ -37,6 +37,11 @@ ALLOWED_WAITS = {
     ("flowrt/rewards/programs/process.py", "sys.stdin.readline"),
     # Whether that process has ended; returns at once.
     ("flowrt/rewards/programs/sandbox.py", "self._process.poll"),
+    # The deadline of a call of an async reward function, and that call.
+    ("flowrt/rewards/child.py", "asyncio.timeout"),
+    ("flowrt/rewards/child.py", "scope"),
+    # Other outcomes, which the pool reads.
+    ("flowrt/rewards/child.py", "self._sending"),
     # Of a child that has ended, or was killed.
     ("flowrt/launcher/fork_server/child.py", "os.waitpid"),
     # Waits until the process is terminated; it dies with its parent.

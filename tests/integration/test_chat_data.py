@@ -282,7 +282,7 @@ def test_run_drops_overlong_prompts(launch: Callable[..., Any], model: Path, tmp
         "def reward(response, answer):\n    assert answer == 'short', answer\n    return len(response) / 8\n"
     )
     rows = [{"prompt": "1" * (60 if n % 2 else 4) + str(n), "answer": "long" if n % 2 else "short"} for n in range(24)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "0", "answer": "short"}, *rows]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*[{"prompt": "0", "answer": "short"}] * 4, *rows]))
     launched = launch(
         *("--recipe", "custom", "--data", str(path), "--reward", str(reward_file), "--reward.on-failure", "stop"),
         *("--model", str(model)),

@@ -49,7 +49,7 @@ def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path, monkey
     subcommands = [command[1] for command in commands]
     assert subcommands == [
         *("data", "run", "run", "run", "run"),
-        *("data", "make_tools.py", "data", "reward", "reward", "run"),
+        *("data", "make_tools.py", "data", "reward", "run", "reward", "run"),
     ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUDGE_KEY", KEY)
@@ -68,9 +68,11 @@ def test_programs_and_commands_of_the_guide_train_a_model(tmp_path: Path, monkey
     runs = [number for number, command in enumerate(commands) if command[1] == "run" and "--help" not in command]
     for number in runs:
         assert (tmp_path / f"run-{number}" / "final" / "model.safetensors").is_file()
-    sets, judged = (metrics(tmp_path / f"run-{number}") for number in runs[2:])
+    sets, forms, judged = (metrics(tmp_path / f"run-{number}") for number in runs[2:])
     assert [line["groups_of/plus"] + line["groups_of/minus"] for line in sets] == [4, 4]
     assert [line["reward/judge"] for line in judged] == [0.5, 0.5]
+    names = ("asked", "batch", "batch/characters", "group")
+    assert all(f"reward/{name}" in line for name in names for line in forms)
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:

@@ -105,6 +105,26 @@ async def test_a_request_has_the_row_and_its_answer_is_the_reward(server: Server
     assert (await outcomes(http_options(server), ["z"]))[0].result is Result.NOT_APPLICABLE
 
 
+async def test_requests_take_the_proxy_of_the_environment(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server.answer = lambda body, number: {"reward": 0.25}
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HTTP_PROXY", f"127.0.0.1:{server.port}")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.port}")
+    options = RewardOptions(functions=("http:http://far.invalid/reward",), retries=0, timeout_s=5.0)
+    assert [one.value for one in await outcomes(options, ["z"])] == [0.25]
+    monkeypatch.setenv("no_proxy", "other.example,far.invalid")
+    assert (await outcomes(options, ["z"]))[0].is_failure
+    assert len(server.requests) == 1
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", f"localhost:{server.port}")
+    assert remote.proxy_of("http://far.invalid/reward") == f"http://localhost:{server.port}"
+    assert remote.proxy_of("https://far.invalid/reward") is None
+
+
 async def test_the_last_number_of_a_judge_reply_is_the_reward(server: Server) -> None:
     server.answer = lambda body, number: judge_reply("From 0 to 1 I say 0.75")
     (found,) = await outcomes(judge_options(server), ["{answer} xyz"])
@@ -250,9 +270,10 @@ def test_a_program_is_run_against_the_tests_of_its_row(response: str, tests: obj
 
 
 def test_a_row_without_tests_fails_with_a_message() -> None:
-    found = scored(PROGRAM, None)
+    found = scored(PROGRAM, "")
     assert found.result is Result.ERROR
     assert "function code needs the column 'tests'" in found.detail
+    assert scored(PROGRAM, None).result is Result.NOT_APPLICABLE
 
 
 def test_code_rewards_are_rejected_without_a_working_bubblewrap(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from flowrt.controller.state.samples import Group
 from flowrt.errors import ConfigError
+from flowrt.ids import UNSCORED
 
 REWARD = "reward"
 """The inline column of rewards."""
@@ -55,13 +56,18 @@ class KeepAll:
 
 @dataclass(frozen=True, slots=True)
 class ZeroVariance:
-    """Refuse groups of equal rewards: their advantages are 0 (dynamic sampling of DAPO, arXiv 2503.14476)."""
+    """Refuse groups of equal rewards: their advantages are 0 (dynamic sampling of DAPO, arXiv 2503.14476).
+
+    A group to which no reward function applies is refused, too.
+    """
 
     @property
     def needs(self) -> tuple[str, ...]:
         return (REWARD,)
 
     def refusal(self, group: Group) -> str:
+        if all(slot.inline.get(UNSCORED) for slot in group.slots):
+            return "no reward function applies"
         return "equal rewards" if has_equal_rewards(group) else ""
 
 
@@ -121,19 +127,20 @@ class AllOf:
 
 
 def rewards(group: Group) -> list[float]:
-    """The rewards of the group's samples; empty if a sample has no reward."""
-    found = [slot.inline[REWARD] for slot in group.slots if REWARD in slot.inline]
-    return found if len(found) == len(group.slots) else []
+    """The rewards of those samples of the group to which a reward function applies; empty if one was not scored yet."""
+    if not all(REWARD in slot.inline for slot in group.slots):
+        return []
+    return [slot.inline[REWARD] for slot in group.slots if not slot.inline.get(UNSCORED)]
 
 
 def mean_reward(group: Group) -> float | None:
-    """The mean reward of the group; None if a sample has no reward."""
+    """The mean of `rewards`; None if there are none."""
     found = rewards(group)
     return sum(found) / len(found) if found else None
 
 
 def has_equal_rewards(group: Group) -> bool:
-    """Whether all samples of the group have rewards, and these are equal."""
+    """Whether the group has `rewards`, and these are equal."""
     found = rewards(group)
     return bool(found) and min(found) == max(found)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from flowrt.controller.diagnostics.counters import validate_names
 from flowrt.controller.events import AppendReplay, Command, LogEvent, Persist, StepClosed
 from flowrt.controller.policies.batching import Batcher, GroupCount
-from flowrt.controller.policies.group_filter import REWARD, zero_variance_groups
+from flowrt.controller.policies.group_filter import REWARD, mean_reward, rewards, zero_variance_groups
 from flowrt.controller.state.recovery import Deferrable
 from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot
@@ -227,8 +227,8 @@ def _step_closed(
         ]
         for name, groups in zip(env.settings.data_sets, of_set, strict=True):
             counts.append((f"{GROUPS_OF}{name}", len(groups)))
-            if groups and REWARD in env.flow.train_inline:
-                measures.append((f"{REWARD_OF}{name}", _mean(REWARD, groups)))
+            if REWARD in env.flow.train_inline and (of_groups := _rewards(groups)):
+                measures.append((f"{REWARD_OF}{name}", sum(of_groups) / len(of_groups)))
     slots = [slot for group in trained for slot in group.slots]
     lengths = [_generated_tokens(slot) for slot in slots]
     if any(lengths):
@@ -241,7 +241,7 @@ def _step_closed(
         samples=len(slots),
         tokens=sum(map(env.sizes.tokens, trained)),
         lags=tuple(message.step - (slot.oldest_version() or 0) for slot in slots),
-        inline_means=(*((name, _mean(name, trained)) for name in columns), *measures),
+        inline_means=(*((name, value) for name in columns if (value := _mean(name, trained)) is not None), *measures),
         metrics=message.metrics,
         counts=tuple(counts),
     )
@@ -249,12 +249,12 @@ def _step_closed(
 
 def _spread(groups: Sequence[Group]) -> list[tuple[str, float]]:
     """The standard deviation of the reward over the samples, and two percentiles of the groups' mean rewards."""
-    rewards = [slot.inline[REWARD] for group in groups for slot in group.slots]
-    if not rewards:
+    found = _rewards(groups)
+    if not found:
         return []
-    mean = sum(rewards) / len(rewards)
-    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-    means = sorted(_mean(REWARD, [group]) for group in groups)
+    mean = sum(found) / len(found)
+    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in found) / len(found))
+    means = sorted(one for group in groups if (one := mean_reward(group)) is not None)
     return [(REWARD_STD, deviation), (REWARD_P10, _percentile(means, 0.1)), (REWARD_P90, _percentile(means, 0.9))]
 
 
@@ -266,10 +266,15 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return values[below] + (place - below) * (values[above] - values[below])
 
 
-def _mean(column: str, groups: Sequence[Group]) -> float:
-    """The mean of an inline column over the samples of these groups."""
-    values = [slot.inline[column] for group in groups for slot in group.slots]
-    return sum(values) / len(values)
+def _rewards(groups: Sequence[Group]) -> list[float]:
+    """The rewards of the samples of these groups to which a reward function applies."""
+    return [reward for group in groups for reward in rewards(group)]
+
+
+def _mean(column: str, groups: Sequence[Group]) -> float | None:
+    """The mean of an inline column over the samples of these groups; None for the reward if no function applies."""
+    values = _rewards(groups) if column == REWARD else [slot.inline[column] for group in groups for slot in group.slots]
+    return sum(values) / len(values) if values else None
 
 
 def _publish_checkpoint(state: State, worker: WorkerId, message: CheckpointWritten) -> list[Command]:

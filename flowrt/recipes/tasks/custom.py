@@ -1,7 +1,7 @@
 """The user's own task: prompts from a data set, reward functions by name (`flowrt.rewards`), any model.
 
-`Example.answer` is a JSON object with the arguments that a function may take: all columns of the row, of which those of
-the prompt and the answer have the names "prompt" and "answer".
+`Example.answer` has the arguments that a function may take (`flowrt.rewards.rows`): all columns of the row, of which
+those of the prompt and the answer have the names "prompt" and "answer"; without an answer if the row has none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,9 @@ from itertools import chain
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from flowrt.recipes.tasks.base import Example, PromptBlock, Recipe, Task, TrainingSet
-from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, open_sets
+from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, in_turn, open_sets
 from flowrt.recipes.tasks.rows import data_path
-from flowrt.rewards.check import FIRST_ROWS, check_rewards
+from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
 
 
@@ -22,9 +22,10 @@ class CustomTask(Task):
 
     scores_truncated = True
 
-    def __init__(self, data: DataConfig, reward: RewardOptions) -> None:
+    def __init__(self, data: DataConfig, reward: RewardOptions, model: str = "") -> None:
         self._data = data
         self._reward = reward
+        self._model = model
 
     def training_problems(self) -> Sequence[Example]:
         return Concatenated([one.training for one in self._sets])
@@ -42,7 +43,7 @@ class CustomTask(Task):
         return chain.from_iterable(one.prompt_blocks() for one in self._sets)
 
     def check(self, progress: Callable[[str], None]) -> tuple[str, ...]:
-        """Check every row, and call each reward function on the first of `FIRST_ROWS` rows that it applies to.
+        """Check every row, and call each reward function on rows of each set in turn, see `check_rewards`.
 
         Raises ConfigError as `check_rows`, and for a reward function that cannot be loaded or fails. Arguments and
         result: `Task.check`.
@@ -50,9 +51,8 @@ class CustomTask(Task):
         check_rows(self._sets, self._data)
         if not self._reward.functions:
             return ()  # of `flowrt data check`
-        problems = self.training_problems()
-        rows = [problem.answer.encode() for problem in problems[:FIRST_ROWS]]
-        return check_rewards(self._reward, rows, progress)
+        rows = (problem.answer.encode() for problem in in_turn([one.training for one in self._sets]))
+        return check_rewards(self._reward, rows, progress, self._model)
 
     @cached_property
     def _sets(self) -> Sequence[ProblemSet]:
@@ -62,7 +62,7 @@ class CustomTask(Task):
 def _task(config: RunConfig) -> CustomTask:
     if not config.data.sets:
         data_path(config)
-    return CustomTask(config.data, config.reward)
+    return CustomTask(config.data, config.reward, config.model)
 
 
 def check_given(config: RunConfig) -> None:

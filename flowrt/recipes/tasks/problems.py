@@ -1,6 +1,5 @@
 """Problems of recipe custom: rows of data sets, converted when they are accessed, and the check of all rows."""
 
-import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from flowrt.recipes.data.prompt_scan import checked, row_prompt, scan_prompts
 from flowrt.recipes.data_sets import has_own_format, set_data
 from flowrt.recipes.tasks.base import Example, PromptBlock
 from flowrt.recipes.tasks.rows import first_held_out
+from flowrt.rewards.rows import NoColumnType, encode_row
 
 
 class Problems(Sequence[Example]):
@@ -87,6 +87,14 @@ class Concatenated(Sequence[Example]):
     def __iter__(self) -> Iterator[Example]:
         for part in self._parts:
             yield from part
+
+
+def in_turn(parts: Sequence[Sequence[Example]]) -> Iterator[Example]:
+    """The problems of several data sets: the first of each, then the second of each, and so on."""
+    for index in range(max(map(len, parts))):
+        for part in parts:
+            if index < len(part):
+                yield part[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +206,24 @@ def problem(
     answer = find(columns, data.answer_key)
     named = {key: value for key, value in columns.items() if key not in (data.prompt_key, data.answer_key)}
     named["prompt"] = [as_message(one) for one in messages] or prompt
-    named["answer"] = None if answer is MISSING else answer
-    # Values that JSON does not have (dates, bytes) come from Arrow only.
-    return Example(prompt, json.dumps(named, default=str), "", where, messages, tools, form)
+    if answer is not MISSING:
+        named["answer"] = answer
+    try:
+        return Example(prompt, encode_row(named), "", where, messages, tools, form)
+    except NoColumnType as error:
+        name = next(name for name, value in named.items() if not _is_encodable(value))
+        raise ConfigError(
+            f"{where}: field {name!r} has a value of type {error}, which reward functions cannot be given; convert the "
+            "column, or leave it out"
+        ) from None
+
+
+def _is_encodable(value: object) -> bool:
+    try:
+        encode_row({"": value})
+    except NoColumnType:
+        return False
+    return True
 
 
 def folded(prompt: str, messages: Messages, tools: str = "") -> str:

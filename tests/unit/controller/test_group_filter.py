@@ -35,8 +35,10 @@ from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.state.reward_history import Outcome, RewardHistory
 from flowrt.controller.state.samples import Group, new_groups
 from flowrt.controller.storage.ledger import Ledger
+from flowrt.controller.transitions.training import _mean, _spread
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.errors import ConfigError
+from flowrt.ids import UNSCORED
 from flowrt.simulation.cluster import FLOW, ClusterPlan, ClusterSimulation
 
 
@@ -45,6 +47,20 @@ def group(rewards: Sequence[float]) -> Group:
     for slot, reward in zip(slots, rewards, strict=True):
         slot.inline = {"reward": reward}
     return created
+
+
+def test_samples_to_which_no_reward_function_applies_do_not_count() -> None:
+    half, none = group([1.0, 3.0, 0.0]), group([0.0, 0.0])
+    for slot in (half.slots[2], *none.slots):
+        slot.inline = {**slot.inline, UNSCORED: 1.0}
+    assert (mean_reward(half), mean_reward(none)) == (2.0, None)
+    assert ZeroVariance().refusal(half) == ""
+    half.slots[1].inline = {"reward": 1.0}
+    assert ZeroVariance().refusal(half) == "equal rewards"
+    assert ZeroVariance().refusal(none) == "no reward function applies"
+    assert RewardBand(0.5, 1.0).refusal(none) == ""
+    assert (_mean("reward", [half, none]), _mean("reward", [none])) == (1.0, None)
+    assert dict(_spread([half, none]))["reward_std"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -413,7 +413,7 @@ def test_answers_are_present_in_all_rows_or_in_none(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([{"prompt": "a"}, {"prompt": "b"}]))
     check(open_rows(path), DATA, 2)
-    assert json.loads(problem({"prompt": "a"}, DATA, "").answer) == {"prompt": "a", "answer": None}
+    assert json.loads(problem({"prompt": "a"}, DATA, "").answer) == {"prompt": "a"}
     with pytest.raises(ConfigError, match="line 1 has no field 'gold'; it has 'prompt'"):
         check(open_rows(path), DataConfig(prompt_key="prompt", answer_key="gold"), 2)
     path.write_bytes(lines([{"prompt": "a", "answer": 1}, {"prompt": "b"}]))

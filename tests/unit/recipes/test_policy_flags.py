@@ -8,8 +8,9 @@ from typing import cast
 import pytest
 import torch
 
+from flowrt.algorithms.advantages import GroupAdvantages
 from flowrt.algorithms.objective import Objective
-from flowrt.client.samples import Batch
+from flowrt.client.samples import Batch, Columns, Numbers
 from flowrt.controller.events import Send
 from flowrt.controller.policies.batching import SampleCount, TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo
@@ -19,6 +20,7 @@ from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, Ev
 from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.errors import ConfigError
+from flowrt.ids import UNSCORED
 from flowrt.protocol.messages import Grant, Position
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.grpo import core, policies
@@ -177,6 +179,42 @@ def _trained_samples(command: object) -> int:
     if not isinstance(command, Send) or not isinstance(command.message, Grant):
         return 0
     return len(command.message.slots) if command.worker.startswith("trainer") else 0
+
+
+def pulled(rewards: list[float], unscored: list[float], groups: tuple[int, ...]) -> Batch:
+    """A batch of the train stage, of samples with one token each."""
+    rows = len(rewards)
+    zeros, numbers = (0,) * rows, tuple(range(rows))
+    grant = Grant(
+        *(1, 1, numbers, ("train",), groups, numbers, groups, zeros, zeros, ((0, 1),) * rows),
+        *((), (), (), False),
+    )
+    tensors = {
+        "prompt": [torch.ones(1, dtype=torch.int32)] * rows,
+        "response": [torch.full((1,), row, dtype=torch.int32) for row in range(rows)],
+        "logprobs": [torch.zeros(1)] * rows,
+    }
+    inline = {"reward": rewards, "truncated": [0.0] * rows, UNSCORED: unscored}
+    return Batch(grant, Columns(tensors), Numbers(inline))
+
+
+@pytest.mark.parametrize("scope", ["group", "step"])
+def test_samples_to_which_no_reward_function_applies_are_neither_trained_nor_in_the_baseline(scope: str) -> None:
+    """Of the second group one sample is left, which has no other to be compared with, and none of the third."""
+    unscored = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    batch = pulled([1.0, 0.0, 3.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0], unscored, (0,) * 3 + (1,) * 3 + (2,) * 3)
+    objective = Objective(credit_rule=GroupAdvantages(scale="none", whiten=scope == "step"))
+    flags = ["custom", "--reward", "exact", "--group-size", "3"]
+    found = to_training_batch(batch, parse(flags), 0, objective)
+    assert [int(response) for response in found.responses] == [0, 2]
+    assert found.groups_N.tolist() == [0, 0]
+    if scope == "group":
+        assert found.advantages_N.tolist() == [-1.0, 1.0]
+    else:
+        assert found.credit is not None
+        assert found.credit.rewards_N.tolist() == [1.0, 3.0]
+    nothing = pulled([0.0, 0.0], [1.0, 1.0], (0, 0))
+    assert to_training_batch(nothing, parse(flags), 0, objective).responses == []
 
 
 class _PulledBatch:

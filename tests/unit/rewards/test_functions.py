@@ -1,6 +1,7 @@
 """Names, weights and arguments of reward functions, and their combination into one reward."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
+from flowrt.ids import UNSCORED
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.grpo import dataflow
@@ -17,8 +19,9 @@ from flowrt.rewards.built_in import built_in
 from flowrt.rewards.functions import RewardFunction, parse_function, parse_functions, with_paths
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.scoring import RewardScorer, combined, reward_columns
-from flowrt.rewards.user_file import Arguments, MissingColumn, outcome_of
+from flowrt.rewards.samples import RewardSample
+from flowrt.rewards.scoring import RewardScorer, SampleReward, combined, reward_columns
+from flowrt.rewards.user_file import MISSING, Arguments, MissingColumn, outcome_of
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,12 @@ def test_a_parameter_without_a_value_is_named() -> None:
         arguments_of(lambda response, answer, level: 0, other=1)
     with pytest.raises(MissingColumn, match=r"^level$"):
         arguments_of(lambda response, answer, *, level: 0)
+    for function in (lambda response, answer: 0, lambda text, gold: 0, lambda *, response, answer: 0):
+        with pytest.raises(MissingColumn, match=r"^answer$"):
+            Arguments(function).of("R", MISSING, {"prompt": "P"})
+    assert Arguments(lambda text, **row: 0).of("R", MISSING, {"x": 1}) == (["R"], {"x": 1})
+    assert Arguments(lambda text, gold=5: 0).of("R", MISSING, {}) == (["R", 5], {})
+    assert Arguments(lambda *both: 0).of("R", MISSING, {}) == (["R"], {})
     with pytest.raises(TypeError, match="takes no argument"):
         Arguments(lambda: 0)
 
@@ -226,14 +235,64 @@ def test_a_mapping_of_numbers_gives_their_sum_and_parts() -> None:
         assert outcome_of(wrong, 0).result is Result.INVALID, wrong
 
 
-async def test_parts_other_than_the_declared_ones_are_a_failure() -> None:
-    scorer = RewardScorer(RewardOptions(functions=("http:http://x",), parts=("http/a", "http/b")))
-    good = RewardOutcome(Result.OK, 3.0, {"a": 1.0, "b": 2.0})
-    assert scorer.failures([good], "r", b'{"answer": "7"}', scorer.functions) == []
-    bad = RewardOutcome(Result.OK, 1.0, {"a": 1.0})
-    (failure,) = scorer.failures([bad], "r", b'{"answer": "7"}', scorer.functions)
-    assert failure == "reward function http: it returned the parts a, not a, b, on the response 'r' to the answer '7'"
-    await scorer.close()
+def test_parts_with_an_underscore_are_logged_and_not_summed() -> None:
+    assert outcome_of({"score": 1, "_acc": 0.5, "_pred": "x", "_none": None}, 0) == RewardOutcome(
+        Result.OK, 1.0, {"score": 1.0, "acc": 0.5}
+    )
+    assert outcome_of(2.0, 0, {"acc": 1.0}) == RewardOutcome(Result.OK, 2.0, {"acc": 1.0})
+    for wrong in ({"_a": 1.0}, {"a": 1.0, "_a": 1.0}, {"_": 1.0}, {"a": 1.0, "_b": math.inf}, {"a": 3e38, "b": 3e38}):
+        assert outcome_of(wrong, 0).result is Result.INVALID, wrong
+    assert outcome_of({"a": 1.0}, 0, {"a": 1.0}).result is Result.INVALID
+
+
+async def scored(options: RewardOptions, *outcomes: RewardOutcome) -> SampleReward:
+    """The reward of a sample with these outcomes of its functions."""
+
+    class Given(RewardScorer):
+        async def outcomes_of(self, samples: Sequence[RewardSample]) -> list[list[RewardOutcome]]:
+            return [list(outcomes) for _ in samples]
+
+    scorer = Given(options)
+    try:
+        return await scorer.score("r", b'{"answer": "7"}')
+    finally:
+        await scorer.close()
+
+
+async def test_parts_may_differ_by_row() -> None:
+    options = RewardOptions(functions=("http:http://x",), parts=("http/a", "http/b"))
+    found = await scored(options, RewardOutcome(Result.OK, 1.0, {"a": 1.0, "new": 5.0}))
+    assert (found.reward, found.failure) == (1.0, "")
+    assert {name: value for name, value in found.numbers.items() if value} == {"reward/http": 1.0, "reward/http/a": 1.0}
+
+
+@pytest.mark.parametrize("on_failure", ["zero", "drop", "stop"])
+async def test_a_sample_to_which_no_function_applies_is_counted_and_no_failure(on_failure: Any) -> None:
+    options = RewardOptions(functions=("a=exact", "b=exact"), on_failure=on_failure, max_failures=0.0)
+    none = RewardOutcome(Result.NOT_APPLICABLE)
+    found = await scored(options, none, none)
+    assert (found.failure, found.reason, found.numbers[UNSCORED]) == ("", "not_applicable", 1.0)
+    found = await scored(options, none, RewardOutcome(Result.OK, 1.0))
+    assert (found.reward, found.reason, found.numbers[UNSCORED]) == (2.0, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "without", "expected"),
+    [
+        ("<think>maybe 7</think> 8", "empty", (" 8", "<think>maybe 7</think> 8")),
+        ("<think>a</think>b</think>c", "empty", ("c", "<think>a</think>b</think>c")),
+        ("<think>maybe 7", "empty", ("", "<think>maybe 7")),
+        ("<think>maybe 7", "whole", ("<think>maybe 7", "<think>maybe 7")),
+    ],
+)
+async def test_functions_score_what_follows_the_end_of_thinking_but_the_format_the_whole_turn(
+    text: str, without: Any, expected: tuple[str, str]
+) -> None:
+    functions = ("exact", "format:.*")
+    scorer = RewardScorer(RewardOptions(functions=functions, after="</think>", without_after=without))
+    assert tuple(scorer._seen(one, RewardSample(text, b"{}")).response for one in scorer.functions) == expected
+    scorer = RewardScorer(RewardOptions(functions=functions))
+    assert {scorer._seen(one, RewardSample(text, b"{}")).response for one in scorer.functions} == {text}
 
 
 # ---- built in
