@@ -493,8 +493,11 @@ class ClientLink:
         self._socket.start(self._on_frames)
 
     def send(self, message: Message) -> None:
-        """Send a message. Raises LocalProtocolError if it cannot be encoded, ZMQError if it cannot be queued."""
-        self._socket.send([encode(message)])
+        """Send a message; dropped after a failed handshake, which ``on_error`` is told.
+
+        Raises LocalProtocolError if it cannot be encoded.
+        """
+        self._socket.try_send([encode(message)])
 
     def spin_wait(self, for_s: float) -> bool:
         """Poll for messages without sleeping, for at most ``for_s`` seconds; returns whether one was received."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from flowrt.net.link import ServerLink
+from flowrt.errors import FlowError
+from flowrt.net.link import ClientLink, ServerLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
 
@@ -250,3 +251,21 @@ async def test_a_connection_that_closed_before_its_first_message_was_handled_is_
         peer = received.result()
         assert not link.guard.carries(link.source(), peer)
         assert link.guard.backlog._delivered == {}
+
+
+async def test_a_message_after_a_failed_handshake_is_dropped_and_the_failure_reported() -> None:
+    """A controller with keys closes the connection of a worker without keys, perhaps before its hello is sent."""
+    _, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as controller:
+        controller.setsockopt(zmq.CURVE_SERVER, 1)
+        controller.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        port = controller.bind_to_random_port("tcp://127.0.0.1")
+        for _ in range(10):  # ZeroMQ connects again in between, and then takes the message
+            failure: asyncio.Future[FlowError] = asyncio.get_running_loop().create_future()
+            link = ClientLink(lambda _: None, failure.set_result)
+            link.connect(f"tcp://127.0.0.1:{port}")
+            with contextlib.closing(link):
+                error = await asyncio.wait_for(failure, DEADLINE_S)
+                for number in range(1000):
+                    link.send(m.CancelRequest(number))
+            assert "keys" in str(error)
