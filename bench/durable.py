@@ -15,7 +15,7 @@ generated and is in no sample that was trained at the end of the run; they are c
               worker_lost_s: tokens lost, in seconds of generation of a worker
     kills     the kills of bench/faults.py at random instants, with short journals
               lost, doubled, hung, wrong: as there; over_bound: runs that trained a sample over the staleness bound
-    ratio     journal_ratio: samples/s with journals every second over samples/s without, by turns
+    ratio     journal_ratio: samples/s with journals every second over samples/s without, of two runs at once
     shape     the journal of a worker with 256 sequences of 32,768 tokens (bench/durability/shape.py)
               journal_bytes_per_token: on disk
               journal_engine_stopped_s: for a write of all tokens; journal_engine_stopped_later_s: of 300 more of each
@@ -37,7 +37,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,17 +245,39 @@ def _kill_plans(first_seed: int) -> Iterator[Plan]:
 
 
 def ratio(base: RunConfig, folder: Path, steps: int, repeats: int) -> float:
-    """Samples/s with a journal over samples/s without, by turns; the median of the pairs."""
-    pairs: list[float] = []
+    """Samples/s with a journal over samples/s without, of two runs at the same time; the median of the pairs.
+
+    At the same time, because the speed of a shared machine changes by a tenth from one run to the next. Both are
+    measured up to the end of the first.
+    """
+    ratios: list[float] = []
     for number in range(repeats):
-        rates = {}
+        runs: dict[str, Run] = {}
+        launchers: dict[str, LauncherProcess] = {}
         for name in ("on", "off") if number % 2 else ("off", "on"):
-            run = Run(base, folder / f"ratio-{number}-{name}", steps=steps, journal_s=1.0 if name == "on" else 0.0)
+            runs[name] = Run(base, folder / f"ratio-{number}-{name}", steps=steps, journal_s=float(name == "on"))
             samples = dataclasses.replace(base.checkpoint, samples=name == "on", every=1000)
-            run.finish(run.start(max_staleness=1, checkpoint=samples))
-            rates[name] = float(json.loads((run.run_dir / "summary.json").read_text())["samples_per_s"])
-        pairs.append(rates["on"] / rates["off"])
-    return statistics.median(pairs)
+            launchers[name] = runs[name].start(max_staleness=1, checkpoint=samples)
+        for name, run in runs.items():
+            run.finish(launchers[name])
+        closed_s = {name: closed_steps(run.run_dir) for name, run in runs.items()}
+        until_s = min(times[-1] for times in closed_s.values())
+        rates = {name: steps_per_s(times, until_s) for name, times in closed_s.items()}
+        print(f"steps/s side by side: {rates['on']:.4f} with journals, {rates['off']:.4f} without", flush=True)
+        ratios.append(rates["on"] / rates["off"])
+    return statistics.median(ratios)
+
+
+def closed_steps(run_dir: Path) -> list[float]:
+    """Seconds from the beginning of a run to the end of each of its steps, which have equally many samples."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [float(json.loads(line)["wall_s"]) for line in lines]
+
+
+def steps_per_s(closed_s: Sequence[float], until_s: float) -> float:
+    """Steps a second from the end of the first to that of the last before this time."""
+    last = bisect(closed_s, until_s) - 1
+    return last / (closed_s[last] - closed_s[0])
 
 
 def shape(rows: int) -> dict[str, float]:
@@ -290,7 +313,7 @@ def main() -> int:
             _worst(metrics, "worker_lost_s", worker_killed(base, folder / f"worker-{number}", rng))
     COUNTER.step_s = 0.0
     if "ratio" in arguments.parts:
-        metrics["journal_ratio"] = ratio(base, folder, 6 if arguments.quick else 40, 1 if arguments.quick else 5)
+        metrics["journal_ratio"] = ratio(base, folder, 6 if arguments.quick else 40, repeats)
     if "shape" in arguments.parts:
         metrics |= shape(16 if arguments.quick else 256)
     if "kills" in arguments.parts:

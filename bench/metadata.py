@@ -56,6 +56,7 @@ class Bench:
 
     def start(self) -> None:
         client, *baselines = start_all(self._clients())
+        controllers.start(client, self.folder / "bytecode", Samples())  # writes the bytecode
         for repeat in range(self.repeats):
             controllers.start(client, self.folder / f"start{repeat}", self.samples)
             for baseline in baselines:

@@ -35,6 +35,7 @@ def start(client: Child, folder: Path, samples: Samples) -> None:
     read_end, write_end = os.pipe()
     command = [sys.executable, str(ROOT / "launch" / "controller.py"), "--config", str(config)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     start_s = time.monotonic()
     with subprocess.Popen(
         [*command, "--ready-fd", str(write_end)], pass_fds=(write_end,), stderr=subprocess.DEVNULL, env=environment

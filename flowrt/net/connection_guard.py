@@ -25,6 +25,7 @@ from time import monotonic
 from flowrt.net.liveness import BATCH, LIBC, RECHECK_MS, TCP_INFO, LivenessMonitor, tcp_info
 from flowrt.runtime.addresses import Endpoint, unmapped
 from flowrt.runtime.clock import OwnAbsence
+from flowrt.runtime.heap import trim_heap
 
 log = logging.getLogger(__name__)
 MAX_UNDELIVERED_BYTES = 128 << 20
@@ -236,7 +237,7 @@ class ConnectionGuard:
             del self._joined[peer]
         if self._trim_memory:
             self._trim_memory = False
-            return_freed_memory()
+            trim_heap()
         if self._handshake_failure is not None:
             self.refused.warn("refused a connection from %s: %s", address, self._handshake_failure.value)
             self._handshake_failure = None
@@ -391,12 +392,6 @@ def received_bytes(descriptor: int) -> int:
     size = ctypes.c_uint32(_BYTES_RECEIVED.size)
     failed = LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, TCP_INFO, buffer, ctypes.byref(size))
     return 0 if failed or size.value < _BYTES_RECEIVED.size else int(_BYTES_RECEIVED.unpack_from(buffer)[0])
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system, which glibc does not do while memory above it is in use."""
-    if LIBC is not None and hasattr(LIBC, "malloc_trim"):
-        LIBC.malloc_trim(0)
 
 
 def _shut_down(descriptor: int, *, reset: bool = False) -> None:

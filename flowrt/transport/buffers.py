@@ -5,7 +5,6 @@ Buffers are reused because the first write to a fresh page costs more than the c
 
 import ctypes
 import mmap
-import sys
 import weakref
 from collections import deque
 
@@ -32,14 +31,6 @@ MAX_OVERSIZE_FACTOR = 4
 """An idle buffer is reused if it is at most this many times larger than a new one would be."""
 MIN_BUFFER_BYTES = 64 * 1024
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def trim_heap() -> None:
-    """Return free heap memory to the system, where the C library can do that."""
-    trim = getattr(_LIBC, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def capacity(size: int) -> int:
