@@ -19,8 +19,8 @@ from aiohttp import web
 
 import flowrt.observability.page
 from flowrt.observability.attribution import merged
-from flowrt.observability.run_reader import MAX_SHARES
 from flowrt.observability.series import Axis, Series
+from flowrt.observability.time_shares import MAX_LINES
 
 PAGE = Path(flowrt.observability.page.__file__).parent
 POLICY = (
@@ -162,7 +162,7 @@ class DrawnRun:
                 return {**answers, "prompts": self._prompts}[kind](query)
             case ["attribution"]:
                 shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
-                return {"lines": merged(shares, MAX_SHARES)}
+                return {"lines": merged(shares, MAX_LINES)}
             case ["events"]:
                 return {"events": self.events[int(query.get("from", 0)) :], "next": len(self.events)}
             case ["timeline"]:

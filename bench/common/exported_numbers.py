@@ -4,11 +4,13 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 Numbers = dict[int, dict[str, float]]
 """Numbers by step and name."""
 BLOCK_BYTES = 32 << 10
 RECORD_HEADER_BYTES, FILE_HEADER_BYTES = 7, 7
+NOT_OF_METRICS = ("flowrt_events", "flowrt_worker", "flowrt_live", "flowrt_oldest", "flowrt_time")
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
@@ -29,21 +31,37 @@ def tensorboard_numbers(directory: Path) -> Numbers:
 
 def wandb_numbers(path: Path) -> Numbers:
     """The history of a .wandb file; the values of several records of a step are merged."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
     found: Numbers = {}
-    for data in _records(path.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") != "history":
-            continue
-        values = {
+    for line in wandb_history(path):
+        numbers = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+        found.setdefault(int(numbers["step"]), {}).update(numbers)
+    return found
+
+
+def wandb_history(path: Path) -> list[dict[str, Any]]:
+    """The records of a .wandb file's history."""
+    return [
+        {
             "/".join(item.nested_key) if item.nested_key else item.key: json.loads(item.value_json)
             for item in record.history.item
         }
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-        found.setdefault(int(numbers["step"]), {}).update(numbers)
-    return found
+        for record in _wandb_records(path)
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+def wandb_run(path: Path) -> Any:
+    """The record of a .wandb file that describes its run: ``run_id``, ``display_name``, ``project`` …"""
+    return next(record.run for record in _wandb_records(path) if record.WhichOneof("record_type") == "run")
+
+
+def _wandb_records(path: Path) -> Iterator[Any]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for data in _records(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        yield record
 
 
 def _records(data: bytes) -> Iterator[bytes]:
@@ -65,12 +83,11 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def prometheus_numbers(text: str) -> dict[str, float]:
-    """The metrics of the last step by their name."""
+    """The gauges without labels that come from metrics.jsonl, by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    found = {sample.labels["name"]: float(sample.value) for sample in families["flowrt_metric"].samples}
-    return {**found, "step": float(families["flowrt_step"].samples[0].value)}
+    families = [one for one in text_string_to_metric_families(text) if not one.name.startswith(NOT_OF_METRICS)]
+    return {one.name: float(one.samples[0].value) for one in families}
 
 
 def metrics_numbers(run_dir: Path) -> Numbers:

@@ -26,8 +26,8 @@ from common.exported_numbers import (
     wandb_numbers,
 )
 
+from flowrt.observability.exporters.exported_names import exported_name, prometheus_name
 from flowrt.observability.exporters.prometheus import prometheus_text
-from flowrt.observability.exporters.tensorboard_files import tag
 from flowrt.observability.run_reader import RunReader
 
 BOUNDS = {"numbers_wrong": 0.0, "trace_wrong": 0.0}
@@ -93,11 +93,11 @@ def _count_wrong(run_dir: Path, directory: Path) -> int:
     chosen = draw.sample(drawn, min(DRAWN, len(drawn)))
     wrong = 0
     for step, name in chosen:
-        value = known[step][name]
-        single = board.get(step, {}).get(tag(name))
+        value, exported = known[step][name], exported_name(name)
+        single = board.get(step, {}).get(exported)
         is_right = single is not None and abs(single - value) <= SINGLE * abs(value)
-        is_right &= logged.get(step, {}).get(name) == value
-        is_right &= _prometheus(run_dir, directory / "cut", step).get(name) == value
+        is_right &= logged.get(step, {}).get(exported) == value
+        is_right &= _prometheus(run_dir, directory / "cut", step).get(prometheus_name(exported)) == value
         wrong += not is_right
     return wrong
 
@@ -107,7 +107,7 @@ def _prometheus(run_dir: Path, cut: Path, step: int) -> dict[str, float]:
     cut.mkdir(exist_ok=True)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (cut / "metrics.jsonl").write_text("".join(lines[: step + 1]))
-    return prometheus_numbers(prometheus_text(RunReader(cut)))
+    return prometheus_numbers(prometheus_text(RunReader(cut).figures()))
 
 
 def _count_wrong_spans(run_dir: Path, trace_path: Path) -> int:

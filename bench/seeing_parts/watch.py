@@ -174,7 +174,9 @@ def write_large_run(run_dir: Path, workers: int, steps: int) -> None:
 
 async def first_load_bytes(run_dir: Path) -> int:
     """Bytes that a browser receives until the page is complete."""
-    server = PageServer(RunReader(run_dir), Access(TOKEN))
+    reader = RunReader(run_dir)
+    reader.read_attribution()
+    server = PageServer(reader, Access(TOKEN))
     port = await server.start("127.0.0.1", 0)
     jar = aiohttp.CookieJar(unsafe=True)
     asked = (
@@ -461,6 +463,11 @@ async def hostile_requests(run_dir: Path) -> tuple[int, int]:
             for wrong in ("", "1" * 32, TOKEN[1:], TOKEN + "0")
         ),
         *(("GET", f"/?token={wrong}", {}) for wrong in ("", "1" * 32, TOKEN[1:])),
+        *(
+            ("GET", path, {"Authorization": f"{scheme} {wrong}"})
+            for path in ("/metrics", *apis)
+            for scheme, wrong in (("Bearer", ""), ("Bearer", TOKEN[1:]), ("Bearer", TOKEN + "0"), ("Basic", TOKEN))
+        ),
         *(("GET", path, {**signed, "Host": host}) for path in apis for host in ("evil.example", "10.1.2.3", "[::9]")),
         *(("GET", path, {**signed, "Origin": origin}) for path in apis for origin in ("http://evil.example", "null")),
         *((method, path, signed) for path in ("/", *apis) for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH")),
@@ -470,7 +477,7 @@ async def hostile_requests(run_dir: Path) -> tuple[int, int]:
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as browser:
         for method, path, headers in cases:
             async with browser.request(method, f"{base}{path}", headers=headers, allow_redirects=False) as answer:
-                is_refused = answer.status in (400, 403, 404, 405)
+                is_refused = answer.status in (400, 401, 403, 404, 405)
                 answered += not is_refused or SECRET.encode() in await answer.read()
     await server.close()
     return len(cases), answered

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from flowrt.observability.exporters.perfetto import write_trace
 from flowrt.observability.exporters.process import parse_steps
 from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.exporters.sink import TENSORBOARD, WANDB, WANDB_CLOSE_S, check_exporter, target_of
-from flowrt.observability.run_reader import RunReader
+from flowrt.observability.run_reader import SUMMARY, RunReader, is_locked
 from flowrt.runtime.files import atomic_write, check_target
 from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.parent_death import die_with_parent
@@ -74,6 +75,7 @@ def export(options: ExportOptions, console: Console) -> int:
     reader = RunReader(options.run_dir)
     ComparedRuns(options.run_dir, options.compare)  # raises ConfigError before anything is written
     first, last = _check(options)
+    _check_range(options, reader, first, last)
     if options.perfetto is not None:
         trace = write_trace(options.run_dir, options.perfetto, first, last)
         left = (
@@ -83,7 +85,8 @@ def export(options: ExportOptions, console: Console) -> int:
         for problem in trace.problems:
             console.print(printable(problem), soft_wrap=True, highlight=False)
     if options.prometheus is not None:
-        text = prometheus_text(reader)
+        reader.read_attribution()
+        text = prometheus_text(reader.figures())
         if options.prometheus == "-":
             sys.stdout.write(text)
         else:
@@ -124,6 +127,22 @@ def _check(options: ExportOptions) -> tuple[int, int | None]:
     if options.html is not None and importlib.util.find_spec(HTML) is None:
         raise ConfigError("this flowrt cannot write a run as one HTML file")
     return found
+
+
+def _check_range(options: ExportOptions, reader: RunReader, first: int, last: int | None) -> None:
+    """Raise ConfigError if there is no step to export now, and none is awaited."""
+    steps = reader.steps
+    at = bisect_left(steps, first)
+    if at < len(steps) and (last is None or steps[at] <= last):
+        return
+    is_over = (options.run_dir / SUMMARY).exists() and not is_locked(options.run_dir)
+    is_awaited = options.follow and not is_over and (last is None or last >= reader.next_step)
+    if is_awaited or not (options.steps or options.processes()):
+        return
+    have = f"its steps are {steps[0]} to {steps[-1]}" if steps else "it has no step yet"
+    if options.steps:
+        raise ConfigError(f"--steps {options.steps}: run {options.run_dir} has no such step; {have}")
+    raise ConfigError(f"run {options.run_dir} cannot be exported: {have}; --follow waits for its steps")
 
 
 def _run_processes(options: ExportOptions) -> int:

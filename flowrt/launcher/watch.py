@@ -22,7 +22,6 @@ from flowrt.launcher.observer import address_of, connected, find_keys, statuses
 from flowrt.launcher.terminal import printable
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.observability.compared_runs import ComparedRuns
-from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.page.access import Access
 from flowrt.observability.page.server import PageServer
 from flowrt.observability.run_reader import RunReader
@@ -74,7 +73,7 @@ async def _watch(options: WatchOptions, console: Console) -> int:
     compared = ComparedRuns(options.run_dir, options.compare)
     keys = find_keys(options.keys, options.run_dir)
     token = run_token(options.run_dir)
-    server = PageServer(reader, Access(token, _names(options.host)), prometheus_text, compared)
+    server = PageServer(reader, Access(token, _names(options.host)), compared)
     port = await server.start(options.host, options.port)
     _print(console, f"watching {options.run_dir} at {page_url(options.host, port, token)}")
     if not is_loopback(options.host):

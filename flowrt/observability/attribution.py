@@ -36,7 +36,7 @@ def _sum(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "step": lines[-1]["step"],
         "from_s": times.from_s,
         "to_s": times.to_s,
-        "steps": len(lines),
+        "steps": sum(line.get("steps", 1) for line in lines),
         "roles": {
             role: {"workers": times.workers[role], **{kind: round(value, 4) for kind, value in of.items()}}
             for role, of in times.roles.items()
@@ -128,9 +128,23 @@ class Times:
 
 
 def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines of a run, and the number of damaged ones; ([], 0) without the file. Raises OSError if unreadable."""
+    """The lines of a run by step, and the number of damaged ones; ([], 0) without the file.
+
+    A step that was rolled back has the line of its last repetition. Raises OSError if the file is unreadable.
+    """
     path = run_dir / ATTRIBUTION
-    return read_lines(path, is_attribution) if path.is_file() else ([], 0)
+    found, damaged = read_lines(path, is_attribution) if path.is_file() else ([], 0)
+    lines: list[dict[str, Any]] = []
+    for line in found:
+        drop_repeated(lines, line["step"])
+        lines.append(line)
+    return lines, damaged
+
+
+def drop_repeated(lines: list[dict[str, Any]], step: int) -> None:
+    """Remove the lines of ``step`` and of later steps: the run was rolled back, and they are done again."""
+    while lines and lines[-1]["step"] >= step:
+        lines.pop()
 
 
 def add_up(lines: Sequence[Mapping[str, Any]]) -> Times:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import tomllib
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +19,17 @@ from typing import Any
 
 from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.run_metrics import EVALUATION
 from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import ConfigError, FlowError
-from flowrt.observability.attribution import merged
 from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.series import Axis, Series
-from flowrt.observability.tails import JsonTail, parse_line
+from flowrt.observability.tails import UNLIMITED, JsonTail
+from flowrt.observability.time_shares import TimeShares
 from flowrt.observability.token_texts import TokenTexts
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml
-from flowrt.recipes.run_dir import CONFIG
+from flowrt.recipes.run_dir import CONFIG, run_name
 from flowrt.recipes.tasks.task_file import is_task_file
 
 METRICS, EVENTS, ATTRIBUTION, TIMELINE = "metrics.jsonl", "events.jsonl", "attribution.jsonl", "timeline"
@@ -38,8 +39,6 @@ LOG_LINES = 50
 LOG_BYTES = 32 << 10
 MAX_LOG_LINE = 500
 MAX_LOGS = 64
-MAX_SHARES = 500
-"""Maximum number of lines of attribution.jsonl in an answer; more are merged into sums of steps."""
 MAX_TEXT_CHARS = 2_000
 ORDERS: tuple[Order, ...] = ("newest", "worst", "best", "random")
 
@@ -52,6 +51,22 @@ class FileUpdate:
     """step: a line of metrics.jsonl; event: a line of events.jsonl; rewound: the first step that was rolled back."""
     content: Mapping[str, Any]
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """The numbers of a run at one time. Their size does not depend on the number of steps."""
+
+    step: int
+    """The last step; -1 before the first."""
+    metrics: Mapping[str, float]
+    """The numbers of the last step, and the last results of each evaluation, by their names in metrics.jsonl."""
+    shares: Mapping[str, Any] | None
+    """The last line of attribution.jsonl; None before there is one."""
+    seconds: Mapping[tuple[str, str], float]
+    """Seconds of all steps by role and kind; empty until all of attribution.jsonl is read."""
+    events: Mapping[str, int]
+    """Number of events by kind."""
 
 
 class RunReader:
@@ -68,13 +83,14 @@ class RunReader:
         self.run_dir = run_dir
         self._metrics = JsonTail(run_dir / METRICS)
         self._events = JsonTail(run_dir / EVENTS)
-        self._shares = JsonTail(run_dir / ATTRIBUTION)
+        self._shares = TimeShares(run_dir / ATTRIBUTION)
+        self._has_all_shares = False
         self._lanes = TimelineLanes(run_dir / TIMELINE)
         self._series = Series()
         self._event_lines: list[dict[str, Any]] = []
         self._thinned = 0  # number of earlier events, which are not kept
-        self._share_lines: list[bytes] = []
-        self._share_steps: list[int] = []
+        self._event_kinds: Counter[str] = Counter()
+        self._results: dict[str, float] = {}  # of evaluations
         self._token_texts: TokenTexts | None = None
         self._ledger_state = ""
         self._ledger_answer: tuple[object, dict[str, Any]] | None = None
@@ -83,12 +99,17 @@ class RunReader:
     # ---- tailing
 
     def read_new(self) -> list[FileUpdate]:
-        """Read what was written since the last call.
+        """Read what was written since the last call, except to attribution.jsonl, which has a method of its own.
 
         Returns updates in the order of each file: steps and rollbacks of metrics.jsonl, then the lines of events.jsonl.
         """
-        self._read_shares()
         return [*self._read_metrics(), *self._read_events()]
+
+    def read_attribution(self, most_bytes: int = UNLIMITED) -> bool:
+        """Read what was appended to attribution.jsonl, about ``most_bytes`` of it; returns whether more is left."""
+        is_behind = self._shares.read_new(most_bytes)
+        self._has_all_shares |= not is_behind
+        return is_behind
 
     def _read_metrics(self) -> list[FileUpdate]:
         found, is_replaced = self._metrics.read_new()
@@ -96,8 +117,9 @@ class RunReader:
         updates: list[FileUpdate] = []
         if is_replaced:
             before, self._series = self._series, Series()
+            self._results = {}
             for line in lines:
-                self._series.append(line)
+                self._append(line)
             lost = before.first_difference(self._series)
             if lost is not None:
                 updates.append(FileUpdate("rewound", {"step": lost}, lost - 1))
@@ -107,7 +129,7 @@ class RunReader:
             for line in lines:
                 if self._series.steps and line["step"] <= self._series.steps[-1]:
                     updates.append(FileUpdate("rewound", {"step": line["step"]}, line["step"] - 1))
-                self._series.append(line)
+                self._append(line)
                 updates.append(FileUpdate("step", line, line["step"]))
             return updates
         return [*updates, *(FileUpdate("step", line, line["step"]) for line in lines)]
@@ -120,23 +142,22 @@ class RunReader:
             last = self._event_lines[-1]
             known = max((at + 1 for at, line in enumerate(lines) if line == last), default=0)
             self._event_lines, self._thinned = lines[:known], count - known
+            self._event_kinds = Counter(line["kind"] for line in self._event_lines)
             lines = lines[known:]
         self._event_lines += lines
+        self._event_kinds.update(line["kind"] for line in lines)
         return [FileUpdate("event", line, _whole(line.get("step"), -1)) for line in lines]
 
-    def _read_shares(self) -> None:
-        found, is_replaced = self._shares.read_new()
-        if is_replaced:
-            self._share_lines, self._share_steps = [], []
-        for line, text in zip(found, self._shares.texts, strict=True):
-            step = line.get("step")
-            if type(step) is not int or not isinstance(line.get("roles"), dict):
-                continue
-            while self._share_steps and self._share_steps[-1] >= step:  # rolled back
-                self._share_steps.pop()
-                self._share_lines.pop()
-            self._share_steps.append(step)
-            self._share_lines.append(text)
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._series.append(line)
+        for name, value in line.items():
+            if name.startswith(EVALUATION) and type(value) in (int, float) and math.isfinite(value):
+                self._results[name] = float(value)
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The steps of metrics.jsonl, ascending."""
+        return self._series.steps
 
     @property
     def next_step(self) -> int:
@@ -160,7 +181,7 @@ class RunReader:
             SUMMARY: summary_problem,
         }
         return {
-            "name": self.run_dir.absolute().name,
+            "name": run_name(self.run_dir, str(table.get("recipe", ""))),
             "recipe": str(table.get("recipe", "")),
             "state": "finished" if summary is not None else "live" if is_locked(self.run_dir) else "killed",
             "config": table,
@@ -171,9 +192,16 @@ class RunReader:
             "staleness_bound": _whole(table.get("max_staleness"), -1),
         }
 
-    def last_step(self) -> dict[str, float]:
-        """The numbers of the last step; see `Series.last`."""
-        return self._series.last()
+    def figures(self) -> RunFigures:
+        """The numbers of the run, as far as it was read."""
+        seconds = self._shares.seconds if self._has_all_shares else {}
+        return RunFigures(
+            step=self.next_step - 1,
+            metrics={**self._results, **self._series.last()},
+            shares=self._shares.last,
+            seconds={(role, kind): value for role, of in seconds.items() for kind, value in of.items()},
+            events=dict(self._event_kinds),
+        )
 
     def series(self, from_step: int = 0) -> dict[str, Any]:
         """The numbers of all steps from this one on, by column; see `Series.since`."""
@@ -184,10 +212,8 @@ class RunReader:
         return self._series.window(axis, low, high, points)
 
     def attribution(self, from_step: int = 0) -> dict[str, Any]:
-        """Seconds of each role by kind, for each step; more than 500 steps are merged into sums of steps."""
-        first = bisect_left(self._share_steps, from_step)
-        lines = [line for text in self._share_lines[first:] if (line := parse_line(text)) is not None]
-        return {"lines": merged(lines, MAX_SHARES)}
+        """Seconds of each role by kind, for each step that `read_attribution` has read; see `TimeShares.lines`."""
+        return {"lines": self._shares.lines(from_step)}
 
     def events(self, start: int = 0) -> dict[str, Any]:
         """The events from number ``start`` on, and ``next``, the number of the next event."""

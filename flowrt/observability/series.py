@@ -60,11 +60,10 @@ class Series:
             column.pop()
 
     def last(self) -> dict[str, float]:
-        """The finite numbers of the last step, with ``step``; empty before the first step."""
+        """The finite numbers of the last step; empty before the first step."""
         if not self.steps:
             return {}
-        found = {name: column[-1] for name, column in self._columns.items() if math.isfinite(column[-1])}
-        return {**found, "step": self.steps[-1]}
+        return {name: column[-1] for name, column in self._columns.items() if math.isfinite(column[-1])}
 
     def first_difference(self, other: "Series") -> int | None:
         """The first step that ``other`` does not have at the same ``wall_s``; None if it has all steps."""

@@ -14,7 +14,8 @@ import msgspec
 
 MAX_LINE_BYTES = 4 << 20
 """Limit of an incomplete line: `LineTail` discards what it has read of a longer line, `GzipTail` stops reading."""
-READ_BYTES = 4 << 20
+READ_BYTES = 1 << 20
+UNLIMITED = 1 << 62
 MARK_BYTES = 64
 """Bytes before the read position that are compared at each call, to detect that the content was replaced."""
 
@@ -37,22 +38,28 @@ class LineTail:
         self.problem = ""
         """Why the file cannot be read, or which part was skipped; empty if there is no problem."""
         self.is_present = False
+        self.is_behind = False
+        """Whether the last call left lines for the next one, because of its limit."""
         self._file: tuple[int, int] | None = None
         self._reached = 0
         self._mark = b""
         self._is_skipping = False  # the rest of a line that is too long
 
-    def read_new(self) -> Appended:
-        """The lines since the last call; none if the file is missing or, with ``problem`` set, unreadable."""
+    def read_new(self, most_bytes: int = UNLIMITED) -> Appended:
+        """The lines since the last call; none if the file is missing or, with ``problem`` set, unreadable.
+
+        ``most_bytes``: read no further once this many bytes are read, rounded up to blocks of `READ_BYTES`.
+        """
+        self.is_behind = False
         try:
-            return self._poll()
+            return self._poll(most_bytes)
         except FileNotFoundError:
             self.is_present = False
         except OSError as error:
             self.problem = f"{self.path.name} cannot be read: {error.strerror}"
         return Appended([])
 
-    def _poll(self) -> Appended:
+    def _poll(self, most_bytes: int) -> Appended:
         with self.path.open("rb") as file:
             self.is_present = True
             found = _identity(file.fileno())
@@ -74,6 +81,9 @@ class LineTail:
                 if len(rest) > MAX_LINE_BYTES:
                     self.problem = f"{self.path.name} has a line of more than {MAX_LINE_BYTES >> 20} MB, left out"
                     rest, self._is_skipping = b"", True
+                if lines and file.tell() - self._reached >= most_bytes:
+                    self.is_behind = file.tell() < os.fstat(file.fileno()).st_size
+                    break
             self._reached = file.tell() - len(rest)
             start = max(self._reached - MARK_BYTES, 0)
             file.seek(start)
@@ -87,8 +97,11 @@ class JsonTail:
     def __init__(self, path: Path) -> None:
         self._tail = LineTail(path)
         self._damaged = 0
-        self.texts: list[bytes] = []
-        """The lines of the objects that the last call returned."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last call left lines for the next one, because of its limit."""
+        return self._tail.is_behind
 
     @property
     def state(self) -> str:
@@ -100,17 +113,19 @@ class JsonTail:
             return f"{self._tail.path.name} has {self._damaged} damaged {lines}, left out"
         return "present" if self._tail.is_present else "missing"
 
-    def read_new(self) -> tuple[list[dict[str, Any]], bool]:
-        """The objects since the last call, and whether the file was replaced (then: since its start)."""
-        new = self._tail.read_new()
+    def read_new(self, most_bytes: int = UNLIMITED) -> tuple[list[dict[str, Any]], bool]:
+        """The objects since the last call, and whether the file was replaced (then: since its start).
+
+        ``most_bytes``: as for `LineTail.read_new`.
+        """
+        new = self._tail.read_new(most_bytes)
         if new.is_replaced:
             self._damaged = 0
-        found, self.texts = [], []
+        found = []
         for text in new.lines:
             line = parse_line(text)
             if line is not None:
                 found.append(line)
-                self.texts.append(text)
             elif text.strip():
                 self._damaged += 1
         return found, new.is_replaced

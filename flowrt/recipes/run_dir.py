@@ -11,7 +11,24 @@ from flowrt.runtime.addresses import parse_address
 
 CONFIG = "config.toml"
 """Name of the file with the configuration of a run, in its directory."""
+JOB_RUN = "run"
+"""Name of the run directory in the directory of a SLURM job."""
 _STEP = re.compile(r"step-(\d{6,})")
+
+
+def run_name(run_dir: Path, recipe: str) -> str:
+    """The name of a run for people: that of its directory.
+
+    The run of a SLURM job is in JOB/run, whose name says nothing: its name is RECIPE-JOB.
+
+    Args:
+        run_dir: the run directory.
+        recipe: of its configuration, a name or FILE.py[:NAME]; empty if it is unknown.
+    """
+    run_dir = run_dir.absolute()
+    if run_dir.name != JOB_RUN:
+        return run_dir.name
+    return "-".join(part for part in (Path(recipe).name.partition(".py")[0], run_dir.parent.name) if part)
 
 
 def model_dir(config: RunConfig) -> Path:

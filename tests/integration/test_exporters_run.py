@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common.exported_numbers import metrics_numbers, tensorboard_numbers
+from common.exported_numbers import metrics_numbers, tensorboard_numbers, wandb_history, wandb_run
 
-from flowrt.observability.exporters.tensorboard_files import tag
+from flowrt.observability.exporters.exported_names import exported_name
+from flowrt.observability.run_reader import RunReader
+from flowrt.recipes.run_dir import checkpoint_steps
 from tests.integration.conftest import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -53,13 +55,20 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
+def worker_seconds(run_dir: Path) -> dict[tuple[str, str], float]:
+    """What a scrape would have as the seconds of the workers."""
+    reader = RunReader(run_dir)
+    reader.read_attribution()
+    return dict(reader.figures().seconds)
+
+
 def assert_in_tensorboard(run_dir: Path, directory: Path) -> None:
     """TensorBoard has all numbers of metrics.jsonl, in single precision."""
     exported = tensorboard_numbers(directory)
     for step, line in metrics_numbers(run_dir).items():
         for name, value in line.items():
             if name != "step":
-                assert exported[step][tag(name)] == pytest.approx(value, rel=2**-23), (step, name)
+                assert exported[step][exported_name(name)] == pytest.approx(value, rel=2**-23), (step, name)
 
 
 @pytest.mark.long
@@ -107,6 +116,33 @@ def test_an_export_follows_a_live_run_to_its_end(
         output, _ = export.communicate(timeout=600)
     assert export.returncode == 0, output
     assert_in_tensorboard(run.run_dir, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_its_wandb_run_and_its_seconds(
+    launch: Callable[..., Any], untrained_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = launch(
+        *("--model", str(untrained_model), *SMALL, "--steps", "100000", "--checkpoint.every", "4"),
+        *("--exporters", "wandb"),
+    )
+    place = run.run_dir / "wandb" / "wandb"
+    wait_until(lambda: [*place.glob("flowrt-*.json")], 180.0, lambda: run.output)  # what surely is in W&B's file
+    run.kill_all()
+    before = worker_seconds(run.run_dir)
+    resumed = launch("--steps", str(max(checkpoint_steps(run.run_dir)) + 5), resume=run.run_dir)
+    assert resumed.wait(120.0) == 0, resumed.output
+    first, second = sorted(place.glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    assert wandb_run(first).run_id == wandb_run(second).run_id
+    histories = [wandb_history(path) for path in (first, second)]
+    logged = {line["step"]: line["train/wall_s"] for of in histories for line in of if "train/wall_s" in line}
+    assert logged == {step: line["wall_s"] for step, line in metrics_numbers(run.run_dir).items()}
+    counts = [[line["_step"] for line in history] for history in histories]
+    assert all(of == sorted(set(of)) for of in counts)
+    assert counts[1][0] > 0, "it goes on counting"
+    after = worker_seconds(run.run_dir)
+    assert all(after[key] >= value for key, value in before.items())
 
 
 @pytest.mark.parametrize(

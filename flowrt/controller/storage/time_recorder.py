@@ -1,12 +1,14 @@
 """Recorder of time: attribution.jsonl, a line for each step, and the timeline of spans and waits.
 
 After a failed write, one warning is logged and nothing more is written; the run and the attribution continue. A resumed
-or restarted run continues the files; the lines of steps that were rolled back are removed, as in metrics.jsonl.
+or restarted run continues the files. The lines of steps that were rolled back stay, because their seconds were spent: a
+line replaces all earlier lines of its step and of later ones.
 """
 
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -15,12 +17,15 @@ from flowrt.controller.attribution.account import StepAccount, TimeAccount
 from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES, TimelineFile
 from flowrt.protocol.spans import MAX_KIND_CHARS, unpack_spans
-from flowrt.runtime.files import atomic_write
-from flowrt.runtime.timeline import Span, read_lines
+from flowrt.runtime.timeline import Span
 
 log = logging.getLogger(__name__)
 ATTRIBUTION = "attribution.jsonl"
+OF_ROLE = ("workers", *KINDS)
+"""Fields of a role in a line: the number of its workers, and their seconds by kind."""
 PATIENCE_HEARTBEATS = 3
+MAX_LINE_BYTES = 1 << 20
+"""Upper bound of a line of attribution.jsonl: it has a bounded number of names of each role and kind."""
 MIN_WAIT_S = 0.001
 """Waits shorter than this are attributed, but not written to the timeline."""
 
@@ -30,12 +35,14 @@ def is_attribution(line: dict[str, Any]) -> bool:
     times = (line.get("from_s"), line.get("to_s"))
     if type(line.get("step")) is not int or not all(_is_number(value) for value in times):
         return False
-    roles = line.get("roles")
+    roles, roots, worst = line.get("roles"), line.get("roots"), line.get("worst")
     return (
         isinstance(roles, dict)
-        and all(isinstance(of, dict) and all(_is_number(of.get(kind)) for kind in KINDS) for of in roles.values())
-        and isinstance(line.get("roots"), list)
-        and isinstance(line.get("worst"), dict)
+        and all(isinstance(of, dict) and all(_is_number(of.get(name)) for name in OF_ROLE) for of in roles.values())
+        and isinstance(roots, list)
+        and all(_is_named_number(root, 3) for root in roots)
+        and isinstance(worst, dict)
+        and all(isinstance(of, list) and all(_is_named_number(one, 1) for one in of) for of in worst.values())
     )
 
 
@@ -48,7 +55,7 @@ class RecorderStart(NamedTuple):
     origin_s: float
     """Start of the run on that clock: zero of all times in the files."""
     step: int
-    """The first step that this controller closes; lines of it and of later steps are removed."""
+    """The first step that this controller closes."""
     heartbeat_s: float
     """Seconds between heartbeats of a worker."""
     timeline_bytes: int = DEFAULT_MAX_BYTES
@@ -71,7 +78,7 @@ class TimeRecorder:
         run_dir = Path(start.run_dir)
         self._timeline = TimelineFile(run_dir, start.timeline_bytes)
         try:
-            self._file = _open(run_dir / ATTRIBUTION, start.step)
+            self._file = _open(run_dir / ATTRIBUTION)
         except OSError as error:
             self._fail(error)
 
@@ -168,14 +175,27 @@ class TimeRecorder:
         log.warning("where the time goes is not written any more: %s; free the disk and resume the run", error)
 
 
-def _open(path: Path, step: int) -> TextIO:
-    """Open attribution.jsonl for appending, without the lines of ``step`` and later ones."""
-    if path.is_file():
-        lines, _ = read_lines(path, is_attribution)
-        kept = {line["step"]: line for line in lines if line["step"] < step}
-        atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept.values()))
-    path.touch(mode=0o600)
+def _open(path: Path) -> TextIO:
+    """Open attribution.jsonl for appending; a partial last line, of a controller that was killed, is removed."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = max(end - MAX_LINE_BYTES, 0)
+        file.seek(start)
+        whole, newline, partial = file.read().rpartition(b"\n")
+        if partial:
+            file.truncate(start + len(whole) + len(newline))
     return path.open("a", buffering=1)
+
+
+def _is_named_number(value: object, names: int) -> bool:
+    """Whether this is a list of this many texts and a number."""
+    return (
+        isinstance(value, list)
+        and len(value) == names + 1
+        and all(isinstance(name, str) for name in value[:-1])
+        and _is_number(value[-1])
+    )
 
 
 def _is_number(value: object) -> bool:

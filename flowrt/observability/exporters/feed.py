@@ -1,13 +1,16 @@
 """Feed of an exporter: reads the files of a live or finished run, and passes new lines on."""
 
 from array import array
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from flowrt.controller.storage.time_recorder import is_attribution
 from flowrt.errors import ConfigError
-from flowrt.observability.exporters.sink import Line, Sink
+from flowrt.observability.attribution import drop_repeated
+from flowrt.observability.exporters.sink import Sink
 from flowrt.observability.run_reader import ATTRIBUTION, EVENTS, METRICS, SUMMARY, is_locked
 from flowrt.observability.samples import SampleFilter, SampleReader
 from flowrt.observability.tails import JsonTail
@@ -17,6 +20,8 @@ SAMPLES_LAG_S = 2.0
 """Seconds to wait for the samples of a step after its line was read, because they are stored later."""
 MAX_SAMPLES = 64
 """Maximum number of samples of one step or evaluation that an exporter is given, lowest reward first."""
+ROUNDED_S = 0.001
+"""Upper bound in seconds of the difference of a step's end in two files, which round it to different digits."""
 GONE_S = 60.0
 """Seconds without a controller after which a run without a summary is taken as over."""
 
@@ -41,6 +46,7 @@ class Feed:
         self._shares = JsonTail(run_dir / ATTRIBUTION)
         self._steps, self._ends_s = array("q"), array("d")
         self._event_count = 0
+        self._unclosed: list[dict[str, Any]] = []  # lines of attribution.jsonl of steps that metrics.jsonl lacks
         self._samples_due: dict[tuple[str, int], float] = {}
         self._gone_since_s: float | None = None
 
@@ -48,19 +54,21 @@ class Feed:
         """Pass on new lines; returns their number. ``is_last``: do not wait for samples that are stored later."""
         events = self._new_events()
         steps = self._new_steps()
+        sink = self._sink
         for line in events:
-            self._sink.event(line)
-            if line.get("kind") == "evaluation" and isinstance(line.get("name"), str):
+            sink.event(line)
+            is_new = _time(line, "wall_s") > sink.steps_until_s
+            if is_new and line.get("kind") == "evaluation" and isinstance(line.get("name"), str):
                 self._samples_due.setdefault((line["name"], int(line.get("version", 0))), monotonic())
+        steps = [line for line in steps if line["wall_s"] > sink.steps_until_s]
         for line in steps:
-            self._sink.step(line)
+            sink.step(line)
             self._samples_due.setdefault(("", line["step"]), monotonic())
-        found, _ = self._shares.read_new()
-        for line in found:
-            if self._is_wanted(line.get("step")):
-                self._sink.shares(line)
+        shares = [line for line in self._new_shares() if line["to_s"] > sink.shares_until_s]
+        for line in shares:
+            sink.shares(line)
         self._pass_samples(monotonic() - (0.0 if is_last else SAMPLES_LAG_S))
-        return len(events) + len(steps) + len(found)
+        return len(events) + len(steps) + len(shares)
 
     def is_over(self, now: float) -> bool:
         """Whether the run has no controller, and either has a summary or has had no controller for `GONE_S`.
@@ -100,6 +108,25 @@ class Feed:
                 new.append(line)
         return new
 
+    def _new_shares(self) -> list[dict[str, Any]]:
+        """The new lines of attribution.jsonl of steps that are closed, as metrics.jsonl has them.
+
+        Lines of steps that were rolled back, and of a step in which the run ended, have another end.
+        """
+        for line in self._shares.read_new()[0]:
+            if is_attribution(line):
+                drop_repeated(self._unclosed, line["step"])
+                self._unclosed.append(line)
+        last = self._steps[-1] if self._steps else -1
+        closed = [line for line in self._unclosed if line["step"] <= last]
+        self._unclosed = self._unclosed[len(closed) :]
+        return [line for line in closed if self._is_wanted(line["step"]) and self._ends_with(line)]
+
+    def _ends_with(self, line: Mapping[str, Any]) -> bool:
+        """Whether the step of a line of attribution.jsonl ended when this line says."""
+        at = bisect_left(self._steps, line["step"])
+        return bool(self._steps[at] == line["step"] and abs(self._ends_s[at] - line["to_s"]) <= ROUNDED_S)
+
     def _is_known(self, at: int, line: Mapping[str, Any]) -> bool:
         return bool(self._steps[at] == line["step"] and self._ends_s[at] == line["wall_s"])
 
@@ -113,9 +140,8 @@ class Feed:
         found, is_replaced = self._events.read_new()
         lines = [line for line in found if isinstance(line.get("kind"), str) and isinstance(line.get("text"), str)]
         if is_replaced:  # thinned: lines up to the newest known time were passed on before
-            lines = [line for line in lines if _time(line) > self._last_event_s]
-        if lines:
-            self._last_event_s = max(self._last_event_s, *map(_time, lines))
+            lines = [line for line in lines if _time(line, "unix_s") > self._last_event_s]
+        self._last_event_s = max([self._last_event_s, *(_time(line, "unix_s") for line in lines)])
         return lines
 
     _last_event_s = float("-inf")
@@ -137,8 +163,8 @@ class Feed:
             return  # the run stores no samples, or the file is damaged, which readers of samples report
 
 
-def _time(line: Mapping[str, Any]) -> float:
-    value = line.get("unix_s")
+def _time(line: Mapping[str, Any], name: str) -> float:
+    value = line.get(name)
     return float(value) if isinstance(value, int | float) else float("-inf")
 
 
@@ -147,10 +173,3 @@ def _sample(row: Any) -> dict[str, Any]:
     names = ("id", "step", "eval_name", "epoch", "prompt", "member", "reward", "finish", "reason", "tokens")
     found = {name: getattr(row, name) for name in (*names, "advantage", "prompt_text", "completion", "staleness")}
     return {**found, "parts": dict(row.parts)}
-
-
-def numbers(line: Line) -> Iterable[tuple[str, float]]:
-    """(name, value) of each metric of a step, without the step number."""
-    for name, value in line.items():
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, float(value)

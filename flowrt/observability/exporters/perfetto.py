@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flowrt.errors import ConfigError
+from flowrt.observability.exporters.exported_names import exported_name
 from flowrt.observability.run_reader import EVENTS, METRICS, TIMELINE
 from flowrt.observability.tails import GzipTail, JsonTail, parse_line
 from flowrt.runtime.files import partial_path
@@ -165,7 +166,7 @@ def _counters(steps: Iterable[Mapping[str, Any]], window: tuple[int, int]) -> It
                 if name in line:
                     yield {
                         "ph": "C",
-                        "name": name,
+                        "name": exported_name(name),
                         "pid": RUN_PID,
                         "ts": _us(at_ns),
                         "args": {"": line[name]},  # a name here would be appended to the name of the track

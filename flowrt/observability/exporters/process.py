@@ -24,19 +24,19 @@ log = logging.getLogger("flowrt")
 POLL_S = 0.5
 
 
-def make_sink(name: str, run_dir: Path, target: Path, first: int) -> Sink:
+def make_sink(name: str, run_dir: Path, target: Path, steps: str) -> Sink:
     """The exporter of this name. Raises ConfigError if it cannot be created.
 
-    ``target`` is the directory for its files, ``first`` the first step that will be passed on.
+    ``target`` is the directory for its files, ``steps`` the range of those that will be passed on; empty: all.
     """
     if name == TENSORBOARD:
         from flowrt.observability.exporters.tensorboard_files import TensorBoardFiles
 
-        return TensorBoardFiles(target, first)
+        return TensorBoardFiles(target, parse_steps(steps)[0])
     if name == WANDB:
         from flowrt.observability.exporters.wandb_run import WandbRun
 
-        return WandbRun(run_dir, target)
+        return WandbRun(run_dir, target, steps)
     from flowrt.observability.exporters.own import OwnExporter
 
     return OwnExporter(name)
@@ -78,7 +78,7 @@ def main() -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         first, last = parse_steps(arguments.steps)
-        sink = make_sink(arguments.to, arguments.run, arguments.target, first)
+        sink = make_sink(arguments.to, arguments.run, arguments.target, arguments.steps)
         follow(Feed(arguments.run, sink, first, last), stop, is_live=arguments.follow)
         text, code = _closed(sink, close_timeout_s(arguments.to))
         if text:

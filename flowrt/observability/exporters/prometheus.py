@@ -1,87 +1,102 @@
-"""Metrics of a run in the text format of Prometheus, version 0.0.4.
+"""The numbers of a run in the text format of Prometheus, version 0.0.4.
 
-Labels have few values: role, cause and state, never a worker or a prompt.
+Labels have few values: role, kind of time, state; never a worker or a prompt. A counter, whose name ends in ``_total``,
+does not decrease when a run is resumed.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from flowrt.observability.run_reader import RunReader
+from flowrt.observability.exporters.exported_names import exported_numbers, exported_shares, prometheus_name
+from flowrt.observability.run_reader import RunFigures
 
-CAUSES = ("busy", "samples", "gate", "weights", "update", "save", "away", "other")
-Sample = tuple[Mapping[str, str], float]
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Labels = Mapping[str, str]
 
 
-def prometheus_text(reader: RunReader, status: Mapping[str, Any] | None = None) -> str:
-    """The metrics of a run.
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric with its values by labels."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    about: str
+    """Its help, one line."""
+    values: Sequence[tuple[Labels, float]]
+
+    def text(self) -> str:
+        """Its lines in the format; empty without values."""
+        lines = [f"{self.name}{_labels(labels)} {_number(value)}\n" for labels, value in self.values]
+        head = f"# HELP {self.name} {_escaped(self.about)}\n# TYPE {self.name} {self.kind}\n"
+        return head + "".join(lines) if lines else ""
+
+
+def prometheus_text(figures: RunFigures, status: Mapping[str, Any] | None = None) -> str:
+    """The numbers of a run as text, each metric with its help and type.
 
     Args:
-        reader: of the run directory; `RunReader.read_new` is not called here.
+        figures: from the files of the run.
         status: the last status of the controller; None if there is none.
-
-    Returns:
-        The text, in which each metric has its help and type.
     """
-    latest = reader.last_step()
-    lines: list[str] = []
-    step = latest.get("step", -1.0)
-    lines += _family("flowrt_step", "gauge", "Number of the last step, from 0; -1 before the first", [({}, step)])
-    if "reward" in latest:
-        lines += _family("flowrt_reward", "gauge", "Mean reward of the last step", [({}, latest["reward"])])
-    metrics = [({"name": name}, value) for name, value in sorted(latest.items()) if name != "step"]
-    lines += _family("flowrt_metric", "gauge", "Metrics of the last step by their name in metrics.jsonl", metrics)
-    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for line in reader.attribution()["lines"]:
-        for role, shares in line["roles"].items():
-            for cause in CAUSES:
-                value = shares.get(cause, 0.0)
-                seconds[role, cause] += value if isinstance(value, int | float) else 0.0
-    lines += _family(
+    families = [*_of_files(figures), *(_of_status(status) if status else ())]
+    taken = {name for family in families for name in (family.name, family.name.removesuffix("_total"))}
+    numbers = exported_numbers(figures.metrics) | exported_shares(figures.shares or {"roles": {}})
+    text = "".join(family.text() for family in [*families, *_of_metrics(numbers, taken)])
+    return text.encode(errors="replace").decode()  # no lone surrogates
+
+
+def _of_files(figures: RunFigures) -> Iterable[Family]:
+    yield Family("flowrt_step", "gauge", "Number of the last step, from 0; -1 before the first", [({}, figures.step)])
+    yield Family(
         "flowrt_worker_seconds_total",
         "counter",
-        "Seconds of all workers of a role that went to a cause",
-        [({"role": role, "cause": cause}, value) for (role, cause), value in sorted(seconds.items())],
+        "Seconds of all workers of a role, by the kind of time they went to; absent until the run is read",
+        [({"role": role, "cause": kind}, value) for (role, kind), value in sorted(figures.seconds.items())],
     )
-    kinds = Counter(str(line["kind"]) for line in reader.events()["events"])
-    lines += _family(
-        "flowrt_events", "gauge", "Events in events.jsonl", [({"kind": kind}, n) for kind, n in sorted(kinds.items())]
-    )
-    return "".join(f"{line}\n" for line in [*lines, *_of_status(status or {})])
+    events = [({"kind": kind}, float(count)) for kind, count in sorted(figures.events.items())]
+    yield Family("flowrt_events", "gauge", "Events in events.jsonl, which is thinned", events)
 
 
-def _of_status(status: Mapping[str, Any]) -> list[str]:
-    if not status:
-        return []
-    lines = _family("flowrt_live_groups", "gauge", "Prompts that are being worked on", [({}, status["live_groups"])])
-    waits = [wait[2] for wait in status.get("waits", ())]
-    oldest_s = max(waits, default=0.0)
-    lines += _family("flowrt_oldest_wait_seconds", "gauge", "Age of the oldest request that waits", [({}, oldest_s)])
-    workers = status.get("workers", {})
-    counts: Counter[tuple[str, str]] = Counter()
-    if isinstance(workers, Mapping):
-        waiting = {wait[0] for wait in status.get("waits", ())}
-        cut_off = status.get("cut_off", {})
-        for worker, role in workers.items():
-            state = "cut_off" if worker in cut_off else "waiting" if worker in waiting else "working"
-            counts[str(role), state] += 1
-    found = [({"role": role, "state": state}, float(n)) for (role, state), n in sorted(counts.items())]
-    return lines + _family("flowrt_workers", "gauge", "Workers by role and state", found)
+def _of_status(status: Mapping[str, Any]) -> Iterable[Family]:
+    oldest_s = max((age_s for _, _, age_s in status["waits"]), default=0.0)
+    states = [
+        ({"role": role, "state": state.replace(" ", "_")}, float(count))
+        for role, of in sorted(status["counts"]["states"].items())
+        for state, count in sorted(of.items())
+    ]
+    yield Family("flowrt_live_groups", "gauge", "Prompts that are being worked on", [({}, status["live_groups"])])
+    yield Family("flowrt_oldest_wait_seconds", "gauge", "Age of the oldest request that waits", [({}, oldest_s)])
+    yield Family("flowrt_workers", "gauge", "Workers by role and state", states)
+    yield Family("flowrt_workers_cut_off", "gauge", "Workers whose link is down", [({}, len(status["cut_off"]))])
 
 
-def _family(name: str, kind: str, about: str, samples: Iterable[Sample]) -> list[str]:
-    """The lines of one metric; empty without samples."""
-    lines = [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
-    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *lines] if lines else []
+def _of_metrics(numbers: Mapping[str, float], taken: Set[str]) -> Iterable[Family]:
+    """A family for each metric.
+
+    Metrics whose names are one in Prometheus, because they differ in characters that it lacks, have a label ``name``.
+    A metric of the user's engine with the name of a family of flowrt is left out.
+    """
+    named: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sorted(numbers):
+        named[prometheus_name(name)].append(name)
+    for family, names in named.items():
+        values = [({"name": name} if len(names) > 1 else {}, numbers[name]) for name in names]
+        if family not in taken:
+            yield Family(family, "gauge", f"Last value of {' and '.join(names)}", values)
 
 
-def _labels(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}" if labels else ""
+def _labels(labels: Labels) -> str:
+    pairs = (f'{name}="{_escaped(value, quote=True)}"' for name, value in labels.items())
+    return f"{{{','.join(pairs)}}}" if labels else ""
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _escaped(text: str, *, quote: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quote else text
 
 
 def _number(value: float) -> str:
-    return repr(float(value)) if value != int(value) else str(int(value))
+    return str(int(value)) if math.isfinite(value) and value == int(value) else repr(float(value))

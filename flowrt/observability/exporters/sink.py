@@ -76,6 +76,16 @@ class Exporter(Protocol):
 class Sink:
     """Base class of exporters; its methods ignore what they are given."""
 
+    @property
+    def steps_until_s(self) -> float:
+        """Time of the run clock in seconds: steps that ended until then were passed on by an earlier process."""
+        return float("-inf")
+
+    @property
+    def shares_until_s(self) -> float:
+        """The same of the lines of attribution.jsonl."""
+        return float("-inf")
+
     def step(self, line: Line) -> None:
         """Take the line of metrics.jsonl of a closed step."""
 

@@ -2,14 +2,13 @@
 
 import importlib.util
 import os
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowrt.errors import ConfigError
-from flowrt.observability.exporters.feed import numbers
+from flowrt.observability.exporters.exported_names import exported_numbers, exported_shares
 from flowrt.observability.exporters.sink import Line, Sink
 
 MODULE = "tensorboardX"
@@ -17,22 +16,6 @@ MISSING = f"exporting to TensorBoard needs {MODULE}; install it: pip install 'fl
 SAMPLES_PER_STEP = 4
 MAX_CHARS = 2_000
 SHOWN_EVENTS = ("guard", "warning", "gone", "rolled_back", "version_lost")
-GROUPS = {
-    "reward": ("reward", "reward_std", "reward_p10", "reward_p90", "zero_variance_groups", "zero_variance_fraction"),
-    "length": ("response_length", "length_mean", "length_max", "truncated", "tokens"),
-    "staleness": ("staleness_mean", "staleness_max"),
-    "time": ("wall_s", "samples_per_s"),
-}
-_ILLEGAL = re.compile(r"[^-/\w.]")
-_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
-
-
-def tag(name: str) -> str:
-    """The tag of a metric, GROUP/NAME; a character that a tag must not contain becomes an underscore."""
-    name = _ILLEGAL.sub("_", name)
-    if "/" in name:
-        return name
-    return f"{'guard' if name.startswith('guard_') else _GROUP_OF.get(name, 'train')}/{name}"
 
 
 def check() -> None:
@@ -62,17 +45,17 @@ class TensorBoardFiles(Sink):
 
     def step(self, line: Line) -> None:
         self._last_s = self._offset_s + line["wall_s"]
-        for name, value in numbers(line):
-            self._writer.add_scalar(tag(name), value, line["step"], walltime=self._last_s)
+        self._add(exported_numbers(line), line["step"], self._last_s)
 
     def shares(self, line: Line) -> None:
-        for role, found in line.get("roles", {}).items():
-            seconds = {cause: value for cause, value in found.items() if cause != "workers"}
-            total_s = sum(seconds.values())
-            for cause, value in seconds.items() if total_s > 0 else ():
-                self._writer.add_scalar(
-                    f"time/{role}/{cause}", value / total_s, line["step"], walltime=self._offset_s + line["to_s"]
-                )
+        self._add(exported_shares(line), line["step"], self._offset_s + line["to_s"])
+
+    def _add(self, numbers: Mapping[str, float], step: int, at_s: float) -> None:
+        """Write scalars; not by ``add_scalar``, which replaces characters of names that TensorBoard accepts."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step, at_s)
 
     def event(self, line: Line) -> None:
         if isinstance(line.get("unix_s"), float | int) and isinstance(line.get("wall_s"), float | int):

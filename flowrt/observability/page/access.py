@@ -2,9 +2,11 @@
 
 - Only GET and HEAD; every other method is answered with status 405.
 - ``/?token=TOKEN`` is answered with a cookie and a redirect to the address without the token. Every other request needs
-  the cookie. Tokens are compared in constant time.
-- The Host header must name this machine: a page of another site could let its own name resolve to this address (DNS
-  rebinding). An Origin header must be that of the page itself.
+  the cookie, or the header ``Authorization: Bearer TOKEN``, as Prometheus sends it (RFC 6750). Tokens are compared in
+  constant time.
+- Of a request with the cookie, the Host header must name this machine: a page of another site could let its own name
+  resolve to this address (DNS rebinding). An Origin header must be that of the page itself. A browser sends a bearer
+  token for no page that does not know it, so requests with one may use any name of this machine.
 """
 
 import hmac
@@ -28,6 +30,11 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 """Headers of every response."""
+METRICS_PATH = "/metrics"
+BEARER = {"WWW-Authenticate": "Bearer"}
+WHERE = "the token is in the address that flowrt watch printed, and in .watch_token of the run directory"
+NO_BEARER = f"{METRICS_PATH} needs the header Authorization: Bearer TOKEN; {WHERE}"
+WRONG_BEARER = f"the header Authorization is not Bearer with the token of this page; {WHERE}"
 
 
 class Access:
@@ -49,6 +56,9 @@ class Access:
         """The response that ends a request: a refusal, or the redirect of a sign-in; None if access is granted."""
         if request.method not in ("GET", "HEAD"):
             return refuse(405, "this page can only be read", {"Allow": "GET, HEAD"})
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            return None if self._is_token(token.strip()) else refuse(401, WRONG_BEARER, BEARER)
         if not self._is_ours(request):
             return refuse(403, "this request was meant for another host; use the address that flowrt watch printed")
         token = request.query.get("token", "") if request.path == "/" else ""
@@ -57,6 +67,8 @@ class Access:
             response.set_cookie(self.cookie, token, httponly=True, samesite="Strict", path="/")
             return response
         if token or not self._is_token(request.cookies.get(self.cookie, "")):
+            if request.path.endswith(METRICS_PATH):
+                return refuse(401, NO_BEARER, BEARER)
             return refuse(403, "open the address with the token that flowrt watch printed")
         return None
 

@@ -16,13 +16,14 @@ from aiohttp import web
 
 from flowrt.errors import FlowError
 from flowrt.observability.compared_runs import ComparedRuns
+from flowrt.observability.exporters.prometheus import CONTENT_TYPE, prometheus_text
 from flowrt.observability.json_text import to_json
 from flowrt.observability.lanes import MAX_LANES
-from flowrt.observability.page.access import Access, Handler, add_headers, refuse
+from flowrt.observability.page.access import METRICS_PATH, Access, Handler, add_headers, refuse
 from flowrt.observability.page.listeners import who_listens
 from flowrt.observability.page.replayer import Replayer
 from flowrt.observability.page.stream import Status, Stream
-from flowrt.observability.run_reader import RunReader
+from flowrt.observability.run_reader import FileUpdate, RunFigures, RunReader
 from flowrt.observability.series import MAX_POINTS, Axis
 from flowrt.runtime.waits import pause, wait_until
 
@@ -38,6 +39,8 @@ POLL_S = 0.25
 FRESH_S = 10.0
 """Age in seconds from which a status is no longer used as that of the controller."""
 READ_TIMEOUT_S = 60.0
+PART_BYTES = 1 << 20
+"""Bytes of attribution.jsonl that are read at a time: about 0.05 s, for which other requests may wait."""
 COMPRESSED_CHARS = 1 << 10
 """Responses of at most this length (characters or bytes) are not compressed."""
 MAX_LINE_BYTES = 8190
@@ -45,8 +48,6 @@ MAX_SAMPLES = 200
 SAMPLE_PATH = r"/api/sample/{id:\d{1,18}}"
 PROMPT_PATH = r"/api/prompt/{epoch:\d{1,15}}/{number:\d{1,18}}"
 Values = Mapping[str, str]
-MetricsText = Callable[[RunReader, Status | None], str]
-"""Makes the Prometheus text of a run from its files and its status, if there is one."""
 
 
 class PageServer:
@@ -56,7 +57,6 @@ class PageServer:
         self,
         reader: RunReader,
         access: Access,
-        metrics_text: MetricsText | None = None,
         compared: ComparedRuns | None = None,
     ) -> None:
         """Serve what ``reader`` reads.
@@ -64,12 +64,11 @@ class PageServer:
         Args:
             reader: of the run; from now on used by this server alone.
             access: decides which requests are answered.
-            metrics_text: makes the answer of ``/metrics``; None: this path is not served.
             compared: other runs, whose curves are shown too.
         """
         self._reader = reader
         self._access = access
-        self._metrics_text = metrics_text
+        self._figures = reader.figures()
         self._compared = compared or ComparedRuns(reader.run_dir, ())
         self._stream = Stream()
         self._status: Status | None = None
@@ -119,10 +118,18 @@ class PageServer:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def follow(self) -> None:
-        """Send what is appended to the run's files to all pages, every `POLL_S` seconds, until cancelled."""
+        """Send what is appended to the run's files to all pages, every `POLL_S` seconds, until cancelled.
+
+        A long attribution.jsonl is read in parts, between which requests are answered.
+        """
         while True:
-            self._stream.add(await self._in_thread(self._files, self._reader.read_new))
-            await pause(POLL_S)
+            updates, is_behind, self._figures = await self._in_thread(self._files, self._read_new)
+            self._stream.add(updates)
+            await pause(0.0 if is_behind else POLL_S)
+
+    def _read_new(self) -> tuple[list[FileUpdate], bool, RunFigures]:
+        updates, is_behind = self._reader.read_new(), self._reader.read_attribution(PART_BYTES)
+        return updates, is_behind, self._reader.figures()
 
     def show(self, status: Status | None) -> None:
         """Send a status of the run to all pages; None: no controller answers."""
@@ -160,8 +167,7 @@ class PageServer:
 
     def _handlers(self) -> dict[str, Handler]:
         reader, files, databases = self._reader, self._files, self._databases
-        handlers: dict[str, Handler] = dict.fromkeys(STATIC, self._static)
-        handlers |= {
+        return dict.fromkeys(STATIC, self._static) | {
             "/api/run": self._call(files, lambda _: self._run()),
             "/api/series": self._call(files, lambda of: _series(reader, of)),
             "/api/compared": self._call(files, lambda of: self._compared.series(*_window(of))),
@@ -176,10 +182,8 @@ class PageServer:
             "/api/logs": self._call(files, lambda _: reader.logs()),
             "/api/replay": self._replay,
             "/api/stream": self._follow_stream,
+            METRICS_PATH: self._prometheus,
         }
-        if self._metrics_text is not None:
-            handlers["/metrics"] = self._prometheus
-        return handlers
 
     def _call(self, threads: ThreadPoolExecutor, call: Callable[[Values], object]) -> Handler:
         """A handler that answers with the JSON of what ``call`` returns for the parameters of a request."""
@@ -224,9 +228,9 @@ class PageServer:
         return _compressed(web.Response(body=data, content_type=content_type, charset="utf-8"), len(data))
 
     async def _prometheus(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002 (aiohttp passes it)
-        assert self._metrics_text is not None
-        text = await self._in_thread(self._files, self._metrics_text, self._reader, self._fresh_status)
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        """The figures of the last reading: a scrape waits for no file."""
+        text = prometheus_text(self._figures, self._fresh_status)
+        return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
 
 def _series(reader: RunReader, of: Values) -> dict[str, Any]:

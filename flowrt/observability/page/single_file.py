@@ -64,6 +64,7 @@ def write(run_dir: Path, path: Path | None = None, others: Sequence[Path] = ()) 
 
 def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
     """The answers that the page requests, by path; that of a file that cannot be read is empty."""
+    reader.read_attribution()
     found: Answers = {
         "api/run": reader.run(),
         "api/series?from=0": reader.series(),

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ import pytest
 from flowrt.errors import ConfigError, FlowError
 from flowrt.launcher.watch import page_url
 from flowrt.observability.compared_runs import ComparedRuns
-from flowrt.observability.page.access import HEADERS, Access
+from flowrt.observability.exporters.prometheus import CONTENT_TYPE
+from flowrt.observability.page.access import HEADERS, NO_BEARER, WRONG_BEARER, Access
 from flowrt.observability.page.server import STATIC, PageServer
 from flowrt.observability.page.stream import KEPT_UPDATES, MAX_WATCHERS
 from flowrt.observability.run_reader import RunReader
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.runtime.files import atomic_write
+from tests.unit.observability.exporters.written_run import shares, write_lines
 from tests.unit.observability.test_replay import record
 
 TOKEN = "t" * 32
@@ -53,7 +56,7 @@ async def page(tmp_path: Path) -> AsyncIterator[Page]:
     (run_dir / "logs").mkdir()
     (run_dir / "logs" / "trainer.log").write_text(f"{HOSTILE[:-1]}\n")
     (tmp_path / "secret").write_text("secret")
-    server = PageServer(RunReader(run_dir), Access(TOKEN), lambda reader, _: f"flowrt_step {reader.next_step}\n")
+    server = PageServer(RunReader(run_dir), Access(TOKEN))
     port = await server.start("127.0.0.1", 0)
     following = asyncio.create_task(server.follow())
     base = f"http://127.0.0.1:{port}"
@@ -93,7 +96,7 @@ async def raw(page: Page, request: str, *, half_close: bool = False) -> bytes:
 
 
 async def test_a_page_at_an_ipv6_address_is_read_at_its_url(page: Page) -> None:
-    server = PageServer(RunReader(page.run_dir), Access(TOKEN), lambda *_: "")
+    server = PageServer(RunReader(page.run_dir), Access(TOKEN))
     port = await server.start("::1", 0)
     try:
         async with page.browser.get(page_url("::1", port, TOKEN), allow_redirects=False) as answer:
@@ -113,7 +116,7 @@ async def test_the_token_moves_from_the_url_to_a_cookie(page: Page) -> None:
 
 async def test_every_path_requires_the_token(page: Page) -> None:
     port = page.base.rpartition(":")[2]
-    paths = ["/", "/?token=", "/?token=wrong", "/page.js", "/metrics", *(f"/api/{one}" for one in API)]
+    paths = ["/", "/?token=", "/?token=wrong", "/page.js", *(f"/api/{one}" for one in API)]
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as anonymous:
         for path in paths:
             for cookie in ("", "wrong", TOKEN[:-1]):
@@ -122,6 +125,74 @@ async def test_every_path_requires_the_token(page: Page) -> None:
                     assert answer.status == 403
                     assert await answer.text() == "open the address with the token that flowrt watch printed\n"
                     assert_headers(answer.headers)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/api/run"])
+async def test_a_bearer_token_gives_access_under_any_name_of_the_host(page: Page, path: str) -> None:
+    url = f"{page.base}{path}"
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as scraper:
+        for scheme in ("Bearer", "bearer"):
+            headers = {"Authorization": f"{scheme} {TOKEN}", "Host": "node7.cluster:8265"}
+            async with scraper.get(url, headers=headers) as answer:
+                assert answer.status == 200
+        for wrong in ("", "wrong", TOKEN[:-1], f"{TOKEN}0", f"{TOKEN} x"):
+            async with scraper.get(url, headers={"Authorization": f"Bearer {wrong}"}) as answer:
+                assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+                assert await answer.text() == f"{WRONG_BEARER}\n"
+                assert_headers(answer.headers)
+        async with scraper.post(url, headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+            assert answer.status == 405
+
+
+async def test_metrics_are_served_with_the_cookie_and_name_the_header_without(page: Page) -> None:
+    async with page.browser.get(f"{page.base}/metrics") as answer:
+        assert answer.headers["Content-Type"] == CONTENT_TYPE
+        text = await answer.text()
+    assert "flowrt_step 2\n" in text
+    assert "flowrt_train_reward 0.25\n" in text
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as anonymous:
+        for headers in ({}, {"Authorization": f"Basic {TOKEN}"}, {"Cookie": "flowrt=x"}):
+            async with anonymous.get(f"{page.base}/metrics", headers=headers) as answer:
+                assert (answer.status, await answer.text()) == (401, f"{NO_BEARER}\n")
+
+
+async def test_a_scrape_does_not_wait_for_files_that_are_read(page: Page) -> None:
+    """The thread that reads files is kept busy: the answer has the figures of the last reading."""
+    is_read = threading.Event()
+    page.server._files.submit(is_read.wait, LIMIT_S)
+    try:
+        async with page.browser.get(f"{page.base}/metrics") as answer:
+            assert "flowrt_step 2\n" in await answer.text()
+        assert not is_read.is_set()
+    finally:
+        is_read.set()
+
+
+async def test_pages_are_answered_while_a_long_file_is_read_in_parts(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds of workers are exported once all of the file is read: a part of them would look like a reset."""
+    for module in ("page.server.PART_BYTES", "tails.READ_BYTES"):
+        monkeypatch.setattr(f"flowrt.observability.{module}", 4096)
+    server = PageServer(RunReader(page.run_dir), Access(TOKEN))
+    write_lines(page.run_dir / "attribution.jsonl", shares(range(2_000)))
+    port = await server.start("127.0.0.1", 0)
+    following = asyncio.create_task(server.follow())
+    seen: list[str] = []
+    try:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with asyncio.timeout(LIMIT_S), aiohttp.ClientSession(headers=headers) as scraper:
+            while not (seen and "flowrt_worker_seconds_total" in seen[-1]):
+                async with scraper.get(f"http://127.0.0.1:{port}/api/run") as answer:
+                    assert answer.status == 200
+                async with scraper.get(f"http://127.0.0.1:{port}/metrics") as answer:
+                    seen.append(await answer.text())
+    finally:
+        following.cancel()
+        await server.close()
+    gate = seen[-1].partition('flowrt_worker_seconds_total{role="rollout",cause="gate"} ')[2].splitlines()[0]
+    assert float(gate) == pytest.approx(0.6 * 2_000)
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize(
@@ -277,8 +348,6 @@ async def test_every_path_answers_for_a_run_with_few_files(page: Page) -> None:
     assert await page.get("api/samples?order=worst&limit=5") == {"samples": [], "total": 0}
     assert await page.get("api/ledger") == {"states": {}, "dropped": {}}
     assert (await page.get("api/logs"))["files"]["trainer.log"][0].startswith("</script>")
-    async with page.browser.get(f"{page.base}/metrics") as answer:
-        assert await answer.text() == "flowrt_step 3\n"
 
 
 @pytest.mark.parametrize(

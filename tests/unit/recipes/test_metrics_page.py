@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowrt.controller.storage.run_metrics import OF_SAMPLES, RESERVED_FIELDS
+from flowrt.observability.exporters.exported_names import STEP, exported_name, prometheus_name
 from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import CurriculumConfig, DataSetConfig, FilterConfig
 from flowrt.recipes.config_io import defaults
@@ -57,6 +58,22 @@ def names() -> frozenset[str]:
         )
     )
     return frozenset(found)
+
+
+def names_table() -> str:
+    """The table of the names in other tools, made from the code."""
+    rows = [
+        f"| `{name}` | `{exported_name(name)}` | `{prometheus_name(exported_name(name))}` |"
+        for name in documented()
+        if name not in (STEP, NONFINITE) and "…" not in name
+    ]
+    head = ("| metrics.jsonl | W&B, TensorBoard, Perfetto | Prometheus |", "|---|---|---|")
+    return "".join(f"{row}\n" for row in (*head, *rows))
+
+
+def test_the_names_in_other_tools_are_those_of_the_code() -> None:
+    section = PAGE.read_text().partition("## Names in other tools")[2].partition("\n## ")[0]
+    assert names_table() in section, f"the table is out of date; it is\n{names_table()}"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.storage.time_recorder import RecorderStart, TimeRecorder
 from flowrt.controller.storage.timeline_file import TimelineFile, read_segment, read_timeline, segments
 from flowrt.ids import WorkerId
+from flowrt.observability.attribution import read
 from flowrt.runtime.timeline import Span
 
 
@@ -75,7 +76,7 @@ def test_a_damaged_segment_is_read_up_to_the_damage(tmp_path: Path, cut: int) ->
     assert list(read_segment(path)) == []
 
 
-def test_lines_of_steps_that_were_rolled_back_are_removed(tmp_path: Path) -> None:
+def test_lines_of_steps_that_were_rolled_back_stay_and_are_replaced(tmp_path: Path) -> None:
     first = recorder(tmp_path, now=100.0)
     first.account.joined("trainer", "trainer", 100.0)
     for step in range(5):
@@ -83,15 +84,17 @@ def test_lines_of_steps_that_were_rolled_back_are_removed(tmp_path: Path) -> Non
     first.write(110.0, ())
     assert steps(tmp_path) == [0, 1, 2, 3, 4]
     first.close(111.0, ())
+    before = steps(tmp_path)
     with (tmp_path / "attribution.jsonl").open("a") as file:
         file.write('{"step": 4, "from')  # Killed. Resumed from the checkpoint after step 2.
     second = recorder(tmp_path, now=7.0, step=3, elapsed_s=5.0)
-    assert steps(tmp_path) == [0, 1, 2]
+    assert steps(tmp_path) == before
     second.account.joined("trainer", "trainer", 7.0)
     second.account.close_step(3, 8.0)
     second.close(9.0, ())
-    lines = [json.loads(line) for line in (tmp_path / "attribution.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert steps(tmp_path) == [*before, 3, 4]
+    lines, damaged = read(tmp_path)
+    assert ([line["step"] for line in lines], damaged) == ([0, 1, 2, 3, 4], 0)
     assert [(line["from_s"], line["to_s"]) for line in lines[3:]] == [(5.0, 6.0), (6.0, 7.0)]
 
 

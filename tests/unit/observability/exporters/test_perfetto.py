@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
+from flowrt.observability.exporters.exported_names import exported_name
 from flowrt.observability.exporters.perfetto import COUNTERS, _Span, _tracks, write_trace
 from tests.unit.observability.exporters.written_run import events, metrics, spans, write_run
 
@@ -57,7 +58,7 @@ def test_slices_counters_and_events_are_those_of_the_run(run_dir: Path, tmp_path
     assert (written.slices, written.left_out, written.problems) == (len(slices) + STEPS, 0, ())
     counters = {(one["name"], one["ts"]): one["args"][""] for one in trace if one["ph"] == "C"}
     assert counters == {
-        (name, round(line["wall_s"] * 1e9) / 1000): line[name]
+        (exported_name(name), round(line["wall_s"] * 1e9) / 1000): line[name]
         for line in metrics(range(STEPS))
         for name in COUNTERS
         if name in line
@@ -98,7 +99,7 @@ def test_an_arrow_links_each_version_to_the_swaps_after_it(run_dir: Path, tmp_pa
 
 def test_steps_select_a_window_and_the_latest_slices_are_left_out(run_dir: Path, tmp_path: Path) -> None:
     write_trace(run_dir, tmp_path / "t.json", first=3, last=4)
-    trace = [one for one in read(tmp_path / "t.json") if one["ph"] == "C" and one["name"] == "reward"]
+    trace = [one for one in read(tmp_path / "t.json") if one["ph"] == "C" and one["name"] == "train/reward"]
     assert [one["ts"] for one in trace] == [3e6, 4e6, 5e6]  # the end of step 2 is the beginning of step 3
     written = write_trace(run_dir, tmp_path / "few.json", max_slices=20)
     kept = [one for one in read(tmp_path / "few.json") if one["ph"] == "X" and one["cat"] != "version"]

@@ -67,11 +67,20 @@ def events(steps: int) -> list[dict[str, Any]]:
     return [event(0.0, "started", "a run has started"), *joined, *published, guard]
 
 
-def shares(steps: int) -> list[dict[str, Any]]:
-    rollout = {"workers": 2, "busy": 1.2, "samples": 0.1, "gate": 0.6, "weights": 0.0, "update": 0.1}
+def shares(steps: Iterable[int]) -> list[dict[str, Any]]:
+    """Lines of attribution.jsonl."""
+    seconds = {"busy": 1.2, "samples": 0.1, "gate": 0.6, "weights": 0.0, "update": 0.1}
+    rollout = {"workers": 2, **seconds, "save": 0.0, "away": 0.0, "other": 0.0}
     return [
-        {"step": step, "from_s": float(step), "to_s": step + 1.0, "roles": {"rollout": rollout}, "roots": []}
-        for step in range(steps)
+        {
+            "step": step,
+            "from_s": float(step),
+            "to_s": step + 1.0,
+            "roles": {"rollout": rollout},
+            "roots": [["rollout", "gate", "trainer", 0.6]],
+            "worst": {"gate": [["rollout-0", 0.4], ["rollout-1", 0.2]]},
+        }
+        for step in steps
     ]
 
 
@@ -84,7 +93,7 @@ def write_run(run_dir: Path, steps: int = 12) -> Path:
     (run_dir / "timeline").mkdir(parents=True)
     write_lines(run_dir / "metrics.jsonl", metrics(range(steps)))
     write_lines(run_dir / "events.jsonl", events(steps))
-    write_lines(run_dir / "attribution.jsonl", shares(steps))
+    write_lines(run_dir / "attribution.jsonl", shares(range(steps)))
     with gzip.open(run_dir / "timeline" / "0000.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(line) + "\n" for line in spans(steps))
     (run_dir / "summary.json").write_text('{"exit_code": 0, "reason": "the run is complete"}')
