@@ -8,7 +8,7 @@
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,24 @@ OF_SLOTS = ("slots", "groups", "members", "prompts", "epochs", "attempts", "span
 """Fields of a grant with one value for each slot; some are empty where no slot has one."""
 
 
+def _no_column(kind: str, column: str, there_is: Iterable[str]) -> KeyError:
+    """The error for a column that a batch does not have."""
+    names = ", ".join(map(repr, there_is))
+    if not names:
+        return KeyError(
+            f"the batch has no {kind} {column!r}, and no others: a batch without rows has none, as the last one of a "
+            "step or stream (Batch.closed, len(batch) 0), and a stage receives the columns and tags of its needs"
+        )
+    return KeyError(
+        f"the batch has no {kind} {column!r}; there is {names}: a stage receives the columns and tags of its needs"
+    )
+
+
 class Columns(Mapping[str, list[torch.Tensor]]):
-    """Tensor columns, one 1-D tensor for each slot; rows of a packed column are created on first access."""
+    """Tensor columns, one 1-D tensor for each slot; rows of a packed column are created on first access.
+
+    Raises KeyError, with the columns there are, for any other.
+    """
 
     def __init__(self, columns: Mapping[str, Sequence[torch.Tensor] | Packed]) -> None:
         self._columns = dict(columns)
@@ -32,7 +48,7 @@ class Columns(Mapping[str, list[torch.Tensor]]):
 
     def __getitem__(self, column: str) -> list[torch.Tensor]:
         if column not in self._rows:
-            rows = self._columns[column]
+            rows = self._of(column)
             self._rows[column] = list(rows.rows() if isinstance(rows, Packed) else rows)
         return self._rows[column]
 
@@ -44,21 +60,22 @@ class Columns(Mapping[str, list[torch.Tensor]]):
 
     def packed(self, column: str) -> Packed:
         """All rows of a column in one flat tensor; without a copy if the store has them packed."""
-        rows = self._columns[column]
+        rows = self._of(column)
         if not isinstance(rows, Packed):
             rows = self._columns[column] = Packed(torch.cat(list(rows)), tuple(map(len, rows)))
         return rows
+
+    def _of(self, column: str) -> Sequence[torch.Tensor] | Packed:
+        if column not in self._columns:
+            raise _no_column("tensors", column, self._columns)
+        return self._columns[column]
 
 
 class Numbers(dict[str, list[float]]):
     """Inline columns, one number for each slot. Raises KeyError, with the columns there are, for any other."""
 
     def __missing__(self, column: str) -> list[float]:
-        there_is = ", ".join(map(repr, self)) or "none"
-        raise KeyError(
-            f"the batch has no numbers {column!r}; there is {there_is}: a stage receives the columns and tags of its "
-            "needs"
-        )
+        raise _no_column("numbers", column, self)
 
 
 @dataclass(slots=True)  # not frozen: construction of a frozen one takes three times as long
