@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,8 +17,10 @@ from flowrt.errors import ConfigError
 Config = TypeVar("Config")
 _FLAG_WORD = re.compile(r"--?[A-Za-z_][\w.-]*(=.*)?", re.DOTALL)
 """A word that is a flag, and no value."""
-END_CUTOFF = 0.8
-"""Least similarity of the last parts of names, where the whole names are not similar."""
+CUTOFF, END_CUTOFF = 0.6, 0.8
+"""Least similarity of names, and of the last parts of names, for a suggestion."""
+SELDOM = ("--eval.", "--sft.")
+"""Tables whose keys are suggested after equally similar ones of other tables."""
 _KINDS = {int: "a whole number", float: "a number"}
 
 
@@ -79,16 +81,18 @@ def _flag(name: str) -> str:
 
 
 def _suggestion(flag: str, known: Sequence[str], command: str) -> str:
-    """The end of a message about an unknown flag: the most similar flag, or those that end as this one does."""
-    own = flag.lstrip("-").replace("_", "-")
-    by_end: dict[str, list[str]] = {}
-    for one in known:
-        by_end.setdefault(one.lstrip("-").rpartition(".")[2], []).append(one)
-    close = by_end.get(own) or get_close_matches(f"--{own}", known, 1)
-    if not close:
-        ends = get_close_matches(own.rpartition(".")[2], by_end, 1, cutoff=END_CUTOFF)
-        close = by_end[ends[0]] if ends else []
+    """The end of a message about an unknown flag: the most similar ones, those of training before others."""
+    scores = {one: _similarity(flag.lstrip("-").replace("_", "-"), one.lstrip("-")) for one in known}
+    best = max(scores.values(), default=0.0)
+    close = sorted((one for one in known if best and scores[one] == best), key=lambda one: one.startswith(SELDOM))
     return f"; did you mean {' or '.join(close[:3])}?" if close else f"; {command} --help lists the flags"
+
+
+def _similarity(own: str, name: str) -> float:
+    """How similar two names are, from 0 to 1; one without a dot may stand for the last part of the other."""
+    whole = SequenceMatcher(None, own.replace(".", "-"), name.replace(".", "-")).ratio()
+    end = 0.0 if "." in own else SequenceMatcher(None, own, name.rpartition(".")[2]).ratio()
+    return max(whole if whole >= CUTOFF else 0.0, end if end >= END_CUTOFF else 0.0)
 
 
 def _following(rest: deque[str]) -> Iterator[str]:

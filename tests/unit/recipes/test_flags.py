@@ -17,8 +17,14 @@ from flowrt.recipes.flags import parse_flags
     [
         ("--group-sise 4", "takes no flag --group-sise; did you mean --group-size?"),
         ("--group-sise=4", "takes no flag --group-sise; did you mean --group-size?"),
-        ("--lr 0.1", "takes no flag --lr; did you mean --sft.lr or --trainer.lr?"),
-        ("--max_new_token 4", "takes no flag --max_new_token; did you mean --eval.max-new-tokens?"),
+        ("--lr 0.1", "takes no flag --lr; did you mean --trainer.lr or --sft.lr?"),
+        (
+            "--max_new_token 4",
+            "takes no flag --max_new_token; did you mean --rollout.max-new-tokens or --eval.max-new-tokens?",
+        ),
+        ("--eval.max_new_token 4", "takes no flag --eval.max_new_token; did you mean --eval.max-new-tokens?"),
+        ("--trainer-lr 0.1", "takes no flag --trainer-lr; did you mean --trainer.lr?"),
+        ("--rolout.worker 4", "takes no flag --rolout.worker; did you mean --rollout.workers?"),
         ("--confg x.toml", "takes no flag --confg; did you mean --config?"),
         ("--zzz", "takes no flag --zzz; flowrt run --help lists the flags"),
         ("-x 4", "takes no flag -x; flowrt run --help lists the flags"),
