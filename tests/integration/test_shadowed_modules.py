@@ -63,3 +63,24 @@ def test_files_in_the_current_directory_hide_no_module_of_a_run(
     assert completed.returncode == 0, completed.stdout + completed.stderr + logs
     assert "was imported" not in completed.stdout + completed.stderr + logs
     assert (tmp_path / "exported").read_text()
+
+
+@pytest.mark.parametrize("module", ["flowrt", "flowrt.cli"])
+def test_files_in_the_current_directory_hide_no_module_of_a_command(tmp_path: Path, module: str) -> None:
+    for name in {*NAMES, "argparse", "dataclasses", "pathlib"} - {"types"}:  # Python itself needs types before flowrt
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the user was imported')\n")
+    completed = subprocess.run(
+        [sys.executable, "-m", module, "keys", "made"], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert (tmp_path / "made").is_dir()
+
+
+def test_a_package_of_the_user_that_imports_flowrt_finds_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import flowrt\n")
+    (tmp_path / "mine" / "train.py").write_text("import neighbour\nprint(neighbour.VALUE)\n")
+    (tmp_path / "neighbour.py").write_text("VALUE = 7\n")
+    command = [sys.executable, "-m", "mine.train", "-m", "flowrt"]
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert completed.stdout == "7\n", completed.stderr
