@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
-from flowrt.launcher.terminal import console, printable
+from flowrt.launcher.terminal import console
 from flowrt.net.curve_keys import KEYS_VARIABLE
+from flowrt.runtime.arguments import Parser
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.files import os_error_text
@@ -48,16 +48,6 @@ EVAL_KEYS = (
     "data.overlong",
 )
 """Keys of how rows become prompts, which ``flowrt eval`` takes as flags for data of another form than the run's."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError for errors and accepts no abbreviated flags."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{printable(message, one_line=True)}; {self.prog} --help lists the arguments")
 
 
 class MainParser(Parser):

@@ -36,6 +36,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file, to_toml
 from flowrt.recipes.run_dir import CONFIG, address_file, check_summary_file, checkpoint_steps
 from flowrt.runtime.addresses import Endpoint, parse_address
+from flowrt.runtime.arguments import Parser
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.event_loop import serve_loop
@@ -43,7 +44,7 @@ from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_di
 from flowrt.runtime.host import reachable
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.parent_death import is_alive
-from flowrt.runtime.termination import ignore_termination, termination_signals
+from flowrt.runtime.termination import EarlySignals, ignore_termination, termination_signals
 from flowrt.runtime.waits import pause
 
 log = logging.getLogger("flowrt")
@@ -139,8 +140,11 @@ def sample_store(config: RunConfig) -> SampleStore | None:
     return SampleStore(path, per_step=config.samples.per_step, max_bytes=config.samples.mb * 1_000_000)
 
 
-async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> int:
-    """Run the controller until the run ends; writes summary.json and returns the exit code."""
+async def serve(config: RunConfig, text: str, arguments: argparse.Namespace, early: EarlySignals) -> int:
+    """Run the controller until the run ends; writes summary.json and returns the exit code.
+
+    Signals in ``early`` end the run as soon as it can be ended in order.
+    """
     ready_fd = arguments.ready_fd
     check_summary_file(Path(config.run_dir))
     server, where = make_server(config, text, arguments.from_checkpoint)
@@ -157,6 +161,8 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> 
     loop.add_signal_handler(signal.SIGINT, server.end, "interrupted (SIGINT)", EXIT_INTERRUPTED)
     for number in termination_signals():
         loop.add_signal_handler(number, _terminate, server, config, number)
+    for number in early.received[:1]:
+        loop.call_soon(_terminate, server, config, number)
     peers = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, peers)
     atomic_write(address_file(Path(config.run_dir)), address + "\n")
@@ -233,7 +239,8 @@ def _summarize(server: Server, config: RunConfig, ended: EndRun) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="flowrt controller")
+    early = EarlySignals()
+    parser = Parser(description="flowrt controller")
     parser.add_argument("--config", required=True, help="the run's config.toml")
     parser.add_argument("--ready-fd", type=int, default=-1, help="file descriptor to write the address to")
     parser.add_argument(
@@ -244,9 +251,9 @@ def main() -> int:
     parser.add_argument(
         "--keys", default=os.environ.get(KEYS_VARIABLE, ""), help="directory made by flowrt keys (controller.keys)"
     )
-    arguments = parser.parse_args()
     log_to_stderr()
     try:
+        arguments = parser.parse_args()
         raise_descriptor_limit()
         check_descriptor_limit()
         config = from_file(Path(arguments.config))
@@ -255,7 +262,7 @@ def main() -> int:
         run_dir = Path(config.run_dir)
         private_directory(run_dir)
         RunLock(run_dir)  # held until this process ends
-        return serve_loop(serve(config, to_toml(config), arguments))
+        return serve_loop(serve(config, to_toml(config), arguments, early))
     except (FlowError, OSError) as error:
         log.error("%s", error)
         return EXIT_BAD_INPUT

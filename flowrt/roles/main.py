@@ -38,6 +38,7 @@ from flowrt.ranks.process_group import choose_interface
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.run_dir import address_file, model_dir, read_address
+from flowrt.runtime.arguments import Parser
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.event_loop import run_loop
@@ -122,7 +123,7 @@ def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
         run: the coroutine function of the role.
         drains: whether SIGTERM and its kind drain the worker before it leaves.
     """
-    parser = argparse.ArgumentParser(description=f"flowrt {role} worker; all other settings come from the controller")
+    parser = Parser(description=f"flowrt {role} worker; all other settings come from the controller")
     parser.add_argument(
         "--controller",
         default=os.environ.get("FLOWRT_CONTROLLER", ""),
@@ -141,9 +142,13 @@ def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
         default=os.environ.get(KEYS_VARIABLE, ""),
         help="directory made by flowrt keys, or a copy of this worker's part",
     )
-    arguments = parser.parse_args()
-    if not arguments.controller:
-        parser.error("--controller RUN is required: the run directory, or tcp://HOST:PORT (or set FLOWRT_CONTROLLER)")
+    try:
+        arguments = parser.parse_args()
+        if not arguments.controller:
+            parser.error("--controller RUN is required: the run directory, or tcp://HOST:PORT, or FLOWRT_CONTROLLER")
+    except ConfigError as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        sys.exit(EXIT_BAD_INPUT)
     log_to_stderr()
     if "RANK" in os.environ:
         die_with_parent()  # a killed torchrun leaves its ranks running

@@ -15,6 +15,19 @@ def termination_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in TERMINATION if signal.getsignal(number) is not signal.SIG_IGN)
 
 
+class EarlySignals:
+    """Keeps signals that arrive before this process can end in order; without it they would kill the process.
+
+    Create it on the main thread. Handlers that are installed later replace its own.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        """In the order of their arrival."""
+        for number in termination_signals():
+            signal.signal(number, lambda number, _: self.received.append(signal.Signals(number)))
+
+
 def ignore_termination() -> None:
     """Ignore further signals of this kind: the exit code of this process is decided, and they must not change it.
 

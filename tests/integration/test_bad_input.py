@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integration.helpers.forked import run_flowrt
+
 FLOWRT = Path(sys.executable).with_name("flowrt")
 
 
@@ -343,3 +345,21 @@ def test_missing_device_is_refused_before_the_run_starts(refused: Callable[..., 
     assert "device cuda of trainer and rollout and reference: " in error
     assert "0 are visible here" in error
     assert "use device cpu" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["worker", "rollout", "--nope"], "unrecognized arguments: --nope"),
+        (["worker", "rollout", "--no\x1b]0;x\x07pe"], "unrecognized arguments: --no\\x1b]0;x\\x07pe"),
+        (["worker", "trainer"], "--controller RUN is required"),
+        (["worker", "source", "--controller"], "argument --controller: expected one argument"),
+        (["worker", "reward", "--connect-timeout-s", "soon"], "invalid seconds value: 'soon'"),
+    ],
+)
+def test_wrong_arguments_of_a_worker_are_one_sentence(arguments: list[str], expected: str) -> None:
+    completed = run_flowrt(arguments)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    [error] = completed.stderr.splitlines()
+    assert error.startswith(f"flowrt worker {arguments[1]}: ")
+    assert expected in error

@@ -1,5 +1,7 @@
 """Signals that reach the launcher before it has started a process, and while its interpreter shuts down."""
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from flowrt.recipes.config_io import defaults, to_toml
 
 PROGRAM = """
 import atexit, os, signal, sys
@@ -63,3 +67,31 @@ def test_an_interrupt_while_the_command_is_imported_is_one_line() -> None:
     )
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WITHIN_S)
     assert (completed.returncode, completed.stderr) == (130, "flowrt: interrupted\n")
+
+
+CONTROLLER = """
+import os, sys
+from flowrt.launcher import controller_main
+
+made, number = controller_main.make_server, int(sys.argv.pop(1))
+
+def signalled(*arguments):
+    os.kill(os.getpid(), number)
+    return made(*arguments)
+
+controller_main.make_server = signalled
+sys.exit(controller_main.main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_controller_that_is_signalled_before_it_listens_ends_its_run(tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+    config = tmp_path / "config.toml"
+    config.write_text(to_toml(dataclasses.replace(defaults("arithmetic"), run_dir=str(run_dir))))
+    start = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"
+    command = [sys.executable, "-c", start + CONTROLLER, str(int(number)), "--config", str(config)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
+    assert completed.returncode == 130, completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert json.loads((run_dir / "summary.json").read_text())["reason"] == f"interrupted ({number.name})"
