@@ -16,6 +16,7 @@ from pathlib import Path
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
 from flowrt.launcher.terminal import console
 from flowrt.net.curve_keys import KEYS_VARIABLE
+from flowrt.recipes.flags import WATCH_FLAG
 from flowrt.runtime.arguments import Parser
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
@@ -33,7 +34,6 @@ STATUS_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 600.0
 DOCTOR_TIMEOUT_S = 60.0
 PAGE_PORT = 8265
-WATCH_FLAG = "--watch"
 WATCH_HELP = f"{WATCH_FLAG} [PORT] serves the page of the run while it goes on, at port {PAGE_PORT} or PORT."
 LARGEST_PORT = 65535
 EVAL_KEYS = (

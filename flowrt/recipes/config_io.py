@@ -19,7 +19,7 @@ from flowrt.recipes.algorithms import preset
 from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig
 from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import parse_data
-from flowrt.recipes.flags import parse_flags
+from flowrt.recipes.flags import WATCH_FLAG, WATCHING, parse_flags
 from flowrt.recipes.guards import parse_guard
 from flowrt.recipes.tasks.registry import RECIPES, recipe
 from flowrt.recipes.tasks.task_file import described, is_task_file, split
@@ -151,7 +151,8 @@ def read_flags(
         value, kind = _documented(base, is_listed)
         config = (tyro.conf.FlagConversionOff,)
         tyro.cli(kind, prog=command, description=description, args=["--help"], default=value, config=config)
-    return parse_flags(base, words, command, more=more)
+    watch = (WATCH_FLAG,) if command in WATCHING else ()
+    return parse_flags(base, words, command, more=(*more, "--data", "--guard", "--reward", *watch))
 
 
 def _take_all(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:

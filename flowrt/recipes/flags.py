@@ -19,6 +19,8 @@ _FLAG_WORD = re.compile(r"--?[A-Za-z_][\w.-]*(=.*)?", re.DOTALL)
 """A word that is a flag, and no value."""
 CUTOFF, END_CUTOFF = 0.6, 0.8
 """Least similarity of names, and of the last parts of names, for a suggestion."""
+WATCH_FLAG, WATCHING = "--watch", ("flowrt run", "flowrt resume RUN")
+"""A flag that `flowrt.cli` parses itself, and the commands that have it."""
 SELDOM = ("--eval.", "--sft.")
 """Tables whose keys are suggested after equally similar ones of other tables."""
 _KINDS = {int: "a whole number", float: "a number"}

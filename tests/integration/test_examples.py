@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from flowrt import asyncflow
-from flowrt.cli import WATCH_FLAG
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
+from flowrt.recipes.flags import WATCH_FLAG
 from tests.integration.helpers.forked import argument_error
 from tests.integration.helpers.forked_flowrt import run_flowrt
 

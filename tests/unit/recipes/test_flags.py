@@ -25,6 +25,8 @@ from flowrt.recipes.flags import parse_flags
         ("--eval.max_new_token 4", "takes no flag --eval.max_new_token; did you mean --eval.max-new-tokens?"),
         ("--trainer-lr 0.1", "takes no flag --trainer-lr; did you mean --trainer.lr?"),
         ("--rolout.worker 4", "takes no flag --rolout.worker; did you mean --rollout.workers?"),
+        ("--wacth", "takes no flag --wacth; did you mean --watch?"),
+        ("--gaurd 'lr above 1'", "takes no flag --gaurd; did you mean --guard?"),
         ("--confg x.toml", "takes no flag --confg; did you mean --config?"),
         ("--zzz", "takes no flag --zzz; flowrt run --help lists the flags"),
         ("-x 4", "takes no flag -x; flowrt run --help lists the flags"),
