@@ -18,8 +18,8 @@ GLOSSARY = (ROOT / "docs/glossary.md").read_text()
 GROUPS = re.split(r"^## ", GLOSSARY, flags=re.MULTILINE)[1:]
 CODE = sorted(set(re.findall(r"`([^`]+)`", GLOSSARY)))
 METRICS = {
-    *("files", "lines", "median_lines", "largest_lines", "sample_files", "version_files", "any_imports"),
-    *("foreign_writes", "foreign_writes_via_self", "dialect_words"),
+    *("files", "lines", "median_lines", "largest_lines", "tests_lines", "bench_lines", "examples_lines"),
+    *("scripts_lines", "any_imports", "config_errors", "dialect_words"),
     *("extension_files_task", "extension_files_policy", "extension_files_filter", "extension_files_role"),
     *("extension_files_message", "extension_files_engine"),
 }
@@ -76,12 +76,12 @@ def test_house_measures_every_metric(tmp_path: Path) -> None:
     metrics = json.loads((tmp_path / "house.json").read_text())["metrics"]
     assert metrics.keys() == METRICS
     assert all(f"{name} " in result.stdout for name in METRICS)
-    zero = ("any_imports", "foreign_writes", "foreign_writes_via_self", "dialect_words")
+    zero = ("any_imports", "dialect_words")
     assert {name: metrics[name] for name in zero} == dict.fromkeys(zero, 0)
 
 
-def test_house_names_a_module_that_does_not_exist(tmp_path: Path) -> None:
-    """A tree without the modules of the paths: exit code 2 and one sentence."""
+def test_house_names_a_page_that_is_missing(tmp_path: Path) -> None:
+    """A tree without docs/extending.md: exit code 2 and one sentence."""
     script = tmp_path / "scripts/house"
     script.parent.mkdir()
     script.write_text((ROOT / "scripts/house").read_text())
@@ -91,5 +91,5 @@ def test_house_names_a_module_that_does_not_exist(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("")
     result = run_house(script)
     assert result.returncode == 2
-    assert "SAMPLE_PATH lists modules that do not exist: flowrt.roles.source" in result.stderr
-    assert "flowrt.controller.core," not in result.stderr
+    assert "docs/extending.md has no section like '## A task'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
