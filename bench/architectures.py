@@ -26,9 +26,7 @@ import torch
 import transformers
 from architecture.paths import Result, examine
 from architecture.tiny import FAMILIES
-from common.report import write
-from rich.console import Console
-from rich.table import Table
+from common.harness import Bench, Figures, Options
 
 QUICK = (
     *("bert", "falcon", "gemma3", "gpt2", "gpt_neo", "lfm2", "llama", "llama4_text", "mamba2", "mixtral", "opt"),
@@ -37,6 +35,7 @@ QUICK = (
 LIMIT_S = 900.0
 LIMIT_BYTES = 8 << 30
 STATES = ("right", "refused", "wrong", "traceback")
+RESULTS: dict[str, Result] = {}
 
 
 def in_child(family: str, answer: Any) -> None:
@@ -65,10 +64,27 @@ def examined(family: str) -> Result:
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} families")
+def kept(path: Path | None) -> dict[str, Result]:
+    """The results of families in the file of an earlier run."""
+    if path is None or not path.is_file():
+        return {}
+    return {family: Result(**one) for family, one in json.loads(path.read_text())["families"].items()}
+
+
+def families(options: Options) -> Figures:
+    """Families by their result: right, refused, wrong, or with a traceback."""
+    chosen = options.only or (QUICK if options.quick else FAMILIES)
+    RESULTS.update(kept(options.json) if options.only else {})
+    with ThreadPoolExecutor(options.jobs) as workers:
+        for family, one in zip(chosen, workers.map(examined, chosen), strict=True):
+            RESULTS[family] = one
+            off = f"{one.off_nats:.1e} nats"
+            print(f"{family}: {one.state} {one.generation} {one.training} {off} {one.reason}", flush=True)
+    counts = Counter(one.state for one in RESULTS.values())
+    return {f"arch_{'tracebacks' if state == 'traceback' else state}": float(counts[state]) for state in STATES}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         nargs="+",
@@ -78,39 +94,20 @@ def main() -> int:
         help="only these families; others keep their results in the file of --json",
     )
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
-    arguments = parser.parse_args()
+
+
+BENCH = Bench(
+    about=__doc__,
+    parts={"families": families},
+    most={"arch_wrong": 0.0, "arch_tracebacks": 0.0},
+    add_options=add_options,
+    machine=lambda _: {"transformers": transformers.__version__},
+    tables=lambda: {"families": {family: one.as_json() for family, one in sorted(RESULTS.items())}},
+)
+
+if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    families = arguments.only or (QUICK if arguments.quick else FAMILIES)
-    console = Console(width=160)
-    results: dict[str, Result] = {}
-    with ThreadPoolExecutor(arguments.jobs) as workers:
-        for family, one in zip(families, workers.map(examined, families), strict=True):
-            results[family] = one
-            console.print(f"{family}: {one.state} {one.generation} {one.training} {one.reason}", soft_wrap=True)
-    table = Table("family", "result", "generates", "trains", "off by (nats)", "reason", title="architectures")
-    for family, one in results.items():
-        table.add_row(family, one.state, one.generation, one.training, f"{one.off_nats:.1e}", one.reason)
-    console.print(table)
-    if arguments.only and arguments.json is not None and arguments.json.is_file():
-        earlier = json.loads(arguments.json.read_text())["families"]
-        results = {family: Result(**one) for family, one in earlier.items()} | results
-    counts = Counter(one.state for one in results.values())
-    metrics = {
-        "arch_right": float(counts["right"]),
-        "arch_refused": float(counts["refused"]),
-        "arch_wrong": float(counts["wrong"]),
-        "arch_tracebacks": float(counts["traceback"]),
-    }
-    about = {family: one.as_json() for family, one in results.items()}
-    write(arguments.json, metrics, transformers=transformers.__version__)
-    if arguments.json is not None:
-        whole = json.loads(arguments.json.read_text()) | {"families": about}
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
-    return int(bool(counts["wrong"] or counts["traceback"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

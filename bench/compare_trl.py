@@ -39,10 +39,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.report import write
+from common.harness import Bench, Figures, Options
+from common.jobs import Job, flowrt
 from end_to_end.task import make_data, make_model
-from rich.console import Console
-from rich.table import Table
 
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.engines.options import Dtype
@@ -103,15 +102,13 @@ def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConf
     )
 
 
-def flowrt(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, float]:
+def ours(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, float]:
     """Samples/s and reward of a `flowrt run`, and the bound on samples/s that follows from its busy times."""
     run_config = config(folder, arguments, dtype)
     run_dir = Path(run_config.run_dir)
     file = folder / "run.toml"
     file.write_text(to_toml(run_config))
-    command = [sys.executable, "-m", "flowrt.cli", "run", "--config", str(file)]
-    subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = Job(run_dir, flowrt("run", "--config", file)).lines
     samples = sum(line["samples"] for line in lines[1:])
     rewards, ends_s = [line["reward"] for line in lines], [line["wall_s"] for line in lines]
     bound = {"bound_samples_per_s": samples / busiest_s(list(read_timeline(run_dir)))}
@@ -173,7 +170,7 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
     command = [arguments.baseline_python, str(BASELINE), str(path)]
     ended = subprocess.run(command, check=False, timeout=TIMEOUT_S, capture_output=True, text=True)
     if ended.returncode:
-        raise SystemExit(f"TRL failed: {ended.stderr.strip()[-2000:]}")
+        raise RuntimeError(f"TRL failed: {ended.stderr.strip()[-2000:]}")
     curve = json.loads(ended.stdout.strip().splitlines()[-1])
     samples = run_config.prompts_per_step * run_config.group_size * (run_config.steps - 1)
     return curve_figures(curve["rewards"], curve["ends_s"], samples, arguments.target)
@@ -185,7 +182,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, float]:
         folder = Path(name)
         make_model(folder / "model", arguments.seed)
         make_data(folder / "data.jsonl", arguments.seed)
-        mine, theirs = ({dtype: run(folder, arguments, dtype) for dtype in arguments.dtypes} for run in (flowrt, trl))
+        mine, theirs = ({dtype: run(folder, arguments, dtype) for dtype in arguments.dtypes} for run in (ours, trl))
     best, baseline = (max(side.values(), key=lambda one: one["samples_per_s"]) for side in (mine, theirs))
     found = {
         **best,
@@ -218,11 +215,20 @@ def summary(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return metrics
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def seeds_of(options: Options) -> list[int]:
+    return list(options.seeds[:1] if options.quick else options.seeds)
+
+
+def both(options: Options) -> Figures:
+    """Samples/s, final reward and the time to a reward of both sides."""
+    steps = 10 if options.quick else options.steps
+    seeds = seeds_of(options)
+    rounds = [measured(argparse.Namespace(**{**vars(options), "steps": steps, "seed": seed})) for seed in seeds]
+    return summary({name: [one[name] for one in rounds] for name in rounds[0]})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline-python", required=True, help="a Python that has TRL")
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="10 steps, the first seed")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
@@ -233,19 +239,13 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=1, help="of flowrt, in weight versions; 0: synchronous")
     parser.add_argument("--target", type=float, default=0.8, help="reward whose time is measured, at most 1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="medians over them are reported")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.steps, arguments.seeds = 10, arguments.seeds[:1]
-    rounds = [measured(argparse.Namespace(**{**vars(arguments), "seed": seed})) for seed in arguments.seeds]
-    metrics = summary({name: [one[name] for one in rounds] for name in rounds[0]})
-    title = f"{arguments.steps} steps of GRPO, flowrt and TRL, medians of {len(rounds)}"
-    table = Table("metric", "value", title=title)
-    for key, value in metrics.items():
-        table.add_row(key, f"{value:.4g}")
-    Console().print(table)
-    about = {name: getattr(arguments, name) for name in ABOUT}
-    write(arguments.json, metrics, **about)
 
+
+def machine(options: Options) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ABOUT} | {"seeds": seeds_of(options)}
+
+
+BENCH = Bench(about=__doc__, parts={"both": both}, add_options=add_options, machine=machine)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.main())

@@ -1,12 +1,12 @@
 """The controller's core alone, without sockets, disk or other processes.
 
-    python bench/core_events.py [--quick] [--json PATH] [--parts slots weights …]
+    python bench/core_events.py [--quick] [--json PATH] [--parts PART ...]
 
 ``core_events_per_s_LIVE``: offers, pulls and commits of one slot in a steady mix, with LIVE slots in the tables;
 ``core_flatness`` is the rate with the most slots over the rate with the fewest. ``core_us_a_sample_WORKERS``: processor
 time of a trained sample in a simulated run; ``core_flatness_workers`` is its ratio between many and few workers. Each
-is measured in a process of its own; `bench/metadata.py` reports the same figures. ``attribution_*``: see
-`control_plane/attribution_load.py`; ``ledger_10m_*``, not with ``--quick``: see `control_plane/long_ledger.py`.
+is measured in a process of its own. ``attribution_*``: see `control_plane/attribution_load.py`; ``ledger_10m_*``, not
+with ``--quick``: see `control_plane/long_ledger.py`.
 
 Costs that must not grow with slots or workers, in processor time of the core: with 100,000 slots and 4,096 rollout
 workers, of a death (``death_ms``), of 200 deaths in one tick (``deaths_200_s``), of a tick while 16 workers drain
@@ -17,41 +17,27 @@ until 4,096 receivers have a version when one dies and one link is 10 times slow
 ``month_memory_growth``: growth of memory over the second half of 3 million steps with 10,000 joins and deaths.
 """
 
-import argparse
-import os
-import time
-from collections.abc import Sequence
-from pathlib import Path
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from common.children import Child, serve_commands, serve_commands_on_loop
-from common.report import Samples, write
-from control_plane import attribution_load, controllers, core_costs, long_ledger
-from control_plane.servers import POLICIES, STREAM, long_timeouts
-from rich.console import Console
-from rich.table import Table
+from common.children import Child, ask_all, start_all
+from common.harness import Bench, Figures, Options, Part, Samples, Skipped
+from control_plane import attribution_load, long_ledger
 
-from flowrt.controller.core import Core
-from flowrt.controller.events import Command, Event, MessageReceived, Send, WorkerConnected
-from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
-from flowrt.ids import WorkerId
-from flowrt.protocol import messages as m
-from flowrt.protocol.messages import Values
-from flowrt.runtime.event_loop import serve_loop
-from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
-
-REPEATS = 5
-PORTION = 1000
-WORKER = WorkerId("worker")
-PARTS = ("events", "attribution", "ledger", "slots", "weights", "relays", "month")
-COST_REPEATS = 3
+REPEATS, COST_REPEATS = 5, 3
+LIVE = {"1e3": 1000, "1e5": 100_000, "1e6": 1_000_000}
+CYCLES = 10_000
+WORKERS = (4, 64)
 COST_DEADLINE_S = 4 * 3600.0
-COSTS: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, int]] = {
     "slots": {"workers": 4096, "slots": 100_000},
     "weights": {"workers": 2048},
     "relays": {"receivers": 4096},
     "month": {"steps": 3_000_000, "deaths": 10_000},
 }
-QUICK_COSTS: dict[str, dict[str, int]] = {
+QUICK_SIZES: dict[str, dict[str, int]] = {
     "slots": {"workers": 128, "slots": 6000},
     "weights": {"workers": 128},
     "relays": {"receivers": 256},
@@ -59,136 +45,100 @@ QUICK_COSTS: dict[str, dict[str, int]] = {
 }
 
 
-def offer(core: Core, rows: int) -> None:
-    numbers = tuple(range(rows))
-    values = (Values("value", tuple(map(float, numbers))),)
-    core.handle(
-        MessageReceived(
-            WORKER,
-            m.Offer(request=1, flow="rows", prompts=numbers, epoch=0, members=1, at_least=0, lengths=(), tags=values),
-        ),
-        0.0,
-    )
+@contextmanager
+def core() -> Iterator[Child]:
+    """A process for costs of the core."""
+    (child,) = start_all([Child("control_plane/cores.py", "costs")])
+    yield child
+    child.leave()
 
 
-def measure(core: Core, cycles: int) -> float:
-    """Events a second over ``cycles`` offers, pulls and commits, which leave the number of live slots unchanged."""
-    start_s = time.perf_counter()
-    for _ in range(cycles):
-        offer(core, 1)
-        (answer,) = core.handle(
-            MessageReceived(WORKER, m.Pull(request=2, stage="consume", slots=1, tokens=0, step=-1)), 0.0
-        )
-        assert isinstance(answer, Send)
-        grant = answer.message
-        assert isinstance(grant, m.Grant)
-        core.handle(
-            MessageReceived(
-                WORKER,
-                m.Commit(
-                    request=3, stage="consume", slots=grant.slots, leases=(grant.lease,), parts=(), inline=(), spans=()
-                ),
-            ),
-            0.0,
-        )
-    return 3 * cycles / (time.perf_counter() - start_s)
+def events(options: Options) -> Figures:
+    """Events a second by live slots, processor time of a trained sample by rollout workers."""
+    repeats, shrink = (1, 4) if options.quick else (REPEATS, 1)
+    samples = Samples()
+    cores = {live: Child("control_plane/cores.py", "live", str(count)) for live, count in LIVE.items()}
+    start_all([*cores.values()])
+    ask_all([*cores.values()], "measure", cycles=1000)
+    with core() as runs:
+        for _ in range(repeats):
+            for live, child in cores.items():
+                samples.add(f"core_events_per_s_{live}", child.ask("measure", cycles=CYCLES // shrink))
+            least, *_, most = (samples.last(f"core_events_per_s_{live}") for live in LIVE)
+            samples.add("core_flatness", most / least)
+            for workers in WORKERS:
+                cost_us = runs.ask("sample_us", workers=workers, steps=max(4 // shrink, 2))
+                samples.add(f"core_us_a_sample_{workers}", cost_us)
+            few, many = (samples.last(f"core_us_a_sample_{workers}") for workers in WORKERS)
+            samples.add("core_flatness_workers", many / few)
+    for child in cores.values():
+        child.leave()
+    return samples.medians()
 
 
-class TimedCore(Core):
-    """A core that sums the processor time of all events in ``spent_s`` (seconds)."""
-
-    spent_s = 0.0
-
-    def transition(self, event: Event, now: float) -> list[Command]:
-        start_s = time.process_time()
-        commands = super().transition(event, now)
-        self.spent_s += time.process_time() - start_s
-        return commands
-
-
-def sample_us(workers: int, steps: int) -> float:
-    """Processor time of the core, in microseconds a trained sample, in a run of 512 groups of 8 samples a step."""
-    plan = ClusterPlan(
-        workers=workers,
-        rows=16,
-        groups_per_step=512,
-        members=8,
-        steps=steps,
-        lengths=Lengths(LogNormal(200, 0.8, 2000), correlation=0.6, seed=1),
-        decode=GenerationCost(base_s=0.01, per_row_s=0.0005),
-        train=TrainCost(token_s=1e-6, optimizer_s=0.5),
-    )
-    fleet = ClusterSimulation(plan, TimedCore)
-    fleet.run()
-    assert isinstance(fleet.core, TimedCore)
-    return 1e6 * fleet.core.spent_s / sum(closed.samples for _, closed in fleet.steps)
-
-
-def costs(parts: Sequence[str], quick: bool, samples: Samples) -> None:
-    """Costs of single events at full size, each part in a process of its own."""
-    for part in parts:
-        for _ in range(1 if quick or part in ("relays", "month") else COST_REPEATS):
-            child = Child("core_events.py", "--serve", "costs")
-            child.wait_ready()
-            child.tell(part, **(QUICK_COSTS if quick else COSTS)[part])
+def costs(order: str, options: Options, *, repeats: int, **size: Any) -> Figures:
+    """Costs of single events, each repetition in a process of its own."""
+    samples = Samples()
+    for _ in range(1 if options.quick else repeats):
+        with core() as child:
+            child.tell(order, **size)
             for name, value in child.answer(COST_DEADLINE_S).items():
                 samples.add(name, value)
-            child.leave()
+    return samples.medians()
 
 
-async def serve_with_live_slots(live: int) -> None:
-    core = Core(long_timeouts(), STREAM, POLICIES)
-    core.handle(WorkerConnected(WORKER, "bench", "host"), 0.0)
-    for _ in range(0, live, PORTION):
-        offer(core, min(live, PORTION))
-    measure(core, 1000)
-    await serve_commands_on_loop({"measure": lambda cycles: measure(core, cycles)}, live)
+def attribution(options: Options) -> Figures:
+    """What attribution and timeline cost the controller's process at 4,096 workers."""
+    return costs("attribution", options, repeats=REPEATS, seconds=attribution_load.SECONDS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help=f"1 repeat in place of {REPEATS}, a quarter of the work")
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    arguments = parser.parse_args()
-    if arguments.serve == "workers":
-        serve_commands({"measure": sample_us})
-        return
-    if arguments.serve == "ledger":
-        serve_commands({"start": long_ledger.start})
-        return
-    if arguments.serve == "attribution":
-        serve_commands({"measure": attribution_load.measure})
-        return
-    if arguments.serve == "costs":
-        serve_commands(
-            {
-                "slots": core_costs.slot_costs,
-                "weights": core_costs.weight_costs,
-                "relays": lambda **size: {"relay_4096_ratio": core_costs.relay_ratio(**size)},
-                "month": lambda **size: {"month_memory_growth": core_costs.month_growth(**size)},
-            }
-        )
-        return
-    if arguments.serve:
-        # The loop of the controller's process, with its settings of the cyclic garbage collector.
-        serve_loop(serve_with_live_slots(int(float(arguments.serve))))
-        return
-    samples = Samples()
-    if "events" in arguments.parts:
-        controllers.core(*((1, 4) if arguments.quick else (REPEATS, 1)), samples)
-    if "attribution" in arguments.parts:
-        attribution_load.add_to(samples, repeats=1 if arguments.quick else REPEATS)
-    if "ledger" in arguments.parts and not arguments.quick:
-        long_ledger.add_to(samples, REPEATS)
-    costs([part for part in COSTS if part in arguments.parts], arguments.quick, samples)
-    table = Table("metric", "median", title="the controller's core")
-    for name, value in samples.medians().items():
-        table.add_row(name, f"{value:,.4g}")
-    Console().print(table)
-    write(arguments.json, samples.medians(), repeats=samples.repeats(), load=os.getloadavg()[1])
+def ledger(options: Options) -> Figures:
+    """A start on a ledger of 10 million prompt-epochs, and its summary."""
+    if options.quick:
+        raise Skipped("a ledger of 10 million prompts takes minutes to write")
+    with long_ledger.written() as (path, steps):
+        found = costs("start_on_ledger", options, repeats=REPEATS, path=path, steps=steps)
+    return {f"ledger_10m_{name}": value for name, value in found.items()}
 
+
+def at_size(part: str, repeats: int) -> Part:
+    """A part at full size, or small with --quick."""
+
+    def measure(options: Options) -> Figures:
+        return costs(part, options, repeats=repeats, **(QUICK_SIZES if options.quick else SIZES)[part])
+
+    return measure
+
+
+BENCH = Bench(
+    about=__doc__,
+    parts={
+        "events": events,
+        "attribution": attribution,
+        "ledger": ledger,
+        "slots": at_size("slots", COST_REPEATS),
+        "weights": at_size("weights", COST_REPEATS),
+        "relays": at_size("relays", 1),
+        "month": at_size("month", 1),
+    },
+    most={
+        "core_flatness_workers": 1.2,
+        "death_ms": 2.0,
+        "deaths_200_s": 0.4,
+        "drain_tick_ms": 1.0,
+        "preempting_us": 5.0,
+        "step_closed_ms": 20.0,
+        "first_pull_ms": 20.0,
+        "rolling_version_s": 0.2,
+        "relay_break_s": 0.2,
+        "attribution_loop_share": 0.05,
+        "relay_4096_ratio": 1.5,
+        "ledger_10m_start_s": 3.0,
+        "ledger_10m_summary_s": 3.0,
+        "month_memory_growth": 0.05,
+    },
+    least={"core_flatness": 0.8},
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.main())

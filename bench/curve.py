@@ -3,9 +3,7 @@
 python bench/curve.py [--quick] [--json PATH]
 """
 
-import argparse
 import asyncio
-import os
 import statistics
 import sys
 import tempfile
@@ -13,9 +11,7 @@ import time
 from pathlib import Path
 
 from common.children import Child, cpu_s, reply
-from common.report import Samples, write
-from rich.console import Console
-from rich.table import Table
+from common.harness import Bench, Figures, Options, Samples
 
 from flowrt.net.curve_keys import controller_keys, worker_keys, write_keys
 from flowrt.net.link import ClientLink, ServerLink
@@ -66,13 +62,14 @@ async def trips(address: str, keys: str, message: m.Message) -> list[float]:
     return seconds[WARM:]
 
 
-def measure(repeats: int) -> Samples:
+def links(options: Options) -> Figures:
+    """Round trips of a small and of a large message, with keys and without, by turns."""
     samples = Samples()
     with tempfile.TemporaryDirectory() as folder:
         write_keys(Path(folder) / "keys", [])
-        for _ in range(repeats):
+        for _ in range(1 if options.quick else REPEATS):
             for way, keys in (("plain", ""), ("curve", f"{folder}/keys")):
-                server = Child("curve.py", "--serve", keys or "-")
+                server = Child("curve.py", "serve", keys)
                 address = server.wait_ready()
                 for name, message in MESSAGES.items():
                     before_s = cpu_s(server.pid)
@@ -81,25 +78,13 @@ def measure(repeats: int) -> Samples:
                     samples.add(f"{name}_{way}_p50_us", 1e6 * statistics.median(seconds))
                     samples.add(f"{name}_{way}_server_us", 1e6 * spent_s / (WARM + TRIPS))
                 server.leave()
-    return samples
+    return samples.medians()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help=f"1 repeat in place of {REPEATS}")
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    arguments = parser.parse_args()
-    if arguments.serve:
-        run_loop(serve(arguments.serve.strip("-")))
-        return
-    samples = measure(1 if arguments.quick else REPEATS)
-    table = Table("microseconds", "median", title="CURVE")
-    for name, value in samples.medians().items():
-        table.add_row(name, f"{value:.1f}")
-    Console().print(table)
-    write(arguments.json, samples.medians(), repeats=samples.repeats(), load=os.getloadavg()[1])
-
+BENCH = Bench(about=__doc__, parts={"links": links})
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["serve"]:
+        run_loop(serve(sys.argv[2]))
+    else:
+        sys.exit(BENCH.main())

@@ -6,17 +6,15 @@ Groups of 8 with prompts of 11 tokens and responses of 64, one thread, a Qwen2 o
 take turns; ``differ_fraction`` is the share of samples whose tokens differ between them.
 """
 
-import argparse
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import torch
-from common.report import Samples, write
+from common.harness import Bench, Figures, Options, Samples
 from end_to_end.task import make_model
-from rich.console import Console
-from rich.table import Table
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import load_model
@@ -26,6 +24,7 @@ from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
 VOCABULARY = 37
 MEMBERS, PROMPT, RESPONSE = 8, 11, 64
 ROWS = (16, 64, 128)
+ROUNDS = 15
 WAYS = ("plain", "compiled")
 
 
@@ -52,14 +51,9 @@ def generate(engine: TorchRollout, rows: int, seed: int) -> tuple[float, dict[in
     return time.perf_counter() - begin_s, done
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="one number of rows, two rounds")
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    numbers, rounds = (ROWS[:1], 2) if arguments.quick else (ROWS, arguments.rounds)
+def decoding(options: Options) -> Figures:
+    """Milliseconds a sample, and the share of samples that differ."""
+    numbers, rounds = (ROWS[:1], 2) if options.quick else (ROWS, ROUNDS)
     samples = Samples()
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name) / "model"
@@ -76,14 +70,15 @@ def main() -> None:
                 plain, compiled = (results[way][1] for way in WAYS)
                 differ = sum(not torch.equal(one.tokens, compiled[key].tokens) for key, one in plain.items())
                 samples.add(f"differ_fraction_{rows}", differ / rows)
-    metrics = samples.medians()
-    columns = ("plain_ms", "compiled_ms", "ratio", "differ_fraction")
-    table = Table("rows", "plain ms/sample", "compiled", "times faster", "samples that differ", title="decoding")
-    for rows in numbers:
-        table.add_row(str(rows), *(f"{metrics[f'{column}_{rows}']:.3g}" for column in columns))
-    Console().print(table)
-    write(arguments.json, metrics, new_tokens=RESPONSE, rounds=rounds)
+    return samples.medians()
 
+
+BENCH = Bench(
+    about=__doc__,
+    parts={"decoding": decoding},
+    machine=lambda _: {"new_tokens": RESPONSE, "rounds": ROUNDS},
+)
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    sys.exit(BENCH.main())

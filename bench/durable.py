@@ -1,6 +1,6 @@
 """What survives of what was generated: preemptions, kills of the whole run, kills of a rollout worker.
 
-    python bench/durable.py [--trials 300] [--repeats 3] [--parts NAME ...] [--quick] [--json PATH]
+    python bench/durable.py [--trials 300] [--repeats 3] [--parts PART ...] [--quick] [--json PATH]
 
 Real runs, as in bench/faults.py, with the torch engine, a tiny model and long-tailed lengths. Each decode step takes as
 long as one of a large model. The data has exactly as many prompts as the run trains, so a token is lost if it was
@@ -39,24 +39,22 @@ import tempfile
 import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.report import beyond, write
+from common.harness import Bench, Figures, Options
 from durability.counting import Generated, TokenCounter
 from fault_injection.faults import EVERYTHING, Plan, draw
 from fault_injection.launcher_process import LauncherProcess
 from fault_injection.runs import KEYS, WORKER_TIMEOUT_S, prepare, warm_up
 from fault_injection.trial import STEPS as TRIAL_STEPS
 from fault_injection.trial import Trial, side_by_side
-from rich.console import Console
-from rich.table import Table
 
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.run_dir import checkpoint_steps
 
-PARTS = ("preempt", "killed", "worker", "kills", "ratio", "shape")
 BOUNDS = (0, 1, 4)
 PROMPTS, MEMBERS = 4, 4
 STEP_S = 0.02
@@ -203,14 +201,64 @@ def _worked_s(run: Run) -> float:
     return min(spans) if len(spans) > 1 else 0.0
 
 
-def kills(arguments: argparse.Namespace, base: RunConfig, folder: Path, console: Console) -> dict[str, float]:
+@cache
+def _prepared() -> tuple[RunConfig, Path]:
+    folder = Path(tempfile.mkdtemp(prefix="flowrt-durable-"))
+    COUNTER.install()
+    warm_up()
+    return prepare(folder, max_length=2048), folder
+
+
+def prepared(step_s: float) -> tuple[RunConfig, Path]:
+    """The configuration of all runs and their folder; ``step_s``: time that a decode step takes in addition."""
+    COUNTER.step_s = step_s
+    return _prepared()
+
+
+def worst(values: Iterator[float]) -> float:
+    return max(round(value, 4) for value in values)
+
+
+def repeats_of(options: Options) -> range:
+    return range(1 if options.quick else options.repeats)
+
+
+def preempt(options: Options) -> Figures:
+    """Tokens lost by a preemption with notice."""
+    (base, folder), rng = prepared(STEP_S), random.Random(options.first_seed)
+    metrics = {
+        f"preempt_lost_fraction_bound_{bound}": worst(
+            preempted(base, folder / f"preempt-{bound}-{number}", bound, rng) for number in repeats_of(options)
+        )
+        for bound in (BOUNDS[1:2] if options.quick else BOUNDS)
+    }
+    without = preempted(base, folder / "preempt-without", 1, rng, samples=False)
+    lost = {"preempt_lost_fraction": max(metrics.values()), "preempt_lost_fraction_without": round(without, 4)}
+    return metrics | lost
+
+
+def killed_runs(options: Options) -> Figures:
+    """Seconds of generation lost by a kill of all processes."""
+    (base, folder), rng = prepared(STEP_S), random.Random(options.first_seed)
+    return {"killed_lost_s": worst(killed(base, folder / f"killed-{n}", rng) for n in repeats_of(options))}
+
+
+def killed_workers(options: Options) -> Figures:
+    """Seconds of its generation lost by a kill of a rollout worker."""
+    (base, folder), rng = prepared(STEP_S), random.Random(options.first_seed)
+    return {"worker_lost_s": worst(worker_killed(base, folder / f"worker-{n}", rng) for n in repeats_of(options))}
+
+
+def kills(options: Options) -> Figures:
     """Counts of trials with kills at random instants."""
+    base, folder = prepared(0.0)
+    COUNTER.folder = folder / "tokens"
     base = dataclasses.replace(
         base, rollout=dataclasses.replace(base.rollout, journal_s=0.1, max_new_tokens=40), max_staleness=1
     )
-    trials = 3 if arguments.quick else arguments.trials
+    trials = 3 if options.quick else options.trials
     counts = dict.fromkeys(("trials", "lost", "doubled", "hung", "wrong", "over_bound", "taken_over"), 0.0)
-    plans = _kill_plans(arguments.first_seed)
+    plans = _kill_plans(options.first_seed)
 
     def next_trial(running: int) -> Trial | None:
         if counts["trials"] + running >= trials:
@@ -218,10 +266,10 @@ def kills(arguments: argparse.Namespace, base: RunConfig, folder: Path, console:
         plan = next(plans)
         return Trial(plan=plan, base=base, folder=folder / f"trial-{plan.seed}", deadline_s=180.0, keys=folder / KEYS)
 
-    for outcome in side_by_side(next_trial, arguments.at_once):
+    for outcome in side_by_side(next_trial, options.at_once):
         if outcome.injected or outcome.is_bad:  # else the run ended before its fault
             counts["trials"] += 1
-            console.print(outcome.line(int(counts["trials"])), highlight=False, markup=False, soft_wrap=True)
+            print(outcome.line(int(counts["trials"])), flush=True)
             counts["lost"] += outcome.lost
             counts["doubled"] += outcome.doubled
             counts["hung"] += outcome.hung
@@ -244,28 +292,27 @@ def _kill_plans(first_seed: int) -> Iterator[Plan]:
             yield plan
 
 
-def ratio(base: RunConfig, folder: Path, steps: int, repeats: int) -> float:
+def ratio(options: Options) -> Figures:
     """Samples/s with a journal over samples/s without, of two runs at the same time; the median of the pairs.
 
     At the same time, because the speed of a shared machine changes by a tenth from one run to the next. Both are
     measured up to the end of the first.
     """
+    base, folder = prepared(0.0)
+    steps, rounds = (6, 1) if options.quick else (40, options.repeats)
     ratios: list[float] = []
-    for number in range(repeats):
-        runs: dict[str, Run] = {}
-        launchers: dict[str, LauncherProcess] = {}
-        for name in ("on", "off") if number % 2 else ("off", "on"):
-            runs[name] = Run(base, folder / f"ratio-{number}-{name}", steps=steps, journal_s=float(name == "on"))
-            samples = dataclasses.replace(base.checkpoint, samples=name == "on", every=1000)
-            launchers[name] = runs[name].start(max_staleness=1, checkpoint=samples)
-        for name, run in runs.items():
-            run.finish(launchers[name])
-        closed_s = {name: closed_steps(run.run_dir) for name, run in runs.items()}
+    for number in range(rounds):
+        runs: dict[bool, tuple[Run, LauncherProcess]] = {}
+        for journals in (True, False) if number % 2 else (False, True):
+            run = Run(base, folder / f"ratio-{number}-{journals}", steps=steps, journal_s=float(journals))
+            samples = dataclasses.replace(base.checkpoint, samples=journals, every=1000)
+            runs[journals] = run, run.start(max_staleness=1, checkpoint=samples)
+        for run, launcher in runs.values():
+            run.finish(launcher)
+        closed_s = {journals: closed_steps(run.run_dir) for journals, (run, _) in runs.items()}
         until_s = min(times[-1] for times in closed_s.values())
-        rates = {name: steps_per_s(times, until_s) for name, times in closed_s.items()}
-        print(f"steps/s side by side: {rates['on']:.4f} with journals, {rates['off']:.4f} without", flush=True)
-        ratios.append(rates["on"] / rates["off"])
-    return statistics.median(ratios)
+        ratios.append(steps_per_s(closed_s[True], until_s) / steps_per_s(closed_s[False], until_s))
+    return {"journal_ratio": statistics.median(ratios)}
 
 
 def closed_steps(run_dir: Path) -> list[float]:
@@ -280,80 +327,46 @@ def steps_per_s(closed_s: Sequence[float], until_s: float) -> float:
     return last / (closed_s[last] - closed_s[0])
 
 
-def shape(rows: int) -> dict[str, float]:
-    """Size, times and memory of a journal of this many sequences."""
-    words = [sys.executable, "-m", "durability.shape", "--rows", str(rows)]
+def shape(options: Options) -> Figures:
+    """Size, times and memory of the journal of one worker."""
+    words = [sys.executable, "-m", "durability.shape", "--rows", "16" if options.quick else "256"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
     return {f"journal_{name}": round(value, 4) for name, value in json.loads(done.stdout).items()}
 
 
-def main() -> int:
-    arguments = parsed()
-    console = Console(width=140)
-    folder = Path(tempfile.mkdtemp(prefix="flowrt-durable-"))
-    COUNTER.install()
-    warm_up()
-    base = prepare(folder, max_length=2048)
-    rng = random.Random(arguments.first_seed)
-    repeats = 1 if arguments.quick else arguments.repeats
-    metrics: dict[str, float] = {}
-    COUNTER.step_s = STEP_S
-    for number in range(repeats):
-        if "preempt" in arguments.parts:
-            for bound in BOUNDS[1:2] if arguments.quick else BOUNDS:
-                value = preempted(base, folder / f"preempt-{bound}-{number}", bound, rng)
-                _worst(metrics, f"preempt_lost_fraction_bound_{bound}", value)
-                _worst(metrics, "preempt_lost_fraction", value)
-            if not number:
-                value = preempted(base, folder / "preempt-without", 1, rng, samples=False)
-                metrics["preempt_lost_fraction_without"] = round(value, 4)
-        if "killed" in arguments.parts:
-            _worst(metrics, "killed_lost_s", killed(base, folder / f"killed-{number}", rng))
-        if "worker" in arguments.parts:
-            _worst(metrics, "worker_lost_s", worker_killed(base, folder / f"worker-{number}", rng))
-    COUNTER.step_s = 0.0
-    if "ratio" in arguments.parts:
-        metrics["journal_ratio"] = ratio(base, folder, 6 if arguments.quick else 40, repeats)
-    if "shape" in arguments.parts:
-        metrics |= shape(16 if arguments.quick else 256)
-    if "kills" in arguments.parts:
-        COUNTER.folder = folder / "tokens"
-        metrics |= kills(arguments, base, folder, console)
-    console.print(table_of(metrics))
-    missed = beyond(metrics, MOST, LEAST, quick=arguments.quick)
-    if not missed:
-        shutil.rmtree(folder)
-    write(arguments.json, metrics, repeats=repeats, first_seed=arguments.first_seed, journal_s=JOURNAL_S)
-    return int(bool(missed))
-
-
-def _worst(metrics: dict[str, float], name: str, value: float) -> None:
-    metrics[name] = max(metrics.get(name, 0.0), round(value, 4))
-    print(f"{name}: {value:.4f}", flush=True)
-
-
-def table_of(metrics: dict[str, float]) -> Table:
-    """The metrics with the values that they have to reach."""
-    table = Table(title="what survives of what was generated")
-    for heading in ("metric", "value", "to reach"):
-        table.add_column(heading, justify="left" if heading == "metric" else "right")
-    for name, value in metrics.items():
-        goal = f"<= {MOST[name]:g}" if name in MOST else f">= {LEAST[name]:g}" if name in LEAST else ""
-        table.add_row(name, f"{value:g}", goal)
-    return table
-
-
-def parsed() -> argparse.Namespace:
-    """The options of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=300, help="runs with kills at random instants")
     parser.add_argument("--repeats", type=int, default=3, help="of every other measurement")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=2, help="runs with kills side by side")
-    parser.add_argument("--quick", action="store_true", help="one repetition of each, three kills")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+
+
+BENCH = Bench(
+    about=__doc__,
+    parts={
+        "preempt": preempt,
+        "killed": killed_runs,
+        "worker": killed_workers,
+        "ratio": ratio,
+        "shape": shape,
+        "kills": kills,
+    },
+    most=MOST,
+    least=LEAST,
+    add_options=add_options,
+    machine=lambda options: {
+        "repeats": len(repeats_of(options)),
+        "first_seed": options.first_seed,
+        "journal_s": JOURNAL_S,
+    },
+)
+
+
+def main() -> int:
+    code = BENCH.main()
+    if not code and _prepared.cache_info().currsize:
+        shutil.rmtree(_prepared()[1])
+    return code
 
 
 if __name__ == "__main__":

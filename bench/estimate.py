@@ -1,17 +1,16 @@
 """Estimated memory of a run (`flowrt doctor`) against the peak memory of its processes.
 
-    python bench/estimate.py [SHAPE ...] [--json PATH] [--quick]
+    python bench/estimate.py [--parts SHAPE ...] [--json PATH] [--quick]
 
 Each shape is a model with random weights, an engine, a number of running sequences and a length: three steps are
 trained with real processes on the CPU, and the peak of each trainer, rollout and reference process (VmHWM) is compared
 with what `flowrt.launcher.doctor.estimate` says for its role.
 
 estimate_error_max is the largest relative error, estimate_error_SHAPE that of a shape; estimate_gb_SHAPE_ROLE and
-peak_gb_SHAPE_ROLE are both figures. --quick takes the three smallest shapes. Exits with 1 if an error is above its
-bound.
+peak_gb_SHAPE_ROLE are both figures. --quick takes the three smallest shapes.
 """
 
-import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -23,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common.report import beyond, write
+from common.harness import Bench, Figures, Options, Part, Skipped
+from common.jobs import FLOWRT
+from common.memory import peak_bytes
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -40,7 +41,6 @@ from flowrt.launcher.doctor.model_shape import shape_of
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 
-BOUNDS = {"estimate_error_max": 0.2}
 ROLES = {"trainer": "flowrt.roles.trainer", "rollout": "flowrt.roles.rollout", "reference": "flowrt.roles.reference"}
 POLL_S = 0.1
 DEADLINE_S = 900.0
@@ -144,17 +144,8 @@ def prepare(shape: Shape, folder: Path) -> list[str]:
         text = "1+2=" + text
     rows.write_text("".join(json.dumps({"prompt": text[:-1] + str(n % 10)}) + "\n" for n in range(200)))
     return [
-        *(
-            "custom",
-            "--model",
-            str(model),
-            "--data",
-            str(rows),
-            "--reward",
-            "length:32",
-            "--data.chat-template",
-            "none",
-        ),
+        *("custom", "--model", str(model), "--data", str(rows), "--reward", "length:32"),
+        *("--data.chat-template", "none"),
         *("--data.eval-prompts", "0", "--steps", "3", "--prompts-per-step", str(max(shape.rows // 8, 1))),
         *("--group-size", "8", "--rollout.workers", "1", "--rollout.max-running-requests", str(shape.rows)),
         *("--rollout.max-new-tokens", str(shape.new_tokens), "--data.max-prompt-tokens", str(shape.prompt_tokens + 2)),
@@ -164,74 +155,61 @@ def prepare(shape: Shape, folder: Path) -> list[str]:
 
 
 def peaks(arguments: list[str]) -> dict[str, int]:
-    """Peak memory in bytes of a process of each role. Raises SystemExit if the run fails."""
-    run = subprocess.Popen(
-        [sys.executable, "-m", "flowrt.cli", "run", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    """Peak memory in bytes of a process of each role. Raises RuntimeError if the run fails."""
+    run = subprocess.Popen([*FLOWRT, "run", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     highest = dict.fromkeys(ROLES, 0)
     end_s = time.monotonic() + DEADLINE_S
     while run.poll() is None and time.monotonic() < end_s:
         for process in psutil.Process(run.pid).children(recursive=True):
-            try:
-                words = process.cmdline()
-                status = Path(f"/proc/{process.pid}/status").read_text()
-            except (OSError, psutil.Error):
-                continue
-            for role, module in ROLES.items():
-                if module in " ".join(words) and "VmHWM:" in status:
-                    highest[role] = max(highest[role], 1024 * int(status.split("VmHWM:")[1].split()[0]))
+            with contextlib.suppress(OSError, ValueError, psutil.Error):  # it has ended
+                words, peak = process.cmdline(), peak_bytes(process.pid)
+                for role in [role for role, module in ROLES.items() if module in words]:
+                    highest[role] = max(highest[role], peak)
         time.sleep(POLL_S)
     output = run.communicate(timeout=DEADLINE_S)[0]
     if run.returncode != 0:
-        raise SystemExit(f"flowrt run {' '.join(arguments)} ended with exit code {run.returncode}: {output[-2000:]}")
+        raise RuntimeError(f"flowrt run {' '.join(arguments)} ended with exit code {run.returncode}: {output[-2000:]}")
     return highest
 
 
-def measure(name: str, shape: Shape) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = prepare(shape, Path(folder))
-        config = parse(arguments)
-        needs = estimate(config, shape_of(config))
-        estimated = {
-            "trainer": needs.trainer_rank + needs.trainer_first + needs.trainer_device,
-            "rollout": needs.rollout,
-            "reference": needs.reference + needs.reference_device,
-        }
-        found = peaks(arguments)
-    errors = {role: estimated[role] / found[role] - 1.0 for role in ROLES}
-    columns = "".join(f"{estimated[role] / 1e9:8.2f} {found[role] / 1e9:6.2f} {errors[role]:+6.0%}" for role in ROLES)
-    print(f"{name:<20}{columns}", flush=True)
-    metrics = {f"estimate_error_{name}": max(map(abs, errors.values()))}
-    for role in ROLES:
-        metrics |= {f"estimate_gb_{name}_{role}": estimated[role] / 1e9, f"peak_gb_{name}_{role}": found[role] / 1e9}
-    return metrics
+def of_shape(name: str) -> Part:
+    """The measurement of a shape."""
+
+    def measure(options: Options) -> Figures:
+        if options.quick and name not in QUICK:
+            raise Skipped("a quick run has the smallest shapes")
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = prepare(SHAPES[name], Path(folder))
+            config = parse(arguments)
+            needs = estimate(config, shape_of(config))
+            estimated = {
+                "trainer": needs.trainer_rank + needs.trainer_first + needs.trainer_device,
+                "rollout": needs.rollout,
+                "reference": needs.reference + needs.reference_device,
+            }
+            found = peaks(arguments)
+        metrics = {f"estimate_error_{name}": max(abs(estimated[role] / found[role] - 1.0) for role in ROLES)}
+        for role in ROLES:
+            metrics[f"estimate_gb_{name}_{role}"] = estimated[role] / 1e9
+            metrics[f"peak_gb_{name}_{role}"] = found[role] / 1e9
+        return metrics
+
+    return measure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("shapes", nargs="*", help=f"{', '.join(SHAPES)}; default: all")
-    parser.add_argument("--json", type=Path, help="write metrics here")
-    parser.add_argument("--quick", action="store_true", help="the three smallest shapes")
-    options = parser.parse_args()
-    if unknown := [name for name in options.shapes if name not in SHAPES]:
-        parser.error(f"there is no shape {unknown[0]}; there are {', '.join(SHAPES)}")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{'GB, of each process':<20}" + "".join(f"{role:>10} peak  error" for role in ROLES))
-    metrics: dict[str, float] = {}
-    for name in options.shapes or (QUICK if options.quick else SHAPES):
-        metrics |= measure(name, SHAPES[name])
-        errors = [value for metric, value in metrics.items() if metric.startswith("estimate_error_")]
-        overall = {"estimate_error_max": max(errors), "estimate_shapes": float(len(errors))}
-        write(options.json, metrics | overall)  # after each shape: all of them take long
-    metrics |= overall
-    missed = beyond(metrics, BOUNDS, {}, quick=options.quick)
-    if missed:
-        print(f"beyond their bounds: {', '.join(missed)}")
-    sys.exit(bool(missed))
+def largest_error(metrics: Figures) -> Figures:
+    """The largest error of the shapes that were measured, and their number."""
+    errors = [metrics[f"estimate_error_{name}"] for name in SHAPES if f"estimate_error_{name}" in metrics]
+    return {"estimate_error_max": max(errors, default=0.0), "estimate_shapes": float(len(errors))}
 
+
+BENCH = Bench(
+    about=__doc__,
+    parts={name: of_shape(name) for name in SHAPES},
+    most={"estimate_error_max": 0.2},
+    derived=largest_error,
+)
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(BENCH.main())

@@ -41,81 +41,50 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.report import write
+from common.harness import Bench, Figures, Options
 from fault_injection.faults import GROUPS, Plan, draw
 from fault_injection.runs import KEYS, WORKER_TIMEOUT_S, prepare, warm_up
 from fault_injection.trial import STEPS, Outcome, Trial, side_by_side
-from rich.console import Console
-from rich.table import Table
 
-COUNTED = ("trials", "lost", "doubled", "hung", "wrong", "resumed", "refused")
-TIMED = ("detect_s", "recover_s", "resume_s", "replaced_s")
-HEADINGS = ("detected s", "recovered s", "worst", "resumed s", "worst", "replaced s", "worst")
 QUICK = tuple(GROUPS)
 """One trial of each group."""
+FAILURES: list[str] = []
+"""What failed, a line for each trial."""
 
 
-def main() -> int:
-    arguments = parsed()
-    if arguments.keep:
-        arguments.keep.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="flowrt-faults-", dir=arguments.keep))
-    console, began_s = Console(), time.monotonic()
-    plans = _plans(arguments)
-    trials = len(arguments.only or QUICK) if arguments.only or arguments.quick else arguments.trials
+def trials(options: Options) -> Figures:
+    """Runs with faults: counts of all and by kind, and times of detection, recovery and resumption."""
+    folder = Path(tempfile.mkdtemp(prefix="flowrt-faults-", dir=options.keep))
+    began_s, plans = time.monotonic(), _plans(options)
+    count = len(options.only or QUICK) if options.only or options.quick else options.trials
     warm_up()
-    base = prepare(folder, arguments.filtered)
+    base = prepare(folder, options.filtered)
     outcomes: list[Outcome] = []
     skipped = 0
 
     def next_trial(running: int) -> Trial | None:
         nonlocal skipped
-        while len(outcomes) + skipped + running < trials and (plan := next(plans, None)) is not None:
+        while len(outcomes) + skipped + running < count and (plan := next(plans, None)) is not None:
             if plan.group == "disk" and os.geteuid() != 0:
                 skipped += 1
                 continue
             place = folder / f"trial-{plan.seed}"
-            return Trial(plan=plan, base=base, folder=place, deadline_s=arguments.deadline_s, keys=folder / KEYS)
+            return Trial(plan=plan, base=base, folder=place, deadline_s=options.deadline_s, keys=folder / KEYS)
         return None
 
-    for outcome in side_by_side(next_trial, arguments.at_once):
+    for outcome in side_by_side(next_trial, options.at_once):
         if not outcome.is_bad:
             shutil.rmtree(outcome.folder)
-        if outcome.injected or outcome.is_bad or arguments.only:  # else the run ended before its fault
+        if outcome.injected or outcome.is_bad or options.only:  # else the run ended before its fault
             outcomes.append(outcome)
-            console.print(outcome.line(len(outcomes)), highlight=False, markup=False, soft_wrap=True)
-        elif arguments.quick:
+            print(outcome.line(len(outcomes)), flush=True)
+        elif options.quick:
             plans = itertools.chain(_of_group(outcome.plan.group, outcome.plan.seed + 1), plans)
-    wall_s = time.monotonic() - began_s
-    failures = [one.line(0) for one in outcomes if one.is_bad]
-    metrics = metrics_of(outcomes) | {
-        "skipped": skipped,
-        "wall_s": round(wall_s, 1),
-        "worker_timeout_s": WORKER_TIMEOUT_S,
-    }
-    Console(width=160).print(table_of(outcomes, metrics))
-    if not failures:
+    FAILURES.extend(one.line(0) for one in outcomes if one.is_bad)
+    if not FAILURES:
         shutil.rmtree(folder)
-    options = {name: getattr(arguments, name) for name in ("first_seed", "at_once", "filtered")}
-    write(arguments.json, metrics, **options, failures=failures)
-    return int(bool(failures))
-
-
-def parsed() -> argparse.Namespace:
-    """The options of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--first-seed", type=int, default=0, help="of the first trial; the next ones count up")
-    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these trials and no others")
-    parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=(), help="trials of these groups alone")
-    parser.add_argument("--kinds", nargs="+", default=(), metavar="KIND", help="only faults of these kinds, as kill")
-    parser.add_argument("--quick", action="store_true", help="one trial of each group")
-    parser.add_argument("--at-once", type=int, default=2, help="trials side by side")
-    parser.add_argument("--filtered", type=at_least_0, default=0, metavar="N", help="groups filtered in each step")
-    parser.add_argument("--deadline-s", type=float, default=90.0, help="what one life of a run may take")
-    parser.add_argument("--keep", type=Path, help="directory for the files of failed trials")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    wall_s = round(time.monotonic() - began_s, 1)
+    return metrics_of(outcomes) | {"skipped": skipped, "wall_s": wall_s, "worker_timeout_s": WORKER_TIMEOUT_S}
 
 
 def at_least_0(text: str) -> int:
@@ -125,12 +94,12 @@ def at_least_0(text: str) -> int:
     return int(text)
 
 
-def _plans(arguments: argparse.Namespace) -> Iterator[Plan]:
-    if arguments.quick:
-        return (next(_of_group(group, arguments.first_seed)) for group in QUICK)
-    seeds = arguments.only or itertools.count(arguments.first_seed)
-    plans = (draw(seed, STEPS, WORKER_TIMEOUT_S, tuple(arguments.groups)) for seed in seeds)
-    kinds = arguments.kinds
+def _plans(options: Options) -> Iterator[Plan]:
+    if options.quick:
+        return (next(_of_group(group, options.first_seed)) for group in QUICK)
+    seeds = options.only or itertools.count(options.first_seed)
+    plans = (draw(seed, STEPS, WORKER_TIMEOUT_S, tuple(options.groups)) for seed in seeds)
+    kinds = options.kinds
     return (
         plan for plan in plans if not kinds or all(one.kind in kinds for one in (*plan.faults, *plan.resume_faults))
     )
@@ -142,17 +111,13 @@ def _of_group(group: str, first_seed: int) -> Iterator[Plan]:
     return itertools.islice((plan for plan in plans if plan.group == group), 1)
 
 
-def metrics_of(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Counts and times of all, and counts by row of the table."""
+def metrics_of(outcomes: list[Outcome]) -> dict[str, float]:
+    """Counts and times of all, and counts by kind of fault."""
     metrics = {**counts(outcomes), **times(outcomes)}
-    for row in rows(outcomes):
+    for row in sorted({one.plan.row for one in outcomes}, key=lambda row: (row.isupper(), row)):
         group = [one for one in outcomes if one.plan.row == row]
         metrics |= {f"{row.replace(' ', '_')}_{name}": value for name, value in counts(group).items()}
     return metrics
-
-
-def rows(outcomes: list[Outcome]) -> list[str]:
-    return sorted({one.plan.row for one in outcomes}, key=lambda row: (row.isupper(), row))
 
 
 def counts(outcomes: list[Outcome]) -> dict[str, int]:
@@ -167,49 +132,50 @@ def counts(outcomes: list[Outcome]) -> dict[str, int]:
     }
 
 
-def times(outcomes: list[Outcome]) -> dict[str, float | None]:
-    """Medians and maxima, in seconds; None where nothing was measured."""
+def times(outcomes: list[Outcome]) -> dict[str, float]:
+    """Medians and maxima, in seconds; without those of which nothing was measured."""
     measured = {
         "detect_s": [one.noticed_s for one in outcomes],
         "recover_s": [one.recovered_s for one in outcomes],
         "resume_s": [value for one in outcomes for value in one.resume_s],
         "replaced_s": [one.replaced_s for one in outcomes],
     }
-    found: dict[str, float | None] = {}
+    found: dict[str, float] = {}
     for name, values in measured.items():
-        came = [value for value in values if value >= 0]
-        found[f"{name}_p50"] = round(statistics.median(came), 3) if came else None
-        found[f"{name}_max"] = round(max(came), 3) if came else None
+        if came := [value for value in values if value >= 0]:
+            found |= {f"{name}_p50": round(statistics.median(came), 3), f"{name}_max": round(max(came), 3)}
     return found
 
 
-def table_of(outcomes: list[Outcome], metrics: dict[str, Any]) -> Table:
-    """The table of results, a row for each kind of fault."""
-    names = (*COUNTED, *(f"{name}_{what}" for name in TIMED for what in ("p50", "max")))
-    caption = "  ".join(f"{name} {metrics[name]}" for name in (*names, "skipped", "wall_s", "worker_timeout_s"))
-    table = Table(title=f"{metrics['trials']} runs with faults", caption=caption)
-    table.add_column("fault")
-    for name in (
-        *COUNTED,
-        "by itself",
-        "detected s",
-        "recovered s",
-        "worst",
-        "resumed s",
-        "worst",
-        "replaced s",
-        "worst",
-    ):
-        table.add_column(name, justify="right")
-    for row in rows(outcomes):
-        group = [one for one in outcomes if one.plan.row == row]
-        took = times(group)
-        del took["detect_s_max"]
-        shown = ["-" if value is None else f"{value:.2f}" for value in took.values()]
-        itself = sum(not (one.resumed or one.is_bad) for one in group)
-        table.add_row(row, *map(str, counts(group).values()), str(itself), *shown)
-    return table
+def folder_of(text: str) -> Path:
+    """A directory, which is created."""
+    Path(text).mkdir(parents=True, exist_ok=True)
+    return Path(text)
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--first-seed", type=int, default=0, help="of the first trial; the next ones count up")
+    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these trials and no others")
+    parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=(), help="trials of these groups alone")
+    parser.add_argument("--kinds", nargs="+", default=(), metavar="KIND", help="only faults of these kinds, as kill")
+    parser.add_argument("--at-once", type=int, default=2, help="trials side by side")
+    parser.add_argument("--filtered", type=at_least_0, default=0, metavar="N", help="groups filtered in each step")
+    parser.add_argument("--deadline-s", type=float, default=90.0, help="what one life of a run may take")
+    parser.add_argument("--keep", type=folder_of, help="directory for the files of failed trials")
+
+
+def machine(options: Options) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("first_seed", "at_once", "filtered")} | {"failures": FAILURES}
+
+
+BENCH = Bench(
+    about=__doc__,
+    parts={"trials": trials},
+    most=dict.fromkeys(("lost", "doubled", "hung", "wrong"), 0.0),
+    add_options=add_options,
+    machine=machine,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -9,63 +9,69 @@ start of the command to its end. Figures are medians over seeds, ``_least`` the 
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from common.report import write
-from rich.console import Console
-from rich.table import Table
+from common.harness import ROOT, Bench, Figures, Options
+from common.jobs import run_job
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "larger_number.py"
+EXAMPLE = ROOT / "examples" / "larger_number.py"
 MODEL = Path.home() / ".cache/flowrt/gemma-3-270m"
 TIMEOUT_S = 7200.0
 WINDOW = 5
 
 
-def run(model: Path, seed: int, flags: list[str]) -> dict[str, float]:
+def model(text: str) -> Path:
+    """A directory with a model. Raises ArgumentTypeError if there is none."""
+    if not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"no model in {text}; scripts/install_gemma writes it there")
+    return Path(text)
+
+
+def run(path: Path, seed: int, flags: list[str]) -> dict[str, float]:
     """The figures of one run."""
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
-        run_dir = Path(folder) / "run"
-        command = [sys.executable, "-m", "flowrt.cli", "run", str(EXAMPLE), "--model", str(model), "--seed", str(seed)]
-        began = time.monotonic()
-        subprocess.run([*command, "--run-dir", str(run_dir), *flags], check=True, timeout=TIMEOUT_S)
-        minutes = (time.monotonic() - began) / 60
-        summary = json.loads((run_dir / "summary.json").read_text())
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward"] for line in lines]
-    curve = {
-        f"reward_to_{end}": statistics.fmean(rewards[end - WINDOW : end])
-        for end in range(WINDOW, len(rewards) + 1, WINDOW)
+        words = (EXAMPLE, "--model", path, "--seed", seed, *flags)
+        job = run_job(Path(folder) / "run", *words, timeout_s=TIMEOUT_S)
+        summary, rewards = job.summary, [line["reward"] for line in job.lines]
+    ends = range(WINDOW, len(rewards) + 1, WINDOW)
+    return {
+        "minutes": job.total_s / 60,
+        "samples_per_s": summary["samples_per_s"],
+        "held_out_first": summary["eval_first"],
+        "held_out_last": summary["eval_last"],
+        **{f"reward_to_{end}": statistics.fmean(rewards[end - WINDOW : end]) for end in ends},
     }
-    held_out = {"held_out_first": summary["eval_first"], "held_out_last": summary["eval_last"]}
-    return {"minutes": minutes, "samples_per_s": summary["samples_per_s"], **held_out, **curve}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL, help="directory of the checkpoint")
+def seeds_of(options: Options) -> int:
+    return 1 if options.quick else int(options.seeds)
+
+
+def learning(options: Options) -> Figures:
+    """Held-out answers, the curve of rewards, and the minutes of a run."""
+    flags = ["--steps", "5"] if options.quick else []
+    runs = [run(options.model, seed, flags) for seed in range(seeds_of(options))]
+    return {
+        **{name: statistics.median(figures[name] for figures in runs) for name in runs[0]},
+        "held_out_last_least": min(figures["held_out_last"] for figures in runs),
+        "minutes_most": max(figures["minutes"] for figures in runs),
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=model, default=str(MODEL), help="directory of the checkpoint")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="5 steps of one seed")
-    arguments = parser.parse_args()
-    if not (arguments.model / "config.json").is_file():
-        parser.error(f"no model in {arguments.model}; scripts/install_gemma writes it there")
-    seeds, flags = (1, ["--steps", "5"]) if arguments.quick else (arguments.seeds, [])
-    runs = [run(arguments.model, seed, flags) for seed in range(seeds)]
-    metrics = {name: statistics.median(figures[name] for figures in runs) for name in runs[0]}
-    metrics["held_out_last_least"] = min(figures["held_out_last"] for figures in runs)
-    metrics["minutes_most"] = max(figures["minutes"] for figures in runs)
-    table = Table("metric", "median", *(f"seed {seed}" for seed in range(seeds)), title=EXAMPLE.name)
-    for name in runs[0]:
-        table.add_row(name, f"{metrics[name]:.3f}", *(f"{figures[name]:.3f}" for figures in runs))
-    Console().print(table)
-    write(arguments.json, metrics, seeds=seeds)
 
+
+BENCH = Bench(
+    about=__doc__,
+    parts={"learning": learning},
+    add_options=add_options,
+    machine=lambda options: {"seeds": seeds_of(options)},
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.main())

@@ -2,25 +2,22 @@
 
     python bench/passes.py [--json PATH] [--quick]
 
-Each prompt has ``--members`` responses of 64 tokens; prompts have 16 to 448 tokens. Padded: a prompt is computed with
+Each prompt has 8 responses of 64 tokens; prompts have 16 to 448 tokens. Padded: a prompt is computed with
 each of its responses; folded: it is computed once. One thread, a Qwen2 of a million parameters, the loss of GRPO. Also
 the growth of peak memory by one pass, in a process of its own.
 """
 
-import argparse
-import multiprocessing
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from common.report import write
+from common.harness import Bench, Figures, Options
+from common.memory import begin_peak, in_process, peak_bytes
 from end_to_end.task import make_model
-from rich.console import Console
-from rich.table import Table
 
 from flowrt.algorithms.objective import Objective
 from flowrt.engines.base import TrainingBatch
@@ -30,6 +27,7 @@ from flowrt.engines.torch.trainer import TorchTrainer
 
 PROMPTS = (16, 64, 256, 448)
 """Tokens of a prompt; the model has 512 positions."""
+MEMBERS, ROUNDS = 8, 9
 RESPONSE, VOCABULARY, WHOLE = 64, 37, 8192
 WAYS = {
     "padded": TrainOptions(forward_tokens=WHOLE, share_prompts=False),
@@ -64,66 +62,51 @@ def seconds(trainer: TorchTrainer, samples: TrainingBatch) -> float:
     return time.perf_counter() - begin_s
 
 
-def peak_bytes(folder: Path, way: str, samples: TrainingBatch, found: Any) -> None:
-    """Send the growth of resident memory by a pass in bytes, from the kernel's high-water mark, to ``found``."""
-    torch.set_num_threads(1)
+def memory(folder: Path, way: str, samples: TrainingBatch) -> float:
+    """Growth of resident memory by a pass in bytes, in a process of its own."""
+    return in_process(_memory, folder, way, samples)
+
+
+def _memory(folder: Path, way: str, samples: TrainingBatch) -> float:
     trainer = engine(folder, way)
     trainer.accumulate(batch(4, 1, 2))
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
+    before = begin_peak()
     trainer.accumulate(samples)
-    found.send(resident("VmHWM") - before)
+    return float(peak_bytes() - before)
 
 
-def resident(what: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(what))
-
-
-def memory(folder: Path, way: str, samples: TrainingBatch) -> float:
-    mine, theirs = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("spawn").Process(target=peak_bytes, args=(folder, way, samples, theirs))
-    child.start()
-    peak = float(mine.recv())
-    child.join()
-    return peak
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="two lengths, two rounds")
-    parser.add_argument("--members", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    lengths, rounds = (PROMPTS[:2], 2) if arguments.quick else (PROMPTS, arguments.rounds)
-    ways = [way for way in WAYS if way != "compiled" or (shutil.which("g++") and not arguments.quick)]
+def passes(options: Options) -> Figures:
+    """Milliseconds a sample by the tokens of a prompt, their ratios, and memory."""
+    lengths, rounds = (PROMPTS[:2], 2) if options.quick else (PROMPTS, ROUNDS)
+    ways = [way for way in WAYS if way != "compiled" or (shutil.which("g++") and not options.quick)]
     metrics: dict[str, float] = {}
-    table = Table("prompt", *(f"{way} ms/sample" for way in ways), "times faster", "memory", title="a trainer's pass")
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name) / "model"
         make_model(folder, 0)
         engines = {way: engine(folder, way) for way in ways}
         for length in lengths:
-            groups = max(1, WHOLE // 4 // (arguments.members * (length + RESPONSE)))
-            samples = batch(length, groups, arguments.members)
+            groups = max(1, WHOLE // 4 // (MEMBERS * (length + RESPONSE)))
+            samples = batch(length, groups, MEMBERS)
             times: dict[str, list[float]] = {way: [] for way in ways}
             for each in range(rounds + 1):
                 for way, trainer in engines.items():
                     spent_s = seconds(trainer, samples)
                     if each:  # the first round warms up
-                        times[way].append(1e3 * spent_s / (groups * arguments.members))
+                        times[way].append(1e3 * spent_s / (groups * MEMBERS))
             median_ms = {way: statistics.median(values) for way, values in times.items()}
             metrics |= {f"{way}_ms_{length}": value for way, value in median_ms.items()}
             metrics[f"ratio_{length}"] = median_ms["padded"] / median_ms["folded"]
             peaks = {way: memory(folder, way, samples) for way in ("padded", "folded")}
             metrics[f"memory_ratio_{length}"] = peaks["folded"] / peaks["padded"]
-            cells = [*(f"{value:.2f}" for value in median_ms.values()), f"{metrics[f'ratio_{length}']:.2f}"]
-            table.add_row(str(length), *cells, f"{metrics[f'memory_ratio_{length}']:.2f}")
-    Console().print(table)
-    write(arguments.json, metrics, members=arguments.members, response_tokens=RESPONSE)
+    return metrics
 
+
+BENCH = Bench(
+    about=__doc__,
+    parts={"passes": passes},
+    machine=lambda _: {"members": MEMBERS, "response_tokens": RESPONSE},
+)
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    sys.exit(BENCH.main())

@@ -9,6 +9,7 @@ lasts from the request that begins it to the answer to the request that ends it,
 import argparse
 import itertools
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -18,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.report import Samples, write
-from rich.console import Console
-from rich.table import Table
+from common.harness import Bench, Figures, Options, Samples
 
 from flowrt.engines.base import Prompt
 from flowrt.engines.hf import load_model, named_parameters, save_model
@@ -34,6 +33,7 @@ from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.transport.weights.snapshot import Snapshot
 
 VOCABULARY, PROMPT, ROWS, TOKENS, WARM = 320, 8, 8, 400, 4
+ROUNDS = 5
 WAYS: list[tuple[WeightPath, PauseMode]] = [
     ("disk", "retract"),
     ("disk", "in_place"),
@@ -151,15 +151,9 @@ def measure(python: str, folder: Path, rounds: int, samples: Samples) -> None:
                         samples.add(f"{name}_{weights}_{pause}", value)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sglang-python", required=True, help="Python of an environment that has SGLang")
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="a small model, one round")
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    hidden, layers, rounds = (64, 2, 1) if arguments.quick else (512, 8, arguments.rounds)
+def updates(options: Options) -> Figures:
+    """Milliseconds of an update by part and way, and the share of sequences that span versions."""
+    hidden, layers, rounds = (64, 2, 1) if options.quick else (512, 8, ROUNDS)
     model = build_model(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -173,19 +167,21 @@ def main() -> None:
     samples = Samples()
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         save_model(model, wrap_tokenizer(Arithmetic(0, 0).tokenizer()), Path(name) / "model")
-        measure(arguments.sglang_python, Path(name), rounds, samples)
-    metrics = samples.medians() | {"weight_mb": round(weight_mb, 1)}
-    parts = ("stage", "stand", "pause", "load", "check", "continue")
-    title = f"a change of {weight_mb:.0f} MB of weights in SGLang, ms"
-    table = Table(
-        "weights", "what runs", "staged during decoding", "stands", *parts[2:], "sequences across", title=title
-    )
-    for weights, pause in WAYS:
-        values = (f"{metrics[f'{part}_ms_{weights}_{pause}']:.0f}" for part in parts)
-        table.add_row(weights, pause, *values, f"{metrics[f'across_fraction_{weights}_{pause}']:.2f}")
-    Console().print(table)
-    write(arguments.json, metrics, rounds=rounds, tokens=TOKENS, rows=ROWS)
+        measure(options.sglang_python, Path(name), rounds, samples)
+    return samples.medians() | {"weight_mb": round(weight_mb, 1)}
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sglang-python", required=True, help="Python of an environment that has SGLang")
+
+
+BENCH = Bench(
+    about=__doc__,
+    parts={"updates": updates},
+    add_options=add_options,
+    machine=lambda _: {"rounds": ROUNDS, "tokens": TOKENS, "rows": ROWS},
+)
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    sys.exit(BENCH.main())

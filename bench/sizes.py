@@ -1,6 +1,6 @@
 """Memory of the torch engines at real vocabularies and lengths, on tiny layers; and what lengths cost a prefill.
 
-    python bench/sizes.py [--json PATH] [--quick]
+    python bench/sizes.py [--parts CASE ...] [--json PATH] [--quick]
 
 Each case runs in a process of its own. Its peak is VmHWM of /proc/self/status, less the resident memory of the same
 process after its imports, before it builds a model. ``memory_ratio_CASE`` is the peak divided by
@@ -23,21 +23,16 @@ with the number of prompts, of their lengths, with positions, or with the vocabu
 of 64 prompts of equal length with as many tokens; medians of alternating runs on one thread.
 """
 
-import argparse
-import json
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from common.report import write
-from rich.console import Console
-from rich.table import Table
+from common.harness import Bench, Figures, Options, Part
+from common.memory import begin_peak, in_process, peak_bytes
 
 from flowrt.algorithms.objective import Objective
 from flowrt.algorithms.support import Support
@@ -55,7 +50,6 @@ WIDE = 262_144
 NARROW = 4096
 TOP_K = 50
 FLOAT_BYTES = 4
-CASE_TIMEOUT_S = 3600.0
 
 
 def model(vocabulary: int, length: int, *, hidden: int = 32, layers: int = 1) -> Any:
@@ -172,24 +166,6 @@ def top_k(vocabulary: int, tokens: int) -> int:
     return 20 * weight_bytes(built) // FLOAT_BYTES
 
 
-def lengths_ratio(rounds: int) -> float:
-    """Processor time of a prefill of many lengths over that of equal lengths."""
-    different = list(range(32, 1041, 16))
-    equal = [sum(different) // len(different)] * len(different)
-    built = model(32_000, 1100, hidden=256, layers=2)
-
-    def seconds(lengths: Sequence[int]) -> float:
-        engine = engine_of(built, len(lengths))
-        engine.add(prompts(lengths))
-        begin_s = time.process_time()
-        while engine.running:
-            engine.run(threading.Event())
-        return time.process_time() - begin_s
-
-    pairs = [(seconds(different), seconds(equal)) for _ in range(rounds + 1)][1:]
-    return statistics.median(one for one, _ in pairs) / statistics.median(other for _, other in pairs)
-
-
 def largest_chunk(lengths: Sequence[int]) -> list[int]:
     """The lengths of the chunk with the most prompts, and so the most logits."""
     cached, left, chunks = CachedModel(model(NARROW, 8), 1), sorted(lengths), []
@@ -213,57 +189,65 @@ def jobs(*, quick: bool) -> dict[str, tuple[Callable[[], int], Callable[[], int]
     }
 
 
-def resident(name: str) -> int:
-    """A number of bytes from /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+def lengths(options: Options) -> Figures:
+    """Processor time of a prefill of many lengths over that of equal lengths."""
+    different = list(range(32, 1041, 16))
+    equal = [sum(different) // len(different)] * len(different)
+    built = model(32_000, 1100, hidden=256, layers=2)
+
+    def seconds(lengths: Sequence[int]) -> float:
+        engine = engine_of(built, len(lengths))
+        engine.add(prompts(lengths))
+        begin_s = time.process_time()
+        while engine.running:
+            engine.run(threading.Event())
+        return time.process_time() - begin_s
+
+    rounds = 2 if options.quick else 9
+    pairs = [(seconds(different), seconds(equal)) for _ in range(rounds + 1)][1:]
+    ratio = statistics.median(one for one, _ in pairs) / statistics.median(other for _, other in pairs)
+    return {"prefill_lengths_ratio": round(ratio, 3)}
 
 
-def measure(case: str, part: int, *, quick: bool) -> None:
-    """Run one job in this process and print its peak and the size of its weights and cache, in bytes."""
-    torch.set_num_threads(1)
-    before = resident("VmRSS:")
+CASES = ("lengths_256", "prompt_32k", "prompts_16k", "catch_up", "top_k")
+
+
+def peak_and_known(case: str, part: int, quick: bool) -> tuple[int, int]:
+    """Run a job (0) or one chunk of it (1) in this process; returns its peak and its known size, in bytes."""
+    before = begin_peak()
     known = jobs(quick=quick)[case][part]()
-    print(json.dumps({"peak": resident("VmHWM:") - before, "known": known}))
+    return peak_bytes() - before, known
 
 
-def measured(case: str, part: int, *, quick: bool) -> tuple[int, int]:
-    """Peak and known size of a job that runs in a process of its own, in bytes."""
-    command = [sys.executable, __file__, "--case", case, "--part", str(part), *(["--quick"] if quick else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_TIMEOUT_S)
-    if done.returncode:
-        raise SystemExit(f"{case} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return int(found["peak"]), int(found["known"])
+def memory(case: str) -> Part:
+    """The measurement of a case."""
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="shorter prompts, fewer rows and tokens")
-    parser.add_argument("--case", help="run one job in this process (used by the bench itself)")
-    parser.add_argument("--part", type=int, default=0, help="0: the job, 1: one chunk of it")
-    arguments = parser.parse_args()
-    if arguments.case:
-        measure(arguments.case, arguments.part, quick=arguments.quick)
-        return
-    table = Table("case", "peak MB", "weights and cache", "one chunk", "ratio", title="memory")
-    metrics: dict[str, float] = {}
-    for case in jobs(quick=arguments.quick):
-        peak, known = measured(case, 0, quick=arguments.quick)
-        chunk_peak, chunk_known = measured(case, 1, quick=arguments.quick)
+    def measure(options: Options) -> Figures:
+        peak, known = in_process(peak_and_known, case, 0, options.quick)
+        chunk_peak, chunk_known = in_process(peak_and_known, case, 1, options.quick)
         chunk = chunk_peak - chunk_known
-        ratio = peak / (known + chunk)
-        metrics |= {f"memory_ratio_{case}": round(ratio, 3), f"peak_mb_{case}": round(peak / 1e6, 1)}
-        metrics |= {f"known_mb_{case}": round(known / 1e6, 1), f"chunk_mb_{case}": round(chunk / 1e6, 1)}
-        table.add_row(case, *(f"{one / 1e6:.0f}" for one in (peak, known, chunk)), f"{ratio:.2f}")
-    metrics["memory_ratio_max"] = max(value for name, value in metrics.items() if name.startswith("memory_ratio_"))
-    torch.set_num_threads(1)
-    metrics["prefill_lengths_ratio"] = round(lengths_ratio(2 if arguments.quick else 9), 3)
-    Console().print(table)
-    Console().print(f"prefill of 64 lengths over 64 equal ones: {metrics['prefill_lengths_ratio']:.2f}")
-    write(arguments.json, metrics)
+        return {
+            f"memory_ratio_{case}": round(peak / (known + chunk), 3),
+            f"peak_mb_{case}": round(peak / 1e6, 1),
+            f"known_mb_{case}": round(known / 1e6, 1),
+            f"chunk_mb_{case}": round(chunk / 1e6, 1),
+        }
 
+    return measure
+
+
+def worst(metrics: Figures) -> Figures:
+    """The largest ratio of the cases that were measured."""
+    return {"memory_ratio_max": max(metrics.get(f"memory_ratio_{case}", 0.0) for case in CASES)}
+
+
+BENCH = Bench(
+    about=__doc__,
+    parts={**{case: memory(case) for case in CASES}, "lengths": lengths},
+    most={"memory_ratio_max": 1.3, "prefill_lengths_ratio": 1.2},
+    derived=worst,
+)
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    sys.exit(BENCH.main())

@@ -1,8 +1,8 @@
 """A user's own task: start with its data, tokens of its prompts, misbehaving rewards, evaluations, best weights.
 
-    python bench/tasks.py [ROW ...] [--json PATH] [--quick]
+    python bench/tasks.py [--parts PART ...] [--json PATH] [--quick]
 
-Rows; without names, all of them:
+Parts; without names, all of them:
 
 - rows: a JSON Lines file of 1,000,000 rows (20,000 with --quick) in a process of its own: time until the first prompt
   can be offered (index, held-out rows, order) and its memory above an empty start; time of the two checks of every row
@@ -34,12 +34,8 @@ Rows; without names, all of them:
 - best: runs that are killed and resumed: best weights that are not those of their version;
 - first_step: a chat model and 1,000 conversations of one's own: `flowrt data check`, and `flowrt run --model DIR --data
   FILE --reward math` until its first step is trained.
-
-Exits with 1 if a figure misses its bound. With --quick only bounds of at most 1e-3 count, which limit numerical
-errors: the runs are then too small for the bounds on speed, size and learning.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -47,22 +43,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from common.chat_families import templates_of_families
-from common.chat_models import FAMILIES, chat_tokenizer
-from common.check_agreement import check_agreement
 from common.first_run import first_step
-from common.programs import code
-from common.report import beyond, write
+from common.harness import Bench, quick_part
 from common.reward_forms import async_calls, inapplicable, types
 from common.rewards import hostile, judge, reward_cost, reward_scaling
 from evaluation.runs import best, evaluation
 
 from flowrt.engines.prompts import DataPrompt, PromptEncoder, PromptFormat, end_of_turn_ids
 from flowrt.recipes.data.mixture import alternate
+from tests.proofs.chat_families import templates_of_families
+from tests.proofs.chat_models import FAMILIES, chat_tokenizer
+from tests.proofs.check_agreement import check_agreement
+from tests.proofs.programs import code
 
 BOUNDS = {
     "rows_start_s": 5.0,
@@ -232,44 +227,32 @@ def templates(quick: bool) -> dict[str, float]:
     }
 
 
-MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
-    "rows": rows,
-    "data_check": data_check,
-    "sets_exact": sets_exact,
-    "templates": templates,
-    "checks": check_agreement,
-    "hostile": hostile,
-    "reward_scaling": reward_scaling,
-    "reward_cost": reward_cost,
-    "code": code,
-    "judge": judge,
-    "async": async_calls,
-    "inapplicable": inapplicable,
-    "types": types,
-    "eval": evaluation,
-    "best": best,
-    "first_step": first_step,
-}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(MEASURED)}")
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
-    arguments = parser.parse_args()
-    unknown = [name for name in arguments.rows if name not in MEASURED]
-    if unknown:
-        parser.error(f"there is no row {unknown[0]!r}; choose from {', '.join(MEASURED)}")
-    metrics: dict[str, float] = {}
-    for name in arguments.rows or MEASURED:
-        metrics |= MEASURED[name](arguments.quick)
-    for name, value in metrics.items():
-        bound = f"<= {BOUNDS[name]:g}" if name in BOUNDS else f">= {FLOORS[name]:g}" if name in FLOORS else ""
-        print(f"{name:<28}{value:12.6g}   {bound}")
-    write(arguments.json, metrics)
-    return int(bool(beyond(metrics, BOUNDS, FLOORS, quick=arguments.quick)))
-
+BENCH = Bench(
+    about=__doc__,
+    parts={
+        name: quick_part(measure)
+        for name, measure in {
+            "rows": rows,
+            "data_check": data_check,
+            "sets_exact": sets_exact,
+            "templates": templates,
+            "checks": check_agreement,
+            "hostile": hostile,
+            "reward_scaling": reward_scaling,
+            "reward_cost": reward_cost,
+            "code": code,
+            "judge": judge,
+            "async": async_calls,
+            "inapplicable": inapplicable,
+            "types": types,
+            "eval": evaluation,
+            "best": best,
+            "first_step": first_step,
+        }.items()
+    },
+    most=BOUNDS,
+    least=FLOORS,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

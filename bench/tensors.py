@@ -18,27 +18,23 @@ change when other processes of the machine map or unmap them during the measurem
 import argparse
 import asyncio
 import contextlib
-import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from common.report import write
+from common.children import Child, ask_all, start_all
+from common.harness import Bench, Figures, Options
+from common.transfer_queue import start_queue
 from data_plane.raw import WarmMemory, run_gloo, run_tcp
 from data_plane.stub_controller import CONSUMER, PRODUCER, TRANSPORTS, StubController
-from rich.console import Console
-from rich.table import Table
 
 from flowrt.runtime.event_loop import serve_loop
 
-FOLDER = Path(__file__).parent
 KB, MB, GB = 10**3, 10**6, 10**9
 SIZES = {"1kb": (KB, 4096), "100kb": (100 * KB, 512), "1mb": (MB, 128), "16mb": (16 * MB, 16), "64mb": (64 * MB, 4)}
 BASELINE_SIZES = ("1kb", "100kb", "1mb", "16mb")
@@ -57,43 +53,6 @@ def sizes_of(case: str) -> list[int]:
     return [rng.randrange(size // 2, size * 3 // 2) for _ in range(count)]
 
 
-class Child:
-    """A process that reads commands from stdin and writes results to stdout, each a line of JSON."""
-
-    def __init__(self, *command: str) -> None:
-        self._command = " ".join(command)
-        self._popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(FOLDER)},
-        )
-        self.pid = self._popen.pid
-
-    def receive(self) -> Any:
-        assert self._popen.stdout is not None
-        line = self._popen.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self._command} has ended")
-        return json.loads(line)
-
-    def ask(self, order: str, *arguments: Any) -> Any:
-        assert self._popen.stdin is not None
-        self._popen.stdin.write(json.dumps([order, arguments]) + "\n")
-        self._popen.stdin.flush()
-        return self.receive()
-
-    def close(self) -> None:
-        assert self._popen.stdin is not None
-        self._popen.stdin.close()
-        try:
-            self._popen.wait(20)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-
-
 class FlowrtPlane:
     """A producer and a consumer process, and the stub controller between them."""
 
@@ -103,15 +62,16 @@ class FlowrtPlane:
 
     async def make(self, sizes: list[int]) -> None:
         self._first += 1
-        await asyncio.to_thread(self._producer.ask, "make", sizes, self._first)
+        await asyncio.to_thread(partial(self._producer.ask, "make", sizes=sizes, first=self._first))
 
     async def once(self, transport: str, count: int, verify: bool = True) -> tuple[float, float]:
         """Seconds of a put and of a get of ``count`` rows; ``verify`` checks the id of every row."""
         # New ids each time: the release of the previous ids and the next put arrive in any order.
         ids = tuple(range(self._next, self._next + count))
         self._next += count
-        put_s = await asyncio.to_thread(self._producer.ask, "put", ids[0])
-        get_s = await asyncio.to_thread(self._consumer.ask, "get", transport, self._first, verify)
+        put_s = await asyncio.to_thread(partial(self._producer.ask, "put", first=ids[0]))
+        get = partial(self._consumer.ask, "get", transport=transport, first=self._first, verify=verify)
+        get_s = await asyncio.to_thread(get)
         self.held = held_bytes((self._producer.pid, self._consumer.pid))
         self._controller.free(ids)
         return put_s, get_s
@@ -156,27 +116,25 @@ class Baseline:
     """TransferQueue with a producer and a consumer process."""
 
     def __init__(self, python: str) -> None:
-        script = str(FOLDER / "data_plane" / "baseline.py")
-        self._queue = Child(python, script, "queue")
-        address = self._queue.receive()
-        self._producer, self._consumer = (Child(python, script, "client", address) for _ in range(2))
-        for client in (self._producer, self._consumer):
-            client.receive()
+        self._queue = start_queue(python)
+        address = self._queue.wait_ready()["address"]
+        self._producer, self._consumer = start_all([Child("data_plane/baseline.py", python=python) for _ in range(2)])
+        ask_all([self._producer, self._consumer], "join", address=address)
         self._part = 0
 
     def make(self, sizes: list[int]) -> None:
-        self._producer.ask("make", sizes, 1000)
+        self._producer.ask("make", sizes=sizes, first=1000)
 
     def once(self, count: int) -> tuple[float, float]:
         self._part += 1
         part = f"part{self._part}"
-        seconds = self._producer.ask("put", part), self._consumer.ask("get", part, count, 1000)
-        self._producer.ask("clear", part)
+        seconds = self._producer.ask("put", part=part), self._consumer.ask("get", part=part, count=count, first=1000)
+        self._producer.ask("clear", part=part)
         return seconds
 
     def close(self) -> None:
         for child in (self._producer, self._consumer, self._queue):
-            child.close()
+            child.leave()
 
 
 def rate(metrics: dict[str, float], name: str, case: str, size: int, seconds: list[tuple[float, float]]) -> None:
@@ -184,7 +142,7 @@ def rate(metrics: dict[str, float], name: str, case: str, size: int, seconds: li
     metrics[f"{name}_get_gbps_{case}"] = size / GB / statistics.median(get_s for _, get_s in seconds)
 
 
-async def measure(plane: FlowrtPlane, baseline: Baseline | None, repeats: int, console: Console) -> dict[str, float]:
+async def measure(plane: FlowrtPlane, baseline: Baseline | None, repeats: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for case in [*SIZES, *(f"{case}_ragged" for case in RAGGED)]:
         sizes = sizes_of(case)
@@ -208,7 +166,6 @@ async def measure(plane: FlowrtPlane, baseline: Baseline | None, repeats: int, c
             metrics[f"raw_gloo_gbps_{case}"] = await asyncio.to_thread(run_gloo, size, count)
             metrics[f"raw_tcp_gbps_{case}"] = await asyncio.to_thread(run_tcp, size, count)
             metrics[f"raw_shm_gbps_{case}"] = size * count / GB / statistics.median(copies_s[1:])
-        console.print(case, {name: round(value, 3) for name, value in metrics.items() if name.endswith(f"_{case}")})
     return metrics
 
 
@@ -225,10 +182,10 @@ async def measure_memory() -> dict[str, float]:
 async def producer_and_consumer() -> AsyncIterator[FlowrtPlane]:
     controller = StubController()
     with contextlib.ExitStack() as stack:
-        script = str(FOLDER / "data_plane" / "ends.py")
-        ends = [Child(sys.executable, script, controller.address, name) for name in (PRODUCER, CONSUMER)]
+        ends = [Child("data_plane/ends.py", controller.address, name) for name in (PRODUCER, CONSUMER)]
         for end in ends:
-            stack.callback(end.close)
+            stack.callback(end.leave)
+            await asyncio.to_thread(end.wait_ready)
         await asyncio.wait_for(controller.all_joined.wait(), 30)
         yield FlowrtPlane(controller, *ends)
     controller.close()
@@ -244,27 +201,32 @@ def ratios(metrics: dict[str, float]) -> dict[str, float]:
     return {name: metrics[one] / metrics[other] for name, (one, other) in pairs.items() if other in metrics}
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    console = Console(width=150)
-    metrics = await measure_memory()
+async def measure_rates(options: Options) -> Figures:
     with contextlib.ExitStack() as stack:
         baseline = None
-        if arguments.baseline_python:
-            baseline = await asyncio.to_thread(Baseline, arguments.baseline_python)
+        if options.baseline_python:
+            baseline = await asyncio.to_thread(Baseline, options.baseline_python)
             stack.callback(baseline.close)
         async with producer_and_consumer() as plane:
-            metrics |= await measure(plane, baseline, 3 if arguments.quick else 9, console)
-    metrics |= ratios(metrics)
-    table = Table("metric", "value", title="the tensor plane")
-    for name, value in metrics.items():
-        table.add_row(name, f"{value:.3g}")
-    console.print(table)
-    write(arguments.json, metrics, load=os.getloadavg()[1])
+            metrics = await measure(plane, baseline, 3 if options.quick else 9)
+    return metrics | ratios(metrics)
 
+
+def rates(options: Options) -> Figures:
+    """GB/s of each transport by the size of rows, with the speed of the machine and that of TransferQueue."""
+    return serve_loop(measure_rates(options))
+
+
+def memory(_: Options) -> Figures:
+    """Peak memory over the bytes of the payload."""
+    return serve_loop(measure_memory())
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--baseline-python", default="", help="a Python that has TransferQueue")
+
+
+BENCH = Bench(about=__doc__, parts={"memory": memory, "rates": rates}, add_options=add_options)
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="3 repeats in place of 9")
-    parser.add_argument("--baseline-python", default="", help="a Python that has TransferQueue")
-    serve_loop(main(parser.parse_args()))
+    sys.exit(BENCH.main())

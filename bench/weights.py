@@ -3,20 +3,17 @@
     python bench/weights.py [--quick] [--json PATH] [--mbit 400] [--megabytes 64]
 
 Controller, trainer and receivers are processes behind links of their own, each limited in both directions; that takes
-root and the tools ip and tc, and is skipped with a reason elsewhere.
+root and the tools ip and tc, and is left out with a reason elsewhere.
 """
 
 import argparse
 import statistics
-from pathlib import Path
+import sys
 
-import deltas
 import torch
-from common.links import LinkedProcess, Unavailable, become_switch, sent_bytes
-from common.report import percentile, write
-from rich.console import Console
-from rich.table import Table
-from weight_sync.gpu import measure_on_gpu
+from common.harness import Bench, Figures, Options, Part, percentile
+from common.links import LinkedProcess, Unavailable, become_switch, forked, sent_bytes
+from weight_sync import deltas
 from weight_sync.roles import controller_orders, receiver_orders, trainer_orders
 from weight_sync.stalls import WAYS, rollout_orders
 
@@ -24,8 +21,6 @@ RECEIVERS = (1, 2, 4, 8)
 CONTROLLER, TRAINER, FIRST = 1, 2, 3
 PERIOD_S = 2.0
 PROMPTS = 20_000
-MORE_OF_CHANGES = ("delta_encode_summed_gbps", "delta_apply_spare_gbps", "delta_whole_gbps")
-CONSOLE = Console(width=120)
 
 
 def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
@@ -59,7 +54,6 @@ def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
             metrics[f"fanout_s_{count}"] = statistics.median(seconds)
             metrics[f"egress_copies_{count}"] = statistics.median(copies)
             metrics[f"fanout_ratio_{count}"] = metrics[f"fanout_s_{count}"] / metrics["fanout_s_1"]
-            CONSOLE.print(f"{count} receivers: {' '.join(f'{one:.3f}' for one in seconds)} s", highlight=False)
         metrics["fanout_wire_s"] = size * 8 / (mbit_s * 1e6)
         return metrics
     finally:
@@ -93,7 +87,7 @@ def measure_stalls(host: str, mbit_s: float, versions: int, swaps: int) -> dict[
             trainer.ask("publish_every", period_s=PERIOD_S, versions=versions, first=1 + turn * versions)
             found = worker.answer()
             if found["versions"] < versions - 1:
-                CONSOLE.print(f"{way}: only {found['versions']} of {versions} versions were used", style="red")
+                print(f"{way}: only {found['versions']} of {versions} versions were used")
             ending = "" if way == "boundary" else f"_{way}"
             metrics[f"stall_fraction{ending}"] = found["stall_fraction"]
             metrics[f"stall_ms{ending}"] = found["stall_ms"]
@@ -104,37 +98,55 @@ def measure_stalls(host: str, mbit_s: float, versions: int, swaps: int) -> dict[
             process.leave()
 
 
-def changes(quick: bool) -> dict[str, float]:
-    """Size and speed of a version that is sent as a delta from the previous one."""
-    found = deltas.measure((64 if quick else 256) * 2**20, *deltas.STEPS[deltas.PLAIN], repeats=3)
-    return {key: found[key] for key in ("delta_fraction", "delta_encode_gbps", "delta_apply_gbps", *MORE_OF_CHANGES)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="one repeat of everything")
-    parser.add_argument("--mbit", type=float, default=400.0, help="rate of each link, in Mbit/s")
-    parser.add_argument("--megabytes", type=int, default=64, help="size of a version on its way to many")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    metrics = changes(arguments.quick)
-    links, host = arguments.mbit, f"10.77.0.{CONTROLLER}"
+def links_of(options: Options) -> float:
+    """The rate of the links in Mbit/s; 0 where they cannot be limited, with the reason on the terminal."""
     try:
         become_switch()
     except Unavailable as reason:
-        CONSOLE.print(f"skipped: receivers behind links of their own ({reason}); stalls are measured on loopback")
-        links, host = 0.0, "127.0.0.1"
-    else:
-        metrics |= fan_out(links, arguments.megabytes, 1 if arguments.quick else 5)
-    metrics |= measure_stalls(host, links, *((3, 100) if arguments.quick else (5, 400)))
-    metrics |= measure_on_gpu(arguments.quick, CONSOLE)
-    table = Table("metric", "value", title=f"{arguments.megabytes} MB, links of {links:g} Mbit/s")
-    for name, value in metrics.items():
-        table.add_row(name, f"{value:.4g}")
-    CONSOLE.print(table)
-    write(arguments.json, metrics, mbit_s=links, megabytes=arguments.megabytes)
+        print(f"no links of a limited rate: {reason}")
+        return 0.0
+    return float(options.mbit)
 
+
+def in_own_network(measure: Part) -> Part:
+    """A part whose process has a network of its own."""
+    return lambda options: forked(measure, options)
+
+
+def delta_figures(options: Options) -> Figures:
+    """Size and speed of a version that is sent as a delta from the previous one."""
+    return deltas.measure((64 if options.quick else 256) * 2**20, repeats=3)
+
+
+def fan_out_figures(options: Options) -> Figures:
+    """Seconds until receivers behind limited links hold a version, and copies that the trainer sends."""
+    mbit_s = links_of(options)
+    return fan_out(mbit_s, options.megabytes, 1 if options.quick else 5) if mbit_s else {}
+
+
+def stall_figures(options: Options) -> Figures:
+    """Pauses of generation, by when new weights are used."""
+    mbit_s = links_of(options)
+    host = f"10.77.0.{CONTROLLER}" if mbit_s else "127.0.0.1"
+    return measure_stalls(host, mbit_s, *((3, 100) if options.quick else (5, 400)))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mbit", type=float, default=400.0, help="rate of each link, in Mbit/s")
+    parser.add_argument("--megabytes", type=int, default=64, help="size of a version on its way to many")
+
+
+BENCH = Bench(
+    about=__doc__,
+    parts={
+        "deltas": delta_figures,
+        "fan_out": in_own_network(fan_out_figures),
+        "stalls": in_own_network(stall_figures),
+    },
+    add_options=add_options,
+    machine=lambda options: {"mbit_s": options.mbit, "megabytes": options.megabytes},
+)
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    sys.exit(BENCH.main())

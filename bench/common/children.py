@@ -30,7 +30,9 @@ def raise_open_files() -> int:
 class Child:
     """A process that runs a script of bench/ and executes commands; ``ready`` is its first answer."""
 
-    def __init__(self, script: str, *arguments: str, python: str = sys.executable) -> None:
+    def __init__(
+        self, script: str, *arguments: str, python: str = sys.executable, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.name = " ".join((script, *arguments))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{BENCH}{os.pathsep}{ROOT}"}
         self._process = subprocess.Popen(
@@ -39,7 +41,7 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env=environment,
+            env=environment | dict(variables or {}),
         )
         self.ready: Any = None
 

@@ -2,15 +2,15 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from common.chat_models import FAMILIES, chat_tokenizer
+from common.jobs import FLOWRT, flowrt
 
 from flowrt.engines.hf import save_model
 from flowrt.engines.tiny_model import build_model
+from tests.proofs.chat_models import FAMILIES, chat_tokenizer
 
 ROWS = 1_000
 POLL_S = 0.05
@@ -26,12 +26,10 @@ def first_step(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes seconds)
             for n in range(ROWS):
                 prompt = [{"role": "user", "content": f"What is {n} plus one?"}]
                 file.write(json.dumps({"prompt": prompt, "answer": str(n + 1)}) + "\n")
-        flowrt, own = [sys.executable, "-m", "flowrt.cli"], ["--model", str(model), "--data", str(data)]
+        own = ("--model", model, "--data", data)
+        check_s = flowrt("data", "check", *own)
         start_s = time.monotonic()
-        subprocess.run([*flowrt, "data", "check", *own], check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
-        check_s = time.monotonic() - start_s
-        start_s = time.monotonic()
-        words = [*flowrt, "run", *own, "--reward", "math", "--steps", "3", "--run-dir", str(run_dir)]
+        words = [*FLOWRT, "run", *map(str, own), "--reward", "math", "--steps", "3", "--run-dir", str(run_dir)]
         with subprocess.Popen(words, stdout=subprocess.DEVNULL) as run:
             try:
                 step_s = _until_first_step(run, run_dir / "metrics.jsonl", start_s)

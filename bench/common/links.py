@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.parent_death import die_with_parent
@@ -26,10 +26,12 @@ _CLONE_NEWNET = 0x40000000
 _FORK = multiprocessing.get_context("fork")
 BURST = "256kb"
 QUEUE = "4mb"
+Result = TypeVar("Result")
 SHORT_PACKETS = "0xc000"
 """Bits that are not set in the length of a packet of less than 16,384 bytes."""
 ANSWER_S = 120.0
 LEAVE_S = 10.0
+FORKED_S = 1800.0
 Orders = Mapping[str, Callable[..., Any]]
 """The commands of a process: coroutine functions by name."""
 
@@ -78,6 +80,31 @@ def sent_bytes(number: int) -> int:
         if name.strip() == f"port{number}":
             return int(counters.split()[0])  # what the switch has received from it
     raise ValueError(f"no worker has number {number}")
+
+
+def forked(measure: Callable[..., Result], *arguments: object) -> Result:
+    """The result of a function in a forked process, which may change its network. Raises Unavailable, as it does."""
+    receiver, sender = _FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            sender.send((measure(*arguments), None))
+        except Unavailable as error:
+            sender.send((None, error))
+
+    process = _FORK.Process(target=run)
+    process.start()
+    sender.close()  # so that the receiver reports the end of the child
+    try:
+        if not receiver.poll(FORKED_S):
+            raise TimeoutError(f"process {process.pid} has not ended after {FORKED_S:.0f} s")
+        result, error = receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+    if error is not None:
+        raise error
+    return cast(Result, result)
 
 
 class LinkedProcess:

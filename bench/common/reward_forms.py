@@ -3,7 +3,6 @@
 import asyncio
 import json
 import subprocess
-import sys
 import tempfile
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -12,6 +11,7 @@ from time import monotonic
 
 import pyarrow as pa
 from common.first_run import write_model
+from common.jobs import run_job
 from pyarrow import parquet
 
 from flowrt.observability.samples import SampleFilter, SampleReader
@@ -23,7 +23,6 @@ from flowrt.rewards.outcomes import Result
 from flowrt.rewards.scoring import RewardScorer
 
 CALLS, CALL_S = 64, 1.0
-TIMEOUT_S = 600.0
 ASYNC = f"""
 import asyncio
 
@@ -87,12 +86,19 @@ def inapplicable(quick: bool) -> dict[str, float]:
             for n in range(200)
         ]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = [sys.executable, "-m", "flowrt.cli", "run", "--model", str(model), "--data", str(data)]
-        words += ["--reward", f"{file}:sums", "--reward", f"{file}:words", "--data.eval-prompts", "0"]
-        words += ["--steps", "3" if quick else "10", "--prompts-per-step", "8", "--group-size", "4"]
-        words += ["--rollout.max-new-tokens", "16", "--algorithm.kl.coef", "0", "--samples.per-step", "1000"]
-        words += ["--checkpoint.every", "0", "--run-dir", str(run_dir)]
-        subprocess.run(words, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
+        words: list[object] = [
+            "--model",
+            model,
+            "--data",
+            data,
+            "--reward",
+            f"{file}:sums",
+            "--reward",
+            f"{file}:words",
+        ]
+        words += ["--steps", 3 if quick else 10, "--prompts-per-step", 8, "--group-size", 4, "--data.eval-prompts", 0]
+        words += ["--rollout.max-new-tokens", 16, "--algorithm.kl.coef", 0, "--samples.per-step", 1000]
+        run_job(run_dir, *words, "--checkpoint.every", 0)
         samples = SampleReader(run_dir).query(SampleFilter(), limit=10**6).samples
     none = [sample for sample in samples if sample.reason.startswith("not_applicable")]
     trained = sum(sample.advantage is not None for sample in samples)

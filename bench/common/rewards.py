@@ -12,7 +12,7 @@ from time import monotonic, process_time
 
 import psutil
 from aiohttp import web
-from main_job import run_job
+from common.jobs import run_job
 
 from flowrt.engines.stopping import StopConditions
 from flowrt.observability.samples import SampleFilter, SampleReader
@@ -96,7 +96,7 @@ def reward_cost(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         before_s = _children_s()
-        run_job(run_dir, 0, 1, 20 if quick else 120)
+        run_job(run_dir, "--steps", 20 if quick else 120)
         job_s = _children_s() - before_s
         config = from_toml((run_dir / "config.toml").read_text())
         task, stop = task_of(config), StopConditions.of(model_dir(config))

@@ -10,8 +10,7 @@ import random
 import tempfile
 import time
 
-from common.children import Child, cpu_s
-from common.report import Samples
+from common.children import cpu_s
 
 from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.storage.accounting import Accounting
@@ -71,16 +70,6 @@ def measure(seconds: int) -> dict[str, float]:
             "attribution_process_share": process_s / seconds,
             "attribution_dropped": float(times.dropped),
         }
-
-
-def add_to(samples: Samples, repeats: int) -> None:
-    """Measure in a process of `bench/core_events.py`."""
-    child = Child("core_events.py", "--serve", "attribution")
-    child.wait_ready()
-    for _ in range(repeats):
-        for name, value in child.ask("measure", seconds=SECONDS).items():
-            samples.add(name, value)
-    child.leave()
 
 
 def _second(times: Accounting, names: list[WorkerId], second: int, reports: list[tuple[WorkerId, bytes]]) -> float:

@@ -1,58 +1,19 @@
-"""TransferQueue with the same commands as `streamers.py`; runs with a Python that has TransferQueue, without flowrt.
+"""A producer or consumer of TransferQueue with the commands of `streamers.py`; runs with a Python that has it.
 
-python bench/control_plane/baseline.py queue    starts Ray, the queue's controller and its storage; prints the address
-python bench/control_plane/baseline.py client   a producer or consumer, a process with its own TransferQueueClient
-
-In TransferQueue's fastest configuration: two storage units (its default), polling, one torch thread (several compete
-for the cores of a small machine). A row is one field of one int64; every row is checked.
+A row is one field of one int64; every row is checked.
 """
 
-import base64
 import itertools
 import os
-import pickle
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-os.environ.update(TQ_LOGGING_LEVEL="ERROR", TQ_NUM_THREADS="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0")
-os.environ.update(PYTHONWARNINGS="ignore")
-
-from common.children import reply, serve_commands
+from common.children import serve_commands
+from common.transfer_queue import connect
 
 FIELD, TASK = "value", "consume"
-UNITS = 2
 IDLE_S = 0.001
-
-
-def controller_pid() -> int | None:
-    import psutil
-
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if line.startswith("ray::") and "TransferQueueController" in line:
-            return int(process.info["pid"])
-    return None
-
-
-def serve() -> None:
-    """Run the queue until stdin ends."""
-    import ray
-    import transfer_queue
-    from omegaconf import OmegaConf
-
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(num_cpus=UNITS + 4, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20, **quiet)
-    backend = {"SimpleStorage": {"num_data_storage_units": UNITS}}
-    settings = OmegaConf.create(
-        {"controller": {"polling_mode": True}, "backend": backend}, flags={"allow_objects": True}
-    )
-    reached = transfer_queue.init(settings)
-    reply({"address": base64.b64encode(pickle.dumps(reached)).decode(), "controller_pid": controller_pid()})
-    sys.stdin.read()
-    transfer_queue.close()
-    ray.shutdown()
 
 
 class Client:
@@ -61,18 +22,13 @@ class Client:
     def __init__(self) -> None:
         import torch
         from tensordict import TensorDict
-        from transfer_queue import TransferQueueClient
 
-        torch.set_num_threads(1)
-        self._torch, self._dict, self._make = torch, TensorDict, TransferQueueClient
+        self._torch, self._dict = torch, TensorDict
         self._client: Any = None
         self._pool: ThreadPoolExecutor | None = None
 
     def join(self, address: str) -> None:
-        reached = pickle.loads(base64.b64decode(address))
-        self._client = self._make(f"client_{os.getpid()}", reached.controller.zmq_info)
-        kind = reached.backend.storage_backend
-        self._client.initialize_storage_manager(manager_type=kind, config=reached.backend[kind])
+        self._client = connect(address)
 
     def _threads(self, count: int) -> ThreadPoolExecutor:
         self._pool = self._pool or ThreadPoolExecutor(count)
@@ -158,10 +114,7 @@ class Client:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["queue"]:
-        serve()
-    else:
-        client = Client()
-        orders = ("join", "put", "get", "drain", "fill", "pull_times", "clear", "first_row")
-        serve_commands({order: getattr(client, order) for order in orders}, os.getpid())
-        os._exit(0)  # the client's threads do not end
+    client = Client()
+    orders = ("join", "put", "get", "drain", "fill", "pull_times", "clear", "first_row")
+    serve_commands({order: getattr(client, order) for order in orders}, os.getpid())
+    os._exit(0)  # the client's threads do not end

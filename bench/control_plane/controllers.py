@@ -1,4 +1,4 @@
-"""The controller as a process: time to its first answer, memory, speed of its core, cost of its ledger."""
+"""The controller as a process: time to its first answer, memory, cost of its ledger."""
 
 import os
 import subprocess
@@ -7,24 +7,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from common.children import ROOT, Child, ask_all, cpu_s, start_all
-from common.report import Samples
+from common.children import Child, cpu_s
+from common.harness import ROOT, Samples
+from common.memory import status_bytes
+from common.transfer_queue import start_queue
 
 from flowrt.recipes.config_io import defaults, to_toml
 
-LIVE = ("1e3", "1e5", "1e6")
-CYCLES = 10_000
-WORKERS = (4, 64)
 STEPS, GROUPS, MEMBERS = 400, 16, 8
 STOP_S = 20.0
-
-
-def rss_mb(pid: int) -> float:
-    """Resident memory of a process, in 10^6 bytes. Raises ValueError if it has none."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise ValueError(f"process {pid} has no resident memory: is it running?")
 
 
 def start(client: Child, folder: Path, samples: Samples) -> None:
@@ -47,7 +38,7 @@ def start(client: Child, folder: Path, samples: Samples) -> None:
             if not address:
                 raise RuntimeError(f"the controller did not start: {' '.join(command)}")
             samples.add("start_s", client.ask("first_sample", address=address) - start_s)
-            samples.add("controller_rss_mb", rss_mb(process.pid))
+            samples.add("controller_rss_mb", status_bytes("VmRSS", process.pid) / 1e6)
             client.ask("leave")
         finally:
             process.terminate()
@@ -57,43 +48,14 @@ def start(client: Child, folder: Path, samples: Samples) -> None:
 def start_baseline(client: Child, python: str, samples: Samples) -> None:
     """The same of the baseline's queue, with all processes that it needs."""
     start_s = time.monotonic()
-    queue = Child("control_plane/baseline.py", "queue", python=python)
+    queue = start_queue(python)
     try:
         reached = queue.wait_ready()
         samples.add("baseline_start_s", client.ask("first_row", address=reached["address"]) - start_s)
         if reached["controller_pid"]:
-            samples.add("baseline_controller_rss_mb", rss_mb(reached["controller_pid"]))
+            samples.add("baseline_controller_rss_mb", status_bytes("VmRSS", reached["controller_pid"]) / 1e6)
     finally:
         queue.leave()
-
-
-def core(repeats: int, shrink: int, samples: Samples) -> None:
-    """The core alone, in processes of `bench/core_events.py`: events a second by live slots, cost by workers."""
-    cores = {live: Child("core_events.py", "--serve", live) for live in LIVE}
-    runs = Child("core_events.py", "--serve", "workers")
-    start_all([*cores.values(), runs])
-    ask_all(list(cores.values()), "measure", cycles=1000)
-    for _ in range(repeats):
-        core_events(cores, shrink, samples)
-        least, *_, most = (samples.last(f"core_events_per_s_{live}") for live in LIVE)
-        samples.add("core_flatness", most / least)
-        core_flatness(runs, shrink, samples)
-    for child in (*cores.values(), runs):
-        child.leave()
-
-
-def core_events(cores: dict[str, Child], shrink: int, samples: Samples) -> None:
-    """Events a second of the core alone, by the number of live slots."""
-    for live, core in cores.items():
-        samples.add(f"core_events_per_s_{live}", core.ask("measure", cycles=CYCLES // shrink))
-
-
-def core_flatness(runs: Child, shrink: int, samples: Samples) -> None:
-    """Processor time of the core for a sample with many rollout workers over that with few."""
-    for workers in WORKERS:
-        samples.add(f"core_us_a_sample_{workers}", runs.ask("measure", workers=workers, steps=max(4 // shrink, 2)))
-    few, many = (samples.last(f"core_us_a_sample_{workers}") for workers in WORKERS)
-    samples.add("core_flatness_workers", many / few)
 
 
 def ledger(trainers: Child, folder: Path, first: bool, shrink: int, samples: Samples) -> None:

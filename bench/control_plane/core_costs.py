@@ -1,12 +1,12 @@
 """Processor time of single events of a `Core` with many workers and slots, and the memory of one that runs for long."""
 
 import gc
-import resource
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
+
+from common.memory import status_bytes
 
 from flowrt.controller.core import Core
 from flowrt.controller.events import (
@@ -344,11 +344,6 @@ def relay_ratio(receivers: int) -> float:
     return RelaySimulation(faulty).run() / usual_s
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def month_growth(steps: int, deaths: int) -> float:
     """Growth of the memory of a core over the second half of a run of many steps, as a fraction of that at half time.
 
@@ -367,7 +362,7 @@ def month_growth(steps: int, deaths: int) -> float:
     for step in range(steps):
         if step == steps // 2:
             gc.collect()
-            half_bytes = rss_bytes()
+            half_bytes = status_bytes("VmRSS")
         run.now += 0.9
         run.offer(1, 1)
         generate(run, rollouts[step % len(rollouts)], 1)
@@ -384,4 +379,4 @@ def month_growth(steps: int, deaths: int) -> float:
             run.core.waits.take()
     gc.collect()
     run.core.check()
-    return rss_bytes() / half_bytes - 1
+    return status_bytes("VmRSS") / half_bytes - 1

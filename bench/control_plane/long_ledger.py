@@ -5,17 +5,14 @@ source; ``ledger_10m_summary_s``: the account of the summary; ``ledger_10m_rss_m
 Each measurement is made in a process of its own, with the file in the page cache.
 """
 
-import os
-import shutil
 import sqlite3
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from common.children import Child
-from common.report import Samples
-from control_plane.controllers import rss_mb
+from common.memory import status_bytes
 
 from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpoint
 from flowrt.controller.storage.ledger import Ledger
@@ -24,7 +21,6 @@ from flowrt.protocol.messages import pack, unpack
 PROMPTS = 10_000_000
 EPOCHS = 10
 IN_STEP = 512
-DEADLINE_S = 3600.0
 # As the ledger writes it, but in few statements: through `Ledger.add` it takes half an hour.
 _NUMBERS = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i + 1 < :prompts) "
 _EVENTS = (
@@ -59,7 +55,7 @@ def write(path: Path, prompts: int) -> int:
 
 def start(path: str, steps: int) -> dict[str, float]:
     """In a process of its own: the times of a start and a summary, and the memory that they add."""
-    before_mb = rss_mb(os.getpid())
+    before = status_bytes("VmRSS")
     begin_s = time.perf_counter()
     check_not_behind_checkpoint(Path(path), steps, require_intact_wal=True)
     ledger = Ledger(Path(path))
@@ -72,24 +68,16 @@ def start(path: str, steps: int) -> dict[str, float]:
     begin_s = time.perf_counter()
     account = ledger.account(())
     summary_s = time.perf_counter() - begin_s
-    after_mb = rss_mb(os.getpid())
+    after = status_bytes("VmRSS")
     assert sum(map(len, consumed.values())) == account.states["trained"]
     assert (account.lost, account.trained_twice) == (0, 0)
     ledger.close()
-    return {"start_s": start_s, "summary_s": summary_s, "rss_mb": after_mb - before_mb}
+    return {"start_s": start_s, "summary_s": summary_s, "rss_mb": (after - before) / 1e6}
 
 
-def add_to(samples: Samples, repeats: int, prompts: int = PROMPTS) -> None:
-    """Write a ledger, and measure on it; the figures are scaled to no other size."""
-    folder = Path(tempfile.mkdtemp())
-    try:
-        steps = write(folder / LEDGER, prompts)
-        for _ in range(repeats):
-            child = Child("core_events.py", "--serve", "ledger")
-            child.wait_ready()
-            child.tell("start", path=str(folder / LEDGER), steps=steps)
-            for name, value in child.answer(DEADLINE_S).items():
-                samples.add(f"ledger_10m_{name}", value)
-            child.leave()
-    finally:
-        shutil.rmtree(folder)
+@contextmanager
+def written(prompts: int = PROMPTS) -> Iterator[tuple[str, int]]:
+    """The path of a ledger of this many prompt-epochs, and the number of its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / LEDGER
+        yield str(path), write(path, prompts)

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from common.children import Child, ask_all, cpu_s, start_all
-from common.report import Samples, percentile
+from common.harness import Samples, percentile
 
-SIZES = (1, 64, 1024, 4096)
+SIZES = (1, 64, 4096)
 PACED = 4096
 PAUSE_S = 1.0
 PROCESSES = 2

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from common.children import Child, ask_all, start_all
-from common.report import Samples
+from common.harness import Samples
+from common.transfer_queue import start_queue
 
 REQUESTS = {1: 1000, 64: 300, 512: 60}
 """Number of requests of a measurement, by rows a request."""
@@ -36,7 +37,7 @@ class System:
     def start_clients(self, count: int) -> None:
         def start() -> Child:
             if self.baseline_python:
-                return Child("control_plane/baseline.py", "client", python=self.baseline_python)
+                return Child("control_plane/baseline.py", python=self.baseline_python)
             return Child("control_plane/streamers.py")
 
         self.clients += start_all([start() for _ in range(count - len(self.clients))])
@@ -45,7 +46,7 @@ class System:
         """Start a queue and let all clients join it. The baseline keeps one queue, which takes seconds to start."""
         if self.baseline_python:
             if not self._queues:
-                self._queues.append(Child("control_plane/baseline.py", "queue", python=self.baseline_python))
+                self._queues.append(start_queue(self.baseline_python))
                 ask_all(self.clients, "join", address=self._queues[0].wait_ready()["address"])
             return
         self._parts += 1

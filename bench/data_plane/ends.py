@@ -1,4 +1,4 @@
-"""The producer or consumer of `bench/tensors.py`: a process that puts or gets rows, commanded by JSON lines on stdin.
+"""The producer or consumer of `bench/tensors.py`: a process that puts or gets rows, a child of the bench.
 
     python bench/data_plane/ends.py ADDRESS NAME
 
@@ -7,12 +7,12 @@ which answers each message but has no tables: only the tensor plane and the mess
 """
 
 import asyncio
-import json
 import sys
 import time
 from typing import Any
 
 import torch
+from common.children import serve_commands_on_loop
 
 from flowrt.client.requests import SPIN_S
 from flowrt.client.samples import SampleTransfers
@@ -121,12 +121,7 @@ class End:
 
 async def main(address: str, name: str) -> None:
     end = End(address, name)
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        order, arguments = json.loads(line)
-        answer = await getattr(end, order)(*arguments)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    await serve_commands_on_loop({order: getattr(end, order) for order in ("make", "drop", "put", "get")})
     await end._lanes.close()
     end._link.close()
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from common.memory import begin_peak, peak_bytes
 
 from flowrt.algorithms.support import Support
 from flowrt.client.samples import Batch, Columns, Numbers
@@ -77,23 +78,6 @@ class Engine:
         """Not used."""
 
 
-class Memory:
-    """Memory that this process needed at most since this object was created, beyond what it had then."""
-
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self._before_kb = self._kb("VmRSS")
-
-    @property
-    def peak_mb(self) -> float:
-        """In MB."""
-        return (self._kb("VmHWM") - self._before_kb) * 1024 / 1e6
-
-    @staticmethod
-    def _kb(name: str) -> int:
-        return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
-
-
 async def longest_gap_s(work: Awaitable[object]) -> float:
     """The longest time for which the event loop ran nothing else while it did this work, in seconds."""
     longest = 0.0
@@ -131,7 +115,7 @@ def begin(run_dir: Path, engine: Engine, rows: int) -> tuple[KeptSequences, Jour
 async def write(run_dir: Path, engine: Engine, rows: int) -> dict[str, float]:
     """Write all sequences, then what each has got since, and close the journal."""
     sequences, journal = begin(run_dir, engine, rows)
-    memory = Memory()
+    before = begin_peak()
     begun = time.perf_counter()
     gap_s = await longest_gap_s(sequences.write_if_due())
     stopped_s = time.perf_counter() - begun
@@ -147,7 +131,7 @@ async def write(run_dir: Path, engine: Engine, rows: int) -> dict[str, float]:
         "written_s": written_s,
         "engine_stopped_later_s": more_s,
         "loop_blocked_s": gap_s,
-        "write_peak_mb": memory.peak_mb,
+        "write_peak_mb": (peak_bytes() - before) / 1e6,
     }
 
 
@@ -156,7 +140,7 @@ def read(run_dir: Path, rows: int) -> dict[str, float]:
     begun = time.perf_counter()
     found = read_journals(run_dir, [0, 3], {}, lambda oldest: oldest >= 0)
     controller_s = time.perf_counter() - begun
-    memory = Memory()
+    before = begin_peak()
     begun = time.perf_counter()
     journals, checksum = KeptJournals(run_dir), prompt_checksum(PROMPT)
     kept = [journals.read(found.kept[0].journal, SampleKey(0, 0, row, 0), checksum) for row in range(rows)]
@@ -169,7 +153,7 @@ def read(run_dir: Path, rows: int) -> dict[str, float]:
         "bytes_per_token": size / count,
         "controller_read_s": controller_s,
         "worker_read_s": worker_s,
-        "read_peak_mb": memory.peak_mb,
+        "read_peak_mb": (peak_bytes() - before) / 1e6,
     }
 
 

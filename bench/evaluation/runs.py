@@ -6,11 +6,14 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from common.harness import by_turns
+from common.jobs import FLOWRT, Job, flowrt, run_job
 
 from flowrt.algorithms.evaluation import pass_at_k
 from flowrt.engines.hf import load_model, named_parameters
@@ -19,7 +22,6 @@ from flowrt.recipes.run_dir import best_dir, checkpoint_dir, checkpoint_steps
 from flowrt.roles.best_weights import read_list
 from flowrt.transport.weights.snapshot import Snapshot
 
-FLOWRT = Path(sys.executable).with_name("flowrt")
 RUN_TIMEOUT_S = 400.0
 POLL_S = 0.05
 LARGEST_ENUMERATION = 8
@@ -34,12 +36,12 @@ SMALL = (
 
 def run(directory: Path, *flags: str) -> dict[str, Any]:
     """Run the recipe arithmetic; returns its summary. Raises RuntimeError if it fails, unless `is_mixed`."""
-    words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory), *flags]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
-    if done.returncode and not is_mixed(directory):
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stdout[-2000:]}")
-    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
-    return summary
+    try:
+        return run_job(directory, *flags).summary
+    except RuntimeError:
+        if not is_mixed(directory):
+            raise
+        return Job(directory, 0.0).summary
 
 
 def is_mixed(directory: Path) -> bool:
@@ -66,31 +68,28 @@ def pass_error() -> float:
 def evaluation(quick: bool) -> dict[str, float]:
     """Throughput with evaluations every 10 steps (64 prompts, 4 samples) over that without, by turns; repeatability."""
     steps, turns = ("20", 1) if quick else ("100", 5)
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    evaluated = 0
     with tempfile.TemporaryDirectory() as place:
-        for turn, with_evaluations in itertools.product(range(turns), (False, True)):
-            directory = Path(place) / f"{turn}-{with_evaluations}"
-            flags = ["--steps", steps, "--seed", str(turn), "--data.eval-prompts", "64"]
-            if with_evaluations:
-                flags += ["--eval.interval", "10", "--eval.samples", "4", "--eval.temperature", "1.0"]
-            summary = run(directory, *flags)
-            rates[with_evaluations].append(summary["samples_per_s"])
-            if with_evaluations:
-                evaluated += summary["evaluations"]["held_out"]["evaluations"]
+
+        def summary(flags: tuple[str, ...], turn: int) -> dict[str, Any]:
+            words = ("--steps", steps, "--seed", str(turn), "--data.eval-prompts", "64", *flags)
+            return run(Path(place) / f"{turn}-{len(flags)}", *words)
+
+        evaluations = ("--eval.interval", "10", "--eval.samples", "4", "--eval.temperature", "1.0")
+        found = by_turns({"without": partial(summary, ()), "with": partial(summary, evaluations)}, turns)
+        rates = {side: [one["samples_per_s"] for one in summaries] for side, summaries in found.items()}
+        evaluated = sum(one["evaluations"]["held_out"]["evaluations"] for one in found["with"])
         same = [Path(place) / name for name in ("first", "second")]
         for directory in same:
             run(directory, *SMALL, "--steps", "4", "--deterministic", "True", "--max-staleness", "0")
         first, second = map(results, same)
         mixed = sum(is_mixed(directory) for directory in Path(place).iterdir())
         out = Path(place) / "results.json"
-        words = [str(FLOWRT), "eval", str(same[0]), "--json", str(out)]
-        subprocess.run(words, check=True, capture_output=True, timeout=RUN_TIMEOUT_S)
+        flowrt("eval", same[0], "--json", out)
         again = json.loads(out.read_text())["results"]["held_out"]
         last = {key: value for key, value in first[-1].items() if key != "name"}
     return {
-        "eval_samples_per_s": sum(rates[True]) / turns,
-        "eval_ratio": sum(rates[True]) / sum(rates[False]),
+        "eval_samples_per_s": sum(rates["with"]) / turns,
+        "eval_ratio": sum(rates["with"]) / sum(rates["without"]),
         "eval_count": float(evaluated),
         "eval_mixed": float(mixed),
         "eval_pass_error": pass_error(),
@@ -119,7 +118,7 @@ def best(quick: bool) -> dict[str, float]:
 def _killed_and_resumed(directory: Path, seed: int) -> None:
     flags = ["--steps", "8", "--seed", str(seed), "--checkpoint.every", "2", "--checkpoint.keep", "9"]
     flags += ["--checkpoint.best", "held_out/avg@4"]
-    words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory), *SMALL, *flags]
+    words = [*FLOWRT, "run", "arithmetic", "--run-dir", str(directory), *SMALL, *flags]
     child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline_s = time.monotonic() + RUN_TIMEOUT_S
     while child.poll() is None and not checkpoint_steps(directory):
@@ -131,7 +130,7 @@ def _killed_and_resumed(directory: Path, seed: int) -> None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         # Workers in sessions of their own get no signal; they end with their controller.
-        subprocess.run([str(FLOWRT), "resume", str(directory)], check=True, capture_output=True, timeout=RUN_TIMEOUT_S)
+        flowrt("resume", directory)
 
 
 def _of_checkpoint(directory: Path, version: int, names: list[str]) -> int | None:

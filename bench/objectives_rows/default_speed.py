@@ -15,10 +15,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from common.harness import ROOT, by_turns
+
 ROUNDS, STEPS, TIMEOUT_S = 5, 120, 600.0
-HERE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ def refusal(against: str) -> str:
     """The reason why a directory or commit cannot be compared with, as a sentence; empty if it can."""
     tree = Path(against)
     if not tree.is_dir():
-        return "" if commit_of(against) else f"{against} is neither a directory nor a commit of {HERE}"
+        return "" if commit_of(against) else f"{against} is neither a directory nor a commit of {ROOT}"
     if not (tree / "flowrt" / "cli.py").is_file():
         return f"{tree} is no checkout of flowrt"
     if not python_of(tree).is_file():
@@ -48,7 +50,7 @@ def refusal(against: str) -> str:
 
 def commit_of(name: str) -> str:
     """The hash of the commit of this repository with this name; empty if there is none."""
-    words = ["git", "-C", str(HERE), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+    words = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
     return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout.strip()
 
 
@@ -61,7 +63,7 @@ def other_tree(against: str, folder: Path) -> Iterator[Tree]:
         return
     # No git worktree: a killed measurement would leave its entry in the repository.
     archive, path = folder / "against.tar", folder / "against"
-    words = ["git", "-C", str(HERE), "archive", "--output", str(archive), commit_of(against)]
+    words = ["git", "-C", str(ROOT), "archive", "--output", str(archive), commit_of(against)]
     subprocess.run(words, check=True, timeout=TIMEOUT_S)
     with tarfile.open(archive) as files:
         files.extractall(path, filter="data")
@@ -80,16 +82,18 @@ def samples_per_s(tree: Tree, run_dir: Path, seed: int, steps: int) -> float:
 
 def measure(quick: bool, against: str) -> dict[str, float]:
     """Median samples/s of this and of the other tree, and their ratio."""
-    found: dict[str, list[float]] = {"here": [], "against": []}
+    rounds, steps = (1, 20) if quick else (ROUNDS, STEPS)
     with (
         tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder,
         other_tree(against, Path(folder)) as other,
     ):
-        trees = {"here": Tree(HERE, Path(sys.executable)), "against": other}
-        for turn in range(1 if quick else ROUNDS):
-            for side in sorted(trees, reverse=bool(turn % 2)):
-                run_dir = Path(folder) / f"{side}-{turn}"
-                found[side].append(samples_per_s(trees[side], run_dir, turn, 20 if quick else STEPS))
+
+        def run(tree: Tree, turn: int) -> float:
+            return samples_per_s(tree, Path(folder) / f"{tree is other}-{turn}", turn, steps)
+
+        found = by_turns(
+            {"against": partial(run, other), "here": partial(run, Tree(ROOT, Path(sys.executable)))}, rounds
+        )
     here, other_speed = (statistics.median(found[side]) for side in ("here", "against"))
     return {
         "default_speed_samples_per_s": here,

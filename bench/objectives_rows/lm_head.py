@@ -10,14 +10,12 @@
   the other direction.
 """
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
+from common.memory import begin_peak, in_process, peak_bytes
 from torch import Tensor
 
 from flowrt.algorithms import predicted_logprobs
@@ -64,7 +62,7 @@ def measure(quick: bool) -> dict[str, float]:
     value, gradient = narrow_errors(*NARROW)
     timed = {"lm_head_speed_ratio": QUICK} if quick else TIMED
     return {
-        "lm_head_gb": peak_bytes("fused", QUICK if quick else FULL) / 1e9,
+        "lm_head_gb": in_process(head_bytes, "fused", QUICK if quick else FULL) / 1e9,
         **{figure: speed_ratio(size, 1 if quick else ROUNDS) for figure, size in timed.items()},
         "lm_head_value_error": value,
         "lm_head_gradient_error": gradient,
@@ -120,34 +118,12 @@ def speed_ratio(size: Size, rounds: int) -> float:
     return statistics.median(spent["whole"]) / statistics.median(spent["fused"])
 
 
-def peak_bytes(name: str, size: Size) -> float:
-    """Peak memory (bytes) of both passes beyond the inputs and their gradients, measured in a separate process.
-
-    Args:
-        name: the head, "whole" or "fused".
-        size: of the inputs.
-    """
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("spawn").Process(target=_passes, args=(name, size, sender))
-    child.start()
-    sender.close()
-    found: float = receiver.recv()
-    child.join()
-    return found
-
-
-def _passes(name: str, size: Size, sender: Any) -> None:
-    torch.set_num_threads(1)
+def head_bytes(name: str, size: Size) -> float:
+    """Peak memory (bytes) of both passes beyond the inputs and their gradients, of the head "whole" or "fused"."""
     hidden_UD, weight_VD, target_T = inputs(*size)
     warm = torch.randn(8, WIDTH).to(size[2]).requires_grad_()
     HEADS[name](warm, weight_VD, torch.arange(8), target_T[:8]).sum().backward()
     weight_VD.grad = None
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
+    before = begin_peak()
     HEADS[name](hidden_UD, weight_VD, torch.arange(size[0]), target_T).sum().backward()
-    sender.send(float(_resident("VmHWM") - before - hidden_UD.nbytes - weight_VD.nbytes))
-
-
-def _resident(what: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(what))
+    return float(peak_bytes() - before - hidden_UD.nbytes - weight_VD.nbytes)

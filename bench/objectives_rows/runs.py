@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from main_job import run_job
+from common.jobs import run_job
 
 from flowrt.recipes.algorithms import PRESETS
 from objectives_rows.stale_loop import embedded_model
@@ -37,8 +37,8 @@ def rewards(folder: Path, model: Path, name: str, seeds: int, bound: int) -> lis
     flags = ["--algorithm", name, "--model", str(model), "--trainer.save", "False"]
     found = []
     for seed in range(seeds):
-        result = run_job(folder / f"{name}-{bound}-{seed}", seed, bound, STEPS, *flags)
-        found.append(float(result[metric]))
+        words = ("--seed", seed, "--max-staleness", bound, "--steps", STEPS, *flags)
+        found.append(float(run_job(folder / f"{name}-{bound}-{seed}", *words).summary[metric]))
     sys.stdout.write(f"{name}, bound {bound}: {', '.join(f'{value:.3f}' for value in found)}\n")
     sys.stdout.flush()
     return found

@@ -19,7 +19,6 @@ reached is interpolated between two checkpoints.
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,12 +26,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from common.jobs import run_job
+
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps
 from flowrt.recipes.tasks.registry import task_of
 from objectives_rows.stale_loop import HELD_OUT, StaleLoop, embedded_model
 
-TARGET, QUICK_TARGET, EVERY, SEEDS, TIMEOUT_S = 0.8, 0.6, 4, (0, 1, 2), 600
+TARGET, QUICK_TARGET, EVERY, SEEDS = 0.8, 0.6, 4, (0, 1, 2)
 DYNAMIC_STEPS, CURRICULUM_STEPS, QUICK_STEPS = 64, 192, 40
 POSSIBLE, IMPOSSIBLE = 32, 32
 CURRICULUM_LR = 0.15
@@ -57,27 +58,18 @@ class CheckpointedRun:
     """
 
     def __init__(self, run_dir: Path, model: Path, seed: int, steps: int, flags: Sequence[str]) -> None:
-        self.run_dir, self._model = run_dir, model
-        words = ["--run-dir", str(run_dir), "--model", str(model), "--seed", str(seed), "--steps", str(steps)]
-        words += ["--checkpoint.every", str(EVERY), "--checkpoint.keep", str(steps), "--trainer.save", "False"]
-        subprocess.run(
-            [sys.executable, "-m", "flowrt.cli", "run", *words, "--data.eval-prompts", "0", *flags],
-            check=True,
-            timeout=TIMEOUT_S,
-            stdout=subprocess.DEVNULL,
-        )
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        self._model = model
+        words: tuple[object, ...] = ("--model", model, "--seed", seed, "--steps", steps, "--checkpoint.every", EVERY)
+        words += ("--checkpoint.keep", steps, "--trainer.save", "False", "--data.eval-prompts", 0, *flags)
+        self.job = run_job(run_dir, *words)
 
     def accuracies(self) -> dict[int, float]:
         """Held-out accuracy of the default task by step, from the initial model (step 0) to the last checkpoint."""
-        flags = ["--run-dir", str(self.run_dir), "--model", str(self._model), "--algorithm.kl.coef", "0"]
+        flags = ["--run-dir", str(self.job.run_dir), "--model", str(self._model), "--algorithm.kl.coef", "0"]
         loop = StaleLoop(parse([*flags, "--data.eval-prompts", str(HELD_OUT)]))
         found = {0: loop.held_out_accuracy()}
-        for step in sorted(checkpoint_steps(self.run_dir)):
-            loop.load(checkpoint_dir(self.run_dir, step))
+        for step in sorted(checkpoint_steps(self.job.run_dir)):
+            loop.load(checkpoint_dir(self.job.run_dir, step))
             found[step] = loop.held_out_accuracy()
         return found
 
@@ -106,7 +98,7 @@ def dynamic(quick: bool) -> dict[str, float]:
                 )
                 steps[side].append(steps_to(TARGET, run.accuracies()))
                 if side == "with":
-                    equal_groups += sum(line["refused_groups_trained"] for line in run.lines())
+                    equal_groups += sum(line["refused_groups_trained"] for line in run.job.lines)
     medians = {side: statistics.median(found) for side, found in steps.items()}
     return {
         "dynamic_steps_with": medians["with"],
@@ -143,7 +135,7 @@ def curriculum(quick: bool) -> dict[str, float]:
                     [*files, *shape, *flags],
                 )
                 generated = [0.0]
-                for line in run.lines():
+                for line in run.job.lines:
                     generated.append(generated[-1] + generated_tokens(line))
                 accuracies = run.accuracies()
                 step = steps_to(QUICK_TARGET if quick else TARGET, accuracies)

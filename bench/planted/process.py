@@ -1,6 +1,6 @@
 """One process of a run with a planted cause: a worker of bench/end_to_end/simulated, with the cause in it.
 
-python -m planted.process WORKER ...       as `end_to_end.simulated.process`
+python bench/planted/process.py WORKER ...       as `end_to_end/simulated/process.py`
 """
 
 import asyncio

@@ -9,20 +9,17 @@
   of each; attribution_other_job: that of the default job.
 """
 
-import dataclasses
-import json
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.links import Unavailable, limited_loopback
+from common.jobs import run_job
+from common.links import Unavailable, forked, limited_loopback
+from end_to_end.simulated.cluster import Cluster
 from end_to_end.simulated.modes import RunSpec
 from planted.plants import PLANTS, SLOW_RANK, STEPS, STOP_S, Plant
 
@@ -39,13 +36,11 @@ BOUNDS: Mapping[str, float] = {
 }
 FLOORS: Mapping[str, float] = {"causes_planted": 12.0}
 QUICK = ("trainer", "reference", "stop")
-BENCH = Path(__file__).parents[1]
 WORKERS = ("rollout-0", "rollout-1", "reference", "reward", "source", "trainer")
 LATE = "rollout-late"
 EXTRA = {"late": LATE, "rank": SLOW_RANK}
 """Workers that take part in one plant only."""
 RUN_S = 240.0
-_FORK = multiprocessing.get_context("fork")
 NOT_LOST = ("busy", "other", "away")
 
 
@@ -58,7 +53,7 @@ def measure(quick: bool) -> dict[str, float]:
     for name in () if quick else PLANTS:
         if PLANTS[name].link_mbit_s:
             try:
-                found.append(of_linked_plant(name))
+                found.append(forked(of_linked_plant, name))
             except Unavailable as error:
                 print(f"plant {name!r} was not played: {error}")
     for one in found:
@@ -91,30 +86,9 @@ def of_plant(cast: "Cast", name: str) -> dict[str, float]:
 
 def of_linked_plant(name: str) -> dict[str, float]:
     """As `of_plant`, in a network of its own whose only link, the loopback, is limited. Raises Unavailable."""
-    mine, its = _FORK.Pipe()
-
-    def play() -> None:
-        try:
-            limited_loopback(PLANTS[name].link_mbit_s)
-        except Unavailable as error:
-            its.send(str(error))
-            return
-        with Cast() as cast:
-            its.send(of_plant(cast, name))
-
-    process = _FORK.Process(target=play)
-    process.start()
-    its.close()  # so that `mine` reports the end of the child
-    try:
-        if not mine.poll(2 * RUN_S):
-            raise TimeoutError(f"plant {name!r} has not ended after {2 * RUN_S:.0f} s")
-        answer: dict[str, float] | str = mine.recv()
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, str):
-        raise Unavailable(answer)
-    return answer
+    limited_loopback(PLANTS[name].link_mbit_s)
+    with Cast() as cast:
+        return of_plant(cast, name)
 
 
 def _is_named(name: str, plant: Plant, times: Times) -> bool:
@@ -157,78 +131,33 @@ def _other(times: Times) -> float:
 # ---- processes
 
 
-class Cast:
+class Cast(Cluster):
     """The processes of a controller and its workers, for one run after another."""
 
     def __init__(self) -> None:
         self._ranks = tempfile.TemporaryDirectory(prefix="flowrt-planted-")
-        store = {STORE_VARIABLE: f"{self._ranks.name}/store"}
-        cast = ("controller", *WORKERS, *EXTRA.values())
-        self._processes = {worker: _start(worker, store) for worker in cast}
+        names = {worker: [worker] for worker in (*WORKERS, *EXTRA.values())}
+        super().__init__("planted/process.py", names, {STORE_VARIABLE: f"{self._ranks.name}/store"})
 
-    def __enter__(self) -> "Cast":
-        for process in self._processes.values():
-            _receive(process)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait(10.0)
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self._ranks.cleanup()
 
     def play(self, name: str, plant: Plant, run_dir: Path) -> None:
         """Run a plant. Raises RuntimeError if the run fails."""
-        spec = RunSpec(f"planted {name}", plant.mode, seed=0, steps=plant.workload.steps, real_s=1.0)
-        controller = self._processes["controller"]
-        _send(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(spec)})
-        address = _receive(controller)
-        not_yet = ("controller", *EXTRA.values())
-        playing = [process for worker, process in self._processes.items() if worker not in not_yet]
+        self.begin(RunSpec(f"planted {name}", plant.mode, seed=0, steps=plant.workload.steps, real_s=1.0), run_dir)
+        self.join(*WORKERS)
         if name == "rank":
-            playing.append(self._processes[SLOW_RANK])
-        for process in playing:
-            _send(process, {"address": address})
+            self.join(SLOW_RANK)
         if name == "late":
             _wait_for_steps(run_dir, STEPS)
-            _send(self._processes[LATE], {"address": address})
-            playing.append(self._processes[LATE])
+            self.join(LATE)
         if name == "stop":
             _wait_for_steps(run_dir, 3)
-            self._processes["rollout-0"].send_signal(signal.SIGSTOP)
+            os.kill(self.pid("rollout-0"), signal.SIGSTOP)
             time.sleep(STOP_S)
-            self._processes["rollout-0"].send_signal(signal.SIGCONT)
-        summary = _receive(controller)
-        errors = [error for process in playing if (error := _receive(process))]
-        if summary["exit_code"] or errors:
-            raise RuntimeError(f"plant {name!r}: {summary['reason']}; {'; '.join(errors)}")
-
-
-def _start(worker: str, variables: Mapping[str, str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "planted.process", worker],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
-    )
-
-
-def _send(process: "subprocess.Popen[str]", what: object) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(what) + "\n")
-    process.stdin.flush()
-
-
-def _receive(process: "subprocess.Popen[str]") -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"process {process.pid} of the planted run has gone; its errors are above")
-    return json.loads(line)
+            os.kill(self.pid("rollout-0"), signal.SIGCONT)
+        self.finish()
 
 
 def _wait_for_steps(run_dir: Path, steps: int) -> None:
@@ -243,8 +172,6 @@ def _wait_for_steps(run_dir: Path, steps: int) -> None:
 def _of_job() -> float:
     """The share of `other` in the default job, of the time from its second step to its last."""
     with tempfile.TemporaryDirectory(prefix="flowrt-planted-") as directory:
-        run_dir = Path(directory) / "run"
-        command = [sys.executable, "-m", "flowrt.cli", "run", "--steps", "60", "--run-dir", str(run_dir)]
-        subprocess.run(command, check=True, timeout=2 * RUN_S, stdout=subprocess.DEVNULL)
-        lines, _ = read(run_dir)
+        job = run_job(Path(directory) / "run", "--steps", 60)
+        lines, _ = read(job.run_dir)
     return _other(add_up([line for line in lines if 0 < line["step"] < 60]))

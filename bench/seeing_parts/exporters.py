@@ -1,23 +1,19 @@
-"""Exporters: whether they write the numbers of the run, and what they cost.
+"""Exporters: whether they write the numbers of the run.
 
 `numbers_wrong` counts, of 50 random pairs of metric and step of a real run, those that differ between metrics.jsonl and
 TensorBoard (single precision), W&B (offline file) or the Prometheus text of a run that ended with that step;
 `trace_wrong` counts spans of the run's timeline that a Perfetto trace lacks or has at another time (1 us), and slices
-of a track that overlap. `export_*_s` is the time of `flowrt export`, with its imports. `exporter_cost` is the share of
-samples/s that a run loses while TensorBoard and an exporter of the user follow it live: the fastest run of each kind.
+of a track that overlap.
 """
 
 import gzip
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 
 from common.exported_numbers import (
     metrics_numbers,
@@ -25,6 +21,7 @@ from common.exported_numbers import (
     tensorboard_numbers,
     wandb_numbers,
 )
+from common.jobs import flowrt, run_job
 
 from flowrt.observability.exporters.exported_names import exported_name, prometheus_name
 from flowrt.observability.exporters.prometheus import prometheus_text
@@ -34,53 +31,25 @@ BOUNDS = {"numbers_wrong": 0.0, "trace_wrong": 0.0}
 DRAWN = 50
 SINGLE = 2.0**-23
 US = 1e-6
-OWN = """
-class Exporter:
-    def step(self, line): pass
-    def samples(self, rows): pass
-    def close(self): pass
-"""
 
 
 def measure(quick: bool) -> dict[str, float]:
     """Run, export, and compare."""
     with tempfile.TemporaryDirectory(prefix="flowrt-exporters-") as name:
         directory = Path(name)
-        run_dir = directory / "run"
-        plain = [_run(run_dir, 30 if quick else 120)]
-        (directory / "own.py").write_text(OWN)
-        seconds = {
-            "tensorboard": _export(run_dir, "--tensorboard", directory / "tb"),
-            "wandb": _export(run_dir, "--wandb", "--wandb-dir", directory),
-            "perfetto": _export(run_dir, "--perfetto", directory / "run.json.gz"),
-            "prometheus": _export(run_dir, "--prometheus", directory / "run.txt"),
+        run_dir = run_job(directory / "run", "--steps", 30 if quick else 120).run_dir
+        _export(run_dir, "--tensorboard", directory / "tb")
+        _export(run_dir, "--wandb", "--wandb-dir", directory)
+        _export(run_dir, "--perfetto", directory / "run.json.gz")
+        return {
+            "numbers_wrong": float(_count_wrong(run_dir, directory)),
+            "trace_wrong": float(_count_wrong_spans(run_dir, directory / "run.json.gz")),
         }
-        found = {f"export_{name}_s": value for name, value in seconds.items()}
-        found["numbers_wrong"] = float(_count_wrong(run_dir, directory))
-        found["trace_wrong"] = float(_count_wrong_spans(run_dir, directory / "run.json.gz"))
-        if not quick:
-            followed = []
-            for number in range(3):
-                own = ("--exporters", "tensorboard", f"{directory}/own.py:Exporter")
-                followed.append(_run(directory / f"followed-{number}", 120, *own))
-                plain.append(_run(directory / f"plain-{number}", 120))
-            found["exporter_cost"] = 1 - max(followed) / max(plain)
-        return found
 
 
-def _run(run_dir: Path, steps: int, *arguments: str) -> float:
-    """Run the default job; returns samples/s."""
-    words = [sys.executable, "-m", "flowrt.cli", "run", "--steps", str(steps), "--run-dir", str(run_dir), *arguments]
-    subprocess.run(words, check=True, capture_output=True, timeout=600)
-    return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"])
-
-
-def _export(run_dir: Path, *arguments: str | Path) -> float:
-    start_s = perf_counter()
-    words = [sys.executable, "-m", "flowrt.cli", "export", str(run_dir), *map(str, arguments)]
+def _export(run_dir: Path, *arguments: object) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    subprocess.run(words, check=True, capture_output=True, timeout=120, env=environment)
-    return perf_counter() - start_s
+    flowrt("export", run_dir, *arguments, env=environment)
 
 
 def _count_wrong(run_dir: Path, directory: Path) -> int:

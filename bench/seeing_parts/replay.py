@@ -5,14 +5,12 @@
 - observed_wrong: of at least 1,000 statuses that observers of real runs were sent (5 with --quick), those that the
   replay of the run lacks; a rollout worker and the controller of each of the observed_runs are killed at random steps;
 - recorder_bytes, recorder_bytes_simulated: bytes of recording an event, of the default job and of those runs;
-  recorder_bytes_a_sample: of the default job, a trained sample;
 - recorder_ratio: samples/s of the default job over that without recording, by turns (median of 5; one with --quick);
 - core_events_per_s, core_recorded_ratio: events of the default job that the core handles in a second of processor time,
   messages decoded and encoded as by the server, and the same with a recording, its thread included, over that without
   (median of 9, by turns).
 """
 
-import itertools
 import json
 import os
 import random
@@ -23,10 +21,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
+from common.harness import ROOT, by_turns, median_ratio
+from common.jobs import FLOWRT, Job, run_job
 from common.observed import Status, not_replayed, observe
 
 from flowrt.controller.events import MessageReceived, Send
@@ -47,7 +47,7 @@ BOUNDS: Mapping[str, float] = {
 FLOORS: Mapping[str, float] = {"recorder_ratio": 0.99, "core_recorded_ratio": 0.97}
 HASH_SEEDS = ("0", "1", "2")
 RUNS, QUICK_RUNS = 200, 10
-JOB_TIMEOUT_S, RUNS_TIMEOUT_S = 400.0, 3600.0
+RUNS_TIMEOUT_S = 3600.0
 TURNS, CORE_TURNS = 5, 9
 LIMIT_BYTES = 1 << 30
 INSTANTS, AT_A_TIME, STEPS, POLL_S, UNWRITTEN = 1000, 3, 300, 0.1, 3
@@ -58,7 +58,6 @@ SMALL = (
     *("--rollout.max-new-tokens", "8", "--sft.steps", "20", "--sft.answer-only-steps", "0"),
     *("--data.eval-prompts", "0", "--supervisor.backoff-s", "0.1"),
 )
-ROOT = Path(__file__).parents[2]
 
 
 def measure(quick: bool) -> dict[str, float]:
@@ -126,7 +125,7 @@ def _watched_run(run_dir: Path) -> list[Status]:
     draw = random.Random(run_dir.name)
     kills = sorted(draw.sample(range(STEPS // 20, STEPS // 2), 2))
     victims = ["flowrt.roles.rollout", "flowrt.launcher.controller_main"]
-    words = [str(Path(sys.executable).with_name("flowrt")), "run", "--run-dir", str(run_dir), *SMALL]
+    words = [*FLOWRT, "run", "--run-dir", str(run_dir), *SMALL]
     statuses: list[Status] = []
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while process.poll() is None:
@@ -168,38 +167,20 @@ def _child(module: str, words: list[str], questions: str = "", hash_seed: str = 
 
 
 def _job(place: Path, quick: bool) -> dict[str, float]:
-    rates: dict[int, list[float]] = {0: [], 1024: []}
-    recorded: list[Path] = []
-    samples = 0
-    for turn, limit_mb in itertools.product(range(1 if quick else TURNS), rates):
-        run_dir = place / f"{turn}-{limit_mb}"
-        words = ["--recorder.mb", str(limit_mb), "--seed", str(turn), "--steps", "20" if quick else "120"]
-        summary = _run(run_dir, words)
-        rates[limit_mb].append(summary["samples_per_s"])
-        if limit_mb:
-            recorded.append(run_dir)
-            samples += summary["samples"]
-    size, events = _bytes_and_events(iter(recorded))
-    ratios = [on / off for off, on in zip(*rates.values(), strict=True)]
+    steps, turns = (20, 1) if quick else (120, TURNS)
+
+    def job(limit_mb: int, turn: int) -> Job:
+        words = ("--recorder.mb", limit_mb, "--seed", turn, "--steps", steps)
+        return run_job(place / f"{turn}-{limit_mb}", *words)
+
+    jobs = by_turns({"off": partial(job, 0), "on": partial(job, 1024)}, turns)
+    off, on = ([one.samples_per_s for one in jobs[side]] for side in ("off", "on"))
+    size, events = _bytes_and_events(one.run_dir for one in jobs["on"])
     return {
         "recorder_bytes": size / events,
-        "recorder_bytes_a_sample": size / samples,
-        "recorder_ratio": statistics.median(ratios),
-        **_core(place, Recordings.of(recorded[0]).of_term(1)),
+        "recorder_ratio": median_ratio(on, off),
+        **_core(place, Recordings.of(jobs["on"][0].run_dir).of_term(1)),
     }
-
-
-def _run(run_dir: Path, words: list[str]) -> dict[str, Any]:
-    """The summary of a run of the default job."""
-    flowrt = Path(sys.executable).with_name("flowrt")
-    subprocess.run(
-        [str(flowrt), "run", "--run-dir", str(run_dir), *words],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=JOB_TIMEOUT_S,
-    )
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return summary
 
 
 Recorded = tuple[int, str, bytes, float]
@@ -213,11 +194,13 @@ def _core(place: Path, recording: TermRecording) -> dict[str, float]:
         names += block.names
         senders = [names[worker] if names else "" for worker in block.workers]
         events += zip(block.kinds, senders, block.data, block.times, strict=True)
-    plain, ratios = [], []
-    for turn in range(CORE_TURNS):
-        plain.append(_events_per_s(recording, events, None))
-        ratios.append(_events_per_s(recording, events, place / f"core-{turn}") / plain[-1])
-    return {"core_events_per_s": statistics.median(plain), "core_recorded_ratio": statistics.median(ratios)}
+    sides = {
+        "off": lambda _: _events_per_s(recording, events, None),
+        "on": lambda turn: _events_per_s(recording, events, place / f"core-{turn}"),
+    }
+    rates = by_turns(sides, CORE_TURNS)
+    ratio = median_ratio(rates["on"], rates["off"])
+    return {"core_events_per_s": statistics.median(rates["off"]), "core_recorded_ratio": ratio}
 
 
 def _events_per_s(recording: TermRecording, events: list[Recorded], run_dir: Path | None) -> float:

@@ -2,7 +2,6 @@
 
 - samples_ratio: samples/s of the default job with stored samples over those without, by turns (median of 5 pairs of
   120 steps; one pair of 30 with --quick);
-- message_kb: records of a step of the default job, in kB, sent by the reward worker and the trainer;
 - store_mb: largest size of the file and its log together, of 30,000 steps (2,000 with --quick) with a limit of 64 MB
   (8 MB): ten minutes of 50 steps/s, written without pauses;
 - store_flagged_kept: share of its flagged samples, one a step, that are left at the end;
@@ -10,16 +9,17 @@
 - store_row_us: time to write a sample, in microseconds, with its deletion.
 """
 
-import statistics
 import struct
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import psutil
-from main_job import run_job
+from common.harness import by_turns, median_ratio
+from common.jobs import run_job
 
 from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleWriter
 from flowrt.observability.samples import SampleFilter, SampleReader
@@ -38,52 +38,15 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def _job(quick: bool) -> dict[str, float]:
-    ratios, sizes = [], []
+    steps, pairs = (30, 1) if quick else (120, 5)
     with tempfile.TemporaryDirectory() as name:
-        for pair in range(1 if quick else 5):
-            rates = {}
-            for per_step in (32, 0) if pair % 2 else (0, 32):
-                run_dir = Path(name) / f"{pair}-{per_step}"
-                words = ("--samples.per-step", str(per_step))
-                rates[per_step] = run_job(run_dir, pair, 1, 30 if quick else 120, *words)["samples_per_s"]
-            ratios.append(rates[32] / rates[0])
-            sizes.append(_message_kb(Path(name) / f"{pair}-32"))
-    return {"samples_ratio": statistics.median(ratios), "message_kb": statistics.fmean(sizes)}
 
+        def samples_per_s(per_step: int, pair: int) -> float:
+            words = ("--samples.per-step", per_step, "--seed", pair, "--steps", steps)
+            return run_job(Path(name) / f"{pair}-{per_step}", *words).samples_per_s
 
-def _message_kb(run_dir: Path) -> float:
-    """The records of the stored samples of training of a run, in kB a step."""
-    reader = SampleReader(run_dir)
-    steps = reader.steps()
-    if steps is None:
-        return 0.0
-    size = 0
-    for row in reader.query(SampleFilter(), limit=10**6).samples:
-        sample = reader.get(row.id)
-        assert sample is not None
-        ids = struct.pack(f"<{len(sample.ids)}i", *sample.ids)
-        scored = ScoredSample(
-            flow=row.flow,
-            eval_name="",
-            epoch=row.epoch,
-            prompt=row.prompt,
-            member=row.member,
-            attempt=row.attempt,
-            reward=row.reward or 0.0,
-            parts=tuple(row.parts.items()),
-            finish=row.finish,
-            reason=row.reason,
-            is_single=False,
-            spans=sample.spans,
-            reward_s=0.0,
-            data=(pack_text(row.prompt_text), pack_text(row.completion), ids),
-        )
-        logprobs = [struct.pack(f"<{len(one)}e", *one) for one in (sample.logprobs, sample.trainer_logprobs)]
-        trained = TrainedSample(
-            row.step, row.epoch, row.prompt, row.member, row.attempt, 0.0, (logprobs[0], logprobs[1])
-        )
-        size += sum(len(encode_record(one) or b"") for one in (scored, trained))
-    return size / (steps[1] - steps[0] + 1) / 1000
+        rates = by_turns({"off": partial(samples_per_s, 0), "on": partial(samples_per_s, 32)}, pairs)
+    return {"samples_ratio": median_ratio(rates["on"], rates["off"])}
 
 
 def _store(quick: bool) -> dict[str, float]:

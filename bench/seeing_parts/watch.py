@@ -29,13 +29,15 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from http.cookiejar import CookieJar
 from pathlib import Path
 
 import aiohttp
 import psutil
 from common.children import Child
-from common.report import Samples
+from common.harness import Samples, by_turns, median_ratio
+from common.jobs import FLOWRT
 from control_plane import rows
 
 from flowrt.client.connection import Connection
@@ -62,7 +64,6 @@ BOUNDS: Mapping[str, float] = {
 FLOORS: Mapping[str, float] = {"cost_ratio": 0.98, "cost_rows_ratio": 0.95}
 WORKERS, QUICK_WORKERS = 4096, 512
 STEPS = 10_000
-FLOWRT = Path(sys.executable).with_name("flowrt")
 RUN_TIMEOUT_S = 900.0
 COMMAND_TIMEOUT_S = 120.0
 LEAVE_S = 0.5
@@ -253,7 +254,7 @@ def default_job(run_dir: Path, *flags: str, clients: int = 0) -> tuple[float, fl
 
     Raises RuntimeError if it fails.
     """
-    words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(run_dir), *flags]
+    words = [*FLOWRT, "run", "arithmetic", "--run-dir", str(run_dir), *flags]
     if clients:
         words += ["--watch", "0"]
     with (
@@ -301,22 +302,20 @@ def kill_all(pid: int) -> None:
 def cost_figures(quick: bool) -> dict[str, float]:
     """Throughput with everything on, relative to that with all off, and the memory of the controller."""
     steps, turns = ("10", 1) if quick else ("120", 7)
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    memory: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         model = built_model(folder)
-        for turn in range(turns):
-            for is_on in (False, True) if turn % 2 else (True, False):
-                flags = ["--steps", steps, "--seed", str(turn), "--model", str(model), *(() if is_on else PLAIN)]
-                rate, peak_mb = default_job(folder / f"{turn}-{is_on}", *flags, clients=3 if is_on else 0)
-                rates[is_on].append(rate)
-                memory[is_on].append(peak_mb)
-    ratios = [on / off for on, off in zip(rates[True], rates[False], strict=True)]
+
+        def job(is_on: bool, turn: int) -> tuple[float, float]:
+            flags = ["--steps", steps, "--seed", str(turn), "--model", str(model), *(() if is_on else PLAIN)]
+            return default_job(folder / f"{turn}-{is_on}", *flags, clients=3 if is_on else 0)
+
+        found = by_turns({"on": partial(job, True), "off": partial(job, False)}, turns)
+    rates, memory_mb = ({side: [one[at] for one in found[side]] for side in found} for at in (0, 1))
     return {
-        "cost_samples_per_s": statistics.median(rates[True]),
-        "cost_ratio": statistics.median(ratios),
-        "cost_memory_mb": statistics.median(memory[True]) - statistics.median(memory[False]),
+        "cost_samples_per_s": statistics.median(rates["on"]),
+        "cost_ratio": median_ratio(rates["on"], rates["off"]),
+        "cost_memory_mb": statistics.median(memory_mb["on"]) - statistics.median(memory_mb["off"]),
     }
 
 
@@ -407,7 +406,7 @@ def killed_figures(quick: bool) -> dict[str, float]:
 
 def kill_at_random(run_dir: Path, model: Path, draw: random.Random) -> None:
     """A run of which all processes are killed at once, some time after its first step."""
-    words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(run_dir), "--model", str(model), *SMALL]
+    words = [*FLOWRT, "run", "arithmetic", "--run-dir", str(run_dir), "--model", str(model), *SMALL]
     metrics = run_dir / "metrics.jsonl"
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process, _limit(process):
         while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
@@ -424,9 +423,9 @@ def openings(run_dir: Path, draw: random.Random) -> Iterator[list[str]]:
     at_s = draw.uniform(0.0, json.loads(lines[0])["wall_s"])
     page, trace = run_dir / "page.html", run_dir / "trace.json.gz"
     yield [sys.executable, "-m", "flowrt.observability.page.single_file", str(run_dir), str(page)]
-    yield [str(FLOWRT), "samples", str(run_dir)]
-    yield [str(FLOWRT), "export", str(run_dir), "--perfetto", str(trace)]
-    yield [str(FLOWRT), "replay", str(run_dir), "--at", f"{at_s:.3f}"]
+    yield [*FLOWRT, "samples", str(run_dir)]
+    yield [*FLOWRT, "export", str(run_dir), "--perfetto", str(trace)]
+    yield [*FLOWRT, "replay", str(run_dir), "--at", f"{at_s:.3f}"]
 
 
 def opens(words: list[str]) -> bool:

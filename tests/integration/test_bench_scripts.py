@@ -22,7 +22,6 @@ SELF_CONTAINED = (
     "core_events",
     "curve",
     "decoding",
-    "deltas",
     "durable",
     "estimate",
     "faults",
@@ -70,7 +69,7 @@ def test_gpu_script_without_a_gpu_exits_with_a_message(tmp_path: Path) -> None:
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("part", ["weights", "training", "overlap", "job"])
 def test_part_of_the_gpu_script_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
-    found = metrics_of("gpu", tmp_path, "--device", "cpu", "--logs", str(tmp_path), "--parts", part)
+    found = metrics_of("gpu", tmp_path, "--device", "cpu", "--parts", part)
     assert found[f"{part}_exit_code"] == 0
     assert part == "weights" or len(found) > 2
 

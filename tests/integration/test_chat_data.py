@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from common.chat_models import FAMILIES, chat_tokenizer
 from tokenizers import normalizers
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +24,7 @@ from flowrt.recipes.config import DataConfig
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
 from tests.integration.helpers.forked_flowrt import run_flowrt
+from tests.proofs.chat_models import FAMILIES, chat_tokenizer
 
 REWARD = """
 def reward(response, answer, prompt, level, *, bonus=0.0):

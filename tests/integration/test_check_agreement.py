@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from common.check_agreement import verdicts, write_files
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK
+from tests.proofs.check_agreement import verdicts, write_files
 
 LINES = 24
 

@@ -5,13 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
-from common.programs import CHEATS, DOUBLE, HONEST, LONG, TESTS, Case, outcomes, passing
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.code import check_sandbox
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
+from tests.proofs.programs import CHEATS, DOUBLE, HONEST, LONG, TESTS, Case, outcomes, passing
 
 SHORT = [one for one in HONEST if one.name not in LONG]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from common.chat_models import FAMILIES, chat_tokenizer
 from safetensors.torch import load_file
 
 from flowrt.cli import main
@@ -25,6 +24,7 @@ from flowrt.engines.training.forward import score
 from flowrt.observability.samples import Sample, SampleFilter, SampleReader
 from flowrt.recipes.run_dir import checkpoint_steps, hf_steps
 from tests.integration.helpers.forked_flowrt import run_flowrt
+from tests.proofs.chat_models import FAMILIES, chat_tokenizer
 
 STEPS = 4
 LAST = STEPS - 1

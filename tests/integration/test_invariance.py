@@ -1,12 +1,12 @@
-"""The gradient of a whole model does not depend on passes, packing, ranks or engine (`bench/objectives_rows`)."""
+"""The gradient of a whole model does not depend on passes, packing, ranks or engine (`tests/proofs`)."""
 
 import pytest
 import torch
-from objectives_rows.invariance import QUICK, WAYS, distances, measure_all, torch_engine
-from objectives_rows.presets import NAMES, presets
-from objectives_rows.steps import LIMIT, make_model, plain_gradient
 
 from flowrt.engines.training.forward import enable_packing
+from tests.proofs.invariance import QUICK, WAYS, distances, measure_all, torch_engine
+from tests.proofs.presets import NAMES, presets
+from tests.proofs.steps import LIMIT, make_model, plain_gradient
 
 BOUND = 1e-11
 

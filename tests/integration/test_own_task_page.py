@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.chat_families import CHAT_FAMILIES, family_tokenizer
 
 from flowrt.engines.hf import save_model
 from flowrt.engines.tiny_model import build_model
 from tests.integration.helpers.forked_flowrt import run_flowrt
+from tests.proofs.chat_families import CHAT_FAMILIES, family_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own-task.md"
 KEY = "secret"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.chat_models import FAMILIES, chat_tokenizer
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from flowrt.errors import ConfigError
@@ -16,6 +15,7 @@ from flowrt.rewards.functions import parse_function, with_paths
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.scoring import RewardScorer
+from tests.proofs.chat_models import FAMILIES, chat_tokenizer
 
 PROMPT = [{"role": "user", "content": "What is 1 + 1?"}]
 RESPONSES = ["2", "It is two, of course.", "", "1 + 1 = 2", "no"]

@@ -1,95 +1,71 @@
 """The processes of a simulated cluster, started once for many runs."""
 
-import asyncio
 import dataclasses
-import json
 import os
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-import psutil
-from end_to_end.simulated.bubble_attribution import Accounts, account
+from common.children import Child, cpu_s, start_all
 from end_to_end.simulated.modes import RunSpec
 
-BENCH = Path(__file__).parents[2]
-START_S = 60.0
 RUN_S = 300.0
 
 
-class ClusterProcesses:
-    """One controller and its workers, each a process of its own; source and reward share one."""
+class Cluster:
+    """A controller and workers, each a process of its own; none of them outlives the ``with`` block.
 
-    def __init__(self, controller: asyncio.subprocess.Process, workers: list[asyncio.subprocess.Process]) -> None:
-        self._controller = controller
-        self._workers = workers
+    Args:
+        script: `end_to_end/simulated/process.py`, or one that adds to it.
+        workers: by name, the workers that share a process.
+        variables: more variables of their environment.
+    """
 
-    async def run(self, spec: RunSpec) -> Accounts:
-        """Run once; returns the accounts. Raises RuntimeError if the run fails, TimeoutError after RUN_S seconds."""
-        with tempfile.TemporaryDirectory(prefix="flowrt-simulated-") as run_dir:
-            before_s, began_s = self._cpu_s(), time.monotonic()
-            async with asyncio.timeout(RUN_S):
-                await _send(self._controller, {"run_dir": run_dir, "play": dataclasses.asdict(spec)})
-                address = await _receive(self._controller)
-                for worker in self._workers:
-                    await _send(worker, {"address": address})
-                summary = await _receive(self._controller)
-                errors = [error for worker in self._workers if (error := await _receive(worker))]
-            cpu_s, wall_s = self._cpu_s() - before_s, time.monotonic() - began_s
-            if summary["exit_code"] != 0 or errors:
-                raise RuntimeError(f"{spec}: {summary['reason']}; {'; '.join(errors)}")
-            return account(Path(run_dir), spec, summary, cpu_s / wall_s / (os.cpu_count() or 1))
+    def __init__(self, script: str, workers: Mapping[str, Iterable[str]], variables: Mapping[str, str]) -> None:
+        self._controller = Child(script, "controller", variables=variables)
+        self._workers = {name: Child(script, *of, variables=variables) for name, of in workers.items()}
+        self._joined: list[Child] = []
+        self._address = ""
+        self._began = (0.0, 0.0)
+
+    def __enter__(self) -> Self:
+        start_all([self._controller, *self._workers.values()])
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for child in (self._controller, *self._workers.values()):
+            child.kill()
+
+    def begin(self, spec: RunSpec, run_dir: Path) -> None:
+        """Begin a run, which no worker has joined."""
+        self._joined, self._began = [], (time.monotonic(), self._cpu_s())
+        self._controller.tell("play", run_dir=str(run_dir), spec=dataclasses.asdict(spec))
+        self._address = self._controller.answer()
+
+    def join(self, *names: str) -> None:
+        """Let these workers join the run; without names, all."""
+        for name in names or self._workers:
+            self._workers[name].tell("work", address=self._address)
+            self._joined.append(self._workers[name])
+
+    def pid(self, name: str) -> int:
+        """The process id of a worker."""
+        return self._workers[name].pid
+
+    def finish(self) -> tuple[dict[str, Any], float]:
+        """The summary of the run at its end, and the share of the machine's cores that it used.
+
+        Raises RuntimeError if it fails, TimeoutError after RUN_S seconds.
+        """
+        summary: dict[str, Any] = self._controller.answer(RUN_S)
+        errors = [error for child in self._joined if (error := child.answer())]
+        if summary["exit_code"] or errors:
+            raise RuntimeError(f"{summary['reason']}; {'; '.join(errors)}")
+        began_s, began_cpu_s = self._began
+        cpu = (self._cpu_s() - began_cpu_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
+        return summary, cpu
 
     def _cpu_s(self) -> float:
-        times = [psutil.Process(one.pid).cpu_times() for one in (self._controller, *self._workers)]
-        return float(sum(one.user + one.system for one in times))
-
-
-@asynccontextmanager
-async def running_cluster(rollout_workers: int) -> AsyncIterator[ClusterProcesses]:
-    """Processes for workloads with ``rollout_workers`` rollout workers; none of them outlives the block."""
-    names = [[f"rollout-{number}"] for number in range(rollout_workers)]
-    names += [["reference"], ["source", "reward"], ["trainer"]]
-    processes: list[asyncio.subprocess.Process] = []
-    try:
-        for arguments in (["controller"], *names):
-            processes.append(await _start(arguments))
-        async with asyncio.timeout(START_S):
-            for process in processes:
-                await _receive(process)
-        yield ClusterProcesses(processes[0], processes[1:])
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-        await asyncio.gather(*(process.wait() for process in processes))
-
-
-async def _start(arguments: list[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "end_to_end.simulated.process",
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-
-
-async def _send(process: asyncio.subprocess.Process, what: Any) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(what).encode() + b"\n")
-    await process.stdin.drain()
-
-
-async def _receive(process: asyncio.subprocess.Process) -> Any:
-    assert process.stdout is not None
-    line = await process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"process {process.pid} of the simulated cluster has gone; its errors are above")
-    return json.loads(line)
+        return sum(cpu_s(child.pid) for child in (self._controller, *self._workers.values()))

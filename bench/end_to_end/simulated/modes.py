@@ -36,15 +36,6 @@ DELAYED = Mode("delayed", bound=1)
 ROLLING = Mode("rolling", bound=1, refresh=Rolling(at_once=2, max_behind=1), in_flight=True)
 TAIL = dataclasses.replace(ROLLING, name="tail", tail_lanes=True)
 MODES = {mode.name: mode for mode in (SYNC, STREAMING, DELAYED, ROLLING, TAIL)}
-EXTRA_MODES = {
-    # Not in the sequence of modes: one feature alone, or a mode without one.
-    mode.name: mode
-    for mode in (
-        dataclasses.replace(ROLLING, name="rolling_drained", in_flight=False),
-        Mode("delayed_in_flight", bound=1, in_flight=True),
-        Mode("delayed_tail", bound=1, tail_lanes=True),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class RunSpec:
 
     @property
     def mode(self) -> Mode:
-        return (MODES | EXTRA_MODES)[self.mode_name]
+        return MODES[self.mode_name]
 
     def config(self) -> RunConfig:
         """The configuration of the GRPO recipe, whose dataflow and worker loops are used unchanged."""

@@ -1,7 +1,7 @@
-"""One process of a simulated cluster, for one run after another: reads a line of JSON for each, and writes answers.
+"""One process of a simulated cluster, a child of a bench, for one run after another.
 
-python -m end_to_end.simulated.process controller    reads a run directory and a run's spec; writes address, summary
-python -m end_to_end.simulated.process WORKER ...    reads an address; writes the errors of the workers
+python bench/end_to_end/simulated/process.py controller    answers "play" with the address, then with the summary
+python bench/end_to_end/simulated/process.py WORKER ...    answers "work" with the errors of the workers
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from common.children import reply
 from end_to_end.simulated.modes import RunSpec
 from end_to_end.simulated.roles import ROLES
 
@@ -24,10 +25,6 @@ from flowrt.runtime.parent_death import die_with_parent
 HEARTBEAT_S = 0.5
 WAIT_S = 120.0
 JOIN_S = 20.0
-
-
-def reply(answer: object) -> None:
-    print(json.dumps(answer), flush=True)
 
 
 async def control(run_dir: Path, spec: RunSpec) -> None:
@@ -82,7 +79,7 @@ def main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         if workers == ["controller"]:
-            run_loop(control(Path(task["run_dir"]), RunSpec(**task["play"])))
+            run_loop(control(Path(task["run_dir"]), RunSpec(**task["spec"])))
         else:
             run_loop(work(task["address"], workers))
 

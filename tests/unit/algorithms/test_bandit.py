@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from objectives_rows.bandit import ARMS, COEFFICIENT, METHODS, REWARDS, total_variation
 from torch import Tensor
 
 from flowrt.algorithms.algorithm import Tokens
 from flowrt.algorithms.objective import Objective
+from tests.proofs.bandit import ARMS, COEFFICIENT, METHODS, REWARDS, total_variation
 
 
 def largest_expected_gradient(algorithm: Objective, reward_kl_coef: float, policy: Tensor, reference: Tensor) -> float:

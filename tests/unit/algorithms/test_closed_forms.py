@@ -5,7 +5,10 @@ import random
 
 import pytest
 import torch
-from objectives_rows.closed_form import (
+
+from flowrt.algorithms.losses import KlEstimator, Ppo
+from flowrt.algorithms.objective import Objective
+from tests.proofs.comparisons import (
     ESTIMATORS,
     dice,
     draw_objective,
@@ -16,10 +19,7 @@ from objectives_rows.closed_form import (
     worst_objective,
     worst_preference,
 )
-from objectives_rows.closed_forms import LOSSES, draw, error, loss_error, ppo, tokens_of
-
-from flowrt.algorithms.losses import KlEstimator, Ppo
-from flowrt.algorithms.objective import Objective
+from tests.proofs.formulas import LOSSES, draw, error, loss_error, ppo, tokens_of
 
 CASES = 200
 BOUND = 1e-12

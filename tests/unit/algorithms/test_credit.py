@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from objectives_rows.closed_form import worst_credit
-from objectives_rows.credit_forms import ADVANTAGES, SELECTIONS
 
 from flowrt.algorithms.advantages import BestOfGroup, GroupAdvantages, OverlongPenalty, PreferencePair, Scale
 from tests.groups import groups_of
+from tests.proofs.comparisons import worst_credit
+from tests.proofs.credit import ADVANTAGES, SELECTIONS
 
 
 @pytest.mark.parametrize("name", [*ADVANTAGES, *SELECTIONS])

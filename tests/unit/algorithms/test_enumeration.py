@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from objectives_rows.enumeration import (
+
+from tests.proofs.enumeration import (
     World,
     biased_cases,
     distance,

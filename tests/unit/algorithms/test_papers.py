@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from objectives_rows.closed_form import dice, draw_objective
-from objectives_rows.closed_forms import draw
-from objectives_rows.metric_forms import differing, wrong_metrics
-from objectives_rows.papers import LIMIT, PAPERS, draw_step, gradient, wanted_gradient, worst_paper
-from objectives_rows.presets import presets
 
 from flowrt.algorithms.algorithm import StepTokens, Tokens
 from flowrt.algorithms.losses import Ppo, Sat
 from flowrt.algorithms.objective import Correction, Objective
 from flowrt.recipes.algorithms import PRESETS
+from tests.proofs.comparisons import dice, draw_objective
+from tests.proofs.formulas import draw
+from tests.proofs.metrics import differing, wrong_metrics
+from tests.proofs.papers import LIMIT, PAPERS, draw_step, gradient, wanted_gradient, worst_paper
+from tests.proofs.presets import presets
 
 BOUND = 1e-12
 

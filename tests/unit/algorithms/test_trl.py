@@ -1,11 +1,12 @@
-"""Losses and gradients against numbers that TRL 1.16 computed, by ``python -m objectives_rows.trl_losses``."""
+"""Losses and gradients against numbers that TRL 1.16 computed, by ``python -m tests.proofs.trl``."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from objectives_rows.trl_losses import CORRECTIONS, LOSSES, SPREADS, TOKEN_CASES, Values, token_cases, token_errors
+
+from tests.proofs.trl import CORRECTIONS, LOSSES, SPREADS, TOKEN_CASES, Values, token_cases, token_errors
 
 FIXTURE: dict[str, Values] = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 BOUND, FLOAT32_BOUND = 1e-12, 1e-7

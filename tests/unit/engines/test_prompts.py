@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from common.chat_families import CHAT_FAMILIES, templates_of_families
-from common.chat_models import FAMILIES, Family, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
@@ -17,6 +15,8 @@ from flowrt.engines.prompts import DataPrompt, PromptEncoder, PromptEncoders, Pr
 from flowrt.engines.stopping import StopConditions, stop_token_ids
 from flowrt.engines.tiny_model import build_model
 from flowrt.errors import ConfigError
+from tests.proofs.chat_families import CHAT_FAMILIES, templates_of_families
+from tests.proofs.chat_models import FAMILIES, Family, chat_tokenizer
 
 TOKENIZERS = {name: chat_tokenizer(family) for name, family in FAMILIES.items()}
 SYSTEM, USER = "You are terse.", "What is one and one?"

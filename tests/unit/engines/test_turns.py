@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from common.chat_models import FAMILIES, chat_tokenizer
 
 from flowrt.engines.prompts import DataPrompt, PromptEncoder, PromptFormat
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.turns import Turns
+from tests.proofs.chat_models import FAMILIES, chat_tokenizer
 
 HEADER = "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor %}"
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n@' }}{%- endif %}"

@@ -1,4 +1,4 @@
-"""Row `bandit`: the fixed point of training with a divergence term, through the rollout and the training engine.
+"""The fixed point of training with a divergence term, through the rollout and the training engine.
 
 A response is one token, one of 8 arms with fixed rewards. With coefficient b and reference pi_ref:
 

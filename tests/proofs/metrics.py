@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from flowrt.algorithms.objective import Correction, Objective, OnlineDpo
-from objectives_rows.closed_form import dice, draw_objective
-from objectives_rows.closed_forms import (
+from tests.proofs.comparisons import dice, draw_objective
+from tests.proofs.formulas import (
     Sample,
     bernoulli_kl,
     corrected,
@@ -111,7 +111,7 @@ def of_sat(sample: Sample, quantile: float) -> dict[str, PerToken]:
 
 
 def of_loss(name: str, sample: Sample, step: Sequence[Sample]) -> dict[str, PerToken]:
-    """The metrics of a policy loss, by its name in `closed_forms.LOSSES`, for each token of a sample of a step."""
+    """The metrics of a policy loss, by its name in `formulas.LOSSES`, for each token of a sample of a step."""
     values, advantage = ratios(sample), sample.advantage
     match name:
         case "reinforce" | "cross_entropy":

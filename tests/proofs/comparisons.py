@@ -1,6 +1,6 @@
-"""Row `closed_form`: every part of an objective compared with its scalar formula, value and gradient, in float64.
+"""Every part of an objective compared with its scalar formula, value and gradient, in float64.
 
-An error is the distance from the formula, relative to the size of its values above 1 (`closed_forms.error`).
+An error is the distance from the formula, relative to the size of its values above 1 (`formulas.error`).
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from flowrt.algorithms.objective import (
     Rejection,
     SecondMoment,
 )
-from objectives_rows.closed_forms import (
+from tests.proofs.credit import ADVANTAGES, SELECTIONS, credit_error, draw_groups
+from tests.proofs.formulas import (
     CORRECTIONS,
     LOSSES,
     Sample,
@@ -33,7 +34,6 @@ from objectives_rows.closed_forms import (
     step_of,
     tokens_of,
 )
-from objectives_rows.credit_forms import ADVANTAGES, SELECTIONS, credit_error, draw_groups
 
 CASES, QUICK_CASES = 1000, 50
 REJECTIONS = (Rejection(), Rejection(low=0.9, high=1.1), Rejection(negative_kl=0.1), Rejection(binary_kl=0.003))

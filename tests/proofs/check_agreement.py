@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from common.chat_models import FAMILIES, chat_tokenizer
 
 from flowrt.cli import main
 from flowrt.engines.hf import save_model
@@ -25,6 +24,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK
 from flowrt.launcher import local_run
 from flowrt.launcher.model_check import check_model
 from flowrt.recipes.config import RunConfig
+from tests.proofs.chat_models import FAMILIES, chat_tokenizer
 
 POSITIONS = 96
 ROWS = 24

@@ -21,8 +21,8 @@ from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.options import FsdpOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.transport.devices import Device
-from objectives_rows.presets import presets
-from objectives_rows.steps import GROUPS, LIMIT, TEMPERATURE, make_model, make_step, options, run_step
+from tests.proofs.presets import presets
+from tests.proofs.steps import GROUPS, LIMIT, TEMPERATURE, make_model, make_step, options, run_step
 
 DEADLINE_S = 240.0
 Gather = Literal["step", "pass"]

@@ -1,6 +1,6 @@
 """Programs in responses for the reward function code: `CHEATS`, which solve nothing, and `HONEST` ones.
 
-Each has tests that it must fail or pass. `code` is a row of bench/tasks.py.
+Each has tests that it must fail or pass. `code` is a part of bench/tasks.py.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Row `enumeration`: the expected gradient of an objective, summed over all responses, against exact expressions.
+"""The expected gradient of an objective, summed over all responses, against exact expressions.
 
 4 symbols, 3 tokens: 64 responses. A policy is a table of logits for each of the 21 prefixes. The first token is sampled
 by version 0, the others by version 1 (an in-flight update), and the gradient is that of version 2. Every response has a

@@ -1,10 +1,10 @@
-"""Row `trl`: loss and gradient of every loss type of TRL, compared with TRL's own code in a separate environment.
+"""Loss and gradient of every loss type of TRL, compared with TRL's own code in a separate environment.
 
 - On given log-probabilities: all loss types, corrections, masks, divergences and entropy terms, in float64.
 - Through a whole GPT-2 in float64: TRL's trainer against flowrt's training engine. TRL computes log-probabilities in
   float32 there, which explains the distance.
 
-In bench/, ``python -m objectives_rows.trl_losses PYTHON FILE`` writes what tests/unit/algorithms/test_trl.py reads.
+``python -m tests.proofs.trl PYTHON FILE`` writes what tests/unit/algorithms/test_trl.py reads.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from flowrt.algorithms.losses import Cispo, Gspo, PolicyLoss, Ppo, Sapo, Vespo
 from flowrt.algorithms.objective import Aggregation, Correction, Entropy, Kl, Objective, Rejection
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.torch.trainer import TorchTrainer
-from objectives_rows.closed_forms import Sample, corrected, step_of, tokens_of
-from objectives_rows.steps import (
+from tests.proofs.formulas import Sample, corrected, step_of, tokens_of
+from tests.proofs.steps import (
     GROUPS,
     LIMIT,
     TEMPERATURE,

@@ -1,6 +1,6 @@
 """Losses and gradients by TRL's own GRPO loss; runs in the environment that has TRL and imports nothing of flowrt.
 
-python bench/objectives_rows/trl_values.py REQUESTS.json VALUES.json
+python tests/proofs/trl_values.py REQUESTS.json VALUES.json
 
 REQUESTS.json maps names to requests, VALUES.json the same names to losses and gradients. A request without a model has
 log-probabilities, on which the loss of TRL is called directly, without a forward pass. A request with a model has

@@ -1,4 +1,4 @@
-"""Row `papers`: every preset, as a run builds it, against the formula of its paper; metrics against their definitions.
+"""Every preset, as a run builds it, against the formula of its paper; metrics against their definitions.
 
 A case is a step of groups with rewards, in two passes. Compared is the gradient of the step's loss by every token's
 log-probability, which is what is trained: from rewards to advantages, losses, weights, masks, averages and counts. The
@@ -19,11 +19,11 @@ import torch
 
 from flowrt.algorithms.algorithm import Algorithm, Groups, StepTokens, Tokens
 from flowrt.recipes.algorithms import PRESETS
-from objectives_rows import closed_forms as forms
-from objectives_rows.closed_form import dice
-from objectives_rows.closed_forms import Formula, Sample, k3, mean, sg
-from objectives_rows.metric_forms import wrong_metrics
-from objectives_rows.presets import presets
+from tests.proofs import formulas as forms
+from tests.proofs.comparisons import dice
+from tests.proofs.formulas import Formula, Sample, k3, mean, sg
+from tests.proofs.metrics import wrong_metrics
+from tests.proofs.presets import presets
 
 CASES, QUICK_CASES = 300, 20
 LIMIT = 8
@@ -141,7 +141,7 @@ def less_step_mean(step: DrawnStep, at: int) -> float:
     return float(Fraction(step.rewards[at]) - average(step.rewards))
 
 
-# ---- losses of the tokens of a sample that `closed_forms` has not
+# ---- losses of the tokens of a sample that `formulas` has not
 
 
 def weighted_reinforce(weights: Callable[[Sample], list[float]]) -> Formula:

@@ -1,4 +1,4 @@
-"""Row `invariance`: the gradient of a whole model, by every engine and batching, against a loop over single samples.
+"""The gradient of a whole model, by every engine and batching, against a loop over single samples.
 
 For each objective: one pass or many, packed or padded, one micro-batch or one per group, and one or two ranks of the
 torch and the FSDP2 engine, whose parameters are gathered once per step or in each pass. Compared are the gradient of
@@ -21,9 +21,9 @@ from torch import Tensor
 from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
-from objectives_rows import invariance_rank
-from objectives_rows.presets import presets
-from objectives_rows.steps import (
+from tests.proofs import invariance_rank
+from tests.proofs.presets import presets
+from tests.proofs.steps import (
     GROUPS,
     LIMIT,
     TEMPERATURE,
@@ -79,7 +79,7 @@ def gradients_of_ranks(names: Sequence[str], folder: Path) -> dict[str, Results]
     model, out = folder / "model", folder / "found"
     save_model(model)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.run(
         [*command, invariance_rank.__file__, str(model), str(out), *names],
         timeout=RANKS_TIMEOUT_S,
@@ -88,7 +88,7 @@ def gradients_of_ranks(names: Sequence[str], folder: Path) -> dict[str, Results]
         text=True,
     )
     if process.returncode:
-        raise RuntimeError(f"the ranks of the row invariance failed:\n{process.stderr[-4000:]}")
+        raise RuntimeError(f"the ranks failed:\n{process.stderr[-4000:]}")
     gradients = load_file(out.with_suffix(".safetensors"))
     losses: dict[str, dict[str, float]] = json.loads(out.with_suffix(".json").read_text())
     return {
