@@ -83,8 +83,8 @@ def argument_error(arguments: Sequence[str]) -> str:
     """
     ended = run_script([*arguments, UNKNOWN])
     assert ended.returncode == 2, (ended.returncode, ended.stderr)
-    error = ended.stderr.strip().splitlines()[-1].split("error: ", 1)[1]
-    return "" if error == f"unrecognized arguments: {UNKNOWN}" else error
+    error = ended.stderr.strip().splitlines()[-1].split("error: ", 1)[-1]
+    return "" if f"unrecognized arguments: {UNKNOWN}" in error else error
 
 
 def _run(
