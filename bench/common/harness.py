@@ -4,8 +4,7 @@
 
 Figures are printed as soon as their part is measured, each with its bound, and PATH is written after each part.
 Without ``--parts`` PATH is replaced. With it, the figures of other parts stay in PATH; ``machine.part_commits`` has the
-commit of each part if they differ, and the command names the parts of other commits. Quick and whole runs are never in
-one file.
+commit of each part, and the command names the parts of other commits. Quick and whole runs are never in one file.
 
 The exit code is 1 if a figure misses its bound; in a quick run only bounds of at most `ERROR` count, because the run is
 too small for bounds on speed, size and learning.
@@ -112,8 +111,7 @@ class ResultsFile:
         machine |= {"python": platform.python_version(), "commit": self._commit}
         machine |= {"load": round(os.getloadavg()[1], 2), **about}
         machine |= {"quick": True} if self._quick else {}
-        if len(set(self.part_commits.values())) > 1:
-            machine["part_commits"] = self.part_commits
+        machine["part_commits"] = self.part_commits
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"metrics": self.metrics, "machine": machine, **tables}, indent=2) + "\n"
         partly = self._path.with_suffix(".part")

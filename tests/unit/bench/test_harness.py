@@ -73,7 +73,7 @@ def test_a_whole_run_writes_all_figures_and_names_what_was_left_out(
     metrics, machine = written(results)
     assert metrics == {"speed": 7.0, "size": 2.0, "figures": 2.0}
     assert machine["commit"] == "first"
-    assert "part_commits" not in machine
+    assert machine["part_commits"] == {"speed": "first", "size": "first"}
     assert "device is not measured: there is no device" in capsys.readouterr().out
 
 
@@ -87,10 +87,10 @@ def test_a_partial_run_keeps_other_parts_and_names_those_of_another_commit(
     run(monkeypatch, results, "--parts", "speed", "--speed", "9", commit="second")
     metrics, machine = written(results)
     assert metrics == {"speed": 9.0, "size": 2.0, "figures": 2.0}
-    assert machine["part_commits"] == {"all others": "first", "speed": "second"}
-    assert f"{results} has figures of all others from another commit: first" in capsys.readouterr().out
+    assert machine["part_commits"] == {"speed": "second", "size": "first"}
+    assert f"{results} has figures of size from another commit: first" in capsys.readouterr().out
     run(monkeypatch, results, commit="second")
-    assert "part_commits" not in written(results)[1]
+    assert written(results)[1]["part_commits"] == {"speed": "second", "size": "second"}
 
 
 def test_quick_and_whole_runs_are_not_mixed(monkeypatch: pytest.MonkeyPatch, results: Path) -> None:
