@@ -7,6 +7,7 @@
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -226,6 +227,18 @@ def _samples_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--grep", default="", metavar="REGEX", help="whose prompt or completion contains this")
     parser.add_argument("--eval", default="", metavar="NAME", help="answers of evaluations on this data set")
+    parser.add_argument(
+        "--by",
+        choices=("group", "reward", "length", "data_set", "solve_rate"),
+        help="a line for each group, with its mean and spread; or the number of samples by reward, length, data set or "
+        "the share of right ones of their prompt",
+    )
+    parser.add_argument(
+        "--right-from", type=_finite, metavar="R", help="with --by: reward from which one is right (eval.solved_reward)"
+    )
+    parser.add_argument(
+        "--with-dropped", action="store_true", help="with --by: count the samples of dropped groups, too"
+    )
     parser.add_argument("--tokens", action="store_true", help="each token with its log-probabilities and version")
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--jsonl", type=Path, metavar="FILE", help="write JSON Lines instead; -: to standard output")
@@ -253,6 +266,9 @@ def _samples(arguments: argparse.Namespace) -> int:
         grep=arguments.grep,
         eval_name=arguments.eval,
         tokens=arguments.tokens,
+        by=arguments.by,
+        right_from=arguments.right_from,
+        with_dropped=arguments.with_dropped,
         jsonl=arguments.jsonl,
         parquet=arguments.parquet,
     )
@@ -267,6 +283,17 @@ def _run_clock(text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
+    return value
+
+
+def _finite(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
     return value
 
 

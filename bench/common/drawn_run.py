@@ -18,7 +18,10 @@ import numpy as np
 from aiohttp import web
 
 import flowrt.observability.page
+from flowrt.ids import ROW_BITS, prompt_name
 from flowrt.observability.attribution import merged
+from flowrt.observability.sample_columns import SampleColumns
+from flowrt.observability.sample_statistics import SampleSettings, distribution_lines, group_line, in_order
 from flowrt.observability.series import Axis, Series
 from flowrt.observability.time_shares import MAX_LINES
 
@@ -46,6 +49,7 @@ WORDS = (
     "check",
     "total",
 )
+GROUP_SIZE = 8
 MAX_SPANS, MAX_ROWS, MAX_COLUMNS = 20_000, 256, 512
 CLOCK_S = 30.0
 
@@ -62,6 +66,8 @@ class DrawnRun:
     high: float = 1.0
     others: Mapping[str, "DrawnRun"] = field(default_factory=dict)
     """Runs that it is compared with, by name."""
+    set_names: tuple[str, ...] = ()
+    """Names of its data sets; empty: it has one."""
     texts: Sequence[str] = ()
     """Texts that replace those of samples, events, reasons and names by turns; empty: none is replaced."""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -157,8 +163,9 @@ class DrawnRun:
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
-            case ["series" | "compared" | "replay" | "prompts" as kind]:
+            case ["series" | "compared" | "replay" | "prompts" | "samples" | "groups" | "distributions" as kind]:
                 answers = {"series": self._series, "compared": self._compared, "replay": self._replay}
+                answers |= {"groups": self._groups, "distributions": self._distributions, "samples": self._samples}
                 return {**answers, "prompts": self._prompts}[kind](query)
             case ["attribution"]:
                 shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
@@ -169,8 +176,6 @@ class DrawnRun:
                 t0, t1 = float(query.get("t0", 0)), float(query.get("t1", self.end_s))
                 opened = int(query["first"]) if "first" in query else None
                 return self._timeline(t0, t1, int(query.get("rows", 64)), opened)
-            case ["samples"]:
-                return self._samples(query)
             case ["sample", number]:
                 return self._opened(int(number))
             case ["prompt", _, number]:
@@ -374,9 +379,12 @@ class DrawnRun:
 
     def _sample(self, number: int) -> dict[str, Any]:
         draw = random.Random(number)
-        prompt, member = divmod(number, 8)
+        prompt, member = divmod(number, GROUP_SIZE)
         step = prompt // 4
-        reward = round(self.low + (self.high - self.low) * draw.random(), 3)
+        if self.set_names:
+            prompt |= prompt % len(self.set_names) << ROW_BITS
+        share = min(max(random.Random(prompt).random() + draw.gauss(0, 0.3), 0), 1)
+        reward = round(self.low + (self.high - self.low) * share, 3)
         timeout = number % 97 == 5
         text = f"{draw.randrange(100)} + {draw.randrange(100)} = ?"
         completion = " ".join(draw.choice(WORDS) for _ in range(draw.randrange(15, 90)))
@@ -389,8 +397,11 @@ class DrawnRun:
             "step": step,
             "epoch": 0,
             "prompt": prompt,
+            "name": prompt_name(prompt, self.set_names),
             "member": member,
+            "run_attempt": 1,
             "reward": reward,
+            "advantage": round(draw.gauss(0, 1), 4),
             "parts": parts,
             "tokens": completion.count(" ") + 1,
             "staleness": draw.randrange(3),
@@ -401,9 +412,26 @@ class DrawnRun:
         }
 
     def _samples(self, query: Mapping[str, str]) -> dict[str, Any]:
+        found = self._chosen(query)
+        if group := query.get("group"):
+            found = [one for one in self._all_samples() if one["id"] // GROUP_SIZE == int(group) // GROUP_SIZE]
+        order = {"worst": "reward", "best": "-reward", "newest": "-id", "": "-id"}.get(*[query.get("order", "")] * 2)
+        name = {"ended": "finish"}.get(order.removeprefix("-"), order.removeprefix("-"))
+        found.sort(key=lambda one: one.get(name, one["id"]), reverse=order.startswith("-"))
+        offset, limit = int(query.get("offset", 0)), int(query.get("limit", 50))
+        shown = [
+            one | {"prompt_text": one["prompt_text"][:2000], "completion": one["completion"][:2000]} for one in found
+        ]
+        return {"samples": shown[offset : offset + limit], "total": len(found)}
+
+    def _all_samples(self) -> list[dict[str, Any]]:
         if not self._drawn:
             self._drawn = [self._sample(number) for number in range(max(min(32 * self.steps, 2_000), len(self.texts)))]
-        found = list(self._drawn)
+        return list(self._drawn)
+
+    def _chosen(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
+        """The samples that match a query."""
+        found = self._all_samples()
         if reason := query.get("reason"):
             found = [one for one in found if reason in (one["reason"], one["finish"])]
         if text := query.get("grep"):
@@ -416,13 +444,51 @@ class DrawnRun:
             found = [one for one in found if one["step"] >= int(first)]
         if last := query.get("to"):
             found = [one for one in found if one["step"] <= int(last)]
-        sign = {"worst": 1, "best": -1}.get(query.get("order", ""))
-        found.sort(key=lambda one: -one["id"] if sign is None else sign * one["reward"])
+        return found
+
+    def _groups(self, query: Mapping[str, str]) -> dict[str, Any]:
+        samples, settings = self._columns(query), self._sample_settings(query)
+        groups = settings.groups(samples, is_evaluation=False)
+        places = in_order(groups, np.arange(len(groups)), query.get("order") or "newest")
         offset, limit = int(query.get("offset", 0)), int(query.get("limit", 50))
-        shown = [
-            one | {"prompt_text": one["prompt_text"][:2000], "completion": one["completion"][:2000]} for one in found
+        texts = {one["id"]: one["prompt_text"] for one in self._all_samples()}
+        lines = [
+            group_line(groups, int(place), settings, "", texts[int(groups.id_G[place])])
+            for place in places[offset : offset + limit]
         ]
-        return {"samples": shown[offset : offset + limit], "total": len(found)}
+        return {"groups": lines, "total": len(groups), "from_step": None, "right_from": settings.right_from}
+
+    def _distributions(self, query: Mapping[str, str]) -> dict[str, Any]:
+        samples = self._columns(query)
+        return {**distribution_lines(samples, self._columns({}), self._sample_settings(query)), "from_step": None}
+
+    def _sample_settings(self, query: Mapping[str, str]) -> SampleSettings:
+        middle = (self.low + self.high) / 2
+        return SampleSettings(self.set_names, GROUP_SIZE, float(query.get("right") or middle))
+
+    def _columns(self, query: Mapping[str, str]) -> SampleColumns:
+        rows = self._chosen(query)
+        numbers = {
+            name: np.array([one[name] for one in rows], np.int64)
+            for name in ("id", "step", "epoch", "prompt", "member", "tokens", "run_attempt")
+        }
+        return SampleColumns(
+            id_N=numbers["id"],
+            step_N=numbers["step"],
+            version_N=np.zeros(len(rows), np.int64),
+            run_attempt_N=numbers["run_attempt"],
+            epoch_N=numbers["epoch"],
+            prompt_N=numbers["prompt"],
+            member_N=numbers["member"],
+            attempt_N=np.zeros(len(rows), np.int64),
+            tokens_N=numbers["tokens"],
+            reward_N=np.array([one["reward"] for one in rows], np.float64),
+            advantage_N=np.array([one["advantage"] for one in rows], np.float64),
+            staleness_N=np.array([one["staleness"] for one in rows], np.float64),
+            is_truncated_N=np.array([one["finish"] == "length" for one in rows], np.bool_),
+            is_flagged_N=np.zeros(len(rows), np.bool_),
+            is_rolled_back_N=np.zeros(len(rows), np.bool_),
+        )
 
     def _opened(self, number: int) -> dict[str, Any]:
         sample, draw = self._sample(number), random.Random(number)
@@ -440,13 +506,10 @@ class DrawnRun:
                 }
             )
         versions = {"version_min": sample["step"], "version_max": sample["step"] + 1}
-        first = number - number % 8
         return {
             **sample,
             **versions,
             "tokens": tokens,
-            "group": list(range(first, first + 8)),
-            "advantage": draw.gauss(0, 1),
             "generate_s": 1.4,
             "reward_s": 0.02,
         }
@@ -525,6 +588,8 @@ def document(run: DrawnRun) -> dict[str, Any]:
     if run.others:
         named["api/compared"] = run.answer("api/compared", {})
     named["api/samples?order=worst"] = run.answer("api/samples", {"order": "worst", "limit": "100"})
+    named["api/groups?order=newest"] = run.answer("api/groups", {"order": "newest", "limit": "100"})
+    named["api/distributions"] = run.answer("api/distributions", {})
     named["api/samples?order=best"] = run.answer("api/samples", {"order": "best", "limit": "100"})
     for sample in named["api/samples?order=worst"]["samples"]:
         named[f"api/sample/{sample['id']}"] = run.answer(f"api/sample/{sample['id']}", {})

@@ -12,7 +12,7 @@ import math
 import os
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from flowrt.controller.storage.run_metrics import EVALUATION
 from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import ConfigError, FlowError
 from flowrt.observability.lanes import MAX_LANES, TimelineLanes
-from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
+from flowrt.observability.sample_statistics import GROUP_ORDERS, SampleSettings, SampleStatistics
+from flowrt.observability.samples import SORTED, Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.series import Axis, Series
-from flowrt.observability.tails import UNLIMITED, JsonTail
+from flowrt.observability.tails import UNLIMITED, JsonTail, file_version
 from flowrt.observability.time_shares import TimeShares
 from flowrt.observability.token_texts import TokenTexts
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml
@@ -40,7 +41,8 @@ LOG_BYTES = 32 << 10
 MAX_LOG_LINE = 500
 MAX_LOGS = 64
 MAX_TEXT_CHARS = 2_000
-ORDERS: tuple[Order, ...] = ("newest", "worst", "best", "random")
+ORDERS: tuple[Order, ...] = ("newest", "worst", "best", "random", *SORTED)
+"""Orders of samples; those of `SORTED` also with a minus before them, which is descending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class RunReader:
         self._event_kinds: Counter[str] = Counter()
         self._results: dict[str, float] = {}  # of evaluations
         self._token_texts: TokenTexts | None = None
+        self._statistics = SampleStatistics(run_dir)
         self._ledger_state = ""
         self._ledger_answer: tuple[object, dict[str, Any]] | None = None
         self.read_new()
@@ -232,37 +235,57 @@ class RunReader:
 
         Args:
             asked: the parameters of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt,
-                epoch, shortest and longest (response tokens), seed.
+                epoch, group (the id of one of its samples), shortest and longest (response tokens), seed.
             limit: maximum number of samples.
             offset: number of matching samples to skip.
 
         Raises ConfigError if samples cannot be read or the regular expression is invalid, ValueError for other invalid
         values.
         """
-        if not (self.run_dir / SAMPLES).is_file():
+        wanted, order = _filter(asked), _order(asked, ORDERS)
+        if not self._has_samples:
             return {"samples": [], "total": 0}
-        order = next((one for one in ORDERS if one == asked.get("order", "newest")), None)
-        if order is None:
-            raise ValueError(f"order is one of {', '.join(ORDERS)}")
-        step = _number(asked, "step")
-        wanted = SampleFilter(
-            first_step=_number(asked, "from") if step is None else step,
-            last_step=_number(asked, "to") if step is None else step,
-            prompt=_number(asked, "prompt"),
-            epoch=_number(asked, "epoch"),
-            min_tokens=_number(asked, "shortest"),
-            max_tokens=_number(asked, "longest"),
-            reason=asked.get("reason", ""),
-            grep=asked.get("grep", ""),
-            eval_name=asked.get("eval", ""),
-        )
-        page = SampleReader(self.run_dir).query(wanted, order, limit, offset, _number(asked, "seed") or 0)
-        return {"samples": [_sample_line(one) for one in page.samples], "total": page.total}
+        found = SampleReader(self.run_dir).query(wanted, order, limit, offset, _number(asked, "seed") or 0)
+        name = self._sample_settings(asked).prompt_name
+        lines = [_sample_line(one) | {"name": name(one.prompt, one.eval_name)} for one in found.samples]
+        return {"samples": lines, "total": found.total}
+
+    def groups(self, asked: Mapping[str, str], limit: int, offset: int = 0) -> dict[str, Any]:
+        """Groups of samples; see `SampleStatistics.groups`, and `samples` for the arguments.
+
+        ``right``: reward from which a sample is right, in place of that of the configuration.
+        """
+        order = _order(asked, ("newest", "worst", "best", "random", *GROUP_ORDERS))
+        wanted, settings = _filter(asked), self._sample_settings(asked)
+        if not self._has_samples:
+            return {"groups": [], "total": 0, "from_step": None, "right_from": settings.right_from}
+        return self._statistics.groups(wanted, settings, order, limit, offset)
+
+    def distributions(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        """Histograms and means of samples; see `SampleStatistics.distributions`, and `groups` for the arguments.
+
+        ``dropped``: 1 to count the samples of groups that were dropped, or are not trained yet, too.
+        """
+        settings, wanted = self._sample_settings(asked), _filter(asked)
+        return self._statistics.distributions(wanted, settings, with_dropped=asked.get("dropped") == "1")
+
+    @property
+    def _has_samples(self) -> bool:
+        return (self.run_dir / SAMPLES).is_file()
+
+    def _sample_settings(self, asked: Mapping[str, str]) -> SampleSettings:
+        settings = SampleSettings.of(self._config()[1])
+        right = asked.get("right", "")
+        if not right:
+            return settings
+        value = float(right)
+        if not math.isfinite(value):
+            raise ValueError("right is not a reward")
+        return dataclasses.replace(settings, right_from=value)
 
     def sample(self, number: int) -> dict[str, Any]:
-        """A sample with its tokens and the ids of its group. Raises ConfigError if it is not there or unreadable."""
-        reader = SampleReader(self.run_dir)
-        found = reader.get(number)
+        """A sample with its tokens. Raises ConfigError if it is not there or unreadable."""
+        found = SampleReader(self.run_dir).get(number)
         if found is None:
             raise ConfigError(f"{SAMPLES} has no sample {number}; it may have been left out since, to save space")
         if self._token_texts is None:
@@ -275,7 +298,7 @@ class RunReader:
             for at, token in enumerate(found.ids)
         ]
         row = {**dataclasses.asdict(found.row), "staleness": found.row.staleness, "parts": dict(found.row.parts)}
-        return {**row, "count": found.row.tokens, "tokens": tokens, "group": list(reader.group(number))}
+        return {**row, "count": found.row.tokens, "tokens": tokens}
 
     def _model_dirs(self) -> list[Path]:
         """Directories in which the model of the run may be; the first one with a tokenizer is used."""
@@ -316,7 +339,7 @@ class RunReader:
     def ledger(self) -> dict[str, Any]:
         """The number of prompts by state, and of dropped ones by reason; empty if the ledger cannot be read."""
         path = self.run_dir / LEDGER
-        version = _version(path), _version(path.with_name(f"{path.name}-wal"))
+        version = file_version(path), file_version(path.with_name(f"{path.name}-wal"))
         if self._ledger_answer is not None and self._ledger_answer[0] == version:
             return self._ledger_answer[1]
         answer: dict[str, Any] = {"states": {}, "dropped": {}}
@@ -372,6 +395,31 @@ def _sample_line(row: SampleRow) -> dict[str, Any]:
     return line | {name: line[name][:MAX_TEXT_CHARS] for name in ("prompt_text", "completion")}
 
 
+def _filter(asked: Mapping[str, str]) -> SampleFilter:
+    """The filter in the parameters of a request. Raises ValueError."""
+    step = _number(asked, "step")
+    return SampleFilter(
+        first_step=_number(asked, "from") if step is None else step,
+        last_step=_number(asked, "to") if step is None else step,
+        prompt=_number(asked, "prompt"),
+        epoch=_number(asked, "epoch"),
+        min_tokens=_number(asked, "shortest"),
+        max_tokens=_number(asked, "longest"),
+        reason=asked.get("reason", ""),
+        grep=asked.get("grep", ""),
+        eval_name=asked.get("eval", ""),
+        group_of=_number(asked, "group"),
+    )
+
+
+def _order(asked: Mapping[str, str], orders: Collection[Order]) -> Order:
+    """The order in the parameters of a request. Raises ValueError."""
+    order = asked.get("order") or "newest"
+    if order.removeprefix("-") not in orders:
+        raise ValueError(f"order is one of {', '.join(orders)}")
+    return order
+
+
 def _at(column: Sequence[Any], at: int) -> Any:
     return column[at] if at < len(column) else None
 
@@ -409,15 +457,6 @@ def _is_numbered(line: Mapping[str, Any], name: str) -> bool:
 
 def _whole(value: object, default: int) -> int:
     return value if type(value) is int else default
-
-
-def _version(path: Path) -> object:
-    """A value that changes when the file does; None without the file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _changed(text: str) -> list[list[Any]]:

@@ -9,19 +9,25 @@ import re
 import sqlite3
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from flowrt.controller.storage.integrity import connect_read_only
 from flowrt.controller.storage.sample_store import SAMPLES, SAMPLES_VERSION
 from flowrt.errors import ConfigError, FlowError
+from flowrt.observability.sample_columns import SampleColumns
 from flowrt.protocol.messages import LARGEST_PROMPT
 from flowrt.protocol.sample_records import unpack_text
+from flowrt.rewards.outcomes import Result
 
-Order = Literal["newest", "oldest", "worst", "best", "random"]
+NamedOrder = Literal["newest", "oldest", "worst", "best", "random"]
+Order = str
+"""A `NamedOrder`, or a column of `SORTED`; with a minus before it, in descending order."""
 ANY_EVALUATION = "*"
 """Name that stands for the evaluations of all data sets."""
 _ROLLED_BACK = (
@@ -32,13 +38,33 @@ _ROW = (
     "id, step, run_attempt, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason, "
     f"version_min, version_max, tokens, advantage, generate_s, reward_s, prompt_text, completion, {_ROLLED_BACK}"
 )
+_SAME_GROUP = "(epoch, prompt, run_attempt) = (SELECT epoch, prompt, run_attempt FROM samples WHERE id = ?)"
+_SAME_EVALUATION = (
+    "(eval_name, step, prompt, run_attempt) = (SELECT eval_name, step, prompt, run_attempt FROM samples WHERE id = ?)"
+)
+_NEWEST = "step DESC, epoch DESC, prompt, run_attempt DESC, member, id"
 _ORDERS: Mapping[Order, str] = {
-    "newest": "step DESC, epoch DESC, prompt, run_attempt DESC, member, id",
+    "newest": _NEWEST,
     "oldest": "step, epoch, prompt, run_attempt, member, id",
     "worst": "reward IS NULL, reward, step DESC, id",
     "best": "reward DESC, step DESC, id",
     "random": "(id + ?) * 2654435761 % 4294967291, id",
 }
+SORTED: Mapping[str, str] = {
+    **{name: name for name in ("step", "prompt", "member", "reward", "advantage", "tokens")},
+    "staleness": "CASE flow WHEN 'train' THEN step - version_min END",
+    "ended": "finish || reason",
+}
+"""Columns that samples may be sorted by, and their expressions; the index ``sample_numbers`` has all of them."""
+_COLUMNS_READ = (
+    "id, step, CASE flow WHEN 'eval' THEN step ELSE 0 END, run_attempt, epoch, prompt, member, attempt, tokens, "
+    f"CASE WHEN reason = '{Result.NOT_APPLICABLE}' THEN NULL ELSE reward END, advantage, "
+    "CASE flow WHEN 'train' THEN step - version_min END, finish = 'length', flagged"
+)
+"""The columns of `SampleColumns`, without the last one."""
+_TYPES = (*(np.int64,) * 9, *(np.float64,) * 3, *(np.bool_,) * 2)
+READ_AT_ONCE = 20_000
+"""Rows of numbers that are in memory as Python objects at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +150,17 @@ class SampleFilter:
     """A regular expression that is found in the prompt or in the completion."""
     eval_name: str = ""
     """Data set of evaluations, or `ANY_EVALUATION`; empty: samples of training."""
+    group_of: int | None = None
+    """Id of a sample: those of its group, with itself. Its flow is that of ``eval_name``."""
     with_rolled_back: bool = True
     """Whether samples of steps that were rolled back are included."""
 
     def conditions(self) -> tuple[str, list[Any]]:
         """The WHERE clause of all conditions except ``grep``, and the values of its parameters."""
-        # A literal, not a parameter: SQLite compares it with the conditions of partial indexes.
-        clauses = ["flow = 'eval'" if self.eval_name else "flow = 'train'"]
+        # A literal, not a parameter: SQLite compares it with the conditions of partial indexes. They find a group; for
+        # anything else ``sample_numbers`` is better, and the plus excludes them.
+        is_group = self.group_of is not None or (self.prompt is not None and self.epoch is not None)
+        clauses = [f"{'' if is_group else '+'}flow = '{'eval' if self.eval_name else 'train'}'"]
         values: list[Any] = []
         columns: list[tuple[str, Any]] = [
             ("step >= ?", self.first_step),
@@ -147,6 +177,9 @@ class SampleFilter:
         if self.reason:
             clauses.append("(reason = ? OR substr(reason, 1, ?) = ?)")
             values += [self.reason, len(self.reason) + 1, f"{self.reason}:"]
+        if self.group_of is not None:
+            clauses.append(_SAME_EVALUATION if self.eval_name else _SAME_GROUP)
+            values.append(self.group_of)
         if not self.with_rolled_back:
             clauses.append(f"NOT {_ROLLED_BACK}")
         return " AND ".join(clauses), values
@@ -225,7 +258,8 @@ class SampleReader:
 
         Args:
             wanted: the filter; None: all samples of training.
-            order: newest, oldest, worst or best (by reward) first, or random.
+            order: newest, oldest, worst or best (by reward) first, random, or a column of `SORTED`, ascending or, with
+                a minus before it, descending; a sample without a number in it is the last one.
             limit: maximum number of samples to return.
             offset: number of matching samples to skip.
             seed: seed of the random order.
@@ -235,20 +269,51 @@ class SampleReader:
         wanted = wanted or SampleFilter()
         pattern = wanted.pattern()
         where, values = wanted.conditions()
-        order_values = [seed] if order == "random" else []
-        statement = _select(_ROW, where, "ORDER BY", _ORDERS[order])
+        in_order, order_values = _in_order(order, seed)
+        # Ids first: an index has all that is compared, and only the rows of the page are read.
+        statement = _select("id", where, in_order)
         with self._database() as database:
             if pattern is None:
-                rows = database.execute(f"{statement} LIMIT ? OFFSET ?", [*values, *order_values, limit, offset])
-                found = [_row(row) for row in rows]
+                ids = database.execute(f"{statement} LIMIT ? OFFSET ?", [*values, *order_values, limit, offset])
+                found = list(_rows_of(database, [number for (number,) in ids]))
                 [(total,)] = database.execute(_select("COUNT(*)", where), values)
                 return SamplePage(tuple(found), int(total))
-            matching = [
-                one
-                for one in map(_row, database.execute(statement, [*values, *order_values]))
-                if pattern.search(one.completion) or pattern.search(one.prompt_text)
-            ]
-        return SamplePage(tuple(matching[offset : offset + limit]), len(matching))
+            containing = _containing(database, pattern, where, values)
+            ids = database.execute(statement, [*values, *order_values])
+            matching = [number for (number,) in ids if number in containing]
+            found = list(_rows_of(database, matching[offset : offset + limit]))
+        return SamplePage(tuple(found), len(matching))
+
+    def matching(self, wanted: SampleFilter) -> set[int]:
+        """The ids of the samples that match a filter. Raises ConfigError as `query`."""
+        pattern = wanted.pattern()
+        where, values = wanted.conditions()
+        with self._database() as database:
+            if pattern is not None:
+                return _containing(database, pattern, where, values)
+            return {int(number) for (number,) in database.execute(_select("id", where), values)}
+
+    def columns(self, wanted: SampleFilter, most: int) -> SampleColumns:
+        """The numbers of the newest samples that match a filter; its ``grep`` is not regarded.
+
+        Args:
+            wanted: the filter.
+            most: maximum number of samples, which take about 100 bytes each.
+        """
+        where, values = wanted.conditions()
+        blocks = [[np.zeros(0, kind) for kind in _TYPES]]
+        with self._database() as database:
+            attempts = database.execute("SELECT run_attempt, step FROM run_attempts").fetchall()
+            rows = database.execute(_select(_COLUMNS_READ, where, "ORDER BY step DESC LIMIT ?"), [*values, most])
+            while block := rows.fetchmany(READ_AT_ONCE):
+                typed = zip(zip(*block, strict=True), _TYPES, strict=True)
+                blocks.append([np.array(column, kind) for column, kind in typed])
+        columns = [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
+        step_N, attempt_N = columns[1], columns[3]
+        is_rolled_back_N = np.zeros(len(step_N), np.bool_)
+        for attempt, step in attempts:
+            is_rolled_back_N |= (attempt_N < attempt) & (step_N >= step)
+        return SampleColumns(*[*columns, is_rolled_back_N])
 
     def each(
         self, wanted: SampleFilter, order: Order = "oldest", limit: int | None = None, seed: int = 0
@@ -256,14 +321,14 @@ class SampleReader:
         """Samples that match a filter, read one by one; arguments as of `query`. ``limit`` None: all of them."""
         pattern = wanted.pattern()
         where, values = wanted.conditions()
-        statement = _select("id", where, "ORDER BY", _ORDERS[order])
+        in_order, order_values = _in_order(order, seed)
         with self._database() as database:
-            ids = database.execute(statement, [*values, *([seed] if order == "random" else [])]).fetchall()
+            ids = database.execute(_select("id", where, in_order), [*values, *order_values]).fetchall()
             left = len(ids) if limit is None else limit
-            for (one,) in ids:
+            for (number,) in ids:
                 if not left:
                     break
-                for row in map(_row, database.execute(_select(_ROW, "id = ?"), [one])):
+                for row in _rows_of(database, [number]):
                     if pattern is None or pattern.search(row.completion) or pattern.search(row.prompt_text):
                         left -= 1
                         yield row
@@ -286,15 +351,14 @@ class SampleReader:
             )
         return None
 
-    def group(self, sample: int) -> tuple[int, ...]:
-        """The ids of the stored samples of the sample's group, its own among them, by member and attempt."""
-        rows = self._rows(
-            "SELECT b.id FROM samples AS a JOIN samples AS b ON b.flow = a.flow AND b.eval_name = a.eval_name "
-            "AND b.epoch = a.epoch AND b.prompt = a.prompt AND b.run_attempt = a.run_attempt "
-            "AND (a.flow = 'train' OR b.step = a.step) WHERE a.id = ? ORDER BY b.member, b.attempt, b.id",
-            [sample],
-        )
-        return tuple(int(one) for (one,) in rows)
+    def prompt_texts(self, samples: Sequence[int]) -> dict[int, tuple[str, str]]:
+        """(data set of the evaluation, text of the prompt) of each of these samples that is there, by its id."""
+        found: dict[int, tuple[str, str]] = {}
+        with self._database() as database:
+            for number in samples:
+                for name, text in database.execute(_select("eval_name, prompt_text", "id = ?"), [number]):
+                    found[number] = str(name), unpack_text(text or "")
+        return found
 
     def run_attempts(self) -> tuple[tuple[int, int], ...]:
         """(number, first step) of each start or resume of the run."""
@@ -341,6 +405,29 @@ class SampleReader:
 def _select(columns: str, where: str, *more: str) -> str:
     """A statement of constant parts; values from a user are bound to its parameters."""
     return " ".join(("SELECT", columns, "FROM samples WHERE", where, *more))
+
+
+def _in_order(order: Order, seed: int) -> tuple[str, list[int]]:
+    """The ORDER BY clause of an order, and the values of its parameters. Raises ConfigError for an unknown order."""
+    if order in _ORDERS:
+        return f"ORDER BY {_ORDERS[order]}", [seed] if order == "random" else []
+    expression = SORTED.get(order.removeprefix("-"))
+    if expression is None:
+        raise ConfigError(f"samples have no order {order!r:.40}; use one of {', '.join([*_ORDERS, *SORTED])}")
+    direction = "DESC" if order.startswith("-") else "ASC"
+    return f"ORDER BY {expression} {direction} NULLS LAST, {_NEWEST}", []
+
+
+def _rows_of(database: sqlite3.Connection, ids: Iterable[int]) -> Iterator[SampleRow]:
+    """The samples with these ids, in this order; one that was deleted meanwhile is left out."""
+    for number in ids:
+        yield from map(_row, database.execute(_select(_ROW, "id = ?"), [number]))
+
+
+def _containing(database: sqlite3.Connection, pattern: re.Pattern[str], where: str, values: Sequence[Any]) -> set[int]:
+    """The ids of the samples with a pattern in their prompt or completion."""
+    rows = database.execute(_select("id, completion, prompt_text", where), values)
+    return {int(number) for number, *texts in rows if any(pattern.search(unpack_text(text or "")) for text in texts)}
 
 
 def _row(values: Sequence[Any]) -> SampleRow:

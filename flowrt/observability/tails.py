@@ -206,3 +206,12 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 def _identity(descriptor: int) -> tuple[int, int]:
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
+
+
+def file_version(path: Path) -> object:
+    """A value that changes when a file does; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

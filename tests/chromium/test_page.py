@@ -17,6 +17,9 @@ from flowrt.observability.page.single_file import page
 pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
 
 COMPLETE = "performance.getEntriesByName('complete').length"
+CELLS = "[...document.querySelectorAll('#samples tbody td[data-c=%s]')].map((cell) => cell.innerText)"
+"""Texts of a column of the table of samples or groups."""
+NUMBERS = "[...document.querySelectorAll('#samples tbody td[data-c=%s]')].map((cell) => Number(cell.innerText))"
 RED_LINES = """(() => {
   const plot = document.querySelector('#curves canvas'), c = plot.getContext('2d');
   const red = getComputedStyle(document.documentElement).getPropertyValue('--red').trim();
@@ -214,21 +217,18 @@ async def test_panels_without_data_show_the_reason(tab: Tab) -> None:
 async def test_sample_filters_select_the_matching_samples(tab: Tab) -> None:
     async with serving(DrawnRun()) as server:
         await open_page(tab, server)
-        rewards = (
-            "[...document.querySelectorAll('#samples tbody tr td:nth-child(3)')].map((cell) => Number(cell.innerText))"
-        )
+        await choose(tab, "show", "samples")
+        rewards = NUMBERS % "reward"
         for order, sign in (("worst", 1), ("best", -1)):
             await choose(tab, "order", order)
             await tab.until(f"(([first, ...more]) => more.every((one) => {sign} * (one - first) >= 0))({rewards})")
         await choose(tab, "reason", "timeout")
-        ended = "[...document.querySelectorAll('#samples tbody tr td:nth-child(7)')].map((cell) => cell.innerText)"
+        ended = CELLS % "ended"
         await tab.until(f"{ended}.length && {ended}.every((one) => one.includes('timeout'))")
         await choose(tab, "reason", "")
         await choose(tab, "shortest", "20")
         await choose(tab, "longest", "30")
-        tokens = (
-            "[...document.querySelectorAll('#samples tbody tr td:nth-child(5)')].map((cell) => Number(cell.innerText))"
-        )
+        tokens = NUMBERS % "tokens"
         await tab.until(f"{tokens}.length && {tokens}.every((one) => one >= 20 && one <= 30)")
         await tab.evaluate("document.querySelector('#samples [name=grep]').value = 'no sample says this'")
         await tab.evaluate("document.querySelector('#samples form').requestSubmit()")
@@ -254,11 +254,11 @@ async def test_prompt_counts_open_a_list_and_each_prompt_opens_its_samples(tab: 
         await tab.until(f"{listed}[0].innerText.startsWith('0:50')")
         await choose(tab, "reason", "timeout")
         await tab.evaluate(f"{listed}[3].click()")
-        cells = "[...document.querySelectorAll('#samples tbody tr td:nth-child(2)')].map((cell) => cell.innerText)"
+        cells = CELLS % "prompt"
         await tab.until(f"{cells}.length === 8 && {cells}.every((one) => one === '53')")
         assert await tab.evaluate("document.querySelector('#samples [name=reason]').value") == ""
         await tab.until("document.querySelector('#prompts .opened').innerText.includes('Life of prompt 53')")
-        assert "/api/samples?order=newest&prompt=53&epoch=0&limit=50&offset=0" in server.asked
+        assert "/api/samples?prompt=53&epoch=0&order=newest&limit=50&offset=0" in server.asked
         assert not await tab.evaluate("Boolean(document.getElementById('planted'))")
         assert tab.problems == []
 
@@ -273,9 +273,10 @@ async def choose(tab: Tab, name: str, value: str) -> None:
 async def test_opened_sample_shows_tokens_group_and_life(tab: Tab) -> None:
     async with serving(DrawnRun()) as server:
         await open_page(tab, server)
+        await choose(tab, "show", "samples")
+        await tab.until(f"({CELLS % 'completion'}).length")
         await tab.evaluate("document.querySelector('#samples tr.open').focus()")
-        for kind in ("keyDown", "keyUp"):
-            await tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
+        await press_enter(tab)
         await tab.until("document.querySelectorAll('#samples .group pre').length === 8")
         await tab.until("document.querySelector('#samples .opened').innerText.includes('Life of prompt')")
         tokens = "document.querySelectorAll('#samples .opened pre span')"
@@ -284,6 +285,70 @@ async def test_opened_sample_shows_tokens_group_and_life(tab: Tab) -> None:
         await tab.evaluate(f"{tokens}[3].dispatchEvent(new Event('pointerover', {{ bubbles: true }}))")
         readout = await tab.evaluate("document.querySelector('#samples .opened p.readout').innerText")
         assert "of the trainer · version" in readout
+
+
+async def press_enter(tab: Tab) -> None:
+    for kind in ("keyDown", "keyUp"):
+        await tab.call(
+            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r", windowsVirtualKeyCode=13
+        )
+
+
+async def test_groups_are_sorted_by_their_heads_and_open_to_their_samples(tab: Tab) -> None:
+    async with serving(DrawnRun()) as server:
+        await open_page(tab, server)
+        assert len(await tab.evaluate(CELLS % "reward")) == 50
+        head = "document.querySelector('#samples th [data-by=reward]')"
+        for sign, direction in ((-1, "descending"), (1, "ascending"), (-1, "descending")):
+            await tab.evaluate(f"{head}.focus()")
+            await press_enter(tab)
+            await tab.until(f"{head}.closest('th').ariaSort === '{direction}'")
+            rewards = await tab.evaluate(NUMBERS % "reward")
+            assert rewards == sorted(rewards, reverse=sign < 0)
+            assert await tab.evaluate(f"document.activeElement === {head}"), "the head keeps the focus"
+        assert "/api/groups?order=-reward&limit=50&offset=0" in server.asked
+        first = "document.querySelector('#samples tr.open')"
+        size = await tab.evaluate(f"Number({first}.querySelector('[data-c=right]').innerText.split(' of ')[1])")
+        await tab.evaluate(f"{first}.focus()")
+        await press_enter(tab)
+        inner = "#samples .members"
+        advantages = NUMBERS.replace("#samples tbody", f"{inner} tbody") % "advantage"
+        await tab.until(f"({advantages}).length === {size}")
+        assert await tab.evaluate(f"{first}.ariaExpanded") == "true"
+        await tab.evaluate(f"document.querySelector('{inner} th [data-by=advantage]').click()")
+        await tab.until(f"document.querySelector('{inner} th [data-by=advantage]').closest('th').ariaSort !== 'none'")
+        found = await tab.evaluate(advantages)
+        assert len(set(found)) > 1
+        assert found == sorted(found, reverse=True)
+        await tab.evaluate(f"document.querySelector('{inner} tr.open').click()")
+        await tab.until("document.querySelectorAll('#samples .group pre').length === 8")
+        await tab.evaluate(f"{first}.click()")
+        await tab.until(f"!document.querySelector('{inner}') && {first}.ariaExpanded === 'false'")
+        assert tab.problems == []
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-10.0, 5.0), (0.0, 100.0), (0.5, 0.5)])
+async def test_distributions_follow_the_filters(tab: Tab, low: float, high: float) -> None:
+    run = DrawnRun(low=low, high=high, set_names=("sums", "<b id=planted>words</b>"))
+    async with serving(run) as server:
+        await open_page(tab, server)
+        await tab.until("document.querySelectorAll('#samples .spread canvas').length === 3")
+        text = await tab.evaluate("document.querySelector('#samples .spread').innerText")
+        for part in ("Rewards", "Response lengths", "Reward by length", "By data set", "By solve rate", "cut off at"):
+            assert part in text
+        assert "<b id=planted>words</b>" in text
+        assert not await tab.evaluate("Boolean(document.getElementById('planted'))")
+        for name in ("s0", "s1"):
+            assert await tab.evaluate(PIXELS.replace("#curves canvas", "#samples .spread canvas") % name) > 200
+        counts = "document.querySelector('#samples .spread p.note').innerText"
+        assert (await tab.evaluate(counts)).startswith("2,000 samples of steps 0 to 62; ")
+        await choose(tab, "from", "10")
+        await choose(tab, "to", "11")
+        await tab.until(f"{counts}.startsWith('64 samples of steps 10 to 11; ')")
+        assert "/api/distributions?from=10&to=11" in server.asked
+        await choose(tab, "right", "2000")
+        await tab.until("document.querySelector('#samples .spread').innerText.includes('a reward from 2,000 on')")
+        assert tab.problems == []
 
 
 async def test_kill_draws_a_red_line_and_the_page_reconnects_after_a_restart(tab: Tab) -> None:
@@ -326,11 +391,22 @@ async def test_page_in_one_file_works_without_a_server(tab: Tab, tmp_path: Path)
     assert tab.requests == [file.as_uri()]
     assert await tab.evaluate("document.querySelectorAll('#curves > .grid > .card').length") == 15
     assert "arithmetic-0041 (finished)" in await tab.evaluate("document.querySelector('#runs').innerText")
+    await choose(tab, "show", "samples")
     await choose(tab, "reason", "timeout")
-    ended = "[...document.querySelectorAll('#samples tbody tr td:nth-child(7)')].map((cell) => cell.innerText)"
+    ended = CELLS % "ended"
     await tab.until(f"{ended}.length && {ended}.every((one) => one.includes('timeout'))")
     await tab.evaluate("document.querySelector('#samples tr.open').click()")
     await tab.until("document.querySelectorAll('#samples .opened pre span').length")
+    await choose(tab, "reason", "")
+    await choose(tab, "show", "groups")
+    await tab.until(f"({CELLS % 'spread'}).length === 50")
+    await tab.evaluate("document.querySelector('#samples th [data-by=spread]').click()")
+    await tab.until("document.querySelector('#samples th [data-by=spread]').closest('th').ariaSort === 'descending'")
+    spreads = await tab.evaluate(NUMBERS % "spread")
+    assert spreads == sorted(spreads, reverse=True)
+    assert await tab.evaluate("document.querySelectorAll('#samples .spread canvas').length") == 3
+    await choose(tab, "from", "3")
+    await tab.until("document.querySelector('#samples .spread').innerText.includes('leave the filters empty')")
     assert await tab.evaluate("document.title") == "arithmetic-0042 · flowrt"
 
 

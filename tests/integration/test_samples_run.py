@@ -8,7 +8,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from time import monotonic
 from typing import Any
 
@@ -16,11 +16,14 @@ import pytest
 
 from flowrt import api
 from flowrt.controller.storage.sample_store import SAMPLES, SampleStore
+from flowrt.observability.json_text import to_json
+from flowrt.observability.run_reader import RunReader
 from flowrt.observability.samples import ANY_EVALUATION, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.protocol.messages import SampleRecords
 from flowrt.runtime.waits import pause
 from tests.integration.conftest import Launch
 from tests.integration.helpers.forked import run_flowrt
+from tests.run_page import unpacked
 
 ROWS = 48
 REWARD_SOURCE = """
@@ -101,6 +104,7 @@ def test_stored_samples_match_the_metrics_and_evaluations_of_a_run(
     assert all(row.advantage is not None and row.staleness == 0 for row in rows)
     assert all(row.generate_s and row.reward_s is not None for row in rows)
     assert_tokens_match_trainer_metrics(run.run_dir, metrics)
+    assert_groups_and_distributions_match(run.run_dir, metrics, rows)
 
     worst = samples_output(run.run_dir, "--worst", "2", "--tokens")
     assert worst.count("completion:") == 2
@@ -130,6 +134,45 @@ def test_stored_samples_match_the_metrics_and_evaluations_of_a_run(
     assert stat.S_IMODE(table.stat().st_mode) == stat.S_IMODE((run.run_dir / SAMPLES).stat().st_mode) == 0o600
     assert_bad_input_is_refused(run.run_dir)
     run.assert_gone(10.0)
+
+
+def assert_groups_and_distributions_match(
+    run_dir: Path, metrics: list[dict[str, Any]], rows: tuple[SampleRow, ...]
+) -> None:
+    """They are those of the rows and of the metrics, on the page, in run.html and in the terminal alike."""
+    reader = RunReader(run_dir)
+    groups = reader.groups({"order": "-reward"}, 200)["groups"]
+    by_prompt = defaultdict(list)
+    for row in rows:
+        by_prompt[row.epoch, row.prompt].append(row)
+    assert len(groups) == len(by_prompt) == STEPS * PROMPTS
+    for group in groups:
+        of = by_prompt[group["epoch"], group["prompt"]]
+        rewards = [row.reward or 0.0 for row in of]
+        assert group["size"] == GROUP
+        assert group["reward"] == pytest.approx(fmean(rewards))
+        assert group["spread"] == pytest.approx(stdev(rewards))
+        assert group["right"] == sum(reward >= 1 for reward in rewards)
+        # The algorithm of the run: GRPO, (reward - mean) / (spread + eps).
+        for row in of:
+            expected = ((row.reward or 0.0) - fmean(rewards)) / (stdev(rewards) + 1e-6)
+            assert row.advantage == pytest.approx(expected, abs=1e-4)
+    for step in range(STEPS):
+        found = reader.distributions({"step": str(step)})
+        assert found["samples"] == PROMPTS * GROUP
+        assert found["sets"][0]["reward"] == pytest.approx(metrics[step]["reward"], abs=1e-5)
+        assert found["sets"][0]["tokens"] == pytest.approx(metrics[step]["length_mean"], abs=1e-3)
+        assert found["truncated"] / found["samples"] == pytest.approx(metrics[step]["truncated"], abs=1e-5)
+    embedded = unpacked((run_dir / "run.html").read_text())
+    assert embedded["api/distributions"] == json.loads(to_json(reader.distributions({})))
+    assert embedded["api/groups?order=newest"] == json.loads(to_json(reader.groups({}, 100)))
+    in_group = [path for path in embedded if path.startswith("api/samples?group=")]
+    assert in_group
+    assert all(embedded[path]["total"] == GROUP for path in in_group)
+    best = groups[0]
+    line = next(one for one in samples_output(run_dir, "--by", "group", "--best", "1").splitlines() if " of 4 " in one)
+    assert line.split()[2:4] == [f"{best['reward']:.4g}", f"{best['spread']:.4g}"]
+    assert f"{STEPS * PROMPTS * GROUP} samples of steps 0 to {STEPS - 1}" in samples_output(run_dir, "--by", "length")
 
 
 def is_readable(run_dir: Path) -> bool:

@@ -14,7 +14,8 @@
 Tables: ``samples`` has a row for each sample. A text is stored as TEXT, or as a BLOB: zlib over its UTF-8 bytes
 (``surrogatepass``). ``run_attempts`` has a row for each start or resume of the run, with the step from which it
 continued: samples of earlier attempts with that step or a later step were rolled back. ``left_out`` counts the samples
-that were not stored, by reason.
+that were not stored, by reason. The index ``sample_numbers`` has what lists and statistics of samples read: without it
+they would read the texts.
 """
 
 import json
@@ -58,7 +59,8 @@ CREATE TABLE samples (
 );
 CREATE UNIQUE INDEX trained_sample ON samples (epoch, prompt, member, attempt, run_attempt) WHERE flow = 'train';
 CREATE UNIQUE INDEX evaluated_sample ON samples (eval_name, step, prompt, member, run_attempt) WHERE flow = 'eval';
-CREATE INDEX samples_by_step ON samples (step, flagged);
+CREATE INDEX sample_numbers ON samples (step, flagged, flow, eval_name, epoch, prompt, run_attempt, member, attempt,
+    reward, tokens, finish, reason, version_min, advantage);
 CREATE TABLE run_attempts (run_attempt INTEGER PRIMARY KEY, step INTEGER NOT NULL, unix_s REAL NOT NULL);
 CREATE TABLE left_out (reason TEXT PRIMARY KEY, samples INTEGER NOT NULL) WITHOUT ROWID;
 """

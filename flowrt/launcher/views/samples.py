@@ -15,7 +15,9 @@ from rich.table import Table
 from flowrt.errors import EXIT_OK, ConfigError
 from flowrt.ids import prompt_name
 from flowrt.launcher.views.ledger import number_of, set_names_of
+from flowrt.launcher.views.sample_tables import By, distribution_table, group_table
 from flowrt.observability.completions_table import STDOUT, write_jsonl, write_parquet
+from flowrt.observability.sample_statistics import SampleSettings
 from flowrt.observability.samples import Order, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.token_texts import TokenTexts
 from flowrt.recipes.eval_names import evaluated_row, first_number
@@ -45,15 +47,26 @@ class SampleOptions:
     parquet: Path | None = None
     seed: int = 0
     """Seed of order "random"."""
+    by: By | None = None
+    """What the samples are counted by; None: they are listed."""
+    right_from: float | None = None
+    """Reward from which a sample is right, in ``by``; None: that of the configuration."""
+    with_dropped: bool = False
+    """Whether the samples of dropped groups are in a distribution."""
 
 
 def show(run_dir: Path, options: SampleOptions, console: Console) -> int:
     """Print samples of a run, or write them to a file; returns the exit code. Raises ConfigError for bad input."""
     if options.tokens and (options.jsonl or options.parquet):
         raise ConfigError("flowrt samples takes --tokens without --jsonl and --parquet, whose tables have no tokens")
+    _check_by(options)
     reader = SampleReader(run_dir)
     names = set_names_of(run_dir)
     wanted = _wanted(reader, options, names)
+    if options.by is not None:
+        table = _table_by(run_dir, wanted, options, options.by)
+        console.print("no samples of whole groups are stored yet" if table is None else table)
+        return EXIT_OK
     if options.jsonl or options.parquet:
         return _write(reader, wanted, options, console)
     page = reader.query(wanted, options.order, options.limit or DEFAULT_LIMIT, seed=options.seed)
@@ -71,6 +84,29 @@ def show(run_dir: Path, options: SampleOptions, console: Console) -> int:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
         console.print(f"samples that are not there: {counts}", soft_wrap=True)
     return EXIT_OK
+
+
+def _check_by(options: SampleOptions) -> None:
+    """Raise ConfigError for options that change nothing without or with ``by``."""
+    if options.by is None:
+        if options.right_from is not None or options.with_dropped:
+            raise ConfigError("flowrt samples takes --right-from and --with-dropped together with --by")
+        return
+    if options.tokens or options.jsonl or options.parquet:
+        raise ConfigError("flowrt samples takes --by without --tokens, --jsonl and --parquet, which list samples")
+    if options.by == "group" and options.with_dropped:
+        raise ConfigError("flowrt samples --by group lists dropped groups anyway; leave --with-dropped out")
+    if options.by != "group" and (options.limit is not None or options.order != "newest"):
+        raise ConfigError(f"flowrt samples --by {options.by} counts all samples; choose some with --steps")
+
+
+def _table_by(run_dir: Path, wanted: SampleFilter, options: SampleOptions, by: By) -> Table | None:
+    settings = SampleSettings.of_run(run_dir)
+    if options.right_from is not None:
+        settings = dataclasses.replace(settings, right_from=options.right_from)
+    if by == "group":
+        return group_table(run_dir, wanted, settings, options.order, options.limit or DEFAULT_LIMIT)
+    return distribution_table(run_dir, wanted, settings, by, with_dropped=options.with_dropped)
 
 
 def _write(reader: SampleReader, wanted: SampleFilter, options: SampleOptions, console: Console) -> int:

@@ -1,5 +1,5 @@
 // The page of a run: one program for the server of `flowrt watch` and for run.html. Panels are functions, in the order of
-// the page. Text of a run is shown by text nodes alone; styles are set through the CSSOM, as the security policy asks.
+// the page; that of the samples is in samples.js. Text of a run is shown by text nodes alone; styles are set through the CSSOM, as the security policy asks.
 "use strict";
 
 // ---------------------------------------------------------------- text and elements
@@ -112,29 +112,15 @@ function lookUp(path) {
     const width = (one) => one.t1 - one.t0;
     return (inside.length ? inside : like).reduce((best, one) => ((inside.length ? width(one) < width(best) : width(one) > width(best)) ? one : best));
   }
-  if (name === "api/samples") return filterSamples(like.flatMap((one) => one.samples), asked);
+  if (name === "api/samples") return samplesOfFile(like.flatMap((one) => one.samples), asked);
+  if (name === "api/groups") return groupsOfFile(like.flatMap((one) => one.groups), asked);
+  if (name === "api/distributions" && [...asked].length) throw new Error("This file has the distributions of all samples only: leave the filters empty, or open the run with flowrt watch.");
   if (name.startsWith("api/sample/")) {
     const found = lookUp("api/samples").samples.find((one) => `api/sample/${one.id}` === name);
-    if (found) return { ...found, tokens: null, group: [] };
+    if (found) return { ...found, tokens: null };
   }
   if (like.length) return like[0];
   throw new Error("the file does not carry this; flowrt watch on the run directory has it");
-}
-
-function filterSamples(all, asked) {
-  const unique = [...new Map(all.map((one) => [one.id, one])).values()];
-  const has = (name, test) => (asked.get(name) ? test(asked.get(name)) : () => true);
-  let pattern;
-  try { pattern = new RegExp(asked.get("grep") || "", "i"); } catch { throw new Error("this is no regular expression"); }
-  const kept = unique.filter(has("step", (v) => (s) => s.step === Number(v))).filter(has("from", (v) => (s) => s.step >= Number(v)))
-    .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").startsWith(v)))
-    .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter(has("epoch", (v) => (s) => s.epoch === Number(v)))
-    .filter(has("shortest", (v) => (s) => (s.count ?? s.tokens) >= Number(v))).filter(has("longest", (v) => (s) => (s.count ?? s.tokens) <= Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
-    .filter(has("eval", (v) => (s) => (s.eval_name || "") === v));
-  const by = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, random: (a, b) => ((a.id * 7919) % 1009) - ((b.id * 7919) % 1009) };
-  kept.sort(by[asked.get("order")] || ((a, b) => b.step - a.step || b.id - a.id));
-  const from = Number(asked.get("offset") || 0);
-  return { samples: kept.slice(from, from + Number(asked.get("limit") || 50)), total: kept.length };
 }
 
 const POINTS = 1600; // of a curve: two for each pixel column of a chart; page.html asks for the same ahead
@@ -943,135 +929,6 @@ function table(names, rows, kind = "") {
   return el("div", { class: "scroll", tabindex: 0 }, el("table", { class: kind }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)));
 }
 
-// ---------------------------------------------------------------- samples
-
-const PAGE = 50, REASONS = ["timeout", "error", "memory", "died", "invalid", "http", "filtered", "lost"], ENDED = { filtered: "filtered", lost: "lost" };
-/** The stored samples: filters, table, and one of them opened with its tokens, its group and the life of its prompt. */
-function samples() {
-  const body = $("#samples .body"), place = el("div"), opened = el("div", { class: "opened" }), count = el("span", { class: "note", "aria-live": "polite" });
-  const select = (name, options) => el("select", { name }, ...options.map(([value, label]) => el("option", { value }, label)));
-  const step = (name, label) => el("input", { name, type: "number", min: 0, "aria-label": label });
-  const sets = [...new Set(Object.keys(run.columns).map((n) => /^eval\/(.+)\/[^/]+$/.exec(n)?.[1]).filter(Boolean))];
-  const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: (event) => { if (event.target.name === "prompt") form.elements.epoch.value = ""; offset = 0; ask(); } },
-    el("label", {}, "order ", select("order", [["newest", "newest"], ["worst", "worst reward"], ["best", "best reward"], ["random", "random"]])),
-    el("label", {}, "ended ", select("reason", [["", "in any way"], ...REASONS.map((reason) => [reason, ENDED[reason] || `reward: ${reason}`])])),
-    el("label", {}, "steps ", step("from", "first step"), " to ", step("to", "last step")),
-    el("label", {}, "tokens ", step("shortest", "fewest response tokens"), " to ", step("longest", "most response tokens")),
-    el("label", {}, "prompt ", step("prompt", "number of the prompt")), el("input", { name: "epoch", type: "hidden" }),
-    sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
-    el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
-  let offset = 0;
-  const more = el("div", { class: "tools" });
-
-  async function ask() {
-    const query = new URLSearchParams(new FormData(form));
-    for (const [name, value] of [...query]) if (!value) query.delete(name);
-    query.set("limit", PAGE); query.set("offset", offset);
-    try {
-      const { samples: found, total } = await get(`api/samples?${query}`);
-      const stored = run.info.files["samples.sqlite"] === "present" && config("samples.per_step") !== 0;
-      if (!total && query.size <= 3 && !stored) return body.replaceChildren(note(why("samples", "samples.sqlite", "samples.per_step")));
-      if (!form.isConnected) body.replaceChildren(form, place, more, opened);
-      count.replaceChildren(total ? `${(offset + 1).toLocaleString("en")} to ${(offset + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "No sample is like that.");
-      const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => { offset = at; ask(); } }, label); b.disabled = at < 0 || at >= total; return b; };
-      more.replaceChildren(...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []));
-      list(found);
-    } catch (error) { count.replaceChildren(visible(error.message)); if (!form.isConnected) body.replaceChildren(note(error.message)); }
-  }
-  function list(found) {
-    place.replaceChildren(found.length ? table(["step#w5", "promptw6", "reward#w5", "partsw9", "tokens#w5", "stale#w5", "endedw7", "prompt textw16", "completion"], found.map(sampleRow), "samples") : "");
-  }
-  function sampleRow(s) {
-    const act = () => { for (const one of place.querySelectorAll("tr.chosen")) one.classList.remove("chosen"); line.classList.add("chosen"); open(s.id); };
-    const bad = s.reason && !/^(ok|trained|)$/.test(s.reason);
-    const ended = [s.finish, s.reason, s.eval_name && `of ${s.eval_name}`].filter(Boolean).join(", ");
-    const text = (shown) => el("td", {}, el("div", {}, visible(shown ?? "", 240)));
-    const line = row([
-      right(s.step), `${s.epoch ? `${s.epoch}:` : ""}${s.prompt}`, right(number(s.reward)), partsOf(s), right(known(s.tokens) ? s.tokens : s.count), right(s.staleness),
-      el("td", { class: bad ? "fault" : "" }, ended), text(s.prompt_text), text(s.completion),
-    ], { class: "open", tabindex: 0, "aria-label": `open sample ${s.id}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } });
-    return line;
-  }
-  const partsOf = (s) => Object.entries(s.parts || {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-
-  async function open(id) {
-    let s;
-    try { s = await get(`api/sample/${id}`); } catch (error) { return opened.replaceChildren(note(error.message)); }
-    const facts = [
-      ["sample", s.id], ["step", s.step], ["prompt", `${s.epoch}:${s.prompt}`], ["member", s.member], ["reward", number(s.reward)], ["parts", partsOf(s)],
-      ["advantage", number(s.advantage)], ["ended", [s.finish, s.reason].filter(Boolean).join(", ")],
-      ["versions", known(s.version_min) ? `${s.version_min} to ${s.version_max}` : ""],
-      ["generated in", known(s.generate_s) ? duration(s.generate_s) : ""], ["rewarded in", known(s.reward_s) ? duration(s.reward_s) : ""],
-    ].filter(([, value]) => !["", "–", undefined, null].includes(value));
-    const hasTexts = Array.isArray(s.tokens) && s.tokens.some((t) => t.text !== null);
-    const group = el("div"), life = el("div");
-    opened.replaceChildren(el("div", { class: "card" },
-      el("div", { class: "line" }, el("h3", {}, `Sample ${s.id}`), el("button", { type: "button", click: () => opened.replaceChildren() }, "close")),
-      el("dl", { class: "legend line-list" }, ...facts.map(([n, v]) => el("div", {}, el("dt", {}, n), el("dd", {}, String(v))))),
-      el("h3", {}, "Prompt"), whole(s.prompt_text), el("h3", {}, "Completion"), ...(hasTexts ? strip(s.tokens) : [whole(s.completion)]), group, life));
-    opened.scrollIntoView({ block: "nearest" });
-    try {
-      const { samples: all } = await get(`api/samples?prompt=${s.prompt}${known(s.step) ? `&step=${s.step}` : ""}&limit=64`);
-      const own = all.filter((one) => one.epoch === s.epoch && (!s.group?.length || one.id === s.id || s.group.includes(one.id)));
-      if (own.length > 1) group.replaceChildren(el("h3", {}, `Its group, ${own.length} samples side by side`), el("div", { class: "group", tabindex: 0 }, ...own.map((one) => el("div", {},
-        note(key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
-    } catch { /* a group that is not stored is no fault */ }
-    life.replaceChildren(...await lifeOf(s.epoch, s.prompt));
-  }
-  function whole(text) {
-    const shown = el("pre", { tabindex: 0 }, visible(text ?? "", 2000)), all = String(text ?? "");
-    const showAll = (event) => { shown.replaceChildren(visible(all, 200000)); event.target.remove(); };
-    if (all.length <= 2000) return shown;
-    return el("div", {}, shown, el("button", { type: "button", click: showAll }, `show all ${all.length.toLocaleString("en")} characters`));
-  }
-  /** Tokens coloured by log-probability, by the trainer's difference, or by version. */
-  function strip(tokens) {
-    const said = el("p", { class: "readout" }, "Point at a token for its numbers."), legend = el("p", { class: "legend" }), text = el("pre", { tabindex: 0 });
-    const limits = { logprob: [-0.1, -0.5, -1, -2, -4], mismatch: [0.01, 0.05, 0.1, 0.3, 1] }, shown = tokens.slice(0, 6000);
-    const versions = [...new Set(tokens.map((t) => t.version))];
-    const level = {
-      logprob: (t) => limits.logprob.filter((v) => t.logprob < v).length,
-      mismatch: (t) => limits.mismatch.filter((v) => Math.abs(t.trainer_logprob - t.logprob) > v).length,
-      version: (t) => versions.indexOf(t.version) % 6,
-    };
-    const names = {
-      logprob: limits.logprob.map((v, i) => `${i ? "" : "likely: "}above ${v}`).concat("below -4"),
-      mismatch: limits.mismatch.map((v) => `up to ${v}`).concat("above 1"),
-      version: versions.slice(0, 6).map((v) => `version ${v}`),
-    };
-    const spans = shown.map((t, i) => el("span", { "data-i": i }, visible(t.text ?? `⟨${t.id}⟩`, 200)));
-    const paint = (by) => {
-      shown.forEach((t, i) => { spans[i].className = `l${level[by](t) || 0}`; });
-      legend.replaceChildren(...names[by].map((n, i) => el("span", { class: `l${i % 6}` }, n)));
-    };
-    const options = [["logprob", "log-probability"], ["mismatch", "difference to the trainer"], ["version", "version"]];
-    const choice = el("select", { "aria-label": "colour of tokens", change: () => paint(choice.value) }, ...options.map(([value, label]) => el("option", { value }, label)));
-    if (!shown.some((t) => known(t.trainer_logprob))) choice.children[1].disabled = true;
-    text.append(...spans);
-    if (tokens.length > shown.length) text.append(` … ${tokens.length - shown.length} more tokens`);
-    text.addEventListener("pointerover", (event) => {
-      const t = shown[event.target.dataset?.i];
-      if (!t) return;
-      const numbers = `id ${t.id} · log-prob ${number(t.logprob)} of the rollout, ${number(t.trainer_logprob)} of the trainer · version ${t.version ?? "–"}`;
-      said.replaceChildren(el("b", {}, JSON.stringify(visible(t.text ?? "", 40))), numbers);
-    });
-    paint("logprob");
-    return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
-  }
-  samples.list = list;
-  /** Shows the samples of one prompt, and no other filter. */
-  samples.of = (epoch, prompt) => {
-    form.reset();
-    form.elements.epoch.value = epoch;
-    form.elements.prompt.value = prompt;
-    offset = 0;
-    $("#samples").scrollIntoView();
-    return ask();
-  };
-  samples.refresh = () => { if (!offset && !opened.childElementCount && !body.contains(document.activeElement)) ask(); };
-  return ask();
-}
-
 // ---------------------------------------------------------------- prompts, events, files
 
 /** States of all prompts in the ledger, and why some were dropped; a count opens the list of its prompts. */
@@ -1278,6 +1135,6 @@ $("#view").addEventListener("change", () => {
   for (const chart of charts.values()) chart.rebuild();
 });
 $("#whole").addEventListener("click", () => zoom(null));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours = new Map(); for (const chart of charts.values()) chart.rebuild(); shares(); timeline.draw?.(); });
-addEventListener("resize", () => later("resize", () => { for (const chart of charts.values()) chart.resize(); shares(); timeline.draw?.(); }, 150));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours = new Map(); for (const chart of charts.values()) chart.rebuild(); shares(); timeline.draw?.(); distributions.draw?.(); });
+addEventListener("resize", () => later("resize", () => { for (const chart of charts.values()) chart.resize(); shares(); timeline.draw?.(); distributions.draw?.(); }, 150));
 start();

@@ -30,6 +30,7 @@ from flowrt.runtime.waits import pause, wait_until
 STATIC = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
+    "/samples.js": ("samples.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
     "/uplot.min.js": ("uplot.min.js", "text/javascript"),
     "/uplot.min.css": ("uplot.min.css", "text/css"),
@@ -44,7 +45,8 @@ PART_BYTES = 1 << 20
 COMPRESSED_CHARS = 1 << 10
 """Responses of at most this length (characters or bytes) are not compressed."""
 MAX_LINE_BYTES = 8190
-MAX_SAMPLES = 200
+MAX_ROWS = 200
+"""Maximum number of samples, groups or prompts in an answer."""
 SAMPLE_PATH = r"/api/sample/{id:\d{1,18}}"
 PROMPT_PATH = r"/api/prompt/{epoch:\d{1,15}}/{number:\d{1,18}}"
 Values = Mapping[str, str]
@@ -174,7 +176,9 @@ class PageServer:
             "/api/attribution": self._call(files, lambda of: reader.attribution(_whole(of, "from"))),
             "/api/events": self._call(files, lambda of: reader.events(_whole(of, "from"))),
             "/api/timeline": self._call(files, self._timeline),
-            "/api/samples": self._call(databases, self._samples),
+            "/api/samples": self._call(databases, lambda of: reader.samples(of, *_page(of))),
+            "/api/groups": self._call(databases, lambda of: reader.groups(of, *_page(of))),
+            "/api/distributions": self._call(databases, reader.distributions),
             SAMPLE_PATH: self._call(databases, lambda of: reader.sample(int(of["id"]))),
             PROMPT_PATH: self._call(databases, lambda of: reader.prompt(int(of["epoch"]), int(of["number"]))),
             "/api/prompts": self._call(databases, self._prompts),
@@ -205,12 +209,8 @@ class PageServer:
         first = _whole(of, "first") if of.get("first") else None
         return self._reader.timeline(_seconds(of, "t0"), _seconds(of, "t1"), _whole(of, "rows", MAX_LANES), first)
 
-    def _samples(self, of: Values) -> dict[str, Any]:
-        return self._reader.samples(of, min(_whole(of, "limit", 50), MAX_SAMPLES), _whole(of, "offset"))
-
     def _prompts(self, of: Values) -> dict[str, Any]:
-        limit = min(_whole(of, "limit", 50), MAX_SAMPLES)
-        return self._reader.prompts(of.get("state", ""), of.get("reason", ""), limit, _whole(of, "offset"))
+        return self._reader.prompts(of.get("state", ""), of.get("reason", ""), *_page(of))
 
     async def _follow_stream(self, request: web.Request) -> web.StreamResponse:
         return await self._stream.answer(request, self._reader.next_step)
@@ -236,6 +236,11 @@ class PageServer:
 def _series(reader: RunReader, of: Values) -> dict[str, Any]:
     """Curves: all steps from ``from`` on, or with ``points`` a window, decimated to that number of points."""
     return reader.series_window(*_window(of)) if of.get("points") else reader.series(_whole(of, "from"))
+
+
+def _page(of: Values) -> tuple[int, int]:
+    """Number of rows of a list, at most `MAX_ROWS`, and number of rows before them. Raises ValueError."""
+    return min(_whole(of, "limit", 50), MAX_ROWS), _whole(of, "offset")
 
 
 def _window(of: Values) -> tuple[Axis, float, float, int]:

@@ -31,6 +31,10 @@ EDGE_S = 60.0
 """Length in seconds of the first and of the last window of lanes, in addition to the lanes of the whole run."""
 SAMPLES = (("worst", 50), ("best", 50), ("newest", 70), ("random", 30))
 """Number of samples in each order; 200 in total."""
+GROUPS = (("newest", 100, 8), ("worst", 50, 8), ("best", 50, 0))
+"""Number of groups in each order, and of those whose samples are included."""
+GROUP_SAMPLES = 64
+"""Maximum number of samples of a group."""
 OPENED = 24
 """Number of the worst and of the newest samples that are included with their tokens."""
 SHARES = "api/attribution?from=0"
@@ -85,6 +89,19 @@ def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
         found[f"api/samples?order={order}"] = page_of
         if order in ("worst", "newest"):
             opened |= dict.fromkeys(one["id"] for one in page_of["samples"][:OPENED])
+    whole_groups: dict[int, None] = {}
+    for order, count, included in GROUPS:
+        groups: Answers = _try(lambda: reader.groups({"order": order}, count), {"groups": [], "total": 0})  # noqa: B023
+        found[f"api/groups?order={order}"] = groups
+        whole_groups |= dict.fromkeys(one["id"] for one in groups["groups"][:included])
+    for number in whole_groups:
+        asked = {"group": str(number), "order": "member"}
+        found[f"api/samples?group={number}"] = _try(
+            lambda: reader.samples(asked, GROUP_SAMPLES),  # noqa: B023
+            {"samples": [], "total": 0},
+        )
+    if (distributions := _try(lambda: reader.distributions({}), None)) is not None:
+        found["api/distributions"] = distributions
     for number in opened:
         found[f"api/sample/{number}"] = _try(lambda: reader.sample(number), None)  # noqa: B023
     # Again, because all files have been read: the answer names those that are damaged.
@@ -114,6 +131,7 @@ def _shorten(found: Answers, path: str, field: str, keep: int) -> None:
 
 LEFT_OUT: tuple[tuple[str, Callable[[Answers], None]], ...] = (
     ("the tokens of its samples", lambda found: _without(found, "api/sample/")),
+    ("the samples of its groups", lambda found: _without(found, "api/samples?group=")),
     (
         "its best and random samples",
         lambda found: _without(found, "api/samples?order=best", "api/samples?order=random"),
@@ -122,7 +140,7 @@ LEFT_OUT: tuple[tuple[str, Callable[[Answers], None]], ...] = (
         "the lanes of its first and last minute",
         lambda found: _without(found, "api/timeline?t0=first", "api/timeline?t0=last"),
     ),
-    ("its samples", lambda found: _without(found, "api/samples")),
+    ("its samples", lambda found: _without(found, "api/samples", "api/groups")),
     ("its lanes", lambda found: _without(found, "api/timeline")),
     ("the curves of other runs", lambda found: _without(found, COMPARED)),
     ("its logs", lambda found: _without(found, "api/logs")),

@@ -346,6 +346,7 @@ async def test_every_path_answers_for_a_run_with_few_files(page: Page) -> None:
     assert await page.get("api/attribution?from=0") == {"lines": []}
     assert (await page.get("api/timeline?t0=0&t1=9&rows=64"))["spans"] == []
     assert await page.get("api/samples?order=worst&limit=5") == {"samples": [], "total": 0}
+    assert (await page.get("api/groups?order=-spread"))["groups"] == []
     assert await page.get("api/ledger") == {"states": {}, "dropped": {}}
     assert (await page.get("api/logs"))["files"]["trainer.log"][0].startswith("</script>")
 
@@ -360,6 +361,11 @@ async def test_every_path_answers_for_a_run_with_few_files(page: Page) -> None:
         "timeline?t0=nan",
         "timeline?t1=1e999",
         "samples?limit=1e3",
+        "samples?order=spread",
+        "samples?group=x",
+        "groups?order=advantage",
+        "groups?right=nan",
+        "distributions?right=x",
         "events?from=²",
     ],
 )
@@ -370,7 +376,7 @@ async def test_an_invalid_query_value_is_refused_in_one_sentence(page: Page, pat
 
 
 async def test_missing_data_is_a_404_with_an_error(page: Page) -> None:
-    for path in ("sample/7", "prompt/0/7", "prompts?state=dropped", "replay?at=1"):
+    for path in ("sample/7", "distributions", "prompt/0/7", "prompts?state=dropped", "replay?at=1"):
         async with page.browser.get(f"{page.base}/api/{path}") as answer:
             assert answer.status == 404
             assert (await answer.json())["error"]

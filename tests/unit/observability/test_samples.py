@@ -94,7 +94,7 @@ def test_filters_select_samples(tmp_path: Path) -> None:
         assert reader.query(SampleFilter(min_tokens=least, max_tokens=most)).total == len(inside)
     assert reader.reward_names() == ("exact", "short")
     [first, *_] = reader.query(SampleFilter(prompt=3), limit=1).samples
-    assert len(reader.group(first.id)) == MEMBERS
+    assert reader.query(SampleFilter(group_of=first.id)).total == MEMBERS
     sample = reader.get(first.id)
     assert sample is not None
     assert sample.versions() == (2, 3, 3)

@@ -134,7 +134,7 @@ def test_answers_over_the_size_limit_are_left_out_in_order_and_named(run_dir: Pa
     assert "api/sample/1" not in smaller
     assert "api/samples?order=newest" in smaller
     smallest = unpacked(page(found, size - 200_000))
-    names = ", ".join(what for what, _ in LEFT_OUT[:4])
+    names = ", ".join(what for what, _ in LEFT_OUT[:5])
     assert smallest["left_out"] == f"{names}; flowrt watch on the run directory has them"
     assert not [path for path in smallest if path.startswith("api/sample")]
     with pytest.raises(FlowError, match="open it with flowrt watch"):

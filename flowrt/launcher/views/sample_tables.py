@@ -1,0 +1,109 @@
+"""``flowrt samples --by``: the groups of the stored samples of a run, and their distributions, as tables."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from flowrt.observability.sample_statistics import SampleSettings, SampleStatistics
+from flowrt.observability.samples import Order, SampleFilter
+
+By = Literal["group", "reward", "length", "data_set", "solve_rate"]
+PROMPT_CHARS = 60
+BAR = 30
+"""Width of the longest bar, in characters."""
+_MEANS: dict[By, tuple[str, str]] = {
+    "data_set": ("sets", "data set"),
+    "solve_rate": ("solve_rates", "solve rate"),
+}
+
+
+def group_table(
+    run_dir: Path, wanted: SampleFilter, settings: SampleSettings, order: Order, limit: int
+) -> Table | None:
+    """Groups in an order; None if there are none."""
+    found = SampleStatistics(run_dir).groups(wanted, settings, order, limit)
+    if not found["groups"]:
+        return None
+    title = f"{len(found['groups'])} of {found['total']} groups of {run_dir.absolute().name}"
+    table = Table(title=f"{title}{_cut(found)}", box=SIMPLE, title_style="", header_style="")
+    for name in ("step", "prompt", "reward", "spread", "right", "tokens", "cut off", "stale"):
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("prompt text", no_wrap=True, overflow="ellipsis", max_width=PROMPT_CHARS)
+    for one in found["groups"]:
+        lengths = f"{_number(one['tokens'])} ({one['least_tokens']} to {one['most_tokens']})"
+        table.add_row(
+            f"{one['step']} (rolled back)" if one["is_rolled_back"] else str(one["step"]),
+            f"{one['epoch']}:{one['name']}" if one["epoch"] else one["name"],
+            *(_number(one["reward"]), _number(one["spread"]), f"{one['right']} of {one['scored']}", lengths),
+            *(str(one["truncated"]), _number(one["staleness"]), " ".join(one["prompt_text"].split())),
+        )
+    return table
+
+
+def distribution_table(
+    run_dir: Path, wanted: SampleFilter, settings: SampleSettings, by: By, *, with_dropped: bool = False
+) -> Table | None:
+    """Samples by their reward, length, data set or the solve rate of their prompt; None if there are none."""
+    found = SampleStatistics(run_dir).distributions(wanted, settings, with_dropped=with_dropped)
+    if not found["samples"]:
+        return None
+    first, last = found["steps"]
+    what = "version" if wanted.eval_name else "step"
+    where = f"{what} {first}" if first == last else f"{what}s {first} to {last}"
+    title = f"{found['samples']} samples of {where} of {run_dir.absolute().name}{_cut(found)}"
+    table = Table(title=title, box=SIMPLE, title_style="", header_style="")
+    if by in _MEANS:
+        key, label = _MEANS[by]
+        _add_means(table, label, found[key])
+    else:
+        _add_bins(table, by, found["reward" if by == "reward" else "tokens"])
+    if found["without_reward"]:
+        table.caption = f"{found['without_reward']} samples have no reward"
+    return table
+
+
+def _add_means(table: Table, label: str, lines: Sequence[dict[str, Any]]) -> None:
+    table.add_column(label)
+    for name in ("prompts", "samples", "reward", "right %", "tokens", "cut off %"):
+        table.add_column(name, justify="right")
+    for one in lines:
+        table.add_row(
+            *(one["name"], str(one["prompts"]), str(one["samples"]), _number(one["reward"]), _percent(one["right"])),
+            *(_number(one["tokens"]), _percent(one["truncated"])),
+        )
+
+
+def _add_bins(table: Table, by: By, found: dict[str, list[Any]]) -> None:
+    table.add_column("reward" if by == "reward" else "tokens", justify="right")
+    for name in ("samples", "cut off", *(() if by == "reward" else ("mean reward",))):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    most = max(found["count"], default=1)
+    for at, count in enumerate(found["count"]):
+        name = bin_name(found["edges"], at)
+        reward = [] if by == "reward" else [_number(found["reward"][at])]
+        table.add_row(name, str(count), str(found["truncated"][at]), *reward, "█" * round(BAR * count / most))
+
+
+def bin_name(edges: Sequence[float], at: int) -> str:
+    """A bin of a histogram: its only value if it has whole numbers and is 1 wide, else its first and last value."""
+    low, high = edges[at], edges[at + 1]
+    if not all(edge.is_integer() for edge in edges):
+        return f"{low:g} to {high:g}"
+    return f"{low:.0f}" if high - low <= 1 else f"{low:.0f} to {high - 1:.0f}"
+
+
+def _cut(found: dict[str, Any]) -> str:
+    first = found["from_step"]
+    return "" if first is None else f", counted from step {first} on: name earlier ones with --steps"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or value != value else f"{value:.4g}"
+
+
+def _percent(share: float) -> str:
+    return "" if share != share else f"{100 * share:.1f}"
