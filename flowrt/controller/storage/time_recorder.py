@@ -11,7 +11,9 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple, TextIO
+
+import msgspec
 
 from flowrt.controller.attribution.account import StepAccount, TimeAccount
 from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
@@ -21,8 +23,6 @@ from flowrt.runtime.timeline import Span
 
 log = logging.getLogger(__name__)
 ATTRIBUTION = "attribution.jsonl"
-OF_ROLE = ("workers", *KINDS)
-"""Fields of a role in a line: the number of its workers, and their seconds by kind."""
 PATIENCE_HEARTBEATS = 3
 MAX_LINE_BYTES = 1 << 20
 """Upper bound of a line of attribution.jsonl: it has a bounded number of names of each role and kind."""
@@ -30,20 +30,42 @@ MIN_WAIT_S = 0.001
 """Waits shorter than this are attributed, but not written to the timeline."""
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+"""A finite number."""
+
+
+class RoleSeconds(msgspec.Struct):
+    """The fields of a role: the number of its workers, and their seconds by kind, `KINDS`."""
+
+    workers: int
+    busy: Seconds
+    samples: Seconds
+    gate: Seconds
+    weights: Seconds
+    update: Seconds
+    save: Seconds
+    away: Seconds
+    other: Seconds
+
+
+class AttributionLine(msgspec.Struct):
+    """The fields that every line of attribution.jsonl has."""
+
+    step: int
+    from_s: Seconds
+    to_s: Seconds
+    roles: dict[str, RoleSeconds]
+    roots: list[tuple[str, str, str, Seconds]]
+    worst: dict[str, list[tuple[str, Seconds]]]
+
+
 def is_attribution(line: dict[str, Any]) -> bool:
     """Whether this is a line of attribution.jsonl."""
-    times = (line.get("from_s"), line.get("to_s"))
-    if type(line.get("step")) is not int or not all(_is_number(value) for value in times):
+    try:
+        msgspec.convert(line, AttributionLine)
+    except msgspec.ValidationError:
         return False
-    roles, roots, worst = line.get("roles"), line.get("roots"), line.get("worst")
-    return (
-        isinstance(roles, dict)
-        and all(isinstance(of, dict) and all(_is_number(of.get(name)) for name in OF_ROLE) for of in roles.values())
-        and isinstance(roots, list)
-        and all(_is_named_number(root, 3) for root in roots)
-        and isinstance(worst, dict)
-        and all(isinstance(of, list) and all(_is_named_number(one, 1) for one in of) for of in worst.values())
-    )
+    return True
 
 
 class RecorderStart(NamedTuple):
@@ -186,17 +208,3 @@ def _open(path: Path) -> TextIO:
         if partial:
             file.truncate(start + len(whole) + len(newline))
     return path.open("a", buffering=1)
-
-
-def _is_named_number(value: object, names: int) -> bool:
-    """Whether this is a list of this many texts and a number."""
-    return (
-        isinstance(value, list)
-        and len(value) == names + 1
-        and all(isinstance(name, str) for name in value[:-1])
-        and _is_number(value[-1])
-    )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.controller.attribution.causes import Cause, WaitInterval
-from flowrt.controller.storage.time_recorder import RecorderStart, TimeRecorder
+from flowrt.controller.attribution.causes import KINDS, Cause, WaitInterval
+from flowrt.controller.storage.time_recorder import RecorderStart, RoleSeconds, TimeRecorder
 from flowrt.controller.storage.timeline_file import TimelineFile, read_segment, read_timeline, segments
 from flowrt.ids import WorkerId
 from flowrt.observability.attribution import read
@@ -96,6 +96,10 @@ def test_lines_of_steps_that_were_rolled_back_stay_and_are_replaced(tmp_path: Pa
     lines, damaged = read(tmp_path)
     assert ([line["step"] for line in lines], damaged) == ([0, 1, 2, 3, 4], 0)
     assert [(line["from_s"], line["to_s"]) for line in lines[3:]] == [(5.0, 6.0), (6.0, 7.0)]
+
+
+def test_a_role_has_a_field_for_each_kind_of_time() -> None:
+    assert RoleSeconds.__struct_fields__ == ("workers", *KINDS)
 
 
 def test_spans_and_waits_are_written_with_the_run_clock(tmp_path: Path) -> None:
