@@ -1,7 +1,8 @@
 """The ``flowrt`` command.
 
 - argparse splits a command line into a command and its arguments; `flowrt.recipes.flags` parses the flags of a
-  configuration (run, config, resume) and of a site (slurm) into a dataclass, and tyro prints their help.
+  configuration (run, config, resume) and of a site (slurm) into a dataclass, `flowrt.recipes.flag_help` prints their
+  help.
 - Bad input prints one sentence to stderr, starts nothing, and ends with exit code 2.
 - A command imports what it needs when it is called: ``flowrt --help`` is fast.
 """
@@ -10,6 +11,7 @@ import argparse
 import math
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
 from flowrt.launcher.terminal import console
 from flowrt.net.curve_keys import KEYS_VARIABLE
+from flowrt.recipes.flag_help import HELP_FLAGS, topic_of
 from flowrt.recipes.flags import WATCH_FLAG
 from flowrt.runtime.arguments import Parser
 from flowrt.runtime.bounds import seconds
@@ -27,7 +30,6 @@ from flowrt.runtime.streams import has_lost_output, prepare_streams
 from flowrt.runtime.termination import ignore_termination
 
 DESCRIPTION = "Asynchronous streaming RL post-training of language models."
-HELP_FLAGS = ("-h", "--help")
 RUN_HELP = "the directory of a run, or the address of its controller, tcp://HOST:PORT"
 KEYS_HELP = f"directory of keys (default: those of the run, or ${KEYS_VARIABLE})"
 COMPARE_HELP = "directories of other runs, whose curves are drawn too"
@@ -61,7 +63,7 @@ class MainParser(Parser):
         recipes += f"    {'FILE.py':<12}a task of your own, in one file\n"
         return (
             f"{super().format_help()}\nrecipes:\n{recipes}\nflowrt COMMAND --help lists the arguments of a command, "
-            "flowrt run RECIPE --help every setting of a run.\n"
+            "flowrt run --help all every key of a run.\n"
         )
 
 
@@ -81,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from flowrt.recipes.config_io import parse
 
     page_port, words = _split_page_port(arguments.words)
-    return run(parse(words, more_help=WATCH_HELP), console(), page_port)
+    return run(parse(words, help_notes=WATCH_HELP), console(), page_port)
 
 
 def _split_page_port(words: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -115,8 +117,8 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     page_port, words = _split_page_port(arguments.words)
     run_dirs, flags = _split_run_dir(words)
-    if not run_dirs and any(flag in HELP_FLAGS for flag in flags):
-        apply_overrides(defaults(RECIPE_NAMES[0]), HELP_FLAGS[:1], WATCH_HELP)
+    if not run_dirs and topic_of(flags) is not None:
+        apply_overrides(defaults(RECIPE_NAMES[0]), flags, WATCH_HELP)
     if len(run_dirs) != 1:
         raise ConfigError("flowrt resume takes a run directory [--steps N] [--KEY VALUE ...] [--watch [PORT]]")
     return resume(Path(run_dirs[0]), flags, console(), page_port)
@@ -126,14 +128,15 @@ def _split_run_dir(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The positional words, and the flags with their values."""
     places: list[str] = []
     flags: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
         if not word.startswith("-"):
             places.append(word)
-        else:
-            flags.append(word)
-            if word not in HELP_FLAGS and "=" not in word and (value := next(rest, None)) is not None:
-                flags.append(value)
+            continue
+        flags.append(word)
+        if rest and "=" not in word and (word not in HELP_FLAGS or not rest[0].startswith("-")):
+            flags.append(rest.popleft())
     return places, flags
 
 
@@ -537,7 +540,7 @@ def _data(arguments: argparse.Namespace) -> int:
 
     action, *words = arguments.words or [""]
     if action in HELP_FLAGS:
-        words = [action]
+        words = arguments.words
     elif action != "check":
         raise ConfigError(f"flowrt data takes check, not {action!r}: flowrt data check --model DIR --data PATH")
     return check_data(*read_arguments(words), console())
@@ -546,7 +549,7 @@ def _data(arguments: argparse.Namespace) -> int:
 def _reward(arguments: argparse.Namespace) -> int:
     from flowrt.launcher.reward_check import reward_check
 
-    if arguments.words[:1] != ["check"] and not set(arguments.words) & set(HELP_FLAGS):
+    if arguments.words[:1] != ["check"] and topic_of(arguments.words) is None:
         raise ConfigError(
             "flowrt reward takes the word check: flowrt reward check --data PATH --reward FUNCTION, or FILE.py"
         )

@@ -5,7 +5,6 @@ the page with them.
 """
 
 import argparse
-import ast
 import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from flowrt.recipes.config import DataSetConfig, GuardConfig
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, table_of
+from flowrt.recipes.flag_help import COMMON, SHORT_FLAGS, meanings
 from flowrt.recipes.resume_overrides import may_change
 from flowrt.runtime.bounds import MAX_TIMEOUT_S, TIMEOUT, interval_of, span
 from flowrt.runtime.conditions import OnlyIf, conditions_of
@@ -27,8 +27,8 @@ INTRODUCTION = """# Configuration
 A run has one configuration. `flowrt run`, `flowrt config` and `flowrt resume` build it from three layers, of which the
 last one wins: the defaults of the recipe, the file of `--config FILE.toml`, the flags. A key of this page is a TOML key
 (`trainer.lr` is `lr` in the table `[trainer]`) and a flag with dashes (`--trainer.weight-decay 0.1`, booleans as
-`--trainer.compile True`). `flowrt config > FILE.toml` prints a complete configuration; `flowrt run RECIPE --help` lists
-the flags.
+`--trainer.compile True`). `flowrt config > FILE.toml` prints a complete configuration; `flowrt run RECIPE --help` shows
+the keys that are set most ({common}), `--help all` every key, `--help trainer` those of a table.
 
 A wrong key, type or value is refused before anything starts, with exit code 2, and so is a key that cannot act ("Acts
 only with") and has neither its default nor that of the recipe. With `eval.only`, keys of training are accepted and
@@ -41,7 +41,7 @@ change what is computed.
 def page() -> str:
     """The whole page, as Markdown."""
     base = defaults("arithmetic")
-    lines = [INTRODUCTION.format(days=MAX_TIMEOUT_S // 86400)]
+    lines = [INTRODUCTION.format(days=MAX_TIMEOUT_S // 86400, common=", ".join(f"`{name}`" for name in COMMON))]
     lines += _section("The run", "", base)
     for name, table, conditions in _tables("", base):
         lines += _section(f"`[{name}]`", f"{name}.", table, conditions)
@@ -64,7 +64,7 @@ def page() -> str:
 
 def _section(title: str, prefix: str, table: Any, above: Sequence[OnlyIf] = ()) -> list[str]:
     """The section of a table, which acts under the conditions ``above``."""
-    hints, meanings = get_type_hints(type(table), include_extras=True), _meanings(type(table))
+    hints, texts = get_type_hints(type(table), include_extras=True), meanings(type(table))
     about = (inspect.getdoc(type(table)) or "").replace("\n", " ").replace("  ", " ")
     if above:
         about += f" {_conditions(above)}"
@@ -73,9 +73,10 @@ def _section(title: str, prefix: str, table: Any, above: Sequence[OnlyIf] = ()) 
         value, key = getattr(table, field.name), f"{prefix}{field.name}"
         if not dataclasses.is_dataclass(value):
             mark = "*" if may_change(key) else ""
-            meaning = f"{meanings[field.name]} {_conditions(list(conditions_of(hints[field.name])))}".rstrip()
+            meaning = f"{texts[field.name]} {_conditions(list(conditions_of(hints[field.name])))}".rstrip()
             cells = (_kind(hints[field.name]), _value(value), _range(hints[field.name]), meaning)
-            lines.append(f"| `{key}`{mark} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            short = f" (`{SHORT_FLAGS[key]}`)" if key in SHORT_FLAGS else ""
+            lines.append(f"| `{key}`{mark}{short} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return [*lines, ""]
 
 
@@ -106,21 +107,6 @@ def _leaves(prefix: str, config: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{prefix}{field.name}.", value)
         else:
             yield f"{prefix}{field.name}", value
-
-
-def _meanings(kind: type) -> dict[str, str]:
-    """The string below each field of a dataclass and of its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        body = ast.parse(inspect.getsource(base)).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(field.target, ast.Name):
-                assert isinstance(below.value, ast.Constant)
-                found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
 
 
 def _kind(hint: Any) -> str:

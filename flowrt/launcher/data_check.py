@@ -19,6 +19,7 @@ from flowrt.recipes.config_io import read, take
 from flowrt.recipes.constraints import check
 from flowrt.recipes.data.difficulty import Selection
 from flowrt.recipes.eval_names import chat_templates
+from flowrt.recipes.flag_help import HelpText
 from flowrt.recipes.model_files import (
     base_model_dir,
     tokenizer_dir,
@@ -35,6 +36,19 @@ ABOUT = (
     "flag of that command, of which those listed here have an effect, and --show N: print the first N prompts. With "
     "--deep it loads the model and compares its rollout with its training, as a run does before its first step."
 )
+COMMON = (
+    "model",
+    "data.path",
+    "data.split",
+    "data.prompt_key",
+    "data.answer_key",
+    "data.chat_template",
+    "data.system_prompt",
+    "data.max_prompt_tokens",
+    "data.overlong",
+    "data.eval_prompts",
+)
+"""The keys that --help shows."""
 DEEP = "--deep"
 QUANTILES = (0.5, 0.9, 0.99)
 MAX_COMPARED = 100
@@ -87,7 +101,8 @@ def read_arguments(words: Sequence[str]) -> tuple[RunConfig, int, bool]:
     show, rest = take("--show", [word for word in words if word != DEEP])
     if show and not (show.isascii() and show.isdecimal()):
         raise ConfigError(f"--show {show!r:.40} is not a whole number")
-    config = read(rest, "flowrt data check", default="custom", about=ABOUT, is_listed=_is_listed, more=("--show", DEEP))
+    text = HelpText(about=ABOUT, common=COMMON, is_listed=_is_listed)
+    config = read(rest, "flowrt data check", default="custom", help_text=text, more=("--show", DEEP))
     if not takes_reward(config.recipe):
         raise ConfigError(f"flowrt data check reads data as recipe custom does, not as {config.recipe}")
     if not config.model:

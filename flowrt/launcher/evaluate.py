@@ -90,7 +90,7 @@ def evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, mod
 
     Raises ConfigError for a flag with a value of the wrong type.
     """
-    config = read_flags("flowrt eval RUN", "", options.flags, config)
+    config = read_flags("flowrt eval", options.flags, config)
     held_out = config.data.eval_prompts
     changes: dict[str, Any] = {"only": True, "interval": 0, "stop_at": 0.0, "overlap": "skip"}
     if options.data:

@@ -56,7 +56,7 @@ from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.link import check_free
 from flowrt.observability.exporters.sink import own_path
 from flowrt.observability.tails import LineTail
-from flowrt.recipes.algorithms import acting_fields, is_own
+from flowrt.recipes.algorithms import is_own, name_and_changes
 from flowrt.recipes.config import DataSetConfig, RunConfig
 from flowrt.recipes.config_io import OWN_DATA, to_toml
 from flowrt.recipes.constraints import check_text
@@ -304,8 +304,7 @@ class LocalRun:
         try:
             with LiveView(self._console) as view:
                 view.report(f"run directory {self._run_dir}")
-                fields = acting_fields(self._config.algorithm).items()
-                view.report(f"algorithm {self._config.algorithm.name}: {', '.join(f'{n} {v}' for n, v in fields)}")
+                view.report(f"algorithm {name_and_changes(self._config.algorithm)}")
                 await self._watch_process.start(view.report)
                 work = asyncio.create_task(self._run_with_restarts(view))
                 code = await self._signals.guard(work, self._signal_controller, view.report)

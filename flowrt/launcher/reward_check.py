@@ -17,6 +17,7 @@ from flowrt.launcher.terminal import printable
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, to_toml
 from flowrt.recipes.constraints import check
+from flowrt.recipes.flag_help import HelpText
 from flowrt.recipes.tasks.problems import in_turn, open_sets
 from flowrt.recipes.tasks.registry import takes_reward
 from flowrt.recipes.tasks.task_file import PROCESS, is_task_file, split
@@ -34,6 +35,17 @@ DESCRIPTION = (
     "Call reward functions on the rows of a data set, or the reward of a task FILE.py on its prompts, with four "
     "responses each; starts no run."
 )
+COMMON = (
+    "data.path",
+    "reward.functions",
+    "data.split",
+    "data.prompt_key",
+    "data.answer_key",
+    "reward.timeout_s",
+    "reward.memory_mb",
+    "reward.after",
+)
+"""The keys that --help shows."""
 LIMIT = 50
 """Number of rows without --limit."""
 LONG = 100_000
@@ -60,7 +72,8 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     """
     limit, flags = _limit(words)
     about = f"{DESCRIPTION} --limit N: rows (default: {LIMIT})."
-    config = read(flags, "flowrt reward check", default="custom", about=about, is_listed=_is_listed, more=["--limit"])
+    text = HelpText(about=about, common=COMMON, is_listed=_is_listed)
+    config = read(flags, "flowrt reward check", default="custom", help_text=text, more=["--limit"])
     check(config)
     if not takes_reward(config.recipe):
         return _check_task(config, limit, console)

@@ -12,16 +12,17 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
+from flowrt.recipes.flag_help import HelpText, print_help, topic_of
 from flowrt.recipes.flags import parse_flags
 
 COMMAND = "flowrt slurm"
+COMMON = ("partition", "account", "nodes", "train_nodes", "gpus", "mem", "time", "container", "runs", "recipe", "flags")
+"""The flags that --help shows."""
 HERE = Path(__file__).parent / "slurm_templates"
 JOB, CANN = "job.sh", "cann.sh"
 WHOLE_IN_CONTAINER = ("one_node.sbatch", "extra_rollout.sbatch")
@@ -68,8 +69,8 @@ _OPTION = re.compile(r"--[a-z][a-z-]*(=[^\s\"'\\#]+)?")
 class Site:
     """The values that differ between clusters; each docstring is the help text of its flag."""
 
-    directory: Annotated[str, tyro.conf.Positional] = "."
-    """Directory to write the templates to."""
+    directory: str = "."
+    """Directory to write the templates to, given without a flag."""
     partition: str = ""
     """Partition to submit to; empty: the cluster's default."""
     rollout_partition: str = ""
@@ -413,10 +414,10 @@ def write(arguments: Sequence[str]) -> list[Path]:
     ``arguments``: the flags of `Site`. Raises ConfigError for unknown flags, for bad values or if one of the files
     exists, with nothing written, and if writing fails. Exits with code 0 after printing --help.
     """
-    if "-h" in arguments or "--help" in arguments:
-        about = "Write SLURM templates with this site's values."
-        config = (tyro.conf.FlagConversionOff, tyro.conf.UseAppendAction)
-        tyro.cli(Site, prog=COMMAND, description=about, args=["--help"], config=config)
+    if (topic := topic_of(arguments)) is not None:
+        about = "Write SLURM templates with this site's values to DIR, by default the current directory."
+        help_text = HelpText("[DIR]", about, common=COMMON, is_listed=lambda name: name != "directory")
+        print_help(COMMAND, Site(), topic, help_text)
     site = parse_flags(Site(), arguments, COMMAND, positional="directory")
     directory = Path(site.directory)
     texts = filled(site)

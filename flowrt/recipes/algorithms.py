@@ -166,7 +166,7 @@ def check_algorithm(config: RunConfig) -> None:
     """Raise ConfigError for a field that has no effect and differs from the preset, and for contradictory fields."""
     algorithm = config.algorithm
     base = preset(algorithm.name)
-    for field, reason in _inert(algorithm):
+    for field, reason in inert_fields(algorithm):
         value = attrgetter(field)(algorithm)
         if value != attrgetter(field)(base):
             raise ConfigError(f"algorithm.{field} is {value}, which changes nothing: {reason}; leave it out")
@@ -208,10 +208,12 @@ def _weighs_samples(algorithm: AlgorithmConfig) -> bool:
     )
 
 
-def acting_fields(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The values of the fields that have an effect, without ``name``, by dotted name below ``algorithm``."""
-    inert = {field for field, _ in _inert(algorithm)}
-    return {name: attrgetter(name)(algorithm) for name in _fields(algorithm) if name not in inert and name != "name"}
+def name_and_changes(algorithm: AlgorithmConfig) -> str:
+    """The name of the algorithm, and its fields that differ from the preset: ``grpo, with loss.clip_high 0.3``."""
+    base = preset(algorithm.name)
+    names = [name for name in _fields(algorithm) if attrgetter(name)(algorithm) != attrgetter(name)(base)]
+    changes = ", ".join(f"{name} {attrgetter(name)(algorithm)}" for name in names)
+    return f"{algorithm.name}, with {changes}" if changes else algorithm.name
 
 
 def _fields(config: Any, prefix: str = "") -> Iterator[str]:
@@ -223,7 +225,7 @@ def _fields(config: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{field.name}"
 
 
-def _inert(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+def inert_fields(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """The dotted names of the fields that have no effect in this combination, each with the reason."""
     if is_own(algorithm.name):
         reason = f"algorithm {algorithm.name} has no such parameter of flowrt's"

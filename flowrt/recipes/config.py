@@ -108,8 +108,8 @@ class DataConfig:
     """Prompts."""
 
     path: str = ""
-    """One problem per row (also --data PATH): a JSON Lines (also gzipped) or Parquet file, or a directory that datasets
-    has saved or that is a snapshot of a data set on the Hub; recipe arithmetic generates its problems."""
+    """Rows, one problem each: a JSON Lines, JSON, CSV, TSV (also gzipped), Parquet or Arrow file, or a directory that
+    datasets has saved or that is a snapshot of a data set on the Hub; recipe arithmetic generates its problems."""
     sets: tuple[DataSetConfig, ...] = ()
     """Recipe custom: several data sets in place of the path, mixed by weight: tables `[[data.sets]]`, or flags
     `--data NAME=PATH:WEIGHT`."""
@@ -608,7 +608,7 @@ class AlgorithmConfig:
     """The RL objective: a preset by name, any field of it, or a class of your own."""
 
     name: str = "reinforce"
-    """Preset (also --algorithm NAME), which sets all fields below; or FILE.py:NAME, a class with the methods of
+    """Preset, such as grpo or dapo, which sets all keys of the objective; or FILE.py:NAME, a class with the methods of
     flowrt.algorithms.algorithm.Algorithm."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Advantages."""

@@ -7,10 +7,10 @@
 import dataclasses
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 
@@ -19,11 +19,11 @@ from flowrt.recipes.algorithms import preset
 from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig
 from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import parse_data
+from flowrt.recipes.flag_help import HelpText, print_help, topic_of
 from flowrt.recipes.flags import WATCH_FLAG, WATCHING, parse_flags
 from flowrt.recipes.guards import parse_guard
 from flowrt.recipes.tasks.registry import RECIPES, recipe
 from flowrt.recipes.tasks.task_file import described, is_task_file, split
-from flowrt.runtime.bounds import interval_of, span
 
 Config = TypeVar("Config")
 RECIPE_NAMES = tuple(RECIPES)
@@ -45,18 +45,19 @@ def defaults(name: str, algorithm: str = "") -> RunConfig:
     return dataclasses.replace(config, algorithm=preset(algorithm)) if algorithm else config
 
 
-def parse(arguments: Sequence[str], command: str = "flowrt run", more_help: str = "") -> RunConfig:
+def parse(arguments: Sequence[str], command: str = "flowrt run", help_notes: str = "") -> RunConfig:
     """The configuration of a command line, checked by `constraints.check`.
 
     Args:
         arguments: words of the command line after the command's name.
         command: the command's name in messages.
-        more_help: text that --help prints after the sentence on the recipe.
+        help_notes: sentences that --help prints after the one on the recipe.
 
     Raises ConfigError for unknown flags and invalid values. Exits with code 0 after printing --help.
     """
     has_data = any(re.match(r"--data(\.path)?(=|$)", one) for one in arguments)
-    parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0], more_help=more_help)
+    text = HelpText(notes=help_notes)
+    parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0], help_text=text)
     check(parsed)
     return parsed
 
@@ -66,9 +67,7 @@ def read(
     command: str,
     *,
     default: str = RECIPE_NAMES[0],
-    about: str = "",
-    more_help: str = "",
-    is_listed: Callable[[str], bool] = lambda _: True,
+    help_text: HelpText | None = None,
     more: Sequence[str] = (),
 ) -> RunConfig:
     """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value ...]`` without a check of constraints.
@@ -79,9 +78,7 @@ def read(
         arguments: words of the command line after the command's name.
         command: the command's name in messages.
         default: the recipe if neither the command line nor the file names one.
-        about: beginning of the text of --help; empty: a sentence on the recipe.
-        more_help: text that --help prints after it.
-        is_listed: called with the dotted name of each field; False hides the field from --help.
+        help_text: what --help says.
         more: flags of the command that are parsed elsewhere, which a message may suggest.
 
     Raises ConfigError for a file that cannot be read, and for unknown keys, unknown flags and values of the wrong type.
@@ -106,8 +103,9 @@ def read(
     if algorithm := algorithm or _algorithm(table):
         base = dataclasses.replace(base, algorithm=preset(algorithm))
     base = merge(base, table, file)
-    about = f"{about or f'{_about(base.recipe)} Flags override --config FILE.toml.'} {more_help}".strip()
-    return read_flags(command, about, rest, base, is_listed, (*more, "--config", "--algorithm"))
+    text = help_text or HelpText()
+    text = dataclasses.replace(text, arguments="[RECIPE] [--config FILE.toml]", about=text.about or _about(base.recipe))
+    return read_flags(command, rest, base, text, (*more, "--config", "--algorithm"))
 
 
 def _recipe_name(name: str) -> str:
@@ -117,40 +115,37 @@ def _recipe_name(name: str) -> str:
 
 def _about(name: str) -> str:
     if is_task_file(name):
-        return f"Task file {split(name)[0]}: {described(name).summary}."
-    return f"Recipe {name!r} (of {', '.join(RECIPE_NAMES)}; a task of your own is FILE.py)."
+        about = f"Task file {split(name)[0]}: {described(name).summary}."
+    else:
+        about = f"Recipe {name!r} (of {', '.join(RECIPE_NAMES)}; a task of your own is FILE.py)."
+    return f"{about} Flags override --config FILE.toml."
 
 
 def read_flags(
     command: str,
-    description: str,
     words: Sequence[str],
     base: RunConfig,
-    is_listed: Callable[[str], bool] = lambda _: True,
+    help_text: HelpText | None = None,
     more: Sequence[str] = (),
 ) -> RunConfig:
     """``base`` with the values of flags.
 
     Args:
         command: the command's name in messages.
-        description: beginning of the text of --help.
         words: the flags and their values.
         base: the values of the flags that are not given.
-        is_listed: called with the dotted name of each field; False hides the field from --help.
+        help_text: what --help says.
         more: flags of the command that are parsed elsewhere, which a message may suggest.
 
     Raises ConfigError for unknown flags, and for values of the wrong type. Exits with code 0 after printing --help.
     """
+    topic = topic_of(words)
     data, words = _take_all("--data", words)
     guards, words = _take_all("--guard", words)
     rewards, words = _take_all("--reward", words)
     base = _with_rewards(_with_data(_with_guards(base, guards), data), rewards)
-    if "-h" in words or "--help" in words:
-        import tyro  # here, because only the help needs it
-
-        value, kind = _documented(base, is_listed)
-        config = (tyro.conf.FlagConversionOff,)
-        tyro.cli(kind, prog=command, description=description, args=["--help"], default=value, config=config)
+    if topic is not None:
+        print_help(command, base, topic, help_text or HelpText())
     watch = (WATCH_FLAG,) if command in WATCHING else ()
     return parse_flags(base, words, command, more=(*more, "--data", "--guard", "--reward", *watch))
 
@@ -191,34 +186,6 @@ def _with_rewards(base: RunConfig, functions: Sequence[str]) -> RunConfig:
     if not functions:
         return base
     return dataclasses.replace(base, reward=dataclasses.replace(base.reward, functions=tuple(functions)))
-
-
-def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -> tuple[Any, type[Any]]:
-    """A copy of a configuration in a subclass whose help has the bounds of each number, and that subclass."""
-    import tyro
-
-    hints = get_type_hints(type(config), include_extras=True)
-    hidden: Any = tyro.conf.Suppress
-    types: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        name, hint = f"{path}{field.name}", hints[field.name]
-        values[field.name] = getattr(config, field.name)
-        if dataclasses.is_dataclass(values[field.name]):
-            values[field.name], types[field.name] = _documented(values[field.name], is_listed, f"{name}.")
-        elif not is_listed(name):
-            types[field.name] = hidden[hint]
-        elif table_of(hint) is not None:  # `read_flags` parses the flag from text
-            values[field.name], types[field.name] = (), tuple[str, ...]
-        elif (interval := interval_of(hint)) is not None:
-            # tyro puts the default where the braces are.
-            note = f"({span(interval, get_args(hint)[0])}; default: {{}})".format
-            types[field.name] = Annotated[hint, tyro.conf.arg(help_behavior_hint=note)]
-    # A subclass, because tyro takes the help of a field from the text below it in the class that declares it.
-    members = {"__annotations__": types, "__doc__": type(config).__doc__, "__module__": type(config).__module__}
-    members |= {name: dataclasses.field(default=None, kw_only=True) for name in types}
-    kind: type[Any] = dataclasses.dataclass(frozen=True)(type(type(config).__name__, (type(config),), members))
-    return kind(**values), kind
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Flags of a command line as values of a configuration: ``--NAME VALUE`` or ``--NAME=VALUE``.
 
 A name is the dotted path of a field, with ``-`` for ``_``. Of a flag that is repeated the last value counts, of a list
-all values. tyro prints the help of these flags; it does not parse them, because its errors have several lines.
+all values. Their help: `flowrt.recipes.flag_help`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _FLAG_WORD = re.compile(r"--?[A-Za-z_][\w.-]*(=.*)?", re.DOTALL)
 """A word that is a flag, and no value."""
 CUTOFF, END_CUTOFF = 0.6, 0.8
 """Least similarity of names, and of the last parts of names, for a suggestion."""
-WATCH_FLAG, WATCHING = "--watch", ("flowrt run", "flowrt resume RUN")
+WATCH_FLAG, WATCHING = "--watch", ("flowrt run", "flowrt resume")
 """A flag that `flowrt.cli` parses itself, and the commands that have it."""
 SELDOM = ("--eval.", "--sft.")
 """Tables whose keys are suggested after equally similar ones of other tables."""
@@ -50,7 +50,7 @@ def parse_flags(
         name = flag.removeprefix("--").replace("-", "_")
         if not _FLAG_WORD.fullmatch(word):
             if not positional or positional in values:
-                raise ConfigError(f"{command} takes no {word!r:.80}; {command} --help lists the flags")
+                raise ConfigError(f"{command} takes no {word!r:.80}; {command} --help all lists the flags")
             values[positional] = word
         elif not flag.startswith("--") or name not in hints:
             raise ConfigError(
@@ -87,7 +87,7 @@ def _suggestion(flag: str, known: Sequence[str], command: str) -> str:
     scores = {one: _similarity(flag.lstrip("-").replace("_", "-"), one.lstrip("-")) for one in known}
     best = max(scores.values(), default=0.0)
     close = sorted((one for one in known if best and scores[one] == best), key=lambda one: one.startswith(SELDOM))
-    return f"; did you mean {' or '.join(close[:3])}?" if close else f"; {command} --help lists the flags"
+    return f"; did you mean {' or '.join(close[:3])}?" if close else f"; {command} --help all lists the flags"
 
 
 def _similarity(own: str, name: str) -> float:

@@ -11,6 +11,7 @@ from flowrt.recipes.config import DataSetConfig, RunConfig
 from flowrt.recipes.config_io import read_flags
 from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import described
+from flowrt.recipes.flag_help import HelpText
 
 FREE = (
     "recipe_sha256",
@@ -54,32 +55,47 @@ FREE = (
 rounding, for ``steps`` (a learning rate that decays over all steps), and for guards that hold the staleness bound at 0:
 a run that a guard has stopped can be resumed with other guards."""
 
+COMMON = (
+    "steps",
+    "rollout.workers",
+    "rollout.max_running_requests",
+    "trainer.ranks",
+    "trainer.micro_batch_tokens",
+    "device",
+    "threads",
+    "guard",
+    "max_run_restarts",
+    "controller.no_progress_timeout_s",
+)
+"""Those of them that ``flowrt resume --help`` shows."""
+
 
 def may_change(name: str) -> bool:
     """Whether the field of this dotted name may change when a run is resumed."""
     return any(name == free or name.startswith(f"{free}.") for free in FREE)
 
 
-def apply_overrides(config: RunConfig, words: Sequence[str], more_help: str = "") -> RunConfig:
+def apply_overrides(config: RunConfig, words: Sequence[str], help_notes: str = "") -> RunConfig:
     """The configuration of a resumed run: the stored configuration with the values of flags, checked.
 
     Args:
         config: the stored configuration.
         words: the flags and their values.
-        more_help: text that --help prints in addition.
+        help_notes: sentences that --help prints in addition.
 
     Raises ConfigError for a flag that is unknown or changes what the run computes, and for invalid values. Exits with
     code 0 after printing --help, which lists only the keys that may change.
     """
-    description = f"A resumed run keeps its configuration; what may change: {', '.join(FREE)}. {more_help}".strip()
-    changed = read_flags("flowrt resume RUN", description, words, config, may_change)
+    about = "Continue a run from its newest checkpoint. It keeps its configuration, but for the keys that are listed."
+    text = HelpText("RUN", about, help_notes, COMMON, may_change)
+    changed = read_flags("flowrt resume", words, config, text)
     for name in _changes(dataclasses.asdict(config), dataclasses.asdict(changed)):
         if not may_change(name):
             was, now = (_shown(attrgetter(name)(one)) for one in (config, changed))
             raise ConfigError(
                 f"{name} is {was} in {config.run_dir}, and stays that when the run is resumed, not {now}: where a "
-                f"run is, and on how much, may change ({', '.join(FREE)}), but not what it computes; for that start "
-                "another one, which can have this one's model with --model"
+                "run is, and on how much, may change (flowrt resume --help all), but not what it computes; for that "
+                "start another one, which can have this one's model with --model"
             )
     if keys := changed.controller.keys:
         controller = dataclasses.replace(changed.controller, keys=str(Path(keys).absolute()))

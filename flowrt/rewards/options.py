@@ -32,7 +32,7 @@ class RewardOptions:
     """Reward functions of recipe custom: which ones, their processes, and calls that fail."""
 
     functions: tuple[str, ...] = ()
-    """Each as [NAME=]FUNCTION[:WEIGHT] (also --reward): FILE.py[:FUNCTION], math, exact, regex:PATTERN, format:PATTERN,
+    """Each as [NAME=]FUNCTION[:WEIGHT]: FILE.py[:FUNCTION], math, exact, regex:PATTERN, format:PATTERN,
     length:N, code, model:DIR, http:URL or judge; the weight of a pattern or URL is written in front,
     WEIGHT*regex:PATTERN."""
     workers: Annotated[int, Interval(ge=1, le=1_024)] = 1

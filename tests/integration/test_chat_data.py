@@ -181,11 +181,12 @@ def test_data_check_accepts_the_command_line_of_a_run(
 
 def test_data_check_help_lists_every_data_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        main(["data", "check", "--help"])
+        main(["data", "check", "--help", "all"])
     assert raised.value.code == 0
     output = capsys.readouterr().out
     for field in dataclasses.fields(DataConfig):
-        assert ("reward" in field.name) != (f"--data.{field.name.replace('_', '-')}" in output), field.name
+        flag = "--data" if field.name == "sets" else f"--data.{field.name.replace('_', '-')}"
+        assert ("reward" in field.name) != (f"{flag} " in output), field.name
     assert "--rollout.max-new-tokens" in output
     assert "--show N" in output
     assert "--steps" not in output

@@ -1,6 +1,7 @@
 """Terminal view of a local run: a live display during the run, and the table of its summary."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from time import monotonic
 from typing import Any
@@ -14,7 +15,7 @@ from rich.text import Text
 from flowrt.launcher.terminal import printable_tree
 from flowrt.launcher.views.waits import duration, grouped
 
-HISTORY = 60
+HISTORY = 50
 """Steps in the reward bars."""
 SLOW_RATE = 10.0
 """Number a second below which a rate has decimals."""
@@ -27,7 +28,7 @@ PREPARE_EVERY_S = 30.0
 MAX_WAITS = 8
 """Lines of waits; the whole display fits a terminal of 24 lines."""
 MAX_BUSY = 12
-_BARS = " ▁▂▃▄▅▆▇█"
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 class LiveView:
@@ -68,7 +69,7 @@ class LiveView:
                 self.report(f"step {step}: {text}")
                 self._warned.add((step, text))
         if latest and (not self._rewards or latest["step"] != self._printed_step):
-            self._rewards = [*self._rewards, latest.get("reward", 0.0)][-HISTORY:]
+            self._rewards = [*self._rewards, latest.get("reward", math.nan)][-HISTORY:]
         if self._live is not None:
             self._live.update(self._draw(status))
         elif latest and (latest["step"] >= self._printed_step + PRINT_EVERY or self._printed_step < 0):
@@ -99,10 +100,28 @@ class LiveView:
             Text(_line(status) if status["latest"] else f"step 0/{steps}: waiting for the first samples"),
             bar,
             *(Text(evaluation_text(name, of), style="magenta") for name, of in status.get("evaluated", {}).items()),
-            Text("reward " + "".join(_BARS[round(8 * min(max(reward, 0), 1))] for reward in self._rewards)),
+            Text(f"reward {bars(self._rewards)}"),
             waits,
             *(Text(text, style="bold red") for text in status["guards"]["firing"]),
         )
+
+
+def bars(values: Sequence[float]) -> str:
+    """A bar for each value, between the least and the largest one, and these two: ``▁▄█  -2 to 40.5``.
+
+    A value that is not finite is a gap. Equal values have bars of half the height.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    drawn = "".join(_bar(value, low, high) if math.isfinite(value) else " " for value in values)
+    return f"{drawn}  {low:.3g} to {high:.3g}" if low < high else f"{drawn}  {low:.3g}"
+
+
+def _bar(value: float, low: float, high: float) -> str:
+    share = (value / 2 - low / 2) / (high / 2 - low / 2) if low < high else 0.5  # halves: the range may overflow
+    return _BARS[round((len(_BARS) - 1) * share)]
 
 
 def evaluation_text(name: str, results: Mapping[str, Any]) -> str:

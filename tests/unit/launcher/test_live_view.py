@@ -1,12 +1,13 @@
 """The live view of a run, and its final table."""
 
 import io
+import math
 import re
 
 import pytest
 from rich.console import Console
 
-from flowrt.launcher.views.live import LiveView, summary_table
+from flowrt.launcher.views.live import LiveView, bars, summary_table
 from flowrt.launcher.views.waits import duration
 
 LATEST = {
@@ -134,6 +135,44 @@ def test_the_time_left_and_the_last_evaluation_are_shown() -> None:
     display = shown({**STATUS, "eta_s": 754.0, "evaluated": evaluated})
     assert f"{LINE}  13 min left" in display
     assert "evaluation held_out of version 40: avg@4 0.500 ± 0.125" in display
+
+
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        ([0.0, 0.5, 1.0], "▁▅█  0 to 1"),
+        ([-3.0, -2.0, -1.0], "▁▅█  -3 to -1"),
+        ([0.0, 100.0, 40.0], "▁█▄  0 to 100"),
+        ([0.98, 0.981, 0.982], "▁▅█  0.98 to 0.982"),
+        ([7.0, 7.0], "▅▅  7"),
+        ([0.0], "▅  0"),
+        ([1.0, math.nan, 2.0, math.inf, -math.inf], "▁ █    1 to 2"),
+        ([5.0, math.nan, math.inf], "▅    5"),
+        ([math.nan], ""),
+        ([], ""),
+        ([-1.7e308, 0.0, 1.7e308], "▁▅█  -1.7e+308 to 1.7e+308"),
+    ],
+)
+def test_bars_of_rewards_of_any_range(rewards: list[float], text: str) -> None:
+    assert bars(rewards) == text
+
+
+def test_the_display_has_the_range_of_rewards() -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, force_terminal=True, width=80, color_system=None)) as view:
+        for step in range(120):
+            view.show({**STATUS, "step": step + 1, "latest": {**LATEST, "step": step, "reward": -40.0 * step}})
+    assert "reward █" in out.getvalue()
+    assert "▁  -4.76e+03 to -2.8e+03" in out.getvalue()
+
+
+def test_a_step_without_a_reward_is_a_gap() -> None:
+    out = io.StringIO()
+    without = {name: value for name, value in LATEST.items() if name != "reward"}
+    with LiveView(Console(file=out, force_terminal=True, width=80, color_system=None)) as view:
+        for step, latest in enumerate((LATEST, without, LATEST)):
+            view.show({**STATUS, "latest": {**latest, "step": step}})
+    assert "reward ▅ ▅  0.25" in out.getvalue()
 
 
 def test_durations_are_rounded_to_readable_units() -> None:

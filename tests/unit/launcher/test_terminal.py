@@ -202,7 +202,7 @@ def test_flowrt_config_writes_a_configuration_without_a_run(
 
 def test_resume_help_lists_only_the_settings_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        apply_overrides(defaults("arithmetic"), ["--help"])
+        apply_overrides(defaults("arithmetic"), ["--help", "all"])
     assert raised.value.code == 0
     shown = capsys.readouterr().out
     names = {flag.replace("-", "_") for flag in re.findall(r"[ \n]--([a-z][\w.-]*)", shown)}

@@ -17,7 +17,7 @@ from flowrt.engines.base import TrainingBatch
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
-from flowrt.recipes.algorithms import PRESETS, acting_fields, needs_reference
+from flowrt.recipes.algorithms import PRESETS, inert_fields, name_and_changes, needs_reference
 from flowrt.recipes.config import AlgorithmConfig, RunConfig
 from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.constraints import check
@@ -193,7 +193,7 @@ def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
     tried = []
     for preset in PRESETS.values():
         base = changed(preset, BASES.get(name, {}))
-        if name not in acting_fields(base):
+        if name in dict(inert_fields(base)):
             continue
         for other in alternatives(name, kind, attrgetter(name)(base)):
             pair = run_config(base), run_config(changed(base, {name: other}))
@@ -215,7 +215,7 @@ def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
         (preset, name, kind)
         for preset in ("reinforce", "gspo", "dpo_online", "best_of_n", "decoupled")
         for name, kind in dict(fields(AlgorithmConfig())).items()
-        if name != "name" and name not in acting_fields(PRESETS[preset])
+        if name in dict(inert_fields(PRESETS[preset]))
     ],
 )
 def test_a_field_without_effect_is_refused(preset: str, name: str, kind: Any) -> None:
@@ -224,6 +224,14 @@ def test_a_field_without_effect_is_refused(preset: str, name: str, kind: Any) ->
     with pytest.raises(ConfigError, match=r"algorithm\.") as refused:
         check(run_config(changed(table, {name: other})))
     assert name.rpartition(".")[2] in str(refused.value)
+
+
+def test_the_line_of_a_run_names_what_differs_from_the_preset() -> None:
+    for name, table in PRESETS.items():
+        assert name_and_changes(table) == name
+    changes = ["--algorithm", "dapo", "--algorithm.loss.clip-high", "0.3", "--algorithm.kl.coef", "0.01"]
+    assert name_and_changes(parse(changes).algorithm) == "dapo, with loss.clip_high 0.3, kl.coef 0.01"
+    assert name_and_changes(AlgorithmConfig(name="mine.py:Mine")) == "mine.py:Mine"
 
 
 @pytest.mark.parametrize(
