@@ -7,48 +7,53 @@
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from flowrt.errors import WaitExpired
+from flowrt.rewards.calls import CallQueue, RewardCall
 from flowrt.rewards.child import packed
+from flowrt.rewards.children import RewardChildren
 from flowrt.rewards.options import RewardOptions
-from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, RewardCall, RewardProcess
-from flowrt.rewards.samples import CallForm, Rate
+from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, RewardProcess
+from flowrt.rewards.samples import Rate
 from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_any, wait_until
 
-MAX_CALLS = 10_000
-"""Number of calls after which a child is replaced."""
-SIDE_BY_SIDE: list[object] = []
-"""The message that makes a child make the calls that follow side by side."""
 MORE = BoundedElsewhere("the next call, or the end of the pool")
 OUTCOMES = BoundedElsewhere("the deadlines of the calls")
-
-
-class CallingPool(Protocol):
-    """The pool: its children, and what follows the end of a call."""
-
-    def form(self, function: int) -> CallForm: ...
-    def joined(self, one: RewardCall, waiting: deque[RewardCall]) -> RewardCall: ...
-    async def next_process(self) -> RewardProcess: ...
-    def done(self, call: RewardCall, rest: list[Any], seconds: float, waiting: deque[RewardCall]) -> bool: ...
-    async def lost(self, process: RewardProcess, call: RewardCall | None, began_s: float, *, hung: bool) -> None: ...
-    def call_one_by_one(self, calls: Sequence[RewardCall]) -> None: ...
-    def replace(self, process: RewardProcess) -> None: ...
-    async def end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]: ...
-    def in_background(self, work: Coroutine[Any, Any, object]) -> None: ...
+OnLoss = Callable[[RewardProcess, RewardCall | None, float, bool], Coroutine[Any, Any, None]]
+"""Called with a child that hangs or has ended, the only call that was in progress, when it began (a monotonic time, in
+seconds), and whether the child hangs."""
 
 
 class AsyncCalls:
     """The calls of the async functions of a pool."""
 
-    def __init__(self, pool: CallingPool, options: RewardOptions, rate: Rate) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        children: RewardChildren,
+        options: RewardOptions,
+        rate: Rate,
+        *,
+        on_loss: OnLoss,
+        call_one_by_one: Callable[[Sequence[RewardCall]], None],
+    ) -> None:
+        """Begin no call yet.
+
+        Args:
+            children: makes the child processes.
+            options: deadlines and limits.
+            rate: limit on the rate of calls.
+            on_loss: ends a child, and makes its call again or sets its outcome.
+            call_one_by_one: makes calls, one of which is at fault, each by itself.
+        """
+        self._children = children
         self._options = options
         self._rate = rate
-        self._waiting: deque[RewardCall] = deque()
+        self._on_loss = on_loss
+        self._call_one_by_one = call_one_by_one
+        self._waiting = CallQueue(children.form, options.batch_size)
         self._running: dict[int, RewardCall] = {}
         self._since_s: dict[int, float] = {}
         """When each running call began; a call that has been sent may wait for others to end."""
@@ -60,7 +65,7 @@ class AsyncCalls:
 
     def add(self, call: RewardCall) -> None:
         """Queue a call."""
-        self._waiting.append(call)
+        self._waiting.add([call])
         self.wake()
 
     def wake(self) -> None:
@@ -69,9 +74,9 @@ class AsyncCalls:
 
     def fail(self, error: BaseException) -> None:
         """Let those who wait for an outcome raise ``error``."""
-        for one in (*self._waiting, *self._running.values()):
+        self._waiting.fail(error)
+        for one in self._running.values():
             one.fail(error)
-        self._waiting.clear()
 
     async def run(self) -> None:
         """Make calls until cancelled. Raises ConfigError if a child cannot load the functions."""
@@ -79,7 +84,7 @@ class AsyncCalls:
             while not self._waiting:
                 self._has_more.clear()
                 await self._more()
-            await self._serve(await self._pool.next_process())
+            await self._serve(await self._children.next())
 
     async def _more(self) -> None:
         await wait_until(self._has_more.wait(), MORE, "calls of async reward functions", "the reward role")
@@ -88,19 +93,19 @@ class AsyncCalls:
         """Make calls with a child until it is lost or replaced."""
         receiving = asyncio.create_task(process.receive(OUTCOMES, "rewards"))
         is_worn = False
-        await process.send(packed(SIDE_BY_SIDE), GRACE_S)
+        await process.begin_async()
         try:
             while True:
                 delay_s = None if is_worn else await self._send(process)
                 if is_worn and not self._running:
-                    self._pool.replace(process)
+                    self._children.replace(process)
                     return
                 self._has_more.clear()
                 await self._wait(receiving, delay_s)
                 if receiving.done():
                     messages = receiving.result()
                     if not messages:
-                        self._lose(process, hung=False)
+                        self._lose(process, is_hung=False)
                         return
                     receiving = asyncio.create_task(process.receive(OUTCOMES, "rewards"))
                     self._received_s = monotonic()
@@ -108,12 +113,12 @@ class AsyncCalls:
                         if word == "began":
                             self._since_s[number] = monotonic()
                         else:
-                            process.calls += 1
+                            rows, worn = rest
+                            is_worn |= self._children.note_call(process) or worn
                             seconds = monotonic() - self._since_s.pop(number)
-                            is_worn |= self._pool.done(self._running.pop(number), rest, seconds, self._waiting)
-                    is_worn |= process.calls >= MAX_CALLS
+                            self._waiting.finish(self._running.pop(number), rows, seconds)
                 elif self._deadline_s() <= 0:
-                    self._lose(process, hung=True)
+                    self._lose(process, is_hung=True)
                     return
         finally:
             await cancel_and_wait([receiving], GRACE_S)
@@ -125,13 +130,12 @@ class AsyncCalls:
                 return None
             if (delay_s := self._rate.due_in_s()) > 0:
                 return delay_s
-            call = self._pool.joined(self._waiting.popleft(), self._waiting)
-            if call.is_done:  # cancelled
-                continue
+            if (call := self._waiting.take()) is None:
+                return None
             self._rate.take()
             number, self._next = self._next, self._next + 1
             self._running[number], self._received_s = call, monotonic()
-            facts = self._pool.form(call.function).facts
+            facts = self._children.form(call.function).facts
             message, limit_s = packed([call.message(number, facts)]), self._options.timeout_s + GRACE_S
             if not await process.send(message, limit_s):
                 self._since_s[number] = monotonic() - limit_s  # late: the child is lost
@@ -158,14 +162,14 @@ class AsyncCalls:
             since_s.append(self._received_s)
         return min(since_s) + self._options.timeout_s + GRACE_S - monotonic()
 
-    def _lose(self, process: RewardProcess, *, hung: bool) -> None:
+    def _lose(self, process: RewardProcess, *, is_hung: bool) -> None:
         """The child hangs or has ended: the only call in progress was at fault, or each is made again by itself."""
         running, began_s = list(self._running.values()), min(self._since_s.values(), default=monotonic())
         self._running.clear()
         self._since_s.clear()
         if len(running) > 1:
-            self._pool.call_one_by_one(running)
-            self._pool.in_background(self._pool.end(process, hung=hung))
+            self._call_one_by_one(running)
+            self._children.in_background(self._children.end(process, hung=is_hung))
             return
         call = running[0] if running else None
-        self._pool.in_background(self._pool.lost(process, call, began_s, hung=hung))
+        self._children.in_background(self._on_loss(process, call, began_s, is_hung))

@@ -1,4 +1,4 @@
-"""The guard of a child process: ``python -m flowrt.rewards.guard``, started by `flowrt.rewards.pool`.
+"""The guard of a child process: ``python -m flowrt.rewards.guard``, started by `flowrt.rewards.children`.
 
 The process forks before user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent is the
 guard, and runs no user code. It forwards the first part of the child's output. It kills all processes that the child

@@ -1,4 +1,4 @@
-"""Calls of reward functions, and the child processes that make them.
+"""A child process that calls reward functions, as its pool sees it.
 
 `flowrt.rewards.guard` is the process of a child; `flowrt.rewards.child` documents the messages.
 """
@@ -9,7 +9,6 @@ import functools
 import json
 import socket
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -17,72 +16,13 @@ from typing import Any
 import msgpack
 
 from flowrt.errors import WaitExpired
-from flowrt.rewards.child import UNPACKING
-from flowrt.rewards.outcomes import RewardOutcome
-from flowrt.rewards.samples import RewardSample
+from flowrt.rewards.child import UNPACKING, packed
 from flowrt.runtime.waits import Deadline, blocking, wait_until
 
 GRACE_S = 5.0
 """Seconds that a guard may take to end the processes of its child."""
 RECV_BYTES = 1 << 16
 BLOCKED_ON = "the user's reward function"
-
-
-@dataclass(slots=True, eq=False)
-class Scoring:
-    """Samples that wait for their outcomes: one, or a group."""
-
-    samples: Sequence[RewardSample]
-    outcomes: "asyncio.Future[list[RewardOutcome]]"
-
-
-@dataclass(slots=True, eq=False)
-class RewardCall:
-    """A call of one function, with the samples of one `Scoring`, or of several for a batch function."""
-
-    function: int
-    """Index of the function among those of the pool."""
-    scorings: list[Scoring]
-    attempts: int = 0
-    """Number of times that a child died during the call."""
-    is_part: bool = False
-    """Whether it has a part of the samples of a call that failed: it is not joined with others again."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no outcome is waited for: all are set or cancelled."""
-        return all(one.outcomes.done() for one in self.scorings)
-
-    def message(self, number: int, facts: Sequence[str]) -> list[object]:
-        """The call for a child, with those facts of the samples that the function takes."""
-        samples = [sample for one in self.scorings for sample in one.samples]
-        taken = [{name: one.facts[name] for name in facts if name in one.facts} for one in samples]
-        rows = [[one.response, one.row, of] for one, of in zip(samples, taken, strict=True)]
-        return [number, self.function, rows]
-
-    def finish(self, outcomes: Sequence[RewardOutcome]) -> None:
-        """Set the outcomes, one a sample, or one for all of them."""
-        count = sum(len(one.samples) for one in self.scorings)
-        every = outcomes if len(outcomes) == count else [outcomes[0]] * count
-        place = 0
-        for one in self.scorings:
-            own, place = every[place : place + len(one.samples)], place + len(one.samples)
-            if not one.outcomes.done():
-                one.outcomes.set_result(list(own))
-
-    def fail(self, error: BaseException) -> None:
-        """Let those who wait for the outcomes raise ``error``."""
-        for one in self.scorings:
-            if not one.outcomes.done():
-                one.outcomes.set_exception(error)
-
-    def halves(self) -> "list[RewardCall]":
-        """Two calls for the samples that one call failed for; none if there is only one `Scoring`."""
-        if len(self.scorings) < 2:
-            return []
-        open_ = [one for one in self.scorings if not one.outcomes.done()]
-        middle = len(open_) // 2
-        return [RewardCall(self.function, part, is_part=True) for part in (open_[:middle], open_[middle:]) if part]
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +42,10 @@ class RewardProcess:
             await wait_until(sending, deadline_s, "calls to be read", BLOCKED_ON)
             return True
         return False
+
+    async def begin_async(self) -> None:
+        """Have the child make the calls that follow side by side; they are of async functions."""
+        await self.send(packed([]), GRACE_S)
 
     async def receive(self, deadline_s: Deadline, what: str) -> list[list[Any]]:
         """The next messages, one or more; none if the child has closed its connection.

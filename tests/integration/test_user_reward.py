@@ -445,7 +445,7 @@ def test_a_timeout_but_not_an_exception_ends_a_deterministic_run(tmp_path: Path)
 def test_a_long_load_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward_file, messages = tmp_path / "mine.py", list[str]()
     reward_file.write_text("import time\ntime.sleep(0.5)\n" + function("return 1.0"))
-    monkeypatch.setattr("flowrt.rewards.pool.PROGRESS_AFTER_S", 0.01)
+    monkeypatch.setattr("flowrt.rewards.children.PROGRESS_AFTER_S", 0.01)
     check_rewards(RewardOptions(functions=(str(reward_file),)), [b'{"answer": "7"}'], messages.append)
     assert len(messages) == 1
     assert "while the file was loaded: at most 60 s (reward.load_timeout_s)" in messages[0]
@@ -454,6 +454,6 @@ def test_a_long_load_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_child_is_replaced_after_many_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward_file = tmp_path / "mine.py"
     reward_file.write_text("import os\n" + function("return float(os.getpid())"))
-    monkeypatch.setattr("flowrt.rewards.pool.MAX_CALLS", 50)
+    monkeypatch.setattr("flowrt.rewards.children.MAX_CALLS", 50)
     found = [one.value for one in outcomes(reward_file, ["x"] * 200)]
     assert 2 <= len(set(found)) <= 4

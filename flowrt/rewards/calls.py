@@ -1,0 +1,139 @@
+"""Calls of reward functions that wait for a child process, and their outcomes."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.samples import CallForm, RewardSample
+
+SPLIT = (Result.ERROR, Result.MEMORY, Result.TIMEOUT)
+"""How a call with several samples fails as a whole, by one of them: it is made again with half of the samples."""
+
+
+@dataclass(slots=True, eq=False)
+class Scoring:
+    """Samples that wait for their outcomes: one, or a group."""
+
+    samples: Sequence[RewardSample]
+    outcomes: "asyncio.Future[list[RewardOutcome]]"
+
+
+@dataclass(slots=True, eq=False)
+class RewardCall:
+    """A call of one function, with the samples of one `Scoring`, or of several for a batch function."""
+
+    function: int
+    """Index of the function among those of the pool."""
+    scorings: list[Scoring]
+    attempts: int = 0
+    """Number of times that a child died during the call."""
+    is_part: bool = False
+    """Whether it has a part of the samples of a call that failed: it is not joined with others again."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no outcome is waited for: all are set or cancelled."""
+        return all(one.outcomes.done() for one in self.scorings)
+
+    def message(self, number: int, facts: Sequence[str]) -> list[object]:
+        """The call for a child, with those facts of the samples that the function takes."""
+        samples = [sample for one in self.scorings for sample in one.samples]
+        taken = [{name: one.facts[name] for name in facts if name in one.facts} for one in samples]
+        rows = [[one.response, one.row, of] for one, of in zip(samples, taken, strict=True)]
+        return [number, self.function, rows]
+
+    def finish(self, outcomes: Sequence[RewardOutcome]) -> None:
+        """Set the outcomes, one a sample, or one for all of them."""
+        count = sum(len(one.samples) for one in self.scorings)
+        every = outcomes if len(outcomes) == count else [outcomes[0]] * count
+        place = 0
+        for one in self.scorings:
+            own, place = every[place : place + len(one.samples)], place + len(one.samples)
+            if not one.outcomes.done():
+                one.outcomes.set_result(list(own))
+
+    def fail(self, error: BaseException) -> None:
+        """Let those who wait for the outcomes raise ``error``."""
+        for one in self.scorings:
+            if not one.outcomes.done():
+                one.outcomes.set_exception(error)
+
+    def halves(self) -> "list[RewardCall]":
+        """Two calls for the samples that one call failed for; none if there is only one `Scoring`."""
+        if len(self.scorings) < 2:
+            return []
+        open_ = [one for one in self.scorings if not one.outcomes.done()]
+        middle = len(open_) // 2
+        return [RewardCall(self.function, part, is_part=True) for part in (open_[:middle], open_[middle:]) if part]
+
+
+class CallQueue:
+    """Calls that wait for a child, the next one first."""
+
+    def __init__(self, form: Callable[[int], CallForm], batch_size: int) -> None:
+        """Start empty.
+
+        Args:
+            form: called with the index of a function; how it is called.
+            batch_size: maximum number of calls of a batch function that are made as one.
+        """
+        self._form = form
+        self._batch_size = batch_size
+        self._calls: deque[RewardCall] = deque()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, calls: Iterable[RewardCall]) -> None:
+        """Append calls."""
+        self._calls.extend(calls)
+
+    def put_back(self, calls: Iterable[RewardCall]) -> None:
+        """Insert calls before all others, in their order."""
+        self._calls.extendleft(reversed([*calls]))
+
+    def take(self) -> RewardCall | None:
+        """The next call, with the samples of others of its batch function; None if none waits that is not cancelled."""
+        while self._calls:
+            one = self._joined(self._calls.popleft())
+            if not one.is_done:
+                return one
+        return None
+
+    def finish(self, call: RewardCall, rows: Sequence[Sequence[Any]], seconds: float) -> None:
+        """Set the outcomes of a call, one a sample, as a child has sent them.
+
+        A call with several samples that failed as a whole is put back in two halves.
+
+        Args:
+            call: the call, which was taken.
+            rows: the fields of each `RewardOutcome`, without its duration.
+            seconds: duration of the call.
+        """
+        each_s = seconds / max(len(rows), 1)
+        outcomes = [
+            RewardOutcome(result=Result(result), value=value, parts=parts, detail=detail, line=line, seconds=each_s)
+            for result, value, parts, detail, line in rows
+        ]
+        if all(one.result in SPLIT for one in outcomes) and (halves := call.halves()):
+            self.put_back(halves)
+        else:
+            call.finish(outcomes)
+
+    def fail(self, error: BaseException) -> None:
+        """Let those who wait for an outcome raise ``error``."""
+        while self._calls:
+            self._calls.popleft().fail(error)
+
+    def _joined(self, one: RewardCall) -> RewardCall:
+        """A call with the samples of others of its batch function, which are taken out of the queue."""
+        if self._form(one.function).form != "batch" or one.attempts or one.is_part:
+            return one
+        others = [of for of in self._calls if of.function == one.function and not (of.attempts or of.is_part)]
+        for other in others[: self._batch_size - 1]:
+            self._calls.remove(other)
+            one.scorings += other.scorings
+        return one
