@@ -18,7 +18,7 @@ PROBE = ({"role": "user", "content": "1"},)
 
 
 class Turns:
-    """The turns of a run."""
+    """The turns of the model after prompts of one format."""
 
     def __init__(self, stop: StopConditions, form: PromptFormat) -> None:
         """Raises ConfigError if the template cannot be read."""
@@ -55,6 +55,22 @@ class Turns:
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         return str(self._stop.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class TurnsOfForms:
+    """The turns of a run whose prompts have several formats."""
+
+    def __init__(self, stop: StopConditions) -> None:
+        self._stop = stop
+        self._known: list[tuple[PromptFormat, Turns]] = []
+
+    def of(self, form: PromptFormat) -> Turns:
+        """The turns after prompts of a format, the same for equal ones. Raises ConfigError as `Turns`."""
+        for known, turns in self._known:
+            if known == form:
+                return turns
+        self._known.append((form, Turns(self._stop, form)))
+        return self._known[-1][1]
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:

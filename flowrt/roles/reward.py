@@ -6,7 +6,7 @@ processes or are requests to a server.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -15,13 +15,15 @@ from time import monotonic
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, delay_pull, run_stage
+from flowrt.engines.prompts import PromptFormat
 from flowrt.engines.stopping import StopConditions
-from flowrt.engines.turns import Turns
+from flowrt.engines.turns import Turns, TurnsOfForms
 from flowrt.errors import ConfigError, Drained
 from flowrt.ids import REWARD
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.grpo import EVAL
+from flowrt.recipes.prompt_forms import PromptForms
 from flowrt.recipes.run_dir import judge_file, model_dir
 from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
@@ -95,7 +97,8 @@ class FunctionRewards:
         self._is_scored_by_task = is_scored_by_task(config)
         self._scores_truncated = task.scores_truncated or not self._is_scored_by_task
         self._stop = stop
-        self._turns = Turns(stop, config.data.prompt_format)
+        self._forms = PromptForms(config)
+        self._turns = TurnsOfForms(stop)
         self._drops = config.reward.on_failure == "drop"
         self._scorer = RewardScorer(
             config.reward,
@@ -182,8 +185,9 @@ class FunctionRewards:
             # Most tasks score a truncated response as an empty one.
             tokens = response.tolist() if self._scores_truncated or not truncated else []
             columns_of_row = answer.numpy().tobytes()
-            prefix = self._prefix(columns_of_row) if tokens or not truncated or self._scores_truncated else ""
-            text = prefix + self._turns.generated(tokens)
+            turns = self._turns.of(self._form(batch, row))
+            prefix = self._prefix(turns, columns_of_row) if tokens or not truncated or self._scores_truncated else ""
+            text = prefix + turns.generated(tokens)
             facts: dict[str, object] = {}
             if names:
                 facts = {
@@ -199,33 +203,50 @@ class FunctionRewards:
             )
         return samples
 
-    def _prefix(self, row: bytes) -> str:
+    def _form(self, batch: Batch, row: int) -> PromptFormat:
+        """The format of the prompt of a row of a batch."""
+        number = batch.grant.prompts[row]
+        return self._forms.evaluated(number) if batch.flows[row] == EVAL else self._forms.trained(number)
+
+    def _prefix(self, turns: Turns, row: bytes) -> str:
         """The beginning of the turn that was not generated."""
-        if not self._turns.depends_on_prompt or self._is_scored_by_task:
-            return self._turns.beginning()
+        if not turns.depends_on_prompt or self._is_scored_by_task:
+            return turns.beginning()
         prompt = decode_row(row)["prompt"]
-        return self._turns.beginning(prompt if isinstance(prompt, list) else ())
+        return turns.beginning(prompt if isinstance(prompt, list) else ())
 
     async def _commit(self, batch: Batch, found: dict[int, SampleReward]) -> None:
         """Commit the rewards of these rows of a batch, and report samples that are dropped as lost."""
-        for index, one in found.items():
+        for one in found.values():
             if one.failure:
                 self._warn(one.failure)
-                if self._drops and batch.flows[index] != EVAL:
-                    slot, lease = [batch.slots[index]], [batch.leases[index]]
-                    self._session.lost("reward", slot, lease, one.reason)
-        kept = [
-            index for index, one in found.items() if not (one.failure and self._drops) or batch.flows[index] == EVAL
-        ]
+        lost = self._lost(batch, found)
+        for index, reason in lost.items():
+            self._session.lost("reward", [batch.slots[index]], [batch.leases[index]], reason)
+        kept = [index for index in found if index not in lost]
         refused: Sequence[int] = ()
         if kept:
             inline = {name: [found[index].numbers[name] for index in kept] for name in found[kept[0]].numbers}
             inline["reward"] = [found[index].reward for index in kept]
             slots, leases = [batch.slots[index] for index in kept], [batch.leases[index] for index in kept]
             refused = await self._session.commit("reward", slots, leases, inline=inline)
-        self._samples.send(batch, {index: _score(one) for index, one in found.items()}, refused)
+        shown = {index: _score(one) for index, one in found.items() if index not in lost or one.failure}
+        self._samples.send(batch, shown, refused)
         self._open -= len(found)
         self._has_room.set()
+
+    def _lost(self, batch: Batch, found: Mapping[int, SampleReward]) -> dict[int, str]:
+        """The rows that ``reward.on_failure`` drops, each with the reason.
+
+        Of functions that take whole groups a group is scored at once, and as a whole: a failure drops all its rows.
+        """
+        if not self._drops:
+            return {}
+        failed = {index: one.reason for index, one in found.items() if one.failure and batch.flows[index] != EVAL}
+        if not self._of_groups:
+            return failed
+        reasons = {batch.groups[index]: reason for index, reason in failed.items()}
+        return {index: reasons[batch.groups[index]] for index in found if batch.groups[index] in reasons}
 
     def _warn(self, failure: str) -> None:
         self._warnings += 1

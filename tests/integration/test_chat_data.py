@@ -27,9 +27,9 @@ from tests.integration.helpers.forked_flowrt import run_flowrt
 from tests.proofs.chat_models import FAMILIES, chat_tokenizer
 
 REWARD = """
-def reward(response, answer, prompt, level, *, bonus=0.0):
+def reward(response, answer, prompt, level, prefix, *, bonus=0.0):
     assert prompt[-1]["role"] == "user" and answer == {"sum": level + 1}, (prompt, answer, level)
-    return response.count("e") / 8 + bonus
+    return float(prefix == "<think>\\n" and response.startswith(prefix)) + bonus
 """
 
 
@@ -259,21 +259,33 @@ def test_reward_function_receives_columns_by_name(tmp_path: Path) -> None:
         check_rewards(options, [b'{"answer": "7", "x": [1]}'], print)
 
 
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
 @pytest.mark.slow
-def test_run_with_chat_messages_and_reward_columns(
+def test_run_with_chat_messages_reward_columns_and_a_template_for_each_set(
     launch: Callable[..., Any], model: Path, data: Path, tmp_path: Path
 ) -> None:
-    reward_file = tmp_path / "mine.py"
+    """The turn of the model begins as the template of the prompt's own set opens it, also for held-out prompts."""
+    reward_file, template, other = tmp_path / "mine.py", tmp_path / "thinks.jinja", tmp_path / "other.jsonl"
     reward_file.write_text(REWARD)
+    template.write_text(THINKS)
+    other.write_text("".join(json.dumps(conversation(100 + n)) + "\n" for n in range(40)))
     launched = launch(
-        *("--recipe", "custom", "--data", str(data), "--reward", str(reward_file), "--reward.on-failure", "stop"),
-        *("--model", str(model)),
+        *("--recipe", "custom", "--data", f"plain={data}", "--data", f"thinks={other} chat_template={template}"),
+        *("--reward", str(reward_file), "--reward.on-failure", "stop", "--model", str(model)),
         *("--data.eval-prompts", "4", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
         *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "0", "--steps", "3"),
     )
     assert launched.wait(120.0) == 0, launched.output
     summary = json.loads((launched.run_dir / "summary.json").read_text())
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
+    lines = [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["reward_of/plain"], line["reward_of/thinks"]) for line in lines] == [(0.0, 1.0)] * 3
+    assert summary["eval_first"] == summary["eval_last"] == 0.5
 
 
 @pytest.mark.slow
@@ -282,8 +294,8 @@ def test_run_drops_overlong_prompts(launch: Callable[..., Any], model: Path, tmp
     reward_file.write_text(
         "def reward(response, answer):\n    assert answer == 'short', answer\n    return len(response) / 8\n"
     )
-    rows = [{"prompt": "1" * (60 if n % 2 else 4) + str(n), "answer": "long" if n % 2 else "short"} for n in range(24)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*[{"prompt": "0", "answer": "short"}] * 4, *rows]))
+    rows = [{"prompt": "1" * (60 if n % 2 else 4) + str(n), "answer": "long" if n % 2 else "short"} for n in range(28)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     launched = launch(
         *("--recipe", "custom", "--data", str(path), "--reward", str(reward_file), "--reward.on-failure", "stop"),
         *("--model", str(model)),
