@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flowrt.engines.hf import export_dtype, load_model, load_tokenizer, meta_model
-from flowrt.engines.options import LoraOptions
+from flowrt.engines.options import LoraOptions, TrainOptions
 from flowrt.engines.prompts import CHAT, NONE, template_text
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.engines.training.lora import add_adapters, merge_adapters, write_adapters
@@ -23,7 +23,7 @@ from flowrt.errors import EngineError
 
 GENERATION = "generation_config.json"
 ADAPTER = "adapter"
-FILE_GB = 5.0
+FILE_GB = TrainOptions.file_gb
 
 
 def write_weights(

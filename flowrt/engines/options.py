@@ -83,6 +83,8 @@ class TrainOptions:
     its first update; a hundredth of it where both compute in float32 or float64; 0: no check."""
     final_dtype: Literal["source", "float32", "bfloat16", "float64"] = "source"
     """Dtype of the exported model; source: that of the initial model."""
+    file_gb: Annotated[float, Interval(gt=0, le=100_000)] = 5.0
+    """Maximum file size (GB) of the exported model; larger models are split."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,6 @@ class FsdpOptions:
     """Activation checkpointing: keep only each layer's input, recompute the rest in the backward pass."""
     device: str = ""
     """Training device: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run, else auto."""
-    file_gb: Annotated[float, Interval(gt=0, le=100_000)] = 5.0
-    """Maximum file size (GB) of the exported model; larger models are split."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def export_model(options: ModelExport) -> int:
                 lora=trainer.lora,
                 base=model_dir(stored_config(options.run_dir.absolute())),
                 wanted=trainer.final_dtype,
-                file_gb=trainer.fsdp.file_gb,
+                file_gb=trainer.file_gb,
             )
             complete(partial, source, config.data.chat_template)
         fsync_tree(partial)

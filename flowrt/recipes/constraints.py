@@ -37,7 +37,7 @@ from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import NEED_MODELS, takes_reward
 from flowrt.recipes.tasks.task_file import is_task_file
-from flowrt.rewards.functions import LOCAL, REMOTE, parse_functions
+from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.remote import check_remote
 from flowrt.runtime import time_limits
@@ -195,7 +195,7 @@ def _check_set_options(data: DataConfig, one: DataSetConfig, of: str) -> None:
 
 
 def check_reward_options(config: RunConfig) -> None:
-    """Raise ConfigError for unusable reward functions, and for options of ``reward`` that have no effect."""
+    """Raise ConfigError for reward functions that are unusable, or that the recipe does not call."""
     options = config.reward
     of_task = f"task:{config.recipe}" if is_task_file(config.recipe) and not takes_reward(config.recipe) else ""
     if of_task:
@@ -209,33 +209,7 @@ def check_reward_options(config: RunConfig) -> None:
     kinds = {one.kind for one in parse_functions(options.functions)}
     if not of_task and "task" in kinds:
         raise ConfigError("a reward function of kind task is for a task in a file alone: flowrt run FILE.py")
-    kinds |= {"task"} if of_task else set()
-    default = RewardOptions()
-    for name, needed in (
-        ("judge", ("judge",)),
-        ("code_sandbox", ("code",)),
-        ("concurrency", (*REMOTE, "file")),
-        ("rate_per_s", (*REMOTE, "file")),
-        ("batch_size", ("file", "model")),
-        ("model_device", ("model",)),
-        ("key_variable", REMOTE),
-        ("memory_mb", LOCAL),
-        ("workers", LOCAL),
-        ("load_timeout_s", LOCAL),
-    ):
-        if getattr(options, name) != getattr(default, name) and not kinds & set(needed):
-            raise ConfigError(
-                f"reward.{name} is set and changes nothing without a reward function of {', '.join(needed)}; "
-                "leave it out"
-            )
     check_remote(options)
-    if options.without_after != default.without_after and not options.after:
-        raise ConfigError("reward.without_after is set and changes nothing without reward.after; leave it out")
-    if options.of_groups and options.on_failure == "drop":
-        raise ConfigError(
-            f"reward.on_failure is drop, and reward function {options.of_groups[0]} takes whole groups, which cannot "
-            "lose a sample; use zero or stop"
-        )
 
 
 def _check_difficulty(data: DataConfig) -> None:

@@ -104,10 +104,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         # Smaller than the model: several files.
         until_4={
             "steps": [0, 4],
-            "fsdp": {**EXACT, "file_gb": 2e-4},
+            "fsdp": EXACT,
             "save": result.path("at_4"),
             "export": exported,
-            "options": {"final_dtype": "float64"},
+            "options": {"final_dtype": "float64", "file_gb": 2e-4},
         },
         adapters={"steps": [0, 2], "fsdp": EXACT, "lora": LORA, "export": str(result.directory / "adapted")},
         added={"steps": [0, 2], "fsdp": EXACT, "lora": {**LORA, "publish": "merged"}},

@@ -98,6 +98,40 @@ def test_a_dropped_sample_counts_as_lost(launch: Callable[..., Any], flags: list
     launched.assert_gone(10.0)
 
 
+GROUPED = """
+def group(group, answer):
+    if len(group) == 4 and sum(len(one.response) for one in group) % 3 == 0:
+        raise ValueError("no such group")
+    return [0.5] * len(group)
+
+def single(response, answer):
+    if len(response) == 7:
+        raise ValueError("no such sample")
+    return len(response) / 8
+"""
+
+
+@pytest.mark.parametrize("policy", ["regenerate", pytest.param("train_remaining", marks=pytest.mark.long)])
+def test_a_failure_drops_all_samples_of_a_group_that_is_scored_as_a_whole(
+    launch: Callable[..., Any], flags: list[str], tmp_path: Path, policy: str
+) -> None:
+    (tmp_path / "mine.py").write_text(GROUPED)
+    at = flags.index("--reward")
+    functions = [f"{tmp_path}/mine.py:group", f"{tmp_path}/mine.py:single"]
+    own = [*flags[:at], *(word for one in functions for word in ("--reward", one))]
+    launched = launch(*own, "--reward.on-failure", "drop", "--on-lost-sample", policy, "--steps", "2")
+    assert launched.wait(180.0) == 0, launched.output
+    for line in lines(launched):
+        assert line["reward_failures/error"] == 0
+        assert line["samples"] == 16, "whole groups"
+        assert line["reward/group"] == 0.5
+    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert summary["dropped"]["reward failed: error"] >= 4
+    assert summary["prompts_trained_twice"] == 0
+    assert "ValueError: no such group" in launched.log("reward")
+    launched.assert_gone(10.0)
+
+
 SERVER = """
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -194,7 +194,7 @@ class FsdpTrainer:
         self._start_step()  # before rank 0 writes, so that no rank waits for the disk of rank 0 inside a collective
         if dist.get_rank() == 0:
             full = merge_adapters(self.model, tensors) if self._lora.rank else tensors
-            write_weights(self._source, full, directory, self._final_dtype, self._fsdp.file_gb)
+            write_weights(self._source, full, directory, self._final_dtype, self._options.file_gb)
             if self._lora.rank:
                 write_adapters(self.model, tensors, self._source, directory / ADAPTER)
 

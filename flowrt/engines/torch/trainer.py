@@ -239,7 +239,7 @@ class TorchTrainer:
         model = copy.deepcopy(self.model, weights)
         if self._generation:  # written as it was read: transformers refuses to write values that it would not use
             model.generation_config = GenerationConfig()
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, max_shard_size=int(self._options.file_gb * 1e9))
         if self._generation:
             (directory / GENERATION).write_text(self._generation)
 

@@ -85,6 +85,16 @@ def test_an_exported_model_keeps_its_dtype_and_end_tokens(tmp_path: Path, capfd:
         assert {tensor.dtype for tensor in engine.parameters().values()} == {torch.float32}
 
 
+def test_an_exported_model_has_files_of_the_largest_size(tmp_path: Path) -> None:
+    engine = trainer()
+    options = TrainOptions(file_gb=2e-5)
+    TorchTrainer(engine.model, options, Objective(), temperature=1.0).export(tmp_path / "split")
+    files = list((tmp_path / "split").glob("*.safetensors"))
+    assert len(files) > 1
+    read = load_model(tmp_path / "split").state_dict()
+    assert all(torch.equal(read[name], one) for name, one in engine.parameters().items())
+
+
 def test_the_divergence_per_age_does_not_depend_on_micro_batches() -> None:
     one, other = trainer(), trainer()
     whole = dataclasses.replace(batch(1), ages=[torch.tensor([2, 2, 0, 0, 0]), torch.ones(7), torch.tensor([0, 99])])

@@ -50,14 +50,29 @@ def another(kind: Any, but: tuple[Any, ...]) -> Any:
     return next(one for one in found if one not in but)
 
 
+FUNCTIONS = {"file": "mine.py", "http": "http:http://127.0.0.1:1", "model": "model:DIR"}
+"""Texts of reward functions by kind; others are their kind alone."""
+
+
+def functions(kind: object) -> tuple[str, ...]:
+    """Reward functions of one kind."""
+    return (FUNCTIONS.get(str(kind), str(kind)),)
+
+
 def fulfilled(conditions: tuple[OnlyIf, ...]) -> dict[str, Any]:
     """Values of other keys with which all conditions hold."""
-    found = {one.key: one.have[0] if one.have else another(type_of(one.key), one.but) for one in conditions}
+    found: dict[str, Any] = {
+        one.key: one.have[0] if one.have else another(type_of(one.key), one.but) for one in conditions
+    }
+    if "reward.functions" in found:
+        found["reward.functions"] = functions(found["reward.functions"])
     return found | ({"recipe": "gsm8k"} if "recipe" in found else {})
 
 
 def broken(condition: OnlyIf) -> dict[str, Any]:
     """Values of other keys with which a condition does not hold."""
+    if condition.key == "reward.functions":
+        return {condition.key: functions("exact" if "judge" in condition.have else "judge")}
     if condition.have:
         return {name: another(type_of(name), condition.have) for name in condition.keys}
     return dict.fromkeys(condition.keys, condition.but[0])
@@ -143,6 +158,20 @@ def test_keys_of_one_policy_or_engine_have_a_condition() -> None:
         ("--eval.at-start False --eval.at-end False --eval.samples 4", "eval.samples is 4, which changes nothing with"),
         ("--max-staleness 0 --algorithm.staleness-weight polynomial", "changes nothing with max_staleness 0"),
         ("--data.answer-key a", "data.answer_key is 'a', which changes nothing with recipe arithmetic"),
+        (
+            "custom --reward exact --reward.code-sandbox limits",
+            "reward.code_sandbox is 'limits', which changes nothing with reward.functions ('exact',); name a function "
+            "of kind code, or leave it out",
+        ),
+        (
+            "custom --reward http:http://h --reward.workers 2",
+            "reward.workers is 2, which changes nothing with reward.functions",
+        ),
+        ("custom --reward exact --reward.judge.url http://h", "reward.judge.url is 'http://h', which changes nothing"),
+        (
+            "custom --reward exact --reward.without-after whole",
+            "with reward.after ''; set reward.after, or leave it out",
+        ),
         ("--build.vocab-size 300", "build.vocab_size is 300, which changes nothing with recipe arithmetic"),
     ],
 )
@@ -161,6 +190,8 @@ def test_a_key_that_cannot_act_is_refused_with_the_way_out(flags: str, message: 
         "--checkpoint.every 0 --checkpoint.preemption-save-timeout-s 0",
         "--rollout.weight-update in_flight --rollout.recompute-kv-on-update False",
         "--trainer.micro-batch-samples 8 --trainer.micro-batch-tokens 1024",
+        "custom --reward mine.py --reward.workers 2 --reward.after x --reward.without-after whole",
+        "custom --reward exact --reward judge --reward.judge.url http://h --reward.judge.model m --reward.memory-mb 99",
         "--eval.at-start False --eval.at-end False --eval.interval 10 --eval.samples 4",
         "--eval.at-start False --eval.at-end False --data.eval-prompts 0 --checkpoint.every 0 --algorithm.kl.coef 0",
     ],

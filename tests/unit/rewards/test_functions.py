@@ -98,7 +98,7 @@ def test_reward_flags_replace_the_functions_of_a_file(tmp_path: Any) -> None:
         (["arithmetic", "--reward", "exact"], "has a built-in reward"),
         (["gsm8k", "--reward.workers", "2"], "has a built-in reward"),
         (["custom", "--reward", "exact", "--reward.concurrency", "2"], "reward.concurrency .* changes nothing"),
-        (["custom", "--reward", "exact", "--reward.judge.model", "x"], "reward.judge .* changes nothing"),
+        (["custom", "--reward", "exact", "--reward.judge.model", "x"], "reward.judge.model is .* changes nothing"),
         (["custom", "--reward", "exact", "--reward.code-sandbox", "limits"], "reward.code_sandbox .* changes nothing"),
         (["custom", "--reward", "http:http://x", "--reward.workers", "2"], "reward.workers .* changes nothing"),
         (["custom", "--reward", "judge"], "needs reward.judge.url"),
