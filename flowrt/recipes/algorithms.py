@@ -186,6 +186,12 @@ def check_algorithm(config: RunConfig) -> None:
                 f"algorithm {algorithm.name} uses statistics of all samples of a step, of which "
                 "trainer.tokens_per_step trains a part; leave one of them out"
             )
+        for name in ("keep_best", "mask_truncated"):
+            if getattr(algorithm.advantage, name):
+                raise ConfigError(
+                    f"algorithm.advantage.{name} leaves samples out of training whose tokens trainer.tokens_per_step "
+                    "counts; leave one of them out"
+                )
         if _weighs_samples(algorithm):
             raise ConfigError(
                 f"algorithm {algorithm.name} weighs whole samples, which trainer.tokens_per_step cuts; leave one of "

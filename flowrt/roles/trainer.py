@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
 from flowrt.algorithms.support import Support
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
+from flowrt.controller.policies.group_filter import compared
 from flowrt.engines.base import AppliesSupports, TrainEngine, TrainingBatch
 from flowrt.engines.hf import weight_bytes
 from flowrt.engines.table import TRAIN_ENGINES
@@ -299,7 +300,7 @@ def to_training_batch(
     If steps are cut to a token budget, advantages are computed over all responses, and only kept tokens are trained.
     Samples to which no reward function applies are left out before that.
     """
-    comparable = comparable_rows(batch, config.group_size)
+    comparable = comparable_rows(batch)
     batch = batch if len(comparable) == len(batch) else batch.only(comparable)
     groups_N = torch.tensor(batch.groups, dtype=torch.int64)
     staleness_N = torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))], dtype=torch.int64)
@@ -338,17 +339,14 @@ def to_training_batch(
     )
 
 
-def comparable_rows(batch: Batch, group_size: int) -> list[int]:
-    """The rows that advantages are computed from: those to which a reward function applies.
-
-    Without the only one of a group of several, which has no other to be compared with.
-    """
+def comparable_rows(batch: Batch) -> list[int]:
+    """The rows that advantages are computed from, see `compared`."""
+    rows: list[int] = []
     unscored_N = batch.inline.get(UNSCORED) or [0.0] * len(batch)
-    rows = [row for row, unscored in enumerate(unscored_N) if not unscored]
-    if len(rows) == len(batch) or group_size == 1:
-        return rows
-    sizes = Counter(batch.groups[row] for row in rows)
-    return [row for row in rows if sizes[batch.groups[row]] > 1]
+    for _, of_group in groupby(range(len(batch)), batch.groups.__getitem__):
+        places = list(of_group)
+        rows += [places[at] for at in compared([unscored_N[place] for place in places])]
+    return rows
 
 
 def _sampled_kl(batch: Batch) -> torch.Tensor:

@@ -5,7 +5,7 @@ group. A refused group is dropped, and another prompt is opened in its place. `S
 of a step, so a filter that refuses everything cannot stop the run.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,6 +131,15 @@ def rewards(group: Group) -> list[float]:
     if not all(REWARD in slot.inline for slot in group.slots):
         return []
     return [slot.inline[REWARD] for slot in group.slots if not slot.inline.get(UNSCORED)]
+
+
+def compared(unscored: Sequence[float]) -> list[int]:
+    """The places of those samples of a group that are trained: a reward function applies, to two or more of a group.
+
+    ``unscored`` is 1 for each sample to which none applies. The only sample of a group of one needs no other.
+    """
+    places = [place for place, one in enumerate(unscored) if not one]
+    return [] if len(places) == 1 < len(unscored) else places
 
 
 def mean_reward(group: Group) -> float | None:

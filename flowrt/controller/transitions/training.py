@@ -5,19 +5,19 @@ A step is planned as a whole where policies share it among ranks or cut it to a 
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flowrt.controller.diagnostics.counters import validate_names
 from flowrt.controller.events import AppendReplay, Command, LogEvent, Persist, StepClosed
 from flowrt.controller.policies.batching import Batcher, GroupCount
-from flowrt.controller.policies.group_filter import REWARD, mean_reward, rewards, zero_variance_groups
+from flowrt.controller.policies.group_filter import REWARD, compared, mean_reward, rewards, zero_variance_groups
 from flowrt.controller.state.recovery import Deferrable
 from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import failed_transfers, filtering, guarding, rollback
 from flowrt.errors import RemoteProtocolError
-from flowrt.ids import WorkerId, data_set_of
+from flowrt.ids import UNSCORED, WorkerId, data_set_of
 from flowrt.protocol.messages import KEPT_TOKENS, CheckpointWritten, StepCompleted, Values
 
 # Fields of metrics.jsonl that count what is trained, and what the group filter and the curriculum leave out.
@@ -86,9 +86,9 @@ def _plan_step(state: State, env: Environment, groups: Sequence[Group]) -> None:
     tokens = [] if is_second else [env.sizes.tokens(group) for group in groups]
     plan.fill(step, groups, None if is_second else env.policies.sharing.split(groups, tokens))
     if cut is not None:
-        slots = [slot for group in groups for slot in group.slots]
-        kept = cut.kept([_generated_tokens(slot) for slot in slots], step)
-        plan.keep({slot.id: count for slot, count in zip(slots, kept, strict=True)})
+        tokens_of = {slot.id: count for group in groups for slot, count in _trainable_tokens(group)}
+        kept = cut.kept(list(tokens_of.values()), step)
+        plan.keep(dict(zip(tokens_of, kept, strict=True)))
 
 
 def _first_batch(env: Environment, groups: Sequence[Group]) -> list[Group]:
@@ -113,6 +113,13 @@ def kept_tokens(state: State, env: Environment, slots: Sequence[Slot]) -> tuple[
         return ()
     kept = [min(state.plan.kept.get(slot.id, 0), _generated_tokens(slot)) for slot in slots]
     return (Values(KEPT_TOKENS, tuple(map(float, kept))),)
+
+
+def _trainable_tokens(group: Group) -> Iterator[tuple[Slot, int]]:
+    """Each slot of a group with the number of its response tokens, 0 for one that is not trained."""
+    trained = compared([slot.inline.get(UNSCORED, 0.0) for slot in group.slots])
+    for place, slot in enumerate(group.slots):
+        yield slot, _generated_tokens(slot) if place in trained else 0
 
 
 def _generated_tokens(slot: Slot) -> int:

@@ -28,6 +28,7 @@ from flowrt.controller.policies.group_filter import (
     RewardBand,
     UserFunction,
     ZeroVariance,
+    compared,
     mean_reward,
 )
 from flowrt.controller.policies.weight_sync import DelayedUpdate
@@ -35,7 +36,7 @@ from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.state.reward_history import Outcome, RewardHistory
 from flowrt.controller.state.samples import Group, new_groups
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.transitions.training import _mean, _spread
+from flowrt.controller.transitions.training import _mean, _spread, _trainable_tokens
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.errors import ConfigError
 from flowrt.ids import UNSCORED
@@ -61,6 +62,18 @@ def test_samples_to_which_no_reward_function_applies_do_not_count() -> None:
     assert RewardBand(0.5, 1.0).refusal(none) == ""
     assert (_mean("reward", [half, none]), _mean("reward", [none])) == (1.0, None)
     assert dict(_spread([half, none]))["reward_std"] == 0.0
+
+
+def test_only_tokens_of_samples_that_are_trained_count_for_a_cut() -> None:
+    one = group([1.0, 2.0, 0.0])
+    for slot, spans in zip(one.slots, ((0, 3), (0, 2, 1, 2), (0, 5)), strict=True):
+        slot.spans = spans
+    assert [count for _, count in _trainable_tokens(one)] == [3, 4, 5]
+    one.slots[2].inline = {"reward": 0.0, UNSCORED: 1.0}
+    assert [count for _, count in _trainable_tokens(one)] == [3, 4, 0]
+    one.slots[0].inline = {"reward": 0.0, UNSCORED: 1.0}  # the only other one has no sample to be compared with
+    assert [count for _, count in _trainable_tokens(one)] == [0, 0, 0]
+    assert (compared([0.0]), compared([1.0]), compared([0.0, 0.0]), compared([])) == ([0], [], [0, 1], [])
 
 
 @pytest.mark.parametrize(

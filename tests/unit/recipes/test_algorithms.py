@@ -247,6 +247,11 @@ def test_the_line_of_a_run_names_what_differs_from_the_preset() -> None:
         (["--algorithm", "grpo", "--algorithm.loss.dual-clip", "0.5"], "use more than 1"),
         (["--algorithm", "m2po", "--trainer.tokens-per-step", "100"], "trainer.tokens_per_step"),
         (["--algorithm", "gspo", "--trainer.tokens-per-step", "100"], "weighs whole samples"),
+        (["--algorithm", "best_of_n", "--trainer.tokens-per-step", "100"], "keep_best leaves samples out of training"),
+        (
+            ["--algorithm.advantage.mask-truncated", "True", "--trainer.tokens-per-step", "100"],
+            "mask_truncated leaves samples out of training",
+        ),
         (["--algorithm.advantage.overlong-tokens", "17"], "more than a response can have"),
         (["--algorithm", "best_of_n", "--algorithm.advantage.keep-best", "9"], "keep fewer"),
         (["--algorithm", "flash_reinforce", "--trainer.tokens-per-step", "100"], "trainer.tokens_per_step"),
