@@ -84,10 +84,21 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     problems = [one.training for one in sets]
     answers = [problem.answer.encode() for problem in islice(in_turn(problems), limit)]
     _print(asyncio.run(_found(config, answers)), len(answers), console)
+    config = _with_training_rows(config, console)
     config = check_files(config, lambda text: console.print(printable(text)))
     if config.model:
         check_start(config)
     return EXIT_OK
+
+
+def _with_training_rows(config: RunConfig, console: Console) -> RunConfig:
+    """The configuration, without held-out rows if too few are there for a run: rewards are checked on any number."""
+    try:
+        open_sets(replace(config.data, eval_prompts=0) if config.eval.data else config.data)
+    except ConfigError as error:  # of the rows that are held out: without them the sets have been opened
+        console.print(f"a run would refuse this: {printable(str(error), one_line=True)}", soft_wrap=True)
+        return replace(config, data=replace(config.data, eval_prompts=0))
+    return config
 
 
 def _check_task(config: RunConfig, limit: int, console: Console) -> int:

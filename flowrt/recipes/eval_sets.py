@@ -4,16 +4,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import overload
 
-from flowrt.engines.prompts import PromptFormat
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig, DataSetConfig, RunConfig
 from flowrt.recipes.data.files import held_out_split
 from flowrt.recipes.data_sets import has_own_format, set_data
 from flowrt.recipes.eval_names import HELD_OUT, MAX_EVAL_ROWS, eval_data_sets
 from flowrt.recipes.tasks.base import Example, PromptBlock, Task, blocks
-from flowrt.recipes.tasks.problems import folded
+from flowrt.recipes.tasks.problems import Formed, folded
 from flowrt.recipes.tasks.registry import takes_reward, task_of
 
 
@@ -78,30 +76,6 @@ def _problems(config: RunConfig, one: DataSetConfig) -> Sequence[Example]:
         found = task_of(dataclasses.replace(config, data=data)).training_problems()
         if len(found) > MAX_EVAL_ROWS and not 0 < config.eval.limit <= MAX_EVAL_ROWS:
             raise ConfigError(f"it has {len(found):,} prompts; take at most {MAX_EVAL_ROWS:,} with eval.limit")
-        return _Formed(found, data.prompt_format) if has_own_format(one) else found
+        return Formed.of(found, data.prompt_format if has_own_format(one) else None)
     except ConfigError as error:
         raise ConfigError(f"data set {one.name} of eval.data: {error}") from error
-
-
-class _Formed(Sequence[Example]):
-    """Problems whose prompts become tokens in a way of their own."""
-
-    def __init__(self, problems: Sequence[Example], form: PromptFormat) -> None:
-        self._problems = problems
-        self._form = form
-
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
-        if isinstance(index, slice):
-            return _Formed(self._problems[index], self._form)
-        return dataclasses.replace(self._problems[index], form=self._form)
-
-    def __iter__(self) -> Iterator[Example]:
-        for one in self._problems:
-            yield dataclasses.replace(one, form=self._form)

@@ -335,8 +335,11 @@ def test_reward_check_shows_the_outcomes_of_each_function(tmp_path: Path, capsys
         "    return 1 / len(response.strip()) if response != '\\x1b' else None\n"
     )
     command = ["reward", "check", "--data", str(data), "--limit", "3", "--reward", str(reward_file)]
-    assert main(command) == 2  # as a run, which would hold out 64 rows
-    assert "has 30 rows, no more than data.eval_prompts=64" in capsys.readouterr().err
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "outcomes (3 rows)" in text
+    assert "a run would refuse this: data file" in text
+    assert "has 30 rows, no more than data.eval_prompts=64 that are held out; set it to fewer" in text
     command += ["--data.eval-prompts", "8"]
     more = ["--reward", f"{reward_file}:fussy", "--reward", "exact", "--reward.timeout-s", "1", "--reward.workers", "2"]
     assert main([*command, *more]) == 0

@@ -61,6 +61,19 @@ def test_a_function_that_applies_to_no_row_is_reported_and_refused_if_no_other_a
         task_of(parse(flags)).check(messages.append)
 
 
+def test_a_row_that_is_left_out_for_its_length_does_not_refuse_a_run(flags: list[str], tmp_path: Path) -> None:
+    """Its function is first called on rows with short prompts, some of which are trained in any case."""
+    broken = [{"prompt": "1+" * 500, "kind": n} for n in range(12)]
+    with (tmp_path / "first.jsonl").open("r+") as file:
+        kept = file.read()
+        file.seek(0)
+        file.write("".join(json.dumps(row) + "\n" for row in broken) + kept)
+    (tmp_path / "mine.py").write_text("def sums(response, kind): return len(kind) / 8\n\nwords = sums\n")
+    with pytest.raises(ConfigError, match="object of type 'int' has no len"):
+        task_of(parse(flags)).check(print)
+    assert task_of(parse([*flags, "--data.overlong", "drop"])).check(print) == ()
+
+
 @pytest.mark.slow
 def test_samples_without_an_applicable_function_are_counted_and_not_trained(
     launch: Callable[..., Any], flags: list[str]

@@ -11,9 +11,9 @@ from itertools import chain
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from flowrt.recipes.tasks.base import Example, PromptBlock, Recipe, Task, TrainingSet
-from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, in_turn, open_sets
+from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, in_turn, open_sets, shortest_first
 from flowrt.recipes.tasks.rows import data_path
-from flowrt.rewards.check import check_rewards
+from flowrt.rewards.check import MAX_ROWS, check_rewards
 from flowrt.rewards.options import RewardOptions
 
 
@@ -51,8 +51,10 @@ class CustomTask(Task):
         check_rows(self._sets, self._data)
         if not self._reward.functions:
             return ()  # of `flowrt data check`
-        rows = (problem.answer.encode() for problem in in_turn([one.training for one in self._sets]))
-        return check_rewards(self._reward, rows, progress, self._model)
+        parts = [one.training for one in self._sets]
+        # A row that is left out for the length of its prompt has no reward, so that its function need not work.
+        problems = shortest_first(parts, MAX_ROWS) if self._data.overlong == "drop" else in_turn(parts)
+        return check_rewards(self._reward, (one.answer.encode() for one in problems), progress, self._model)
 
     @cached_property
     def _sets(self) -> Sequence[ProblemSet]:

@@ -3,9 +3,10 @@
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import overload
 
@@ -28,12 +29,10 @@ from flowrt.rewards.rows import NoColumnType, encode_row
 class Problems(Sequence[Example]):
     """The problems of a range of rows of a data set; each is made when it is accessed."""
 
-    def __init__(self, rows: Rows, data: DataConfig, places: range, form: PromptFormat | None = None) -> None:
-        """``form``: `Example.form` of the problems."""
+    def __init__(self, rows: Rows, data: DataConfig, places: range) -> None:
         self._rows = rows
         self._data = data
         self._places = places
-        self._form = form
 
     def __len__(self) -> int:
         return len(self._places)
@@ -45,7 +44,7 @@ class Problems(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
         """The problem of an index, or a view of a slice. Raises ConfigError if the row cannot be used."""
         if isinstance(index, slice):
-            return Problems(self._rows, self._data, self._places[index], self._form)
+            return Problems(self._rows, self._data, self._places[index])
         place = self._places[index]
         return self._problem(self._rows.row(place), place)
 
@@ -59,8 +58,36 @@ class Problems(Sequence[Example]):
             yield self._problem(row, place)
 
     def _problem(self, row: object, place: int) -> Example:
-        where, has_null_keys = self._rows.where(place), self._rows.has_null_keys
-        return problem(row, self._data, where, form=self._form, has_null_keys=has_null_keys)
+        return problem(row, self._data, self._rows.where(place), has_null_keys=self._rows.has_null_keys)
+
+
+class Formed(Sequence[Example]):
+    """Problems whose prompts become tokens in a way of their own (`Example.form`)."""
+
+    def __init__(self, problems: Sequence[Example], form: PromptFormat) -> None:
+        self._problems = problems
+        self._form = form
+
+    @classmethod
+    def of(cls, problems: Sequence[Example], form: PromptFormat | None) -> Sequence[Example]:
+        """The problems with a format of their own; as they are without one."""
+        return problems if form is None else cls(problems, form)
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return Formed(self._problems[index], self._form)
+        return replace(self._problems[index], form=self._form)
+
+    def __iter__(self) -> Iterator[Example]:
+        for one in self._problems:
+            yield replace(one, form=self._form)
 
 
 class Concatenated(Sequence[Example]):
@@ -91,10 +118,24 @@ class Concatenated(Sequence[Example]):
 
 def in_turn(parts: Sequence[Sequence[Example]]) -> Iterator[Example]:
     """The problems of several data sets: the first of each, then the second of each, and so on."""
+    for part, index in _places_in_turn(parts):
+        yield part[index]
+
+
+def shortest_first(parts: Sequence[Sequence[Example]], most: int) -> Iterator[Example]:
+    """The first problems of several data sets in turn, at most ``most``, those with the shortest prompts first."""
+    places = [*islice(_places_in_turn(parts), most)]
+    # Problems are made again, not kept: the columns of a row may be large.
+    lengths = [len(folded(*part[index].as_prompt)) for part, index in places]
+    for _, (part, index) in sorted(zip(lengths, places, strict=True), key=itemgetter(0)):
+        yield part[index]
+
+
+def _places_in_turn(parts: Sequence[Sequence[Example]]) -> Iterator[tuple[Sequence[Example], int]]:
     for index in range(max(map(len, parts))):
         for part in parts:
             if index < len(part):
-                yield part[index]
+                yield part, index
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +161,14 @@ class ProblemSet:
     form: PromptFormat | None = None
 
     @property
-    def training(self) -> Problems:
+    def training(self) -> Sequence[Example]:
         """The problems to train on."""
-        return Problems(self.rows, self.data, range(self.first_held_out), self.form)
+        return Formed.of(Problems(self.rows, self.data, range(self.first_held_out)), self.form)
 
     @property
-    def held_out(self) -> Problems:
+    def held_out(self) -> Sequence[Example]:
         """The problems of the evaluation."""
-        return Problems(self.rows, self.data, range(self.first_held_out, len(self.rows)), self.form)
+        return Formed.of(Problems(self.rows, self.data, range(self.first_held_out, len(self.rows))), self.form)
 
     def prompt_blocks(self) -> Iterator[PromptBlock]:
         """All prompts, in the order of the rows. Raises ConfigError for a row that cannot be used."""
@@ -187,16 +228,13 @@ def _open(path: Path, data: DataConfig) -> tuple[Rows, Sequence[float]]:
     return rows, numbers if data.order == "easy_first" else ()
 
 
-def problem(
-    row: object, data: DataConfig, where: str, *, form: PromptFormat | None = None, has_null_keys: bool = False
-) -> Example:
+def problem(row: object, data: DataConfig, where: str, *, has_null_keys: bool = False) -> Example:
     """The problem of a row.
 
     Args:
         row: as `Rows.row` returns it.
         data: names of the columns.
         where: place of the row, the beginning of an error message.
-        form: `Example.form`.
         has_null_keys: see `Rows.has_null_keys`.
 
     Raises ConfigError if the row has no usable prompt.
@@ -209,7 +247,7 @@ def problem(
     if answer is not MISSING:
         named["answer"] = answer
     try:
-        return Example(prompt, encode_row(named), "", where, messages, tools, form)
+        return Example(prompt, encode_row(named), "", where, messages, tools)
     except NoColumnType as error:
         name = next(name for name, value in named.items() if not _is_encodable(value))
         raise ConfigError(
