@@ -77,8 +77,8 @@ def isolated(name: str) -> Part:
     """A part in a process of its own, with a time limit."""
 
     def part(options: Options) -> Figures:
+        device = device_of(options)
         if options.here:
-            device = device_of(options)
             device.use()
             return MEASURED[name](device, options.quick)
         with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:

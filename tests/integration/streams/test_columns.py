@@ -98,7 +98,7 @@ async def test_a_tag_reaches_stages_that_need_it_and_raises_key_error_in_others(
         session = await api.connect(stream.address, "s", "s", ANSWER_TIMEOUT_S)
         await session.offer_many("rows", [1], tensors={"data": [torch.ones(2)]}, tags={"tag": [3.0]})
         batch = await session.pull("make", slots=1)
-        with pytest.raises(KeyError, match=r"no numbers 'tag'; there is none: a stage receives .* of its needs"):
+        with pytest.raises(KeyError, match=r"no numbers 'tag', and no others: .* receives the columns and tags of its"):
             batch.inline["tag"]
         assert batch.inline.get("tag") is None
         await session.commit("make", batch.slots, batch.leases, {"text": [torch.ones(1)]}, {"score": [1.0]})
