@@ -163,6 +163,9 @@ class DrawnRun:
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
+            case ["differences"]:
+                values = [run.seed for run in (self, *self.others.values())]
+                return {"settings": [["seed", *values], ["reward.functions", *map(str, values[:-1]), None]]}
             case ["series" | "compared" | "replay" | "prompts" | "samples" | "groups" | "distributions" as kind]:
                 answers = {"series": self._series, "compared": self._compared, "replay": self._replay}
                 answers |= {"groups": self._groups, "distributions": self._distributions, "samples": self._samples}
@@ -314,6 +317,7 @@ class DrawnRun:
         roots.append(["rollout", "gate", "trainer", round(roles["rollout"]["gate"] * 0.66, 4)])
         roots.append(["rollout", "gate", "rollout-1", round(roles["rollout"]["gate"] * 0.21, 4)])
         roots.append(["rollout", "weights", "trainer", roles["rollout"]["weights"]])
+        roots.append(["reward", "samples", "rollout-1", round(roles["reward"]["samples"] * 0.4, 4)])
         for cause in ("gate", "weights", "samples"):
             worst[cause] = [
                 [self.worker(3 + draw.randrange(max(self.workers - 3, 1))), round(draw.uniform(0.2, 1), 3)]
@@ -586,7 +590,7 @@ def document(run: DrawnRun) -> dict[str, Any]:
         named[f"{path}?from=0"] = run.answer(path, {"from": "0"})
     named[f"api/timeline?t0=0&t1={run.end_s}"] = run.answer("api/timeline", {})
     if run.others:
-        named["api/compared"] = run.answer("api/compared", {})
+        named |= {path: run.answer(path, {}) for path in ("api/compared", "api/differences")}
     named["api/samples?order=worst"] = run.answer("api/samples", {"order": "worst", "limit": "100"})
     named["api/groups?order=newest"] = run.answer("api/groups", {"order": "newest", "limit": "100"})
     named["api/distributions"] = run.answer("api/distributions", {})

@@ -61,8 +61,8 @@ WAITS = {
 """Kinds of time other than work, as they are named in sentences."""
 MIN_SHARE = 0.05
 """Minimum share of a role's time at which a sentence mentions a kind."""
-MIN_ROOT_SHARE = 0.3
-"""Minimum share of the time of a kind at which a sentence names the root."""
+MIN_ROOT_SHARE = 0.5
+"""Share of the time of a kind below which no root is named as its cause, as most of the time has other roots."""
 CAUSES = {cause.value: cause for cause in Cause}
 
 
@@ -101,17 +101,23 @@ class Times:
     def sentence(self, role: str) -> str:
         """The largest share of a role's time other than work, or its share of work if no other reaches `MIN_SHARE`.
 
-        For example "rollout: 41 % behind the gate, because of the trainer (66 %)".
+        For example "rollout: 41 % behind the gate, because of the trainer (66 %)", or, if no root has half of that time,
+        "because of several (rollout-1 15 %)", with the largest one.
         """
         of = self.shares()[role]
         waits = {kind: of[kind] for kind in WAITS if of[kind] >= MIN_SHARE}
         kind = max(waits, key=lambda one: waits[one], default="")
         if not kind:
             return f"{role}: {of[Kind.BUSY.value]:.0%} busy".replace("%", " %")
+        return f"{role}: {waits[kind]:.0%} {WAITS[kind]}{self._because(role, kind)}".replace("%", " %")
+
+    def _because(self, role: str, kind: str) -> str:
         root, share = self.root(role, kind)
-        name = f"the {root}" if root in self.roles else root
-        because = f", because of {name} ({share:.0%})" if root and share >= MIN_ROOT_SHARE else ""
-        return f"{role}: {waits[kind]:.0%} {WAITS[kind]}{because}".replace("%", " %")
+        if not root:
+            return ""
+        if share < MIN_ROOT_SHARE:
+            return f", because of several ({root} {share:.0%})"
+        return f", because of {f'the {root}' if root in self.roles else root} ({share:.0%})"
 
     def as_json(self) -> dict[str, Any]:
         """The seconds as plain data, with the shares and sentences."""

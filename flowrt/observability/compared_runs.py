@@ -1,15 +1,19 @@
-"""Other runs, whose curves the page of a run draws with its own."""
+"""Other runs, whose curves the page of a run draws with its own, and the settings in which they differ."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from flowrt.errors import ConfigError
-from flowrt.observability.run_reader import RunReader
+from flowrt.observability.run_reader import RunReader, flat, read_config
 from flowrt.observability.series import Axis
 
 MAX_COMPARED = 5
 """Maximum number of runs besides the first one: one for each further colour of the page."""
+
+
+RUN_DIR = "run_dir"
 
 
 class ComparedRuns:
@@ -31,6 +35,7 @@ class ComparedRuns:
             if path.resolve() in taken:
                 raise ConfigError(f"{path} cannot be compared with itself; name each run once")
             taken.add(path.resolve())
+        self._run_dirs = run_dir, *others
         self._readers = [RunReader(path) for path in others]
         short = [path.absolute().name for path in (run_dir, *others)]
         self.names = tuple(
@@ -46,3 +51,21 @@ class ComparedRuns:
             window = reader.series_window(axis, low, high, points)
             found.append({"name": name, "state": reader.run()["state"], **window})
         return {"runs": found}
+
+    def differences(self) -> dict[str, Any]:
+        """The settings in which the runs differ, as ``settings``; see `differing`."""
+        return {"settings": differing([read_config(path)[1] for path in self._run_dirs])}
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The settings that are not the same in all configurations, in the order in which they are written.
+
+    Returns for each setting its name and its values in these configurations; None in a configuration without it. The
+    directory of the run is left out, as it always differs; an empty configuration, which cannot be read, is not
+    compared.
+    """
+    tables = [dict(flat(config)) for config in configs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    rows = [(name, [table.get(name) for table in tables]) for name in names if name != RUN_DIR]
+    is_read = [bool(table) for table in tables]
+    return [[name, *values] for name, values in rows if len(set(map(repr, compress(values, is_read)))) > 1]

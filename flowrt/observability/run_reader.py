@@ -171,7 +171,7 @@ class RunReader:
 
     def run(self) -> dict[str, Any]:
         """Name, recipe, state (live, finished or killed), configuration, summary and files of the run."""
-        text, table, problem = self._config()
+        text, table, problem = read_config(self.run_dir)
         summary, summary_problem = self._summary()
         files = {
             CONFIG: problem,
@@ -274,7 +274,7 @@ class RunReader:
         return (self.run_dir / SAMPLES).is_file()
 
     def _sample_settings(self, asked: Mapping[str, str]) -> SampleSettings:
-        settings = SampleSettings.of(self._config()[1])
+        settings = SampleSettings.of(read_config(self.run_dir)[1])
         right = asked.get("right", "")
         if not right:
             return settings
@@ -302,7 +302,7 @@ class RunReader:
 
     def _model_dirs(self) -> list[Path]:
         """Directories in which the model of the run may be; the first one with a tokenizer is used."""
-        table = self._config()[1]
+        table = read_config(self.run_dir)[1]
         named = [table["model"]] if isinstance(table.get("model"), str) and table["model"] else []
         return [self.run_dir / "model", self.run_dir / "start", *map(Path, named), self.run_dir / "final"]
 
@@ -367,16 +367,6 @@ class RunReader:
     def _presence(self, name: str) -> str:
         return PRESENT if (self.run_dir / name).exists() else MISSING
 
-    def _config(self) -> tuple[str, dict[str, Any], str]:
-        """The configuration as text and as a table, and the state of its file."""
-        try:
-            text = (self.run_dir / CONFIG).read_bytes().decode()
-            return text, tomllib.loads(text), PRESENT
-        except FileNotFoundError:
-            return "", {}, MISSING
-        except (OSError, ValueError, RecursionError) as error:
-            return "", {}, f"{CONFIG} cannot be read: {' '.join(str(error).split())}"
-
     def _summary(self) -> tuple[dict[str, Any] | None, str]:
         try:
             found: object = json.loads((self.run_dir / SUMMARY).read_bytes())
@@ -387,6 +377,17 @@ class RunReader:
         if not isinstance(found, dict):
             return None, f"{SUMMARY} is not the summary of a run"
         return found, PRESENT
+
+
+def read_config(run_dir: Path) -> tuple[str, dict[str, Any], str]:
+    """The configuration of a run as text and as a table, both empty if it cannot be read; and the state of its file."""
+    try:
+        text = (run_dir / CONFIG).read_bytes().decode()
+        return text, tomllib.loads(text), PRESENT
+    except FileNotFoundError:
+        return "", {}, MISSING
+    except (OSError, ValueError, RecursionError) as error:
+        return "", {}, f"{CONFIG} cannot be read: {' '.join(str(error).split())}"
 
 
 def _sample_line(row: SampleRow) -> dict[str, Any]:
@@ -469,14 +470,15 @@ def _changed(text: str) -> list[list[Any]]:
         base = defaults(RECIPE_NAMES[0] if is_task_file(config.recipe) else config.recipe, config.algorithm.name)
     except (ConfigError, KeyError, ValueError):  # written by another version of flowrt
         return []
-    mine, usual = dict(_flat(dataclasses.asdict(config))), dict(_flat(dataclasses.asdict(base)))
+    mine, usual = dict(flat(dataclasses.asdict(config))), dict(flat(dataclasses.asdict(base)))
     return [[key, value, usual.get(key)] for key, value in mine.items() if value != usual.get(key)]
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a configuration with the names of their tables, as ("rollout.rows", 16)."""
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -49,6 +49,7 @@ async def test_page_has_all_panels_no_error_and_no_foreign_request(tab: Tab) -> 
         text = await tab.evaluate("document.querySelector('main').innerText")
         for sentence in (
             "because of trainer (66 % of that)",
+            "because of several (rollout-1 40 % of that)",
             "rollout-1 (rollout on host 'n2') is gone",
             "reward timeout",
         ):
@@ -135,6 +136,9 @@ async def test_curves_of_other_runs_are_drawn_in_their_colours_with_a_legend(tab
         legend = await tab.evaluate("document.querySelector('#runs').innerText")
         assert legend.split() == ["arithmetic-0042", "arithmetic-0041", "(finished)", *hostile.split(), "(finished)"]
         assert not await tab.evaluate("Boolean(document.getElementById('planted'))")
+        differing = await tab.evaluate("document.querySelector('#differences').innerText")
+        assert "2 settings differ" in differing
+        assert differing.split("seed")[1].split()[:3] == ["0", "5", "0"]
         reward = "[...charts.values()].find((chart) => chart.spec.title === 'Reward')"
         assert await tab.evaluate(f"{reward}.u.scales.x.max") >= 3_999
         assert await tab.evaluate(f"{reward}.u.scales.y.max") > 2.0

@@ -597,9 +597,12 @@ function sentence(role, sums, total, lines) {
     const roots = new Map();
     for (const line of lines) for (const [of, cause, root, s] of line.roots || []) if (of === role && cause === c && root) roots.set(root, (roots.get(root) || 0) + s);
     const [root, s] = [...roots].sort((a, b) => b[1] - a[1])[0] || [];
-    return `${percent(sums[c] / total)} ${CAUSE_WORDS[c]}${root ? `, because of ${root} (${percent(Math.min(s / sums[c], 1))} of that)` : ""}`;
+    return `${percent(sums[c] / total)} ${CAUSE_WORDS[c]}${root ? `, because of ${blamed(root, Math.min(s / sums[c], 1))}` : ""}`;
   }).join("; ")}.`;
 }
+
+/** A root and its share of a wait; one that explains less than half of it is not named as the cause. */
+const blamed = (root, share) => (share < 0.5 ? `several (${root} ${percent(share)} of that)` : `${root} (${percent(share)} of that)`);
 
 function drawShares(canvas, role, lines, low, high, at) {
   const [c, width] = context(canvas, 64), columns = Math.max(1, Math.ceil(width / 2));
@@ -999,11 +1002,26 @@ function events() {
     kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map(eventRow)) : note("No event of this kind."));
 }
 
+/** The value of a setting as text. */
+const say = (value) => (value === "" ? "(empty)" : typeof value === "string" ? value : JSON.stringify(value));
+/** The settings in which the compared runs differ, with the value of each run. */
+async function differences() {
+  const body = $("#differences");
+  if (!run.info.compared?.length) return;
+  const { settings } = await get("api/differences").catch(() => ({ settings: null }));
+  if (!settings) return body.replaceChildren(note("The settings of the runs cannot be compared."));
+  if (!settings.length) return body.replaceChildren(note("The runs have the same settings."));
+  const head = ["setting", run.info.name, ...run.info.compared].map((name) => el("th", { scope: "col" }, name));
+  const rows = settings.map(([name, ...values]) => row([name, ...values.map((value) => (value === null ? "–" : say(value)))]));
+  const title = settings.length === 1 ? "1 setting differs" : `${settings.length} settings differ`;
+  body.replaceChildren(el("details", { open: settings.length <= 12 }, el("summary", {}, title),
+    el("div", { class: "scroll", tabindex: 0 }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)))));
+}
+
 /** Configuration against the defaults, summary, last lines of the logs. */
 async function files() {
   const body = $("#files .body"), { info } = run;
   const flat = (value, path = "") => (value && typeof value === "object" && !Array.isArray(value) ? Object.entries(value).flatMap(([k, v]) => flat(v, path ? `${path}.${k}` : k)) : [[path, value]]);
-  const say = (value) => (value === "" ? "(empty)" : typeof value === "string" ? value : JSON.stringify(value));
   const two = (pairs) => table(["name", "value"], pairs.map(([name, value]) => row([name, say(value)])));
   const fold = (name, ...inside) => el("details", {}, el("summary", {}, name), ...inside);
   const log = ([name, lines]) => fold(`Log: ${visible(name, 80)}, last ${lines.length} lines`, el("pre", { tabindex: 0 }, visible(lines.join("\n"), 40000)));
@@ -1124,7 +1142,7 @@ async function start() {
   performance.mark("drawn");
   waits(); events();
   if (!embedded) live();
-  await Promise.all([compare(), moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
+  await Promise.all([compare(), differences(), moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
   performance.mark("complete");
 }
 

@@ -173,6 +173,7 @@ class PageServer:
             "/api/run": self._call(files, lambda _: self._run()),
             "/api/series": self._call(files, lambda of: _series(reader, of)),
             "/api/compared": self._call(files, lambda of: self._compared.series(*_window(of))),
+            "/api/differences": self._call(files, lambda _: self._compared.differences()),
             "/api/attribution": self._call(files, lambda of: reader.attribution(_whole(of, "from"))),
             "/api/events": self._call(files, lambda of: reader.events(_whole(of, "from"))),
             "/api/timeline": self._call(files, self._timeline),

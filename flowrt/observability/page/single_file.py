@@ -109,6 +109,7 @@ def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
     if compared is not None and compared.names:
         found["api/run"]["compared"] = list(compared.names)
         found[COMPARED] = compared.series("step", 0, math.inf, KEPT_POINTS)
+        found["api/differences"] = compared.differences()
     return found
 
 

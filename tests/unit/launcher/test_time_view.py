@@ -5,11 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from flowrt.controller.attribution.causes import KINDS
 from flowrt.errors import ConfigError
 from flowrt.launcher.views.time import show, steps_range
+from flowrt.observability.attribution import add_up
 
 
 def line(step: int, busy: float, gate: float) -> dict[str, object]:
@@ -47,6 +50,24 @@ def test_the_table_has_shares_and_a_sentence_for_each_role(run_dir: Path) -> Non
     assert "rollout: 60 % behind the gate, because of the trainer (60 %)" in text
     assert "trainer: 100 % busy" in text
     assert "1 damaged lines" in text
+
+
+@given(st.dictionaries(st.sampled_from(["trainer", "rollout-0", "rollout-1", "reward-0"]), st.floats(0.01, 10)))
+def test_a_root_is_named_if_it_explains_half_of_a_wait(seconds: dict[str, float]) -> None:
+    roots = [["rollout", "gate", root, length_s] for root, length_s in seconds.items()]
+    total_s = sum(seconds.values()) or 1.0
+    roles = {"rollout": {"workers": 1, **dict.fromkeys(KINDS, 0.0), "gate": total_s}}
+    sentence = add_up([{"step": 0, "from_s": 0.0, "to_s": 1.0, "roles": roles, "roots": roots, "worst": {}}]).sentence(
+        "rollout"
+    )
+    largest = max(seconds, key=lambda root: seconds[root], default="")
+    text = f"{seconds.get(largest, 0.0) / total_s:.0%}".replace("%", " %")
+    because = f", because of several ({largest} {text})"
+    if not largest:
+        because = ""
+    elif seconds[largest] >= total_s / 2:
+        because = f", because of {largest} ({text})"
+    assert sentence == f"rollout: 100 % behind the gate{because}"
 
 
 def test_the_steps_option_selects_a_range(run_dir: Path) -> None:

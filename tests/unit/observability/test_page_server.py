@@ -12,10 +12,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError, FlowError
 from flowrt.launcher.watch import page_url
-from flowrt.observability.compared_runs import ComparedRuns
+from flowrt.observability.compared_runs import ComparedRuns, differing
 from flowrt.observability.exporters.prometheus import CONTENT_TYPE
 from flowrt.observability.page.access import HEADERS, NO_BEARER, WRONG_BEARER, Access
 from flowrt.observability.page.server import STATIC, PageServer
@@ -263,8 +265,31 @@ async def test_compared_runs_are_served_with_their_names(tmp_path: Path) -> None
             write_steps(same, 4)
             runs = (await found.get("api/compared?x=wall_s&from=3&points=100"))["runs"]
             assert [one["steps"] for one in runs] == [[2, 3, 4], [2, 3]]
+            assert await found.get("api/differences") == {"settings": []}
+            config = (same / "config.toml").read_text()
+            (same / "config.toml").write_text(config.replace("\nseed = 0", "\nseed = 7", 1))
+            assert await found.get("api/differences") == {"settings": [["seed", 0, 0, 7]]}
     finally:
         await server.close()
+
+
+SETTINGS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 2) | st.text(max_size=1), max_size=4)
+CONFIGS = st.lists(st.builds(lambda top, table: {**top, "table": table}, SETTINGS, SETTINGS), min_size=2, max_size=4)
+
+
+@given(CONFIGS)
+def test_exactly_the_settings_that_differ_are_listed(configs: list[dict[str, Any]]) -> None:
+    tables = [{**{f"table.{name}": value for name, value in one["table"].items()}, **one} for one in configs]
+    found = {name: values for name, *values in differing(configs)}
+    for name in {name for table in tables for name in table} - {"table"}:
+        values = [table.get(name) for table in tables]
+        assert (name in found) == any(value != values[0] for value in values)
+        assert found.get(name, values) == values
+
+
+def test_directories_and_unreadable_settings_are_no_differences() -> None:
+    assert differing([{"run_dir": "a", "seed": 1}, {"run_dir": "b", "seed": 1}, {}]) == []
+    assert differing([{"seed": 1}, {"seed": 2}, {}]) == [["seed", 1, 2, None]]
 
 
 def create_run(path: Path, steps: int) -> Path:
