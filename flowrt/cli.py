@@ -348,7 +348,9 @@ def _worker(arguments: argparse.Namespace) -> int:
 
 
 def _watch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not, or a folder that holds runs"
+    )
     parser.add_argument(
         "--port",
         type=_port,
@@ -623,7 +625,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "resume": Subcommand("resume a run from its newest checkpoint", _resume),
     "eval": Subcommand("evaluate a checkpoint of a run, or its best weights", _eval, _eval_arguments),
     "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
-    "watch": Subcommand("serve the page of a run: curves, timeline, samples, status", _watch, _watch_arguments),
+    "watch": Subcommand("serve the page of a run, or of a folder of runs", _watch, _watch_arguments),
     "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
     "export": Subcommand(
         "export a run: model, Perfetto, TensorBoard, W&B, Prometheus, HTML", _export, _export_arguments

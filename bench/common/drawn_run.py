@@ -163,13 +163,19 @@ class DrawnRun:
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
-            case ["differences"]:
-                values = [run.seed for run in (self, *self.others.values())]
-                return {"settings": [["seed", *values], ["reward.functions", *map(str, values[:-1]), None]]}
-            case ["series" | "compared" | "replay" | "prompts" | "samples" | "groups" | "distributions" as kind]:
+            case [
+                "series"
+                | "compared"
+                | "differences"
+                | "replay"
+                | "prompts"
+                | "samples"
+                | "groups"
+                | "distributions" as kind
+            ]:
                 answers = {"series": self._series, "compared": self._compared, "replay": self._replay}
                 answers |= {"groups": self._groups, "distributions": self._distributions, "samples": self._samples}
-                return {**answers, "prompts": self._prompts}[kind](query)
+                return {**answers, "prompts": self._prompts, "differences": self._differences}[kind](query)
             case ["attribution"]:
                 shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
                 return {"lines": merged(shares, MAX_LINES)}
@@ -261,6 +267,10 @@ class DrawnRun:
         runs = [{"name": name, "state": run.state, **run._series(query)} for name, run in self.others.items()]
         return {"runs": runs}
 
+    def _differences(self, _: Mapping[str, str]) -> dict[str, Any]:
+        values = [run.seed for run in (self, *self.others.values())]
+        return {"settings": [["seed", *values], ["reward.functions", *map(str, values[:-1]), None]]}
+
     def _run(self) -> dict[str, Any]:
         config = {
             "seed": self.seed,
@@ -323,7 +333,26 @@ class DrawnRun:
                 [self.worker(3 + draw.randrange(max(self.workers - 3, 1))), round(draw.uniform(0.2, 1), 3)]
                 for _ in range(3)
             ]
-        return {"step": step, "from_s": start, "to_s": end, "roles": roles, "roots": roots, "worst": worst}
+        line = {"step": step, "from_s": start, "to_s": end, "roles": roles, "roots": roots, "worst": worst}
+        return {**line, "resources": self._resources(start, end, draw)}
+
+    def _resources(self, start_s: float, end_s: float, draw: random.Random) -> dict[str, Any]:
+        """What the workers use: trainer and rollout workers on accelerators, the others on processors."""
+        found: dict[str, Any] = {}
+        for role, count in (("trainer", 1), ("rollout", max(self.workers - 3, 1)), ("reward", 1), ("reference", 1)):
+            figures = {"processors": _spread(draw, 1.1, count), "memory": _spread(draw, 3e9, count)}
+            has_device = role in ("trainer", "rollout")
+            if has_device:
+                figures["device_use"] = [min(value, 1.0) for value in _spread(draw, 0.8, count)]
+                figures["device_allocated"] = _spread(draw, 5e10, count)
+                figures |= {"device_reserved": _spread(draw, 6e10, count), "device_total": [8.5e10] * 3}
+            if role == "rollout":
+                figures |= {"cache": _spread(draw, 0.6, count), "tokens_per_s": _spread(draw, 900.0, count)}
+            found[role] = {"workers": count, "devices": count * has_device, "figures": figures}
+        found["rollout"]["tokens_per_s"] = found["rollout"]["figures"]["tokens_per_s"][1] * found["rollout"]["workers"]
+        names = [self.worker(3 + draw.randrange(max(self.workers - 3, 1))) for _ in range(3)]
+        worst = {name: [[who, value] for who in names] for name, value in (("device_use", 0.2), ("memory", 5e9))}
+        return {"from_s": start_s, "to_s": end_s, "roles": found, "worst": worst}
 
     def _timeline(self, t0: float, t1: float, rows: int, first: int | None) -> dict[str, Any]:
         t0, t1 = max(t0, 0.0), min(t1, self.end_s)
@@ -573,6 +602,7 @@ class DrawnRun:
             "numbers": {},
             "evaluated": {},
             "ended": None,
+            "resources": self._resources(0.0, 5.0, random.Random(self.seed)),
         }
 
     def line(self, step: int) -> dict[str, Any]:
@@ -581,6 +611,12 @@ class DrawnRun:
             "step": step,
             **{name: column[step] for name, column in self.series.items() if column[step] is not None},
         }
+
+
+def _spread(draw: random.Random, middle: float, count: int) -> list[float]:
+    """The least, the median and the largest value of this many workers."""
+    middle *= draw.uniform(0.9, 1.1)
+    return [middle * 0.7, middle, middle * 1.2] if count > 1 else [middle] * 3
 
 
 def document(run: DrawnRun) -> dict[str, Any]:

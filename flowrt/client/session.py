@@ -21,6 +21,7 @@ from flowrt.client.connection import Connection, ConnectionLost, Event, Reconnec
 from flowrt.client.controller_clock import ControllerClock, StopWatcher
 from flowrt.client.evaluations import EvaluationNews
 from flowrt.client.requests import RequestTable, ResyncState, resync_messages
+from flowrt.client.resource_sampler import ResourceSampler
 from flowrt.client.samples import Batch, Columns, Numbers, SampleTransfers, UncommittedColumns
 from flowrt.client.weights import WeightTransfers
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
@@ -28,6 +29,7 @@ from flowrt.ids import FETCH, STOPPED
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import NO_LIMIT, ColumnLengths, Part, Values, prompts_fault, values_fault
+from flowrt.protocol.resources import pack_use
 from flowrt.protocol.spans import pack_spans
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.host import clock_name
@@ -38,6 +40,7 @@ from flowrt.runtime.waits import (
     BoundedElsewhere,
     cancel_and_wait,
     open_waits,
+    pause,
     tracked,
     wait_any,
     wait_until,
@@ -56,6 +59,8 @@ NEXT_MESSAGE = "the next message"
 MAX_REPORTED_WAITS = 8
 MAX_REPORTED_CHARS = 160
 REPORTED_AFTER_S = 2.0
+FIRST_USE_S, USE_INTERVAL_S = 1.0, 5.0
+"""Seconds between measurements of what this worker uses: the first one, and all others."""
 
 
 class Session:
@@ -77,6 +82,9 @@ class Session:
         self.timeline = Timeline(MonotonicClock())
         self.progress = Progress()
         """Whether the work of this worker advances, which extends its leases; the code that works reports it."""
+        self.resources = ResourceSampler()
+        """What this worker uses; the role sets its ``engine``."""
+        self._resource_use = b""  # measured and not yet reported
         self._clock = ControllerClock(is_shared=welcome.clock == clock_name())
         self._reported_s = 0.0
         """Time on the controller's clock up to which this worker has reported its work."""
@@ -112,6 +120,7 @@ class Session:
         connection.handle_directly(self._on_message)
         self._spawn(self._run())
         self._spawn(self._send_heartbeats())
+        self._spawn(self._measure_resources())
 
     @property
     def welcome(self) -> m.Welcome:
@@ -470,9 +479,9 @@ class Session:
             return
         spans = self._take_spans()
         waits = reported_waits()
-        if spans or named or waits or self._last_waits:
-            self.send(m.Report(spans, tuple(named.items()), waits))
-        self._last_waits = waits
+        if spans or named or waits or self._last_waits or self._resource_use:
+            self.send(m.Report(spans, tuple(named.items()), waits, self._resource_use))
+        self._last_waits, self._resource_use = waits, b""
 
     def _take_spans(self) -> tuple[bytes, ...]:
         """The spans since the last report, on the controller's clock; empty while its offset is unknown."""
@@ -574,6 +583,15 @@ class Session:
         while True:
             self.report()
             await self._connection.heartbeat(m.Heartbeat(monotonic(), self._reported_s, advances=self.progress.take()))
+
+    async def _measure_resources(self) -> None:
+        """Measure what this worker uses, to be sent with the next report, until the session is closed."""
+        interval_s = FIRST_USE_S
+        while True:
+            await pause(interval_s)
+            # On a thread: the driver of an accelerator may be slow, and only this task waits for it.
+            self._resource_use = pack_use(await asyncio.to_thread(self.resources.take))
+            interval_s = USE_INTERVAL_S
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` as a background task of the session."""

@@ -15,6 +15,7 @@ import torch
 from flowrt.algorithms.algorithm import Groups
 from flowrt.algorithms.support import Support
 from flowrt.engines.options import SamplingOptions
+from flowrt.protocol.resources import EngineUse
 from flowrt.transport.weights.snapshot import Snapshot
 
 
@@ -189,6 +190,15 @@ class ContinuesSequences(Protocol):
         Raises:
             EngineError: if the engine failed and cannot continue.
         """
+        ...
+
+
+@runtime_checkable
+class ReportsUse(Protocol):
+    """Optional method of a rollout engine that knows what it has generated, and how full its cache is."""
+
+    def use(self) -> EngineUse:
+        """What the engine has done, and what it has in use. Called at any time, on any thread; returns at once."""
         ...
 
 

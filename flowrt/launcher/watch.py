@@ -1,6 +1,7 @@
-"""``flowrt watch``: serve the page of a run over HTTP, from a process that only reads.
+"""``flowrt watch``: serve the page of a run, or of a folder of runs, over HTTP, from a process that only reads.
 
-The status is that of ``flowrt status``, from the controller; without a controller the page shows the files of the run.
+The status of a run is that of ``flowrt status``, from the controller; without a controller the page shows the files of
+the run.
 """
 
 import asyncio
@@ -10,21 +11,24 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from flowrt.errors import EXIT_OK, FlowError
+from flowrt.errors import EXIT_OK, ConfigError, FlowError
 from flowrt.launcher.observer import address_of, connected, find_keys, statuses
 from flowrt.launcher.terminal import printable
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.page.access import Access
+from flowrt.observability.page.runs_server import RunsServer
 from flowrt.observability.page.server import PageServer
-from flowrt.observability.run_reader import RunReader
+from flowrt.observability.run_reader import RunReader, is_run_dir
+from flowrt.observability.runs_folder import RunsFolder
 from flowrt.runtime.addresses import Endpoint, is_loopback
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.termination import termination_signals
@@ -45,6 +49,7 @@ class WatchOptions:
     """The arguments of ``flowrt watch``."""
 
     run_dir: Path
+    """Directory of a run, or a folder that holds runs."""
     host: str
     port: int
     keys: str = ""
@@ -57,7 +62,7 @@ class WatchOptions:
 def watch(options: WatchOptions, console: Console) -> int:
     """Serve the page until a signal ends it; returns the exit code.
 
-    Raises ConfigError for a directory without a run or one that cannot be compared, FlowError for a port that is
+    Raises ConfigError for a directory without a run or runs that cannot be compared, FlowError for a port that is
     taken.
     """
     if options.with_parent:
@@ -69,11 +74,11 @@ async def _watch(options: WatchOptions, console: Console) -> int:
     ended = asyncio.Event()
     for number in (*termination_signals(), signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    reader = RunReader(options.run_dir)
-    compared = ComparedRuns(options.run_dir, options.compare)
-    keys = find_keys(options.keys, options.run_dir)
+    report = partial(_print, console)
+    is_folder = options.run_dir.is_dir() and not is_run_dir(options.run_dir)
+    make_server = _runs_server(options, report) if is_folder else _page_server(options, report)
     token = run_token(options.run_dir)
-    server = PageServer(reader, Access(token, _names(options.host)), compared)
+    server, following = make_server(Access(token, _names(options.host)))
     port = await server.start(options.host, options.port)
     _print(console, f"watching {options.run_dir} at {page_url(options.host, port, token)}")
     if not is_loopback(options.host):
@@ -83,8 +88,7 @@ async def _watch(options: WatchOptions, console: Console) -> int:
             f"prefer --host {LOOPBACK} and ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
         )
     tasks: set[asyncio.Future[Any]] = {
-        asyncio.create_task(server.follow()),
-        asyncio.create_task(_follow_controller(options.run_dir, keys, server.show, console)),
+        *(asyncio.create_task(follow()) for follow in following),
         asyncio.create_task(wait_until(ended.wait(), _UNTIL_SIGNAL, "a signal", "the user")),
     }
     done = await wait_any(tasks, _UNTIL_SIGNAL, "a signal", "the user")
@@ -96,11 +100,54 @@ async def _watch(options: WatchOptions, console: Console) -> int:
     return EXIT_OK
 
 
+Served = tuple[PageServer | RunsServer, Sequence[Callable[[], Coroutine[Any, Any, None]]]]
+"""A server, and what keeps its pages up to date."""
+
+
+def _page_server(options: WatchOptions, report: Callable[[str], None]) -> Callable[[Access], Served]:
+    """Makes the server of a run. Raises ConfigError for a directory without a run or runs that cannot be compared."""
+    reader, compared = RunReader(options.run_dir), ComparedRuns(options.run_dir, options.compare)
+    keys = find_keys(options.keys, options.run_dir)
+
+    def make(access: Access) -> Served:
+        server = PageServer(reader, access, compared)
+        return server, (server.follow, partial(_follow_controller, options.run_dir, keys, server.show, report))
+
+    return make
+
+
+def _runs_server(options: WatchOptions, report: Callable[[str], None]) -> Callable[[Access], Served]:
+    """Makes the server of a folder of runs. Raises ConfigError if it holds none, and for runs to compare with."""
+    if options.compare:
+        raise ConfigError(f"--compare goes with the directory of one run, and {options.run_dir} is not one")
+    folder = RunsFolder(options.run_dir)
+
+    async def follow_run(run_dir: Path, show: Callable[[dict[str, Any] | None], None]) -> None:
+        def report_run(text: str) -> None:
+            report(f"{run_dir.name}: {text}")
+
+        try:
+            keys = find_keys(options.keys, run_dir)
+        except ConfigError as error:
+            report_run(str(error))
+        else:
+            await _follow_controller(run_dir, keys, show, report_run)
+
+    def make(access: Access) -> Served:
+        server = RunsServer(folder, access, follow_run)
+        return server, (server.follow,)
+
+    return make
+
+
 _UNTIL_SIGNAL = BoundedElsewhere("a signal")
 
 
 async def _follow_controller(
-    run_dir: Path, keys: WorkerKeys | None, show: Callable[[dict[str, Any] | None], None], console: Console
+    run_dir: Path,
+    keys: WorkerKeys | None,
+    show: Callable[[dict[str, Any] | None], None],
+    report: Callable[[str], None],
 ) -> None:
     """Pass every status of the run's controller to ``show``; after a lost connection, connect again."""
     shown = ""
@@ -118,7 +165,7 @@ async def _follow_controller(
             if str(error) != shown:
                 show(None)
                 shown = str(error) or type(error).__name__
-                _print(console, f"no status from the controller: {shown}")
+                report(f"no status from the controller: {shown}")
 
 
 def run_token(run_dir: Path) -> str:

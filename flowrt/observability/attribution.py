@@ -10,6 +10,7 @@ from typing import Any
 
 from flowrt.controller.attribution.account import Sums
 from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, WaitInterval
+from flowrt.controller.attribution.resources import merged_use
 from flowrt.controller.attribution.sweep import sweep
 from flowrt.controller.storage.time_recorder import ATTRIBUTION, is_attribution
 from flowrt.controller.storage.timeline_file import read_timeline
@@ -32,7 +33,7 @@ def merged(lines: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]
 
 def _sum(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     times = add_up(lines)
-    return {
+    found = {
         "step": lines[-1]["step"],
         "from_s": times.from_s,
         "to_s": times.to_s,
@@ -47,6 +48,18 @@ def _sum(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for kind, of in times.worst.items()
         },
     }
+    if resources := _sum_resources(lines):
+        found["resources"] = resources
+    return found
+
+
+def _sum_resources(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The resources of several lines as one; empty if none has any, or a line is damaged."""
+    found = [line["resources"] for line in lines if isinstance(line.get("resources"), dict)]
+    try:
+        return merged_use(found) if found else {}
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return {}
 
 
 WAITS = {
@@ -101,8 +114,8 @@ class Times:
     def sentence(self, role: str) -> str:
         """The largest share of a role's time other than work, or its share of work if no other reaches `MIN_SHARE`.
 
-        For example "rollout: 41 % behind the gate, because of the trainer (66 %)", or, if no root has half of that time,
-        "because of several (rollout-1 15 %)", with the largest one.
+        For example "rollout: 41 % behind the gate, because of the trainer (66 %)". If no root has half of that time,
+        the largest one is given in "because of several (rollout-1 15 %)".
         """
         of = self.shares()[role]
         waits = {kind: of[kind] for kind in WAITS if of[kind] >= MIN_SHARE}

@@ -78,7 +78,7 @@ class RunReader:
         """Read the files. Raises ConfigError if this is not the directory of a run."""
         if not run_dir.is_dir():
             raise ConfigError(f"{run_dir} is not there, or is not a directory; name the directory of a run")
-        if not any((run_dir / name).exists() for name in (CONFIG, METRICS, LEDGER, SUMMARY, EVENTS)):
+        if not is_run_dir(run_dir):
             raise ConfigError(
                 f"{run_dir} is not a run directory: it has no {CONFIG}, {METRICS}, {LEDGER}, {EVENTS} or {SUMMARY}"
             )
@@ -379,6 +379,11 @@ class RunReader:
         return found, PRESENT
 
 
+def is_run_dir(path: Path) -> bool:
+    """Whether a directory has a file of a run."""
+    return any((path / name).exists() for name in (CONFIG, METRICS, LEDGER, SUMMARY, EVENTS))
+
+
 def read_config(run_dir: Path) -> tuple[str, dict[str, Any], str]:
     """The configuration of a run as text and as a table, both empty if it cannot be read; and the state of its file."""
     try:
@@ -440,13 +445,23 @@ def is_locked(run_dir: Path) -> bool:
 
     If the lock file or /proc/locks cannot be read: whether there is an address file of a controller.
     """
+    locks = locked_files()
     try:
-        lock = os.stat(run_dir / ".lock").st_ino
+        if locks is not None:
+            return os.stat(run_dir / ".lock").st_ino in locks
+    except OSError:
+        pass
+    return (run_dir / "address").exists()
+
+
+def locked_files() -> frozenset[int] | None:
+    """Inodes of the files that processes of this host have locked; None if /proc/locks cannot be read."""
+    try:
         locks = Path("/proc/locks").read_text().splitlines()
     except OSError:
-        return (run_dir / "address").exists()
+        return None
     inodes = (fields[5].rpartition(":")[2] for line in locks if len(fields := line.split()) > 5 and "->" not in fields)
-    return str(lock) in inodes
+    return frozenset(int(inode) for inode in inodes if inode.isdecimal())
 
 
 def _is_numbered(line: Mapping[str, Any], name: str) -> bool:

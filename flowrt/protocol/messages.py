@@ -641,11 +641,13 @@ class Evaluated:
 
 @dataclass(slots=True)
 class Report:
-    """worker: busy spans since the last report, open waits, and results for the summary of the run (``numbers``)."""
+    """worker: busy spans since the last report, open waits, results for the summary of the run (``numbers``), and what
+    it uses."""
 
     spans: tuple[bytes, ...]  # on the controller's clock, packed by `flowrt.protocol.spans.pack_spans`
     numbers: tuple[tuple[str, float], ...]
     waits: tuple[tuple[str, str, float, float], ...]  # for other workers: (what, blocked on, age in s, limit in s)
+    resources: bytes = b""  # packed by `flowrt.protocol.resources.pack_use`; empty: as reported before
 
 
 @dataclass(slots=True)
@@ -726,5 +728,5 @@ Message = (
     | StopFetch
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 17
+PROTOCOL = 18
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

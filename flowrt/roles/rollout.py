@@ -14,13 +14,22 @@ from flowrt.algorithms.support import Support
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.client.weights import StagedWeights
-from flowrt.engines.base import ExternalEngine, Prompt, Response, RolloutEngine, SupportsInFlightUpdate, sample_seed
+from flowrt.engines.base import (
+    ExternalEngine,
+    Prompt,
+    ReportsUse,
+    Response,
+    RolloutEngine,
+    SupportsInFlightUpdate,
+    sample_seed,
+)
 from flowrt.engines.hf import weight_bytes
 from flowrt.engines.options import SamplingOptions
 from flowrt.errors import Drained, EngineError
 from flowrt.ids import ROLLOUT
 from flowrt.protocol.journals import journal_of
 from flowrt.protocol.messages import NO_VERSION
+from flowrt.protocol.resources import EngineUse
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.recipes.run_dir import model_dir
@@ -189,6 +198,8 @@ class RolloutLoop:
         self._samples = samples
         self._limits = limits or GenerationLimits()
         self._kept: KeptSequences | None = None
+        self._finished_tokens = 0  # of all responses that the engine has returned
+        session.resources.engine = self.use
         self._new_tokens = 0  # of prompts that the engine got since it last returned
         self._version = 0  # version of the weights in use
         self._exact: set[int] = set()  # keys of running sequences of an evaluation
@@ -206,6 +217,11 @@ class RolloutLoop:
         """Keep what is generated in a journal, and continue what others have kept. Called before `run`."""
         self._kept = kept
         kept.begin(self._thread, self._interrupt)
+
+    def use(self) -> EngineUse:
+        """What the engine has done; of an engine that does not say so, the tokens of the responses that it returned."""
+        engine = self._engine
+        return engine.use() if isinstance(engine, ReportsUse) else EngineUse(self._finished_tokens)
 
     async def run(self) -> None:
         """Run until a drain is complete. Raises the error that ended the session."""
@@ -243,6 +259,7 @@ class RolloutLoop:
             probe.cancel()
             self._interrupt.set()  # a cancelled run goes on in its thread
         self._new_tokens = 0
+        self._finished_tokens += sum(len(response.tokens) for response in finished)
         if finished:
             self._exact.difference_update(response.key for response in finished)
             self._tasks.create_task(self._commit(finished))

@@ -75,16 +75,68 @@ class Device:
     def memory(self) -> Memory:
         """Memory in use: of a CPU the resident memory of this process, else what torch has allocated for tensors."""
         if self.kind == "cpu":
-            page = os.sysconf("SC_PAGE_SIZE")
-            used = int(Path("/proc/self/statm").read_text().split()[1]) * page
+            used = resident_bytes()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            return Memory(used, max(used, peak), os.sysconf("SC_PHYS_PAGES") * page)
+            return Memory(used, max(used, peak), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         module = self._module()
         _, total = module.mem_get_info(self.index)
         return Memory(module.memory_allocated(self.index), module.max_memory_allocated(self.index), total)
 
     def _module(self) -> Any:
         return torch_npu().npu if self.kind == "npu" else torch.cuda
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorUse:
+    """What this process uses of accelerators; numbers are sums over them."""
+
+    count: int = 0
+    allocated_bytes: int = 0
+    """Memory of tensors."""
+    reserved_bytes: int = 0
+    """Memory that torch holds, with what is free in it."""
+    total_bytes: int = 0
+    busy_share: float = -1.0
+    """Mean share of time in which a device computed, for any process, from 0 to 1; -1: unknown."""
+
+
+def accelerator_use() -> AcceleratorUse:
+    """What this process uses of accelerators on which it has tensors. Creates no context, and waits for no device.
+
+    The share of time needs the driver's library (nvidia-ml-py for CUDA), and is unknown for parts of a device (MIG).
+    """
+    modules: list[Any] = [torch.cuda] if torch.cuda.is_initialized() else []
+    if has_npu():
+        modules.append(torch_npu().npu)
+    found = [(module, index) for module in modules for index in range(module.device_count())]
+    used = [(module, index, reserved) for module, index in found if (reserved := module.memory_reserved(index))]
+    shares = [share for module, index, _ in used if (share := _busy_share(module, index)) >= 0]
+    return AcceleratorUse(
+        count=len(used),
+        allocated_bytes=sum(module.memory_allocated(index) for module, index, _ in used),
+        reserved_bytes=sum(reserved for _, _, reserved in used),
+        total_bytes=sum(module.get_device_properties(index).total_memory for module, index, _ in used),
+        busy_share=sum(shares) / len(shares) if shares else -1.0,
+    )
+
+
+_UNMEASURED: set[str] = set()
+"""Kinds of accelerators whose share of time cannot be measured: not tried again."""
+
+
+def _busy_share(module: Any, index: int) -> float:
+    if module.__name__ in _UNMEASURED:
+        return -1.0
+    try:
+        return float(module.utilization(index)) / 100
+    except Exception:  # noqa: BLE001 - errors of the driver's own library, which may be missing
+        _UNMEASURED.add(module.__name__)
+        return -1.0
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose(name: str, local_rank: int = 0) -> Device:

@@ -168,6 +168,55 @@ PIXELS = """(() => {
 """Pixels of a colour in the first curve."""
 
 
+async def test_resources_are_drawn_by_role_with_the_worst_workers(tab: Tab) -> None:
+    run = DrawnRun(steps=60, workers=20)
+    async with serving(run) as server:
+        await open_page(tab, server)
+        await tab.evaluate("document.querySelector('#resources').scrollIntoView()")
+        await tab.until("document.querySelectorAll('#resources .card canvas').length === 8")
+        text = await tab.evaluate("document.querySelector('#resources').innerText")
+        for label in (
+            "At the end",
+            "Tokens by device",
+            "Device use",
+            "Key-value cache in use",
+            "Memory of the process",
+        ):
+            assert label in text
+        table = await tab.evaluate("[...document.querySelectorAll('#resources .now tr')].map((row) => row.innerText)")
+        rollout = next(row for row in table if row.startswith("rollout"))
+        assert rollout.split()[1:3] == ["17", "17"]
+        assert "GiB" in rollout
+        assert "%" in rollout
+        await tab.evaluate("document.querySelector('#resources summary').click()")
+        assert "least device use" in await tab.evaluate("document.querySelector('#resources .worst').innerText")
+        chart = "uses.charts.get('Device use')"
+        await tab.evaluate("zoom([10, 20])")
+        assert await tab.evaluate(f"{chart}.u.data[0].length") == 11
+        assert "step 20" in await tab.evaluate(f"{chart}.readout.innerText")
+        assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert tab.problems == []
+
+
+async def test_a_run_without_readable_resources_shows_the_reason(tab: Tab) -> None:
+    run = DrawnRun(steps=20)
+    lines = [
+        {name: value for name, value in line.items() if name != "resources"}
+        for line in run.answer("api/attribution", {})["lines"]
+    ]
+    run.instead = {"api/attribution": {"lines": lines}}
+    async with serving(run) as server:
+        await open_page(tab, server)
+        await tab.evaluate("document.querySelector('#resources').scrollIntoView()")
+        await tab.until("document.querySelector('#resources .now').innerText.includes('No resources')")
+        lines[-1]["resources"] = {"roles": {"rollout": 3}}
+        await open_page(tab, server)
+        await tab.evaluate("document.querySelector('#resources').scrollIntoView()")
+        await tab.until("document.querySelector('#resources').innerText.includes('The resources cannot be shown')")
+        assert "at work" in await tab.evaluate("document.querySelector('#shares').innerText")
+        assert tab.problems == []
+
+
 async def test_slider_shows_the_controller_at_an_instant(tab: Tab) -> None:
     run = DrawnRun()
     async with serving(run) as server:

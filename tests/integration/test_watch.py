@@ -1,8 +1,10 @@
 """The live page of a run: served from the start, across a controller restart; its end does not end the run."""
 
+import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import urllib.request
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from flowrt.cli import COMMANDS
 from tests.integration.conftest import wait_until
 from tests.integration.helpers.forked import run_flowrt
 from tests.integration.helpers.forked_flowrt import ForkedFlowrt
@@ -31,12 +34,13 @@ class Browser:
         self._opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
         assert b"<title>" in self._opener.open(address, timeout=LIMIT_S).read()
 
-    def get(self, path: str) -> Any:
-        with self._opener.open(f"{self._base}/api/{path}", timeout=LIMIT_S) as answer:
+    def get(self, path: str, below: str = "") -> Any:
+        """The answer of the API; ``below``: of a run of a folder."""
+        with self._opener.open(f"{self._base}/{below}api/{path}", timeout=LIMIT_S) as answer:
             return json.load(answer)
 
-    def events(self) -> Iterator[tuple[str, Any]]:
-        with self._opener.open(f"{self._base}/api/stream", timeout=LIMIT_S) as stream:
+    def events(self, below: str = "") -> Iterator[tuple[str, Any]]:
+        with self._opener.open(f"{self._base}/{below}api/stream", timeout=LIMIT_S) as stream:
             kind = ""
             for line in stream:
                 name, _, value = line.decode().rstrip("\n").partition(": ")
@@ -67,6 +71,8 @@ def test_a_page_follows_a_run_whose_controller_is_killed(launch: Callable[..., A
     next(data for kind, data in events if kind == "step" and data["step"] >= 2)
     assert next(data for kind, data in events if kind == "status" and data)["steps"] == steps
     assert browser.get("run")["state"] == "live"
+    with Watch(run.run_dir.parent) as folder:
+        assert_listed(folder, run.run_dir.name, "running", "live")
     [controller] = run.find("flowrt.launcher.controller_main")
     run.signal(signal.SIGKILL, controller)
     restarted = next(data for kind, data in events if kind == "event" and data["kind"] == "controller_restarted")
@@ -81,8 +87,26 @@ def test_a_page_follows_a_run_whose_controller_is_killed(launch: Callable[..., A
     embedded = unpacked((run.run_dir / "run.html").read_text())
     assert embedded["api/run"]["state"] == "finished"
     assert embedded["api/series?from=0"]["steps"] == list(range(steps))
+    used = [line["resources"]["roles"] for line in embedded["api/attribution?from=0"]["lines"] if "resources" in line]
+    assert any("tokens_per_s" in roles.get("rollout", {}) for roles in used)
     token = page_address(run.output).rpartition("=")[2]
     assert token not in json.dumps(embedded)
+    with Watch(run.run_dir.parent) as folder:
+        line = assert_listed(folder, run.run_dir.name, "complete", "finished")
+        assert (line["done"], line["steps"]) == (steps, steps)
+        assert line["samples_per_s"] > 0
+
+
+def assert_listed(address: str, name: str, state: str, state_of_page: str) -> dict[str, Any]:
+    """A folder's page lists its only run in this state and opens the page of the run; returns the line of the run."""
+    browser = Browser(address)
+    line: dict[str, Any]
+    [line] = browser.get("runs")["runs"]
+    assert (line["name"], line["state"]) == (name, state)
+    assert browser.get("run", below=f"run/{name}/")["state"] == state_of_page
+    events = browser.events(f"run/{name}/")
+    assert next(kind for kind, _ in events) == "status"
+    return line
 
 
 def test_a_killed_page_server_is_reported_and_the_run_continues(
@@ -153,6 +177,33 @@ def test_comparing_with_a_directory_that_is_not_a_run_is_refused(tmp_path: Path)
         assert f"{tmp_path / 'none'} is not a run directory" in completed.stderr
     assert not (tmp_path / "run.html").exists()
     assert not (tmp_path / "run" / ".watch_token").exists()
+
+
+def test_a_folder_without_runs_is_refused_with_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "runs" / "run" / "metrics.jsonl").touch()
+    for words, expected in (
+        ([str(tmp_path)], "is not a run directory, and none of its directories is one"),
+        ([str(tmp_path / "none")], "is not there"),
+        ([str(tmp_path / "runs"), "--compare", str(tmp_path)], "--compare goes with the directory of one run"),
+    ):
+        completed = run_flowrt(["watch", *words])
+        assert (completed.returncode, len(completed.stderr.splitlines())) == (2, 1)
+        assert expected in completed.stderr
+    assert not any(tmp_path.rglob(".watch_token"))
+
+
+def test_the_documented_ways_to_watch_are_accepted() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "seeing.md").read_text()
+    commands = [shlex.split(line, comments=True) for line in re.findall(r"^flowrt watch .*$", guide, re.MULTILINE)]
+    assert len(commands) >= 4
+    for _, *words in commands:
+        parser = argparse.ArgumentParser()
+        add_arguments = COMMANDS["watch"].add_arguments
+        assert add_arguments is not None
+        add_arguments(parser)
+        assert parser.parse_args(words[1:]).run_dir
 
 
 @pytest.mark.parametrize(("options", "expected"), [(["--port", "70000"], "no port"), (["--port", "x"], "whole number")])

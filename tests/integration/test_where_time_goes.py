@@ -121,6 +121,27 @@ def test_seconds_add_up_with_a_late_a_stopped_and_a_killed_worker(run: Any, late
     assert away >= stopped_s - ROUNDED_S
     assert any(worker == "late" for line in steps for worker, _ in line["worst"].get("away", ()))
     assert lines(run_dir)[-1]["step"] == len(lines(run_dir)) - 1, "the step in progress has its line"
+    assert_resources(run_dir)
+
+
+def assert_resources(run_dir: Path) -> None:
+    """What the workers used is recorded, without gaps in time."""
+    used = [line["resources"] for line in lines(run_dir) if "resources" in line]
+    for before, after in pairwise(used):
+        assert before["to_s"] <= after["from_s"]
+    rollout = [one["roles"]["rollout"] for one in used if "rollout" in one["roles"]]
+    assert max(one["workers"] for one in rollout) == 2
+    assert max(one["tokens_per_s"] for one in rollout) > 0
+    for role in ("rollout", "trainer", "reward"):
+        found = [one["roles"][role]["figures"] for one in used if role in one["roles"]]
+        assert max(figures["processors"][2] for figures in found) > 0
+        assert all(
+            10e6 < least <= middle <= largest for figures in found for least, middle, largest in [figures["memory"]]
+        )
+    shares = [share for one in rollout for share in one["figures"]["cache"]]
+    assert all(0 <= share <= 1 for share in shares)
+    assert max(shares) > 0
+    assert "late" in {worker for one in used for worker, _ in one["worst"]["memory"]}
 
 
 def test_a_completed_run_reports_the_time_shares_of_each_role(

@@ -667,6 +667,7 @@ class Server:
             brief=brief,
         ) | {
             "eta_s": self.metrics.eta_s(self._core.state.window.steps),
+            "resources": self.times.resources,
             "unjoined": dict(pair for follow in self._followed.values() for pair in follow.unjoined),
         }
         found["guards"]["log"] += [list(one) for one in self._health.log]

@@ -23,6 +23,7 @@ import msgspec
 
 from flowrt.controller.attribution.causes import WaitInterval
 from flowrt.controller.storage.time_recorder import RecorderStart
+from flowrt.protocol.resources import MAX_RECORD_BYTES
 from flowrt.protocol.spans import count_spans
 from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, blocking, join_thread
@@ -37,7 +38,7 @@ CLOSE_TIMEOUT_S = 20.0
 END_S = 5.0
 OPEN = BoundedElsewhere("Accounting.close")
 """Waits of the thread are waits of the controller: a worker in the same process does not report them as its own."""
-JOINED, GONE, TRAINING_STARTED, STEP_CLOSED, REPORTED, SPANS = range(6)
+JOINED, GONE, TRAINING_STARTED, STEP_CLOSED, REPORTED, SPANS, RESOURCES = range(7)
 """Kinds of records, by their first item."""
 Record = tuple[Any, ...]
 
@@ -61,7 +62,9 @@ class Answer(NamedTuple):
     """The line of the last complete step; None: as before."""
     shares: dict[str, dict[str, float]]
     malformed: int
-    """Records of spans that could not be read, in all."""
+    """Records of spans and resources that could not be read, in all."""
+    resources: dict[str, Any] | None = None
+    """What the workers use now; None: as before."""
 
 
 HEADER = struct.Struct("<I")
@@ -127,6 +130,11 @@ class Accounting:
         if self._span_bytes > FRAME_BYTES:
             self._hand_over(())
 
+    def add_resources(self, worker: str, record: bytes) -> None:
+        """Add what a worker uses, as packed by `flowrt.protocol.resources.pack_use`."""
+        if len(record) <= MAX_RECORD_BYTES:
+            self._records.append((RESOURCES, worker, record))
+
     def tick(self, now: float, waits: list[WaitInterval], open_waits: list[WaitInterval]) -> None:
         """Pass on what was recorded, with the waits that have ended and those in progress."""
         self._waits += waits
@@ -143,6 +151,11 @@ class Accounting:
     def latest(self) -> dict[str, Any] | None:
         """The line of the last complete step."""
         return self._process.latest
+
+    @property
+    def resources(self) -> dict[str, Any] | None:
+        """What the workers use now, see `flowrt.controller.attribution.resources`; None before the first reports."""
+        return self._process.resources
 
     def shares(self) -> dict[str, dict[str, float]]:
         """By role and kind, the fraction of the role's time in complete steps of this controller that the kind took."""
@@ -226,6 +239,7 @@ class _AccountingProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self.answered_bytes = 0
         self.latest: dict[str, Any] | None = None
+        self.resources: dict[str, Any] | None = None
         self.shares: dict[str, dict[str, float]] = {}
         self.malformed = 0
         self.failed = ""
@@ -264,9 +278,11 @@ class _AccountingProcess:
         answer = blocking(partial(receive, answers), OPEN, "the answer to a frame", CONTROLLER)
         if answer is None:
             raise ConnectionResetError("the accounting process has ended")
-        latest, self.shares, self.malformed = decode_answer(answer)
+        latest, self.shares, self.malformed, resources = decode_answer(answer)
         if latest is not None:
             self.latest = latest
+        if resources is not None:
+            self.resources = resources
         self.answered_bytes += len(data)
 
     def fail(self, reason: str) -> None:

@@ -33,12 +33,13 @@ class FrameReader:
             account.close_step,
             account.note_report,
             times.add_record,
+            times.add_resources,
         )
 
     def apply(self, frame: Frame) -> Answer:
         """Apply a frame; returns the answer to it."""
         times, of_kind = self._times, self._of_kind
-        before = times.latest
+        before, resources_before = times.latest, times.resources.latest
         for kind, *values in frame.records:
             of_kind[kind](*values)
         times.add_waits(frame.waits)
@@ -46,7 +47,12 @@ class FrameReader:
             times.close(frame.tick_s, frame.open_waits)
         elif frame.tick_s is not None:
             times.write(frame.tick_s, frame.open_waits)
-        return Answer(None if times.latest is before else times.latest, times.shares(), times.malformed)
+        return Answer(
+            None if times.latest is before else times.latest,
+            times.shares(),
+            times.malformed,
+            None if times.resources.latest is resources_before else times.resources.latest,
+        )
 
 
 def main() -> int:

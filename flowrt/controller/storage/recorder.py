@@ -79,6 +79,8 @@ class RunRecorder:
         self._metrics.add_numbers(numbers)
         if self._times is not None:
             self._times.add_spans(worker, report.spans)
+            if report.resources:
+                self._times.add_resources(worker, report.resources)
         for name, value in numbers:
             self._ledger.add_summary_value(name, value, step)
 

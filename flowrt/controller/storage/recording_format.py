@@ -12,9 +12,10 @@ A recording of a term (one controller of a run) is a sequence of segments ``RUN/
               [END, reason]                                         the last block: the controller has ended, or with a
                                                                     reason, the recording was stopped
 
-Messages are stored as received from the socket, but without the busy spans of reports, on which no decision depends.
-Times are exact: with times rounded to microseconds, a replay would compute other commands. The messages of a kind are
-stored by columns of their fields (`flowrt.controller.storage.columns`), which are much smaller than the messages.
+Messages are stored as received from the socket, but without the busy spans and resources of reports, on which no
+decision depends. Times are exact: with times rounded to microseconds, a replay would compute other commands. The
+messages of a kind are stored by columns of their fields (`flowrt.controller.storage.columns`), which are much smaller
+than the messages.
 """
 
 import hashlib
@@ -93,7 +94,9 @@ _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _ENTRIES: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
 _ORDERS: tuple[type[Order], ...] = (WorkerDrained, RunPreempted)
 _REPORT = TAGS[Report]
-_SPANS = 1 + [one.name for one in fields(Report)].index("spans")
+_OMITTED = {"spans": (), "resources": b""}
+_UNRECORDED = {1 + at: _OMITTED[one.name] for at, one in enumerate(fields(Report)) if one.name in _OMITTED}
+"""Fields of a `Report` that are not recorded, by their place: what is recorded instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,7 @@ class EventBlock:
         arrays = list(unpacker)
         tags = [items[0] if kind == _MESSAGE else -kind for kind, items in zip(self.kinds, arrays, strict=True)]
         if _REPORT in tags:
-            arrays = [_without_spans(one) if tag == _REPORT else one for tag, one in zip(tags, arrays, strict=True)]
+            arrays = [_recorded(one) if tag == _REPORT else one for tag, one in zip(tags, arrays, strict=True)]
         keys = list(zip(tags, self.workers, strict=True))
         pairs = sorted(set(keys))
         order = list(map(dict(zip(pairs, count())).__getitem__, keys))
@@ -220,9 +223,9 @@ class EventBlock:
         )
 
 
-def _without_spans(report: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The array of a `Report` without its busy spans: the core does not read them, and the timeline has them."""
-    return (*report[:_SPANS], (), *report[_SPANS + 1 :])
+def _recorded(report: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The array of a `Report` without what the core does not read: busy spans and resources are in other files."""
+    return tuple(_UNRECORDED.get(place, value) for place, value in enumerate(report))
 
 
 # ---- events and commands

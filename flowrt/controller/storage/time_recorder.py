@@ -17,7 +17,9 @@ import msgspec
 
 from flowrt.controller.attribution.account import StepAccount, TimeAccount
 from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
+from flowrt.controller.attribution.resources import ResourceAccount
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES, TimelineFile
+from flowrt.protocol.resources import unpack_use
 from flowrt.protocol.spans import MAX_KIND_CHARS, unpack_spans
 from flowrt.runtime.timeline import Span
 
@@ -92,8 +94,10 @@ class TimeRecorder:
         self.account = TimeAccount(start.now, start.step, PATIENCE_HEARTBEATS * start.heartbeat_s)
         self.latest: dict[str, Any] | None = None
         """The line of the last complete step."""
+        self.resources = ResourceAccount(start.now)
+        """What the workers use."""
         self.malformed = 0
-        """Records of spans that could not be read."""
+        """Records of spans and resources that could not be read."""
         self._origin_s = start.origin_s
         self._is_broken = False
         self._file: TextIO | None = None
@@ -104,7 +108,7 @@ class TimeRecorder:
         except OSError as error:
             self._fail(error)
 
-    # ---- spans and waits
+    # ---- spans, waits and resources
 
     def add_record(self, worker: str, record: bytes) -> None:
         """Add packed spans that a worker has reported; bytes that are none are counted as ``malformed``."""
@@ -114,6 +118,15 @@ class TimeRecorder:
             self.malformed += 1
         else:
             self.add_spans(worker, spans)
+
+    def add_resources(self, worker: str, record: bytes) -> None:
+        """Add what a worker uses; bytes that are no record are counted as ``malformed``."""
+        try:
+            use = unpack_use(record)
+        except ValueError:
+            self.malformed += 1
+        else:
+            self.resources.add(worker, self.account.role(worker), use)
 
     def add_spans(self, worker: str, spans: Iterable[Span]) -> None:
         """Add spans that a worker has reported, except spans with times that are not finite or not in order."""
@@ -149,11 +162,13 @@ class TimeRecorder:
 
     def write(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
         """Write the steps that are complete, and the buffered spans and waits; called at each tick."""
+        self.resources.advance(now)
         self._write(self.account.advance(now, open_waits))
 
     def close(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
         """Write all steps, spans and waits, and close the files; the step in progress ends ``now``."""
         self.add_waits(open_waits)
+        self.resources.finish(now)
         self._write(self.account.finish(now))
         for file in (self._timeline, self._file):
             try:
@@ -179,6 +194,8 @@ class TimeRecorder:
     def _write(self, steps: Iterable[StepAccount]) -> None:
         for step in steps:
             self.latest = step.as_json(self._origin_s)
+            if (used := self.resources.take(self._origin_s)) is not None:
+                self.latest["resources"] = used
             if not self._is_broken and self._file is not None:
                 try:
                     self._file.write(json.dumps(self.latest, allow_nan=False) + "\n")

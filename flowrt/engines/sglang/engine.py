@@ -27,6 +27,7 @@ from flowrt.engines.sglang.server_process import SglangServer
 from flowrt.engines.sglang.supervisor import SglangSupervisor
 from flowrt.engines.stopping import StopConditions
 from flowrt.errors import EngineError, EngineGone, WaitExpired
+from flowrt.protocol.resources import EngineUse
 from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, join_thread, pause, queue_get, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -173,6 +174,7 @@ class SglangRollout:
         self._cut_warned = False
         self._finished: queue.SimpleQueue[Response] = queue.SimpleQueue()
         self._running = 0
+        self._received = 0  # tokens of all sequences
         self._fatal: BaseException | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -207,6 +209,10 @@ class SglangRollout:
     @property
     def running(self) -> int:
         return self._running
+
+    def use(self) -> EngineUse:
+        """Tokens that the server has returned, and its accelerators (see `ReportsUse`)."""
+        return EngineUse(self._received, devices=self._supervisor.devices)
 
     @property
     def url(self) -> str:
@@ -347,6 +353,7 @@ class SglangRollout:
                 with_supports = has_support and not prompt.greedy and prompt.sampling is None
                 part = protocol.parse_generated(answer, supervisor.can, version, with_supports=with_supports)
                 await asyncio.to_thread(sequence.add, part, self._stop)
+                self._received += len(part.tokens)
             except EngineGone as gone:
                 sequence.is_requested = False
                 await supervisor.replace(incarnation, gone)

@@ -75,6 +75,8 @@ class SglangSupervisor:
         self.serving = asyncio.Event()
         """Clear while the server is down, or its weights are uncertain or being updated."""
         self.can = protocol.Capabilities(update_session=True, token_versions=True, supports=True)
+        self.devices = 0
+        """Number of accelerators of the server."""
         self.longest_input: int | None = None
         """From this number of tokens on the server refuses a request; None if it does not say so."""
         self._requests = 0
@@ -297,6 +299,7 @@ class SglangSupervisor:
                 "not overrule; start it without them in --preferred-sampling-params"
             )
         self.longest_input = about.get("max_req_input_len")
+        self.devices = 0 if about.get("device") == "cpu" else ranks
         self._transfer = weight_transfer(self._options, self._layout, ranks)
         self._has_checksums = about.get("device") == "cpu" and ranks == 1 and about.get("dtype") == "float32"
         log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._client.url)

@@ -22,6 +22,11 @@ class SequenceRows(Protocol):
         """Maximum number of sequences."""
         ...
 
+    @property
+    def capacity(self) -> int:
+        """Number of tokens for which each row has memory; 0: the state of a row has no size in tokens."""
+        ...
+
     def copy(self, source: int, targets: slice, length: int) -> None:
         """Copy the state of row ``source``, after ``length`` tokens, to the rows ``targets``."""
         ...

@@ -25,6 +25,7 @@ from flowrt.engines.torch.cached_model import CPU, CachedModel, ShadowModel
 from flowrt.engines.torch.generating import GeneratingModel
 from flowrt.engines.torch.sequence_model import SequenceModel
 from flowrt.errors import EngineError
+from flowrt.protocol.resources import EngineUse
 from flowrt.transport.weights.snapshot import Snapshot
 
 CPU_DRAW_ELEMENTS = 1 << 21
@@ -147,6 +148,7 @@ class TorchRollout:
         self._spans: list[
             tuple[int, ...]
         ] = []  # for each running sequence: (version, tokens) of earlier versions, flattened
+        self._total_generated = 0
         self._generated: list[int] = []  # number of tokens of each running sequence, without a copy from the device
         self._host_tokens: list[array[int]] = []  # tokens of each running sequence on the host; with stop strings only
         self._positions_R = torch.zeros(rows, dtype=torch.long, device=device)
@@ -163,6 +165,11 @@ class TorchRollout:
     @property
     def room(self) -> int:
         return self._rows - self.running
+
+    def use(self) -> EngineUse:
+        """Tokens generated, and tokens in the rows of the cache (see `ReportsUse`)."""
+        tokens, cache = sum(map(_position, self._running, self._generated)), self._cached.cache
+        return EngineUse(self._total_generated, tokens, cache.rows * cache.capacity)
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         if len(prompts) > self.room:
@@ -352,6 +359,7 @@ class TorchRollout:
         self._logprobs_RT[rows].scatter_(1, places_R1, drawn_R1)
         self._counts_R[rows] += 1
         self._generated[rows] = [count + 1 for count in self._generated[rows]]
+        self._total_generated += rows.stop - rows.start
         if self._truncation is not None:
             self._join_supports(rows)
 

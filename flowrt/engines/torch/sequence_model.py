@@ -28,6 +28,7 @@ class SequenceStates:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows = rows
+        self.capacity = 0
         self.row_index_R = torch.arange(rows, device=device)
         self.states: list[Any] = [None] * rows
         self.lengths: list[int] = [0] * rows

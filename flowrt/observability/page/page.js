@@ -2,53 +2,7 @@
 // the page; that of the samples is in samples.js. Text of a run is shown by text nodes alone; styles are set through the CSSOM, as the security policy asks.
 "use strict";
 
-// ---------------------------------------------------------------- text and elements
-
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
-
-/** The text with control, bidi, zero-width and lone-surrogate characters as escapes, cut at `limit` characters. */
-function visible(text, limit = 2000) {
-  const shown = String(text), cut = shown.length > limit ? shown.slice(0, limit) : shown;
-  const escaped = cut.replace(HIDDEN, (c) => {
-    const code = c.codePointAt(0);
-    return code > 0xffff ? `\\u{${code.toString(16)}}` : `\\u${code.toString(16).padStart(4, "0")}`;
-  });
-  return cut === shown ? escaped : `${escaped} … (${(shown.length - limit).toLocaleString("en")} more characters)`;
-}
-
-/** An element with attributes (a function is a listener) and children (strings become text). */
-function el(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") made.addEventListener(name, value);
-    else if (value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
-  }
-  made.append(...children.filter((c) => c !== null && c !== undefined).map((c) => (c instanceof Node ? c : visible(c))));
-  return made;
-}
-
-const $ = (selector) => document.querySelector(selector);
-const known = (value) => typeof value === "number" && Number.isFinite(value);
-
-/** A number as people write it: four digits, no exponent where it can be avoided. */
-function number(value) {
-  if (!known(value)) return "–";
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  if (size >= 1e7 || size < 1e-4) return value.toExponential(2);
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return String(Number(value.toPrecision(4)));
-}
-
-function duration(seconds) {
-  if (!known(seconds)) return "–";
-  if (seconds < 0.1 && seconds > 0) return seconds < 1e-3 ? `${Number((1e6 * seconds).toPrecision(3))} µs` : `${Number((1e3 * seconds).toPrecision(3))} ms`;
-  if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
-  const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds % 60)];
-  return h ? `${h} h ${String(m).padStart(2, "0")} min` : `${m} min ${String(s).padStart(2, "0")} s`;
-}
-
-const percent = (share) => (known(share) ? `${(100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0)} %` : "–");
+// ---------------------------------------------------------------- drawing
 
 let colours = new Map();
 /** The value of a colour of page.css in the present scheme. */
@@ -313,7 +267,7 @@ const CURVES = [
   { title: "Loss", lines: ["loss"] },
   { title: "Learning rate", lines: ["lr"] },
   { title: "Samples per second", unit: "1/s", lines: ["samples_per_s"] },
-  { title: "Tokens per second", unit: "1/s", lines: ["tokens_per_s"] },
+  { title: "Trained tokens per second", unit: "1/s", lines: ["tokens_per_s"] },
 ];
 const ELSEWHERE = /^(step|reward [-+] std|wall_s|eval\/|reward_p\d+|reward_std|length_mean|zero_variance_groups|samples$|groups$|tokens$|guard_)/;
 const charts = new Map();
@@ -549,7 +503,7 @@ function zoom(range) {
   if (!range || (view.fine && (view.fine.low > range[0] || view.fine.high < range[1]))) view.fine = null;
   $("#whole").disabled = !range;
   redraw();
-  shares();
+  attributed();
   refine();
 }
 
@@ -562,6 +516,9 @@ const CAUSE_WORDS = {
   busy: "at work", samples: "waiting for samples", gate: "behind the staleness gate", weights: "waiting for new weights",
   update: "taking over weights", save: "saving", away: "away", other: "between messages",
 };
+
+/** What is drawn of the lines of attribution.jsonl. */
+function attributed() { shares(); resources(); }
 
 /** Shares of each role's time over the steps, the sentence that names its worst wait and the root of it, worst workers. */
 function shares() {
@@ -622,6 +579,140 @@ function drawShares(canvas, role, lines, low, high, at) {
       y -= height;
     });
   }
+}
+
+// ---------------------------------------------------------------- resources
+
+const GIB = 2 ** 30, gib = (bytes) => (known(bytes) ? `${Number((bytes / GIB).toPrecision(3))} GiB` : "–");
+/** What is drawn of the resources: one figure of each role, or the rates of tokens. */
+const USES = [
+  { title: "Generated and trained tokens", rates: true, unit: "1/s", write: number },
+  { title: "Tokens by device", rates: true, by: (role) => role.devices || role.workers, unit: "1/s a device; a worker where none is used", write: number },
+  { title: "Device use", figure: "device_use", unit: "share of time", write: percent, none: "No device use: no worker has an accelerator whose driver tells it." },
+  { title: "Device memory of tensors", figure: "device_allocated", unit: "GiB a worker", scale: 1 / GIB, write: gib, none: "No device memory: no worker has an accelerator." },
+  { title: "Device memory held by torch", figure: "device_reserved", unit: "GiB a worker", scale: 1 / GIB, write: gib },
+  { title: "Key-value cache in use", figure: "cache", unit: "share of its tokens", write: percent, none: "No cache use: no engine tells it." },
+  { title: "Processors in use", figure: "processors", unit: "processors a worker", write: number },
+  { title: "Memory of the process", figure: "memory", unit: "GiB a worker", scale: 1 / GIB, write: gib },
+];
+const WORST = { tokens_per_s: ["fewest tokens per second", number], device_use: ["least device use", percent], device_allocated: ["most device memory", gib], cache: ["fullest cache", percent], processors: ["most processors", number], memory: ["most memory", gib] };
+const uses = { charts: new Map(), seen: false, scheme: "" };
+new IntersectionObserver(([{ isIntersecting }]) => { uses.seen = isIntersecting; if (isIntersecting) resources(); }, { rootMargin: "200px" }).observe($("#resources"));
+
+/** What the workers use; a damaged line of the file leaves this panel alone empty. */
+function resources() {
+  if (!uses.seen || !run.info) return;
+  try { drawResources(); } catch (error) {
+    uses.charts.clear();
+    $("#resources .body").replaceChildren(note(`The resources cannot be shown: ${error.message}`));
+  }
+}
+
+/** By role: now or at last as a table, over the steps as charts, and the workers with the worst values. */
+function drawResources() {
+  const body = $("#resources .body"), [low, high] = extent(), at = (line) => (view.x === "step" ? line.step : line.to_s);
+  const all = run.attribution.filter((line) => line.resources?.roles), lines = all.filter((line) => at(line) >= low && at(line) <= high);
+  const present = run.info.state === "live" && run.status?.resources, last = present || all.at(-1)?.resources;
+  if (!body.querySelector(".now")) body.replaceChildren(el("div", { class: "now" }), el("p", { class: "legend" }), el("div", { class: "grid" }), el("p", { class: "missing note" }), el("div", { class: "worst" }));
+  const [now, legend, grid, missing, worst] = body.children;
+  if (!last) {
+    now.replaceChildren(note(run.attribution.length && run.info.state !== "live" ? "No resources: the run was too short, or of an earlier version." : why("resources", "attribution.jsonl")));
+    for (const place of [legend, grid, missing, worst]) place.replaceChildren();
+    return uses.charts.clear();
+  }
+  const roles = [...new Set(all.flatMap((line) => Object.keys(line.resources.roles)))].sort();
+  now.replaceChildren(usedBy(last, present ? "Now" : "At the end"));
+  legend.replaceChildren(...roles.map((role, i) => el("span", {}, key(`s${i % 6}`), role)), el("span", {}, lines.length ? "Lines are medians over the workers of a role, areas reach from the least to the largest value." : ""));
+  const scheme = colour("ink"), lacking = [];
+  if (uses.scheme !== scheme) { grid.replaceChildren(); uses.charts.clear(); uses.scheme = scheme; }
+  for (const use of USES) {
+    const drawn = lines.length ? (use.rates ? ratesOf(use, lines) : figuresOf(use, lines, roles)) : [];
+    const chart = uses.charts.get(use.title);
+    if (drawn.length) drawUse(grid, use, lines.map(at), drawn, chart, lines);
+    else {
+      chart?.card.remove(); uses.charts.delete(use.title);
+      if (use.none && all.length) lacking.push(use.none);
+    }
+  }
+  missing.replaceChildren(lacking.join(" "));
+  const rows = Object.entries(WORST).map(([name, [label, write]]) => [label, worstOf(lines, name), write]).filter(([, found]) => found.length);
+  const open = worst.querySelector("details")?.open;
+  worst.replaceChildren(rows.length ? el("details", { open }, el("summary", {}, "Workers with the worst values"), el("div", { class: "scroll" }, el("table", {}, el("tbody", {},
+    ...rows.map(([label, found, write]) => row([label, found.map(([who, value]) => `${who} ${write(value)}`).join(" · ")])))))) : "");
+}
+
+/** The table of one line of resources: a row for each role. */
+function usedBy({ roles }, title) {
+  const figure = ({ figures }, name, write) => { const of = figures[name]; return !of ? "–" : of[0] === of[2] ? write(of[1]) : `${write(of[1])} (${write(of[0])} to ${write(of[2])})`; };
+  const memory = (role) => (role.figures.device_allocated ? `${figure(role, "device_allocated", gib)} of ${gib(role.figures.device_total?.[2])}` : "–");
+  const rows = Object.entries(roles).map(([name, role]) => row([name, right(role.workers), right(role.devices), right(number(role.tokens_per_s)), figure(role, "device_use", percent), memory(role),
+    figure(role, "cache", percent), figure(role, "processors", number), figure(role, "memory", gib)]));
+  return el("div", {}, el("h3", {}, title), table(["role", "workers#", "devices#", "tokens/s#", "device use", "device memory", "cache in use", "processors", "memory"], rows));
+}
+
+/** The workers with the worst values of a figure in these lines, worst first. */
+function worstOf(lines, name) {
+  const least = name === "tokens_per_s" || name === "device_use", found = new Map();
+  for (const line of lines) for (const [who, value] of line.resources.worst?.[name] || []) found.set(who, found.has(who) ? Math[least ? "min" : "max"](found.get(who), value) : value);
+  return [...found].sort((a, b) => (least ? a[1] - b[1] : b[1] - a[1])).slice(0, 5);
+}
+
+function figuresOf(use, lines, roles) {
+  return roles.map((role, i) => ({ name: role, hue: `s${i % 6}`, values: lines.map((line) => line.resources.roles[role]?.figures[use.figure] || null) })).filter((one) => one.values.some(Boolean));
+}
+
+/** Tokens that are generated and trained in a second; with `use.by`, divided by what it has of the roles. */
+function ratesOf(use, lines) {
+  const trained = run.columns.tokens_per_s || [], sum = (values) => values.reduce((total, one) => total + one, 0);
+  const share = (rate, roles) => (use.by ? rate / sum(roles.map(use.by)) : rate), triple = (value) => (known(value) ? [value, value, value] : null);
+  const generated = ({ resources: { roles } }) => { const of = Object.values(roles).filter((role) => known(role.tokens_per_s)); return of.length ? share(sum(of.map((role) => role.tokens_per_s)), of) : null; };
+  const learned = ({ step, resources: { roles } }, i) => {
+    const before = i ? lines[i - 1].step : -1, of = trained.filter((rate, k) => known(rate) && run.steps[k] > before && run.steps[k] <= step);
+    return of.length && roles.trainer ? share(sum(of) / of.length, [roles.trainer]) : null;
+  };
+  return [["generated", "s0", generated], ["trained", "s2", learned]].map(([name, hue, of]) => ({ name, hue, values: lines.map(of).map(triple) })).filter((one) => one.values.some(Boolean));
+}
+
+/** One chart of resources: for each line its median, and the area between the least and the largest value. */
+function drawUse(grid, use, x, drawn, before, lines) {
+  const scaled = (value) => (known(value) ? value * (use.scale || 1) : null), areas = drawn.map((one) => one.values.some((of) => of && of[0] !== of[2]));
+  const rows = [x], shape = drawn.map((one, i) => `${one.name} ${areas[i]}`).join();
+  drawn.forEach(({ values }, i) => { for (const place of areas[i] ? [1, 2, 0] : [1]) rows.push(values.map((of) => (of ? scaled(of[place]) : null))); });
+  let chart = before;
+  if (!chart || chart.shape !== shape || chart.x !== view.x) {
+    const card = el("div", { class: "card curve" }), plot = el("div", { class: "plot" }), readout = el("div", { class: "readout" });
+    card.append(el("h3", {}, use.title, el("small", {}, `  ${use.unit}`)), plot, readout);
+    if (chart) chart.card.replaceWith(card); else grid.append(card);
+    chart = { card, plot, readout, shape, x: view.x };
+    uses.charts.set(use.title, chart);
+    const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, 'DejaVu Sans', sans-serif" };
+    const series = [{}], bands = [];
+    drawn.forEach(({ hue }, i) => {
+      series.push({ stroke: () => colour(hue), width: 1.4, spanGaps: true, points: { show: x.length < 3, size: 6, fill: () => colour(hue), stroke: () => colour(hue) } });
+      if (!areas[i]) return;
+      bands.push({ series: [series.length, series.length + 1], fill: () => `color-mix(in srgb, ${colour(hue)} 16%, transparent)` });
+      series.push(...[0, 1].map(() => ({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } })));
+    });
+    chart.u = new uPlot({
+      width: plot.clientWidth, height: plot.clientHeight, series, bands, legend: { show: false },
+      scales: { x: { time: false, range: () => padded() }, y: { range: (u, low, high) => [0, known(high) && high > 0 ? 1.06 * high : 1] } },
+      axes: [{ ...axis, size: 26, incrs: view.x === "step" ? COUNTS : TIMES, values: (u, at) => at.map((v) => (view.x === "step" ? v.toLocaleString("en") : clock(v))) },
+        { ...axis, size: 52, values: (u, at) => at.map((v) => (use.write === percent ? `${Number((100 * v).toPrecision(4))} %` : number(v))) }],
+      cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
+      hooks: { setCursor: [() => chart.say?.()], setSelect: [(u) => { const { left, width } = u.select; if (width > 5) zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); }] },
+    }, rows, plot);
+    chart.u.over.addEventListener("dblclick", () => zoom(null));
+  } else {
+    if (chart.u.width !== chart.plot.clientWidth) chart.u.setSize({ width: chart.plot.clientWidth, height: chart.plot.clientHeight });
+    chart.u.setData(rows);
+  }
+  chart.say = () => {
+    const inside = known(chart.u.cursor.idx), i = inside ? Math.min(chart.u.cursor.idx, x.length - 1) : x.length - 1;
+    const text = (of) => (!of ? "–" : of[0] === of[2] ? use.write(of[1]) : `${use.write(of[1])} (${use.write(of[0])} to ${use.write(of[2])})`);
+    chart.readout.replaceChildren(el("span", {}, `${inside ? "" : "last, "}step `), el("b", {}, String(lines[i].step)),
+      ...drawn.map(({ name, hue, values }) => el("span", { class: "once" }, key(hue), `${name} `, el("b", {}, text(values[i])))));
+  };
+  chart.say();
 }
 
 // ---------------------------------------------------------------- timeline
@@ -1057,7 +1148,7 @@ function live() {
     header();
     if (stream.readyState === EventSource.CLOSED) setTimeout(live, 1000);
   };
-  on("status", (status) => { run.status = status; later("status", () => { header(); waits(); }, 50); });
+  on("status", (status) => { run.status = status; later("status", () => { header(); waits(); later("resources", resources, 2000); }, 50); });
   on("step", (line) => {
     // Steps may have been missed while there was no connection.
     if (line.step > (run.steps.at(-1) ?? -1) + 1) return later("missed", missed, 50);
@@ -1102,7 +1193,7 @@ async function moreAttribution() {
   const last = run.attribution.at(-1)?.step ?? -1;
   const { lines } = await get(`api/attribution?from=${last + 1}`).catch(() => ({ lines: [] }));
   run.attribution = run.attribution.filter((line) => !lines.length || line.step < lines[0].step).concat(lines);
-  if (lines.length) shares();
+  if (lines.length) attributed();
 }
 
 /** What has happened since the page was filled, or since the connection was lost, and nothing else. */
@@ -1135,6 +1226,7 @@ async function start() {
     $("#alarms").replaceChildren(el("p", { class: "alarm" }, `The run cannot be shown: ${error.message}`));
     return;
   }
+  if (!embedded && /\/run\/[^/]+\/$/.test(location.pathname)) $(".title").prepend(el("a", { href: "../../" }, "All runs"));
   header();
   curves();
   drawAll([...charts.values()].filter((chart) => chart.stale && chart.card.getBoundingClientRect().top < innerHeight));
@@ -1142,7 +1234,7 @@ async function start() {
   performance.mark("drawn");
   waits(); events();
   if (!embedded) live();
-  await Promise.all([compare(), differences(), moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
+  await Promise.all([compare(), differences(), moreAttribution().then(attributed), timeline(), samples(), prompts(), files()]);
   performance.mark("complete");
 }
 
@@ -1153,6 +1245,6 @@ $("#view").addEventListener("change", () => {
   for (const chart of charts.values()) chart.rebuild();
 });
 $("#whole").addEventListener("click", () => zoom(null));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours = new Map(); for (const chart of charts.values()) chart.rebuild(); shares(); timeline.draw?.(); distributions.draw?.(); });
-addEventListener("resize", () => later("resize", () => { for (const chart of charts.values()) chart.resize(); shares(); timeline.draw?.(); distributions.draw?.(); }, 150));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours = new Map(); for (const chart of charts.values()) chart.rebuild(); attributed(); timeline.draw?.(); distributions.draw?.(); });
+addEventListener("resize", () => later("resize", () => { for (const chart of charts.values()) chart.resize(); attributed(); timeline.draw?.(); distributions.draw?.(); }, 150));
 start();

@@ -8,9 +8,10 @@ import errno
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -29,6 +30,7 @@ from flowrt.runtime.waits import pause, wait_until
 
 STATIC = {
     "/": ("page.html", "text/html"),
+    "/elements.js": ("elements.js", "text/javascript"),
     "/page.js": ("page.js", "text/javascript"),
     "/samples.js": ("samples.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
@@ -49,6 +51,9 @@ MAX_ROWS = 200
 """Maximum number of samples, groups or prompts in an answer."""
 SAMPLE_PATH = r"/api/sample/{id:\d{1,18}}"
 PROMPT_PATH = r"/api/prompt/{epoch:\d{1,15}}/{number:\d{1,18}}"
+REPLAY, STREAM = "/api/replay", "/api/stream"
+FILES, DATABASES = "files", "databases"
+"""Threads of a page: a long database query does not delay the stream."""
 Values = Mapping[str, str]
 
 
@@ -75,39 +80,16 @@ class PageServer:
         self._stream = Stream()
         self._status: Status | None = None
         self._status_s = float("-inf")
-        # One thread each: a long database query does not delay the stream.
-        self._files = ThreadPoolExecutor(1, "files")
-        self._databases = ThreadPoolExecutor(1, "databases")
+        self._files = ThreadPoolExecutor(1, FILES)
+        self._databases = ThreadPoolExecutor(1, DATABASES)
         self._replayer = Replayer(reader.run_dir)
         self._runner: web.AppRunner | None = None
 
     # ---- start and stop
 
     async def start(self, host: str, port: int) -> int:
-        """Listen on an address; returns the port.
-
-        Raises FlowError if that is not possible; for a port in use, the error names its owner.
-        """
-        application = web.Application(middlewares=[self._answer])
-        application.on_response_prepare.append(add_headers)
-        for path, handler in self._handlers().items():
-            application.router.add_get(path, handler)
-        self._runner = web.AppRunner(application, access_log=None, max_line_size=MAX_LINE_BYTES, shutdown_timeout=1.0)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self.close()
-            if error.errno == errno.EADDRINUSE:
-                raise FlowError(
-                    f"port {port} of {host} is taken{who_listens(port)}; end that, or name another with --port"
-                ) from error
-            raise FlowError(
-                f"{host}, port {port}, cannot be listened at: {error.strerror}; --host takes an address of this "
-                "machine, --port a number from 1024 on"
-            ) from error
-        found = int(self._runner.addresses[0][1])
-        self._access.cookie = f"flowrt_{found}"
+        """Listen on an address; returns the port. Raises FlowError as `listen`."""
+        self._runner, found = await listen(self.handlers(), self._access, host, port)
         return found
 
     async def close(self) -> None:
@@ -152,43 +134,12 @@ class PageServer:
 
     # ---- requests
 
-    @web.middleware
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request that has access. Errors are one sentence and reveal nothing about the server."""
-        refusal = self._access.refusal(request)
-        if refusal is not None:
-            return refusal
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return refuse(error.status, error.reason)
-        except FlowError as error:
-            return _json({"error": str(error)}, 404)
-        except ValueError as error:
-            return _json({"error": str(error)}, 400)
-
-    def _handlers(self) -> dict[str, Handler]:
-        reader, files, databases = self._reader, self._files, self._databases
-        return dict.fromkeys(STATIC, self._static) | {
-            "/api/run": self._call(files, lambda _: self._run()),
-            "/api/series": self._call(files, lambda of: _series(reader, of)),
-            "/api/compared": self._call(files, lambda of: self._compared.series(*_window(of))),
-            "/api/differences": self._call(files, lambda _: self._compared.differences()),
-            "/api/attribution": self._call(files, lambda of: reader.attribution(_whole(of, "from"))),
-            "/api/events": self._call(files, lambda of: reader.events(_whole(of, "from"))),
-            "/api/timeline": self._call(files, self._timeline),
-            "/api/samples": self._call(databases, lambda of: reader.samples(of, *_page(of))),
-            "/api/groups": self._call(databases, lambda of: reader.groups(of, *_page(of))),
-            "/api/distributions": self._call(databases, reader.distributions),
-            SAMPLE_PATH: self._call(databases, lambda of: reader.sample(int(of["id"]))),
-            PROMPT_PATH: self._call(databases, lambda of: reader.prompt(int(of["epoch"]), int(of["number"]))),
-            "/api/prompts": self._call(databases, self._prompts),
-            "/api/ledger": self._call(databases, lambda _: reader.ledger()),
-            "/api/logs": self._call(files, lambda _: reader.logs()),
-            "/api/replay": self._replay,
-            "/api/stream": self._follow_stream,
-            METRICS_PATH: self._prometheus,
-        }
+    def handlers(self) -> dict[str, Handler]:
+        """What answers each path."""
+        pools = {FILES: self._files, DATABASES: self._databases}
+        handlers: dict[str, Handler] = {path: partial(send_file, *file) for path, file in STATIC.items()}
+        handlers |= {path: self._call(pools[pool], partial(call, self)) for path, (pool, call) in self.ANSWERS.items()}
+        return handlers | {REPLAY: self._replay, STREAM: self._follow_stream, METRICS_PATH: self._prometheus}
 
     def _call(self, threads: ThreadPoolExecutor, call: Callable[[Values], object]) -> Handler:
         """A handler that answers with the JSON of what ``call`` returns for the parameters of a request."""
@@ -196,7 +147,7 @@ class PageServer:
         async def handler(request: web.Request) -> web.StreamResponse:
             values = {**request.query, **request.match_info}
             text: str = await self._in_thread(threads, lambda: to_json(call(values)))
-            return _compressed(web.Response(text=text, content_type="application/json"), len(text))
+            return compressed(web.Response(text=text, content_type="application/json"), len(text))
 
         return handler
 
@@ -218,20 +169,89 @@ class PageServer:
 
     async def _replay(self, request: web.Request) -> web.StreamResponse:
         text = to_json(await self._replayer.status_at(_seconds(request.query, "at") or 0.0))
-        return _compressed(web.Response(text=text, content_type="application/json"), len(text))
-
-    async def _static(self, request: web.Request) -> web.StreamResponse:
-        name, content_type = STATIC[request.path]
-        try:
-            data = Path(__file__).with_name(name).read_bytes()
-        except FileNotFoundError:
-            return refuse(404, f"{name} is not installed")
-        return _compressed(web.Response(body=data, content_type=content_type, charset="utf-8"), len(data))
+        return compressed(web.Response(text=text, content_type="application/json"), len(text))
 
     async def _prometheus(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002 (aiohttp passes it)
         """The figures of the last reading: a scrape waits for no file."""
         text = prometheus_text(self._figures, self._fresh_status)
         return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
+
+    ANSWERS: ClassVar[Mapping[str, tuple[str, Callable[["PageServer", Values], object]]]] = {
+        "/api/run": (FILES, lambda self, _: self._run()),
+        "/api/series": (FILES, lambda self, of: _series(self._reader, of)),
+        "/api/compared": (FILES, lambda self, of: self._compared.series(*_window(of))),
+        "/api/differences": (FILES, lambda self, _: self._compared.differences()),
+        "/api/attribution": (FILES, lambda self, of: self._reader.attribution(_whole(of, "from"))),
+        "/api/events": (FILES, lambda self, of: self._reader.events(_whole(of, "from"))),
+        "/api/timeline": (FILES, lambda self, of: self._timeline(of)),
+        "/api/samples": (DATABASES, lambda self, of: self._reader.samples(of, *_page(of))),
+        "/api/groups": (DATABASES, lambda self, of: self._reader.groups(of, *_page(of))),
+        "/api/distributions": (DATABASES, lambda self, of: self._reader.distributions(of)),
+        SAMPLE_PATH: (DATABASES, lambda self, of: self._reader.sample(int(of["id"]))),
+        PROMPT_PATH: (DATABASES, lambda self, of: self._reader.prompt(int(of["epoch"]), int(of["number"]))),
+        "/api/prompts": (DATABASES, lambda self, of: self._prompts(of)),
+        "/api/ledger": (DATABASES, lambda self, _: self._reader.ledger()),
+        "/api/logs": (FILES, lambda self, _: self._reader.logs()),
+    }
+    """Paths that are answered with JSON: the thread that makes it, and how, from the parameters of a request."""
+    PATHS: ClassVar[tuple[str, ...]] = (*STATIC, *ANSWERS, REPLAY, STREAM, METRICS_PATH)
+    """All paths of the page of a run."""
+
+
+async def listen(handlers: Mapping[str, Handler], access: Access, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Answer the paths of ``handlers`` at an address, to requests that have access; returns the runner and the port.
+
+    Raises FlowError if that is not possible; for a port in use, the error names its owner.
+    """
+    application = web.Application(middlewares=[_answering(access)])
+    application.on_response_prepare.append(add_headers)
+    for path, handler in handlers.items():
+        application.router.add_get(path, handler)
+    runner = web.AppRunner(application, access_log=None, max_line_size=MAX_LINE_BYTES, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        if error.errno == errno.EADDRINUSE:
+            raise FlowError(
+                f"port {port} of {host} is taken{who_listens(port)}; end that, or name another with --port"
+            ) from error
+        raise FlowError(
+            f"{host}, port {port}, cannot be listened at: {error.strerror}; --host takes an address of this "
+            "machine, --port a number from 1024 on"
+        ) from error
+    found = int(runner.addresses[0][1])
+    access.cookie = f"flowrt_{found}"
+    return runner, found
+
+
+def _answering(access: Access) -> Any:
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request that has access. Errors are one sentence and reveal nothing about the server."""
+        refusal = access.refusal(request)
+        if refusal is not None:
+            return refusal
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return refuse(error.status, error.reason)
+        except FlowError as error:
+            return _json({"error": str(error)}, 404)
+        except ValueError as error:
+            return _json({"error": str(error)}, 400)
+
+    return answer
+
+
+async def send_file(name: str, content_type: str, request: web.Request) -> web.StreamResponse:  # noqa: ARG001
+    """Answer with a file of the page."""
+    try:
+        data = Path(__file__).with_name(name).read_bytes()
+    except FileNotFoundError:
+        return refuse(404, f"{name} is not installed")
+    return compressed(web.Response(body=data, content_type=content_type, charset="utf-8"), len(data))
 
 
 def _series(reader: RunReader, of: Values) -> dict[str, Any]:
@@ -255,7 +275,8 @@ def _json(content: object, status: int = 200) -> web.Response:
     return web.Response(text=to_json(content), content_type="application/json", status=status)
 
 
-def _compressed(response: web.Response, size: int) -> web.Response:
+def compressed(response: web.Response, size: int) -> web.Response:
+    """The response, to be compressed if it is long; ``size``: its length in characters or bytes."""
     if size > COMPRESSED_CHARS:
         response.enable_compression()
     return response

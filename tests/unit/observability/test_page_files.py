@@ -13,6 +13,7 @@ from flowrt.ids import FETCH, GATHER, RANKS, STOPPED
 
 PAGE = Path(flowrt.observability.page.__file__).parent
 PARSES_HTML = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setHTML|srcdoc")
+PAGES, SCRIPTS = ("page.html", "runs.html"), ("elements.js", "samples.js", "page.js", "runs.js")
 UPLOT = {
     "uplot.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uplot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
@@ -21,20 +22,20 @@ UPLOT = {
 """sha256 of dist/uPlot.iife.min.js, dist/uPlot.min.css and LICENSE of the package uplot 1.6.32."""
 
 
-@pytest.mark.parametrize("name", ["page.html", "page.js", "samples.js", "uplot.min.js"])
+@pytest.mark.parametrize("name", [*PAGES, *SCRIPTS, "uplot.min.js"])
 def test_no_text_is_parsed_as_html_or_run(name: str) -> None:
     assert PARSES_HTML.findall((PAGE / name).read_text()) == []
 
 
 def test_page_has_no_inline_style_script_or_handler() -> None:
-    text = (PAGE / "page.html").read_text()
-    assert re.findall(r"\sstyle=|\son\w+=|<style|<script>", text) == []
-    for name in ("page.js", "samples.js"):
+    for name in PAGES:
+        assert re.findall(r"\sstyle=|\son\w+=|<style|<script>", (PAGE / name).read_text()) == []
+    for name in SCRIPTS:
         assert not re.search(r"setAttribute\(.style|[{,]\s*style:", (PAGE / name).read_text())
 
 
 def test_page_names_no_other_host() -> None:
-    for name in ("page.html", "page.js", "samples.js", "page.css"):
+    for name in (*PAGES, *SCRIPTS, "page.css"):
         assert re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", (PAGE / name).read_text()) == []
 
 
@@ -43,8 +44,8 @@ def test_uplot_is_unchanged(name: str, digest: str) -> None:
     assert hashlib.sha256((PAGE / name).read_bytes()).hexdigest() == digest
 
 
-def test_page_is_small() -> None:
-    names = ("page.html", "page.js", "samples.js", "page.css", *UPLOT)
+def test_page_of_a_run_is_small() -> None:
+    names = ("page.html", "elements.js", "samples.js", "page.js", "page.css", *UPLOT)
     assert sum((PAGE / name).stat().st_size for name in names) < 180_000
 
 
