@@ -95,7 +95,7 @@ def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.D
     read = EventBlock.unpack(packed)
     for index, event in enumerate(events):
         if isinstance(event, MessageReceived) and isinstance(event.message, m.Report):
-            block.data[index] = encode(dataclasses.replace(event.message, spans=()))
+            block.data[index] = encode(dataclasses.replace(event.message, spans=(), resources=b""))
     assert read == block
     assert [struct.pack("d", one) for one in read.times] == [struct.pack("d", one) for one in instants]
 
