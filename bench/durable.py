@@ -264,7 +264,9 @@ def kills(options: Options) -> Figures:
         if counts["trials"] + running >= trials:
             return None
         plan = next(plans)
-        return Trial(plan=plan, base=base, folder=folder / f"trial-{plan.seed}", deadline_s=180.0, keys=folder / KEYS)
+        return Trial(
+            plan=plan, base=base, folder=folder / f"trial-{plan.seed}", deadline_s=DEADLINE_S, keys=folder / KEYS
+        )
 
     for outcome in side_by_side(next_trial, options.at_once):
         if outcome.injected or outcome.is_bad:  # else the run ended before its fault
