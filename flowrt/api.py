@@ -22,7 +22,6 @@ from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
-from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.policies.group_filter import AllOf, GroupFilter, KeepAll, RewardBand, ZeroVariance
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand, RankBalancing
@@ -78,7 +77,6 @@ __all__ = [
     "SolveRate",
     "Stage",
     "StageOutput",
-    "Sticky",
     "Stopped",
     "StreamDataset",
     "StrictLag",

@@ -27,7 +27,7 @@ def measure(quick: bool) -> dict[str, float]:
     """The spread without the budget over that with it, the former, and the mean trained length over that of all."""
     rng = random.Random(0)
     steps = [lengths_of_step(rng) for _ in range(300 if quick else 3_000)]
-    policy = FixedTokens(round(BUDGET_SHARE * statistics.fmean(map(sum, steps))), order="shuffled")
+    policy = FixedTokens(round(BUDGET_SHARE * statistics.fmean(map(sum, steps))))
     kept = [policy.kept(lengths, step) for step, lengths in enumerate(steps)]
     trained = sum(map(sum, kept))
     sample_equivalents = sum(

@@ -289,11 +289,9 @@ class WeightSyncConfig:
 class DispatchConfig:
     """Which worker gets which ready samples."""
 
-    policy: Literal["fifo", "locality", "length_aware"] = "fifo"
-    """Policy fifo: in order of issue; locality: those of which the worker already holds the most bytes; length_aware:
-    prompts whose responses were long in earlier epochs get rollout workers of their own."""
-    lookahead: Annotated[int, Interval(ge=1, le=65_536), OnlyIf("dispatch.policy", have=("locality",))] = 16
-    """Policy locality: number of oldest ready samples from which one is chosen; 1: fifo."""
+    policy: Literal["fifo", "length_aware"] = "fifo"
+    """Policy fifo: in order of issue; length_aware: prompts whose responses were long in earlier epochs get rollout
+    workers of their own."""
     tail_fraction: Annotated[float, Interval(ge=0, le=1), LENGTH_AWARE] = 0.2
     """Policy length_aware: maximum fraction of the prompts of a step that count as long; 0: fifo."""
     row_cost: Annotated[float, Interval(ge=0, le=1_000), LENGTH_AWARE] = 0.02

@@ -27,7 +27,6 @@ from flowrt.controller.policies.batching import Batcher, FixedTokens, SampleCoun
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
-from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.group_filter import (
     DECISION,
     AllOf,
@@ -133,9 +132,7 @@ def policies(config: RunConfig) -> Policies:
         batcher=batcher(config.trainer),
         refresh=refresh(config.rollout.weight_sync),
         sharing=Balanced(config.trainer.ranks) if config.trainer.balance_ranks_by_tokens else OnDemand(),
-        cut=FixedTokens(config.trainer.tokens_per_step, order="shuffled", seed=config.seed)
-        if config.trainer.tokens_per_step
-        else None,
+        cut=FixedTokens(config.trainer.tokens_per_step, config.seed) if config.trainer.tokens_per_step else None,
         group_filter=group_filter(config.algorithm.filter),
         curriculum=curriculum(config),
         guards=guard_rules(config),
@@ -175,8 +172,6 @@ def dispatch(config: RunConfig) -> Dispatch:
     """The policy that decides which worker gets which ready samples."""
     options = config.dispatch
     match options.policy:
-        case "locality":
-            return Sticky(options.lookahead)
         case "length_aware":
             cost = DecodeCost(1.0, options.row_cost)  # relative: only the ratio of the two matters
             return LengthAware(cost, config.prompts_per_step * config.group_size, options.tail_fraction)

@@ -132,7 +132,7 @@ class DispatchSimulator:
     def _pull(self, number: int) -> bool:
         worker, cluster = self._workers[number], self._cluster
         room = cluster.rows - len(worker.running)
-        slots = self.queue.take(Puller(worker.name, room, None, lambda _: 0))
+        slots = self.queue.take(Puller(worker.name, room, None))
         if slots:
             worker.advance(self._now_s, cluster.cost)
             for slot in slots:

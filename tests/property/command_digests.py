@@ -9,7 +9,6 @@ import sys
 from flowrt.controller.policies.batching import FixedTokens, GroupCount, TokenBudget
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
-from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, EveryN, Rolling, WeightSyncPolicy
@@ -19,7 +18,6 @@ from tests.simulation.scenario import Scenario
 
 DISPATCH: tuple[Dispatch, ...] = (
     Fifo(),
-    Sticky(4),
     LengthAware(DecodeCost(base_s=0.01, per_row_s=0.001), 8),
     Priority(lambda slot: float(slot.id % 3), ageing=0.5),
 )
@@ -35,7 +33,7 @@ def scenario(seed: int) -> Scenario:
         groups_per_step=2 + seed % 3,
         members=2,
         batcher=(TokenBudget(1), GroupCount(2), TokenBudget(60))[seed % 3],
-        dispatch=DISPATCH[seed % 4],
+        dispatch=DISPATCH[seed % 3],
         refresh=REFRESH[seed % 3],
         sharing=(OnDemand(), Balanced(1 + seed % 3))[seed % 2],
         cut=FixedTokens(30) if seed % 5 == 0 else None,

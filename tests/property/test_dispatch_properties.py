@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo, Puller, Queue, Start
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
-from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.state.samples import NO_STEP, Lease, Slot
 from flowrt.ids import LeaseId, WorkerId
@@ -34,7 +33,6 @@ class Stage:
 
     queue: Queue
     may_start: Callable[[Slot, int], Start] | None
-    held_bytes: Callable[[Slot, str], int]
     learns: bool = False
     factory: SampleFactory = field(default_factory=SampleFactory)
     idle: list[Slot] = field(default_factory=list)  # neither ready nor worked on
@@ -74,7 +72,7 @@ class Stage:
     def take(self, worker: int, requests: int, salt: int) -> None:
         name, check = f"w{worker % 4}", self.may_start
         may_start = None if check is None else (lambda slot: check(slot, salt))
-        puller = Puller(WorkerId(name), requests + 1, may_start, lambda slot: self.held_bytes(slot, name))
+        puller = Puller(WorkerId(name), requests + 1, may_start)
         slots = self.queue.take(puller)
         assert len(slots) <= requests + 1
         assert may_start is None or all(may_start(slot) is Start.NOW for slot in slots)
@@ -108,39 +106,24 @@ def mixed(slot: Slot, salt: int) -> Start:
 
 
 @settings(max_examples=examples(150))
-@given(EVENTS, st.booleans(), st.integers(1, 4))
+@given(EVENTS, st.booleans())
 @pytest.mark.parametrize(
     "dispatch",
     [
         Priority(lambda slot: 3.25, ageing=0.1, max_skips=1),
         Priority(lambda slot: -1e6, ageing=1e-9),
-        Sticky(1),
         LengthAware(COST, 8, fraction=0.0),
         LengthAware(COST, 8),
     ],
-    ids=["equal urgency", "equal urgency, slow ageing", "sticky of one", "no tail lane", "no known lengths"],
+    ids=["equal urgency", "equal urgency, slow ageing", "no tail lane", "no known lengths"],
 )
 def test_identity_settings_equal_fifo_dispatch(
-    dispatch: Dispatch, events: list[tuple[str, int, int, int]], limited: bool, bytes_scale: int
+    dispatch: Dispatch, events: list[tuple[str, int, int, int]], limited: bool
 ) -> None:
     taken_slots = []
     for policy in (dispatch, Fifo()):
         learns = isinstance(dispatch, LengthAware) and dispatch.fraction == 0
-        stage = Stage(
-            policy.queue(ROLLOUT), mixed if limited else None, lambda slot, name: slot.id * bytes_scale % 7, learns
-        )
-        stage.apply(events)
-        taken_slots.append(stage.taken_slots)
-    assert taken_slots[0] == taken_slots[1]
-
-
-@given(EVENTS, st.booleans(), st.integers(1, 9))
-def test_slots_with_equal_bytes_are_taken_in_issue_order(
-    events: list[tuple[str, int, int, int]], limited: bool, window: int
-) -> None:
-    taken_slots = []
-    for policy in (Sticky(window), Fifo()):
-        stage = Stage(policy.queue(ROLLOUT), mixed if limited else None, lambda slot, name: 5)
+        stage = Stage(policy.queue(ROLLOUT), mixed if limited else None, learns)
         stage.apply(events)
         taken_slots.append(stage.taken_slots)
     assert taken_slots[0] == taken_slots[1]
@@ -155,20 +138,18 @@ def in_issue_order(slot: Slot, salt: int) -> Start:
 
 @settings(max_examples=examples(150))
 @given(EVENTS, st.booleans(), st.integers(1, 5))
-@pytest.mark.parametrize("policy", ["priority", "sticky", "tail"])
+@pytest.mark.parametrize("policy", ["priority", "tail"])
 def test_no_slot_is_lost_or_given_to_two_workers(
     policy: str, events: list[tuple[str, int, int, int]], limited: bool, size: int
 ) -> None:
     policies: dict[str, Dispatch] = {
         "priority": Priority(lambda slot: slot.inline["urgency"], 0.25, max_skips=size),
-        "sticky": Sticky(size),
         "tail": LengthAware(COST, 4 * size, fraction=0.5),
     }
     queue = policies[policy].queue(ROLLOUT)
     stage = Stage(
         queue,
         in_issue_order if limited else None,
-        lambda slot, name: (slot.id * 31 + ord(name[1]) * 17) % 9,
         learns=True,
     )
     stage.apply(events)
@@ -182,7 +163,7 @@ def test_no_slot_is_lost_or_given_to_two_workers(
 
 
 def pull(worker: str, requests: int = 1, may_start: Callable[[Slot], Start] | None = None) -> Puller:
-    return Puller(WorkerId(worker), requests, may_start, lambda slot: slot.id if worker == "greedy" else 0)
+    return Puller(WorkerId(worker), requests, may_start)
 
 
 def starts_up_to(limit: int, slot: Slot) -> Start:
@@ -220,22 +201,6 @@ def test_ageing_limits_the_later_groups_that_overtake_a_slot(
         for slot_id, slot in waiting.items():
             allowed = policy.most_overtaking(1.75 - slot.inline["urgency"])
             assert len(overtaken.get(slot_id, ())) <= allowed
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), min_size=30, max_size=90), st.integers(1, 4))
-def test_sticky_dispatch_limits_the_overtaking_of_a_slot(steps: list[tuple[int, int]], window: int) -> None:
-    """A greedy puller holds more bytes of slots that were issued later."""
-    policy, factory = Sticky(window), SampleFactory()
-    queue, overtaken = policy.queue(ROLLOUT), dict[int, int]()
-    queue.add(slots := factory.many(20))
-    waiting = {slot.id for slot in slots}
-    for greedy, arrivals in steps:
-        queue.add(slots := factory.many(arrivals))
-        waiting |= {slot.id for slot in slots}
-        for slot in queue.take(pull("greedy" if greedy > 0 else "w0")):
-            waiting.remove(slot.id)
-            overtaken |= {one: overtaken.get(one, 0) + 1 for one in waiting if one < slot.id}
-        assert all(overtaken.get(one, 0) <= policy.most_overtaking for one in waiting)
 
 
 @settings(max_examples=examples(15))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from flowrt.controller.events import Send
 from flowrt.controller.policies.batching import FixedTokens, GroupCount, TokenBudget
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
-from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.controller.policies.weight_sync import Divergence, EveryN, Rolling
@@ -36,7 +35,6 @@ def by_member(slot: Slot) -> float:
 
 IDENTITIES: dict[str, dict[str, Any]] = {
     "priority": {"dispatch": Priority(zero_urgency, 1.0)},
-    "sticky": {"dispatch": Sticky(1)},
     "tail lanes": {"dispatch": LengthAware(COST, 8, fraction=0)},
     "balanced": {"sharing": Balanced(1)},
     "rolling": {"refresh": Rolling(1000)},
@@ -45,10 +43,9 @@ IDENTITIES: dict[str, dict[str, Any]] = {
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "priority": {"dispatch": Priority(by_member, 0.5)},
-    "sticky": {"dispatch": Sticky(4)},
     "tail lanes": {"dispatch": LengthAware(COST, 4, fraction=0.5)},
     "balanced": {"sharing": Balanced(2), "ranks": 2},
-    "cut": {"cut": FixedTokens(12, order="shuffled")},
+    "cut": {"cut": FixedTokens(12)},
     "both": {"cut": FixedTokens(9), "sharing": Balanced(3), "ranks": 3},
     "rolling": {"refresh": Rolling(1)},
     "every n": {"refresh": EveryN(3)},
@@ -83,7 +80,7 @@ def test_a_planned_step_completes_without_a_dropped_group(scenario: Scenario) ->
 
 def test_a_place_that_becomes_free_after_replanning_is_filled() -> None:
     """Found by the property above: a taken group was dropped, and every rank was notified that the step is done."""
-    cut = FixedTokens(9, cut="truncate", order="issue", seed=0)
+    cut = FixedTokens(9)
     faults: dict[str, Any] = {
         "on_lost_sample": OnLostSample.DROP_GROUP,
         "kills": 8,

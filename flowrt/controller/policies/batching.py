@@ -1,19 +1,17 @@
 """Batching policy: when a micro-batch is full, and how many tokens a step trains.
 
 `FixedTokens` applies to a whole step, after its groups are known: advantages are computed over every response, and only
-the loss is cut to the budget (C3PO, arXiv 2506.14731). The choice depends on the order of issue and a seed, never on
-the order of completion: short answers finish first, and a budget filled in that order would train on them alone.
+the loss is cut to the budget (C3PO, arXiv 2506.14731). Which samples are trained depends on a seed and on their places
+in the order of issue, never on the order of completion: short answers finish first, and a budget filled in that order
+would train on them alone.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 from flowrt.errors import ConfigError
-
-Cut = Literal["truncate", "whole"]
-Order = Literal["issue", "shuffled"]
 
 
 class Batcher(Protocol):
@@ -71,43 +69,30 @@ class SampleCount:
 class FixedTokens:
     """Train the same number of response tokens in every step; a step that has fewer trains all of them.
 
-    Samples are taken until the budget is full, in order of issue or in an order drawn from the seed and the step.
-    Of the last sample only the beginning is trained (``truncate``, which meets the budget exactly) or all (``whole``).
-    Raises ConfigError for less than 1 token, or an unknown ``cut`` or ``order``.
+    Samples are taken in an order drawn from the seed and the step until the budget is full; of the last one only the
+    beginning is trained. Raises ConfigError for less than 1 token.
     """
 
     tokens: int
-    cut: Cut = "truncate"
-    order: Order = "issue"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ConfigError(f"a step of {self.tokens} tokens would train nothing; use 1 or more")
-        for name, value, known in (("cut", self.cut, get_args(Cut)), ("order", self.order, get_args(Order))):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}, which is not known; use one of {', '.join(known)}")
 
     def kept(self, lengths: Sequence[int], step: int) -> list[int]:
         """The number of leading response tokens of each sample that are trained.
 
         Args:
             lengths: response tokens of every sample of the step, in order of issue.
-            step: the optimiser step; with ``shuffled`` it is part of the seed.
+            step: the optimiser step.
         """
         kept = [0] * len(lengths)
         left = self.tokens
-        for index in self._order(len(lengths), step):
-            if left <= 0:
-                break
-            kept[index] = lengths[index] if self.cut == "whole" else min(lengths[index], left)
+        for index in sorted(range(len(lengths)), key=lambda index: _draw(self.seed, step, index)):
+            kept[index] = min(lengths[index], left)
             left -= kept[index]
         return kept
-
-    def _order(self, samples: int, step: int) -> Sequence[int]:
-        if self.order == "issue":
-            return range(samples)
-        return sorted(range(samples), key=lambda index: _draw(self.seed, step, index))
 
 
 def _draw(seed: int, step: int, index: int) -> bytes:

@@ -3,17 +3,16 @@
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-from flowrt.controller.state.samples import Group, Slot
-from flowrt.ids import WorkerId
+from flowrt.controller.state.samples import Group
 from flowrt.protocol.messages import ITEM_BYTES, Column, Stage
 
 
 class Sizes:
-    """Sizes of samples in tokens and bytes."""
+    """Sizes of samples in tokens."""
 
     def __init__(self, columns: Iterable[Column], token_columns: Iterable[str]) -> None:
-        self._columns = {column.name: column for column in columns}
-        self._token_columns = [self._columns[name] for name in token_columns]
+        by_name = {column.name: column for column in columns}
+        self._token_columns = [by_name[name] for name in token_columns]
 
     def tokens(self, group: Group) -> int:
         """Tokens of all samples of the group, prompts included."""
@@ -24,15 +23,6 @@ class Sizes:
             else:
                 tokens += sum(slot.tensors[column.name].length for slot in group.slots)
         return tokens
-
-    def held_bytes(self, slot: Slot, columns: Iterable[str], worker: WorkerId) -> int:
-        """Bytes of these columns of a slot that the worker holds or is being sent."""
-        held = 0
-        for name in columns:
-            holding = slot.holding(name)
-            if holding is not None and worker in holding.holders:
-                held += holding.length * ITEM_BYTES[self._columns[name].dtype]
-        return held
 
 
 class Makes(NamedTuple):

@@ -5,7 +5,6 @@ order to send it.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.policies.dispatch.base import Puller, Start
@@ -212,7 +211,6 @@ def _serve_slots(state: State, env: Environment, parked: ParkedRequest[Pull], no
     message, worker, table, weights = parked.request, parked.worker, state.table, state.models.policy
     stage, queue, generates = message.stage, table.ready[message.stage], table.stages[message.stage].generates
     version = weights.applied_version(worker)
-    held_bytes = partial(env.sizes.held_bytes, columns=table.flows.fetched[stage], worker=worker)
     may_start: Callable[[Slot], Start] | None = None
     if generates:
         if len(table.regenerated) > MAX_AGED:  # not all at once, at the next pull of a trainer
@@ -222,13 +220,13 @@ def _serve_slots(state: State, env: Environment, parked: ParkedRequest[Pull], no
         may_start = _reachable_check(state, worker, stage)
     if generates:
         is_pinned = weights.is_pinned(worker)
-        chosen = queue.take(Puller(worker, message.slots, may_start, held_bytes, version, is_pinned))
+        chosen = queue.take(Puller(worker, message.slots, may_start, version, is_pinned))
         if not chosen and not is_pinned and table.generating[stage].is_waiting_for_newer(version):
             state.models.policy.mark_outdated(worker)
         else:
             state.models.policy.clear_outdated(worker)
     else:
-        chosen = queue.take(Puller(worker, message.slots, may_start, held_bytes))
+        chosen = queue.take(Puller(worker, message.slots, may_start))
     if not chosen:
         if worker in state.models.outdated and worker not in weights.receivers and weights.newest:
             state.models.policy.clear_outdated(worker)

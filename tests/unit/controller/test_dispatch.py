@@ -25,7 +25,7 @@ def queue_of(*items: int) -> FifoQueue:
 
 
 def puller_for(requests: int, may_start: Callable[[Slot], Start] | None = None) -> Puller:
-    return Puller(WorkerId("rollout"), requests, may_start, lambda slot: 0)
+    return Puller(WorkerId("rollout"), requests, may_start)
 
 
 def taken(queue: FifoQueue, requests: int = 9, may_start: Callable[[Slot], Start] | None = None) -> list[int]:

@@ -187,7 +187,7 @@ class WorkerPool:
 
     def take(self, worker: int, room: int) -> list[Slot]:
         name = WorkerId(f"w{worker}")
-        slots = self.queue.take(Puller(name, room, None, lambda _: 0))
+        slots = self.queue.take(Puller(name, room, None))
         for slot in slots:
             slot.leases[ROLLOUT.name] = Lease(
                 id=LeaseId(slot.id),

@@ -21,7 +21,7 @@ def pull(requests: int, not_yet: Collection[int] = (), elsewhere: Collection[int
     def may_start(slot: Slot) -> Start:
         return Start.NOT_YET if slot.id in not_yet else Start.ELSEWHERE if slot.id in elsewhere else Start.NOW
 
-    return Puller(WorkerId("w0"), requests, may_start, lambda slot: 0)
+    return Puller(WorkerId("w0"), requests, may_start)
 
 
 def filled(policy: Priority, urgencies: list[float]) -> Queue:

@@ -148,7 +148,7 @@ def test_keys_of_one_policy_or_engine_have_a_condition() -> None:
         ("--rollout.sglang.weights tensor", "with rollout.engine torch; set rollout.engine to sglang"),
         ("--rollout.weight-sync.max-age 2", "rollout.weight_sync.max_age is 2, which changes nothing with"),
         ("--rollout.recompute-kv-on-update False", "with rollout.weight_update between_sequences"),
-        ("--dispatch.lookahead 4", "with dispatch.policy fifo; set dispatch.policy to locality"),
+        ("--dispatch.tail-fraction 0.1", "with dispatch.policy fifo; set dispatch.policy to length_aware"),
         ("--checkpoint.every 0 --checkpoint.keep 5", "set checkpoint.every or checkpoint.hf_every"),
         ("--samples.per-step 0 --samples.mb 9", "samples.mb is 9, which changes nothing with samples.per_step 0"),
         ("--trainer.balance-ranks-by-tokens True", "with trainer.ranks 1; set trainer.ranks, or leave it out"),

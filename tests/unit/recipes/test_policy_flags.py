@@ -15,7 +15,6 @@ from flowrt.controller.events import Send
 from flowrt.controller.policies.batching import SampleCount, TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
-from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling
 from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
@@ -32,7 +31,6 @@ from flowrt.roles.trainer import to_training_batch
 from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.scenario import Scenario
-from tests.unit.controller.test_locality import bytes_moved
 
 
 def test_only_the_custom_recipe_takes_a_reward_and_it_requires_one(tmp_path: Path) -> None:
@@ -108,7 +106,6 @@ def test_another_number_of_ranks_than_configured_is_refused(
         train_engine(config)
 
 
-LOCALITY = ["--dispatch.policy", "locality"]
 LENGTH_AWARE = ["--dispatch.policy", "length_aware"]
 
 
@@ -116,7 +113,6 @@ LENGTH_AWARE = ["--dispatch.policy", "length_aware"]
     ("flags", "dispatch"),
     [
         ([], Fifo()),
-        ([*LOCALITY, "--dispatch.lookahead", "3"], Sticky(3)),
         (
             [*LENGTH_AWARE, "--dispatch.row-cost", "0.5", "--dispatch.tail-fraction", "0.1"],
             LengthAware(DecodeCost(1.0, 0.5), 128, 0.1),
@@ -125,10 +121,6 @@ LENGTH_AWARE = ["--dispatch.policy", "length_aware"]
 )
 def test_the_flag_selects_the_dispatch_policy(flags: list[str], dispatch: object) -> None:
     assert policies(parse(flags)).dispatch == dispatch
-
-
-def test_dispatch_by_locality_moves_fewer_bytes() -> None:
-    assert bytes_moved(policies(parse(LOCALITY)).dispatch, 4, 0) < 0.2 * bytes_moved(policies(parse([])).dispatch, 4, 0)
 
 
 @pytest.mark.slow

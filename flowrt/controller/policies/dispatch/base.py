@@ -33,7 +33,6 @@ class Puller:
     worker: WorkerId
     room: int  # slots, at least 1
     may_start: Callable[[Slot], Start] | None  # None: the stage does not generate, so any ready slot may start
-    held_bytes: Callable[[Slot], int]  # bytes of the slot's columns that the stage needs and the worker holds
     version: int = -1  # version that the worker generates with; -1: the stage does not generate
     is_pinned: bool = False  # whether the worker is pinned to a version for its evaluation
 

@@ -449,7 +449,7 @@ class LengthAwareQueue:
 
 def _take_any(lane: FifoQueue, room: int) -> list[Slot]:
     """The oldest slots, for any worker."""
-    return lane.take(Puller(WorkerId(""), room, None, lambda _: 0))
+    return lane.take(Puller(WorkerId(""), room, None))
 
 
 def _scenario(loads: list[tuple[float, int]], spread: list[float], place: float) -> Scenario:
