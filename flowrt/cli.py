@@ -486,13 +486,6 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", metavar="DIR", help="model that the run will start from")
     parser.add_argument("--controller", default="", metavar="RUN", help=f"{RUN_HELP}: the round trip is measured")
     parser.add_argument(
-        "--peers",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="nodes that probe at a time: lanes between them are measured",
-    )
-    parser.add_argument(
         "--keys",
         default=os.environ.get(KEYS_VARIABLE, ""),
         metavar="DIR",
@@ -511,10 +504,6 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time limit for the controller and the other nodes to answer (default: %(default)s s)",
     )
-    parser.add_argument("--json", action="store_true", help="print the facts of this node as one line of JSON")
-    parser.add_argument(
-        "--merge", nargs="+", default=[], metavar="FILE", help="judge the output of --json of each node"
-    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -526,13 +515,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
         run_dir=arguments.run_dir,
         model=arguments.model,
         controller=arguments.controller,
-        peers=arguments.peers,
         keys=arguments.keys,
         on=arguments.on,
         nodes=arguments.nodes,
         deadline_s=arguments.deadline_s,
-        merge=tuple(arguments.merge),
-        as_json=arguments.json,
     )
     return doctor(options, console())
 

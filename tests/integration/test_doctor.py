@@ -40,32 +40,11 @@ def test_three_nodes_measure_each_other(three_nodes: tuple[subprocess.CompletedP
     facts = [json.loads(line) for line in lines]
     probes = {one["probe"] for one in facts}
     for one in facts:
-        assert set(one["bytes_per_s"]) == set(one["delay_s"]) == probes - {one["probe"]}
+        assert set(one["bytes_per_s"]) == probes - {one["probe"]}
         assert min(one["bytes_per_s"].values()) > 0
         assert 0 < one["round_trip_s"] < 60
         assert one["peer_error"] == ""
-        # One machine, one clock: the remaining delay is the transfer time.
-        assert all(0 <= delay_s < 60 for delay_s in one["delay_s"].values())
     assert "the same everywhere" in completed.stdout
-
-
-def test_saved_facts_can_be_evaluated_later(
-    three_nodes: tuple[subprocess.CompletedProcess[str], list[str]], tmp_path: Path
-) -> None:
-    """One node has little free memory and another torch version: two error lines, each with node and fix."""
-    first, second, _ = (json.loads(line) for line in three_nodes[1])
-    second["free_memory_bytes"] = 10**9
-    second["versions"]["torch"] = "2.0.0"
-    for name, facts in (("first", first), ("second", second)):
-        (tmp_path / name).write_text("srun: some words\n" + json.dumps(facts) + "\n")
-    completed = doctor("--merge", tmp_path / "first", tmp_path / "second")
-    assert completed.returncode == 1
-    errors = [line for line in completed.stdout.splitlines() if line.startswith("flowrt: ")]
-    assert len(errors) == 2, completed.stdout
-    assert errors[0].startswith("flowrt: memory, middle: 0.9 GiB free")
-    assert "rollout.max_running_requests" in errors[0]
-    assert "versions: torch" in errors[1]
-    assert "middle 2.0.0" in errors[1]
 
 
 def test_single_node_with_a_bad_model_or_controller_address(tmp_path: Path) -> None:
@@ -89,8 +68,7 @@ def test_missing_device_is_reported_for_each_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--merge", "nowhere"], "nowhere cannot be read"),
-        (["--merge", __file__], "holds no facts"),
+        (["--on", "echo {} #"], "printed no facts of this version of flowrt"),
         (["--on", "nosuchrun -n 2", "--nodes", "2"], "cannot be started"),
         (["--on", "true", "--nodes", "2"], "0 of 2 nodes answered before --on true ended with exit code 0"),
         (["--on", "false"], "0 of 1 nodes answered before --on false ended with exit code 1"),

@@ -1,9 +1,7 @@
-"""``flowrt doctor``: checks one node, many nodes by files, or many nodes at once.
+"""``flowrt doctor``: checks one node, or many nodes at once.
 
-- Without flags the command checks this node. ``--json`` prints this node's facts as a line; ``--merge`` checks such
-  lines of many nodes.
-- ``--on PREFIX`` starts ``flowrt doctor --json`` on all nodes at once; this process is the controller of their
-  probes, which also measure the lanes between each pair of nodes.
+``--on PREFIX`` starts `facts` on all nodes; this process is the controller of their probes, which also measure the
+lanes between each pair of nodes.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ from flowrt.controller.settings import Dataflow, Settings
 from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError, WaitExpired
 from flowrt.launcher.doctor.checks import Finding, Verdict, is_well, judge, wanted
 from flowrt.launcher.doctor.estimate import estimate
-from flowrt.launcher.doctor.facts import START_S, Facts, collect, from_json, lanes_s
+from flowrt.launcher.doctor.facts import START_S, Facts, Probe, collect, from_json, lanes_s
 from flowrt.launcher.doctor.model_shape import shape_of
 from flowrt.launcher.observer import locate
 from flowrt.net.curve_keys import controller_keys
@@ -51,13 +49,10 @@ class DoctorOptions:
     run_dir: str
     model: str
     controller: str
-    peers: int
     keys: str
     on: str
     nodes: int
     deadline_s: float
-    merge: tuple[str, ...]
-    as_json: bool
 
 
 def doctor(options: DoctorOptions, console: Console) -> int:
@@ -70,16 +65,12 @@ def doctor(options: DoctorOptions, console: Console) -> int:
         prefix = shlex.split(options.on)
     except ValueError as error:
         raise ConfigError(f"--on cannot be split into words ({error}): {options.on!r}; check the quotes") from None
-    if options.as_json:
-        sys.stdout.write(_collect(options, config).to_json() + "\n")
-        return EXIT_OK
     shape = shape_of(config)
-    if options.merge:
-        all_facts = [facts for path in options.merge for facts in _read(Path(path))]
-    elif prefix:
+    if prefix:
         all_facts = run_loop(_collect_everywhere(options, config, prefix))
     else:
-        all_facts = [_collect(options, config)]
+        controller = locate(options.controller)[0] if options.controller else ""
+        all_facts = [collect(config.run_dir, config.model, Probe(controller, options.keys, 1, options.deadline_s))]
     want = wanted(config, estimate(config, shape), all_facts, bool(options.controller or prefix))
     return report(judge(sorted(with_unique_names(all_facts), key=lambda facts: facts.node), want), console)
 
@@ -123,34 +114,6 @@ def merge_good(findings: Sequence[Finding]) -> list[Finding]:
     return [*lines, *(finding for finding in findings if finding.verdict is not Verdict.GOOD)]
 
 
-def _collect(options: DoctorOptions, config: RunConfig) -> Facts:
-    """The facts of this node."""
-    probe = ["--deadline-s", str(options.deadline_s)]
-    if options.controller:
-        probe += ["--controller", locate(options.controller)[0], "--peers", str(options.peers)]
-        probe += ["--keys", options.keys] if options.keys else []
-    limit_s = START_S + options.deadline_s + lanes_s(options.peers)
-    return collect(Path(config.run_dir or "."), config.model, probe, limit_s)
-
-
-def _read(path: Path) -> list[Facts]:
-    """The facts in a file, a line for each node; other lines, as of a job launcher, are skipped. Raises ConfigError."""
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file; name one written by flowrt doctor --json")
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    found = _parse(text, str(path))
-    if not found:
-        raise ConfigError(f"{path} holds no facts; flowrt doctor --json prints them")
-    return found
-
-
-def _parse(text: str, source: str) -> list[Facts]:
-    return [from_json(line, source) for line in text.splitlines() if line.startswith("{")]
-
-
 async def _collect_everywhere(options: DoctorOptions, config: RunConfig, prefix: list[str]) -> list[Facts]:
     """The facts of all nodes, from probes of this controller. Raises ConfigError if a node does not answer."""
     keys = controller_keys(Path(options.keys)) if options.keys else None
@@ -163,9 +126,9 @@ async def _collect_everywhere(options: DoctorOptions, config: RunConfig, prefix:
 
 
 async def _start_everywhere(options: DoctorOptions, config: RunConfig, prefix: list[str], address: str) -> list[Facts]:
-    words = [*prefix, sys.executable, RUN_MODULE, "flowrt.cli", "doctor", "--json", "--controller", address]
-    words += ["--peers", str(options.nodes), "--deadline-s", str(options.deadline_s)]
-    for flag, value in (("--keys", options.keys), ("--run-dir", config.run_dir), ("--model", config.model)):
+    probe = Probe(address, options.keys, options.nodes, options.deadline_s)
+    words = [*prefix, sys.executable, RUN_MODULE, "flowrt.launcher.doctor.facts", *probe.flags()]
+    for flag, value in (("--run-dir", config.run_dir), ("--model", config.model)):
         words += [flag, value] if value else []
     command = " ".join(prefix)
     try:
@@ -182,7 +145,8 @@ async def _start_everywhere(options: DoctorOptions, config: RunConfig, prefix: l
         raise ConfigError(
             f"--on {command} has not ended within {deadline_s:.0f} s; can each of the nodes reach {address}?"
         ) from None
-    answers = _parse(output.decode(errors="replace"), command)
+    lines = output.decode(errors="replace").splitlines()  # also those of a job launcher, which are skipped
+    answers = [from_json(line, f"--on {command}") for line in lines if line.startswith("{")]
     if len(answers) < options.nodes:
         raise ConfigError(
             f"{len(answers)} of {options.nodes} nodes answered before --on {command} ended with exit code "

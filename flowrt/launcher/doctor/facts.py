@@ -1,5 +1,9 @@
-"""Facts about one node: collected there, sent as a line of JSON, evaluated by `checks`."""
+"""Facts about one node, evaluated by `checks`.
 
+``python -m flowrt.launcher.doctor.facts`` prints those of its node as a line of JSON: `command` starts it on each node.
+"""
+
+import argparse
 import dataclasses
 import json
 import os
@@ -13,12 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, TypedDict
 
 from flowrt.errors import ConfigError
 from flowrt.protocol.messages import PROTOCOL
 from flowrt.runtime.addresses import is_ipv6
+from flowrt.runtime.bounds import seconds
 from flowrt.runtime.host import interfaces, own_address
 from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.memory import available_bytes
@@ -31,11 +35,10 @@ ROUND_S = 15.0
 
 
 class Accelerator(TypedDict):
-    """An accelerator and its memory."""
+    """An accelerator and its free memory."""
 
     name: str
     free_bytes: int
-    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class Facts:
         lanes: transports that lanes can use.
         probe: name of this node's probe; empty if it measured nothing between nodes.
         round_trip_s: median round trip to the controller; None if it was not measured.
-        delay_s: seconds from send to receipt by the two hosts' clocks, by the name of the sending probe.
         bytes_per_s: bandwidth of the lane to this node, by the name of the sending probe.
         lane_errors: failures of lane tests, by the name of the other probe.
     """
@@ -59,7 +61,6 @@ class Facts:
     python: str
     versions: dict[str, str]
     protocol: int
-    cores: int
     free_memory_bytes: int
     free_disk_bytes: int
     directory_error: str
@@ -73,7 +74,6 @@ class Facts:
     devices: list[Accelerator] = field(default_factory=list)
     probe: str = ""
     round_trip_s: float | None = None
-    delay_s: dict[str, float] = field(default_factory=dict)
     bytes_per_s: dict[str, float] = field(default_factory=dict)
     peer_error: str = ""
     lane_errors: dict[str, str] = field(default_factory=dict)
@@ -83,35 +83,47 @@ class Facts:
 
 
 def from_json(text: str, source: str) -> Facts:
-    """Parse the output of `Facts.to_json`. Raises ConfigError, naming the ``source``, for any other text."""
+    """Parse the output of `Facts.to_json`. Raises ConfigError, naming the ``source``, for that of another version."""
     try:
-        facts = Facts(**json.loads(text))
-        for name, kind in get_type_hints(Facts).items():
-            if not _is_instance(getattr(facts, name), kind):
-                raise TypeError(f"{name} is {getattr(facts, name)!r}")
+        return Facts(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{source} holds no facts of flowrt doctor --json: {error}") from None
-    return facts
+        raise ConfigError(f"{source} printed no facts of this version of flowrt: {error}") from None
 
 
-def _is_instance(value: object, kind: Any) -> bool:
-    """`isinstance` for the types of the fields of `Facts`."""
-    if is_typeddict(kind):
-        hints = get_type_hints(kind)
-        return (
-            isinstance(value, dict)
-            and value.keys() == hints.keys()
-            and all(_is_instance(value[key], hints[key]) for key in hints)
-        )
-    arguments = get_args(kind)
-    match get_origin(kind):
-        case None:
-            return type(value) in ((int, float) if kind is float else (kind,))
-        case origin if origin is UnionType:
-            return any(_is_instance(value, one) for one in arguments)
-        case origin if origin is list:
-            return isinstance(value, list) and all(_is_instance(item, arguments[0]) for item in value)
-    return isinstance(value, dict) and all(_is_instance(item, arguments[1]) for item in value.values())
+@dataclass(frozen=True)
+class Probe:
+    """What the probe of a node measures.
+
+    Attributes:
+        controller: address of the controller whose round trip is measured; empty for none.
+        keys: directory of the keys for it; empty for none.
+        nodes: number of nodes that probe at a time, between which lanes are measured.
+        deadline_s: time limit for the controller and the other nodes to answer.
+    """
+
+    controller: str
+    keys: str
+    nodes: int
+    deadline_s: float
+
+    def flags(self) -> list[str]:
+        """The flags of `add_probe_flags`."""
+        words = ["--deadline-s", str(self.deadline_s)]
+        words += ["--controller", self.controller, "--nodes", str(self.nodes)] if self.controller else []
+        return words + (["--keys", self.keys] if self.controller and self.keys else [])
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Probe":
+        """What parsed flags ask for."""
+        return cls(arguments.controller, arguments.keys, arguments.nodes, arguments.deadline_s)
+
+
+def add_probe_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `Probe`."""
+    parser.add_argument("--controller", default="", help="tcp://HOST:PORT")
+    parser.add_argument("--keys", default="", help="directory of keys")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes that probe, this one included")
+    parser.add_argument("--deadline-s", type=seconds, default=60.0)
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -131,15 +143,15 @@ def lanes_s(count: int) -> float:
     return len(rounds(count)) * ROUND_S
 
 
-def collect(directory: Path, model: str, probe: list[str], limit_s: float) -> Facts:
+def collect(run_dir: str, model: str, probe: Probe) -> Facts:
     """This node's facts.
 
     Args:
-        directory: where the run would be written.
+        run_dir: where the run would be written; empty for the working directory.
         model: the model's directory; empty for a built one.
-        probe: arguments of `flowrt.launcher.doctor.probe`.
-        limit_s: time limit of the probe, in seconds.
+        probe: what to measure.
     """
+    directory = Path(run_dir or ".")
     existing = next((path for path in (directory, *directory.absolute().parents) if path.exists()), Path("/"))
     node = node_name()
     facts = Facts(
@@ -147,7 +159,6 @@ def collect(directory: Path, model: str, probe: list[str], limit_s: float) -> Fa
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
         protocol=PROTOCOL,
-        cores=len(os.sched_getaffinity(0)),
         free_memory_bytes=available_bytes(),
         free_disk_bytes=shutil.disk_usage(existing).free,
         directory_error="" if os.access(existing, os.W_OK) else f"{existing} is not writable",
@@ -157,7 +168,7 @@ def collect(directory: Path, model: str, probe: list[str], limit_s: float) -> Fa
         port_error=_port_error(),
         model_error=_model_error(Path(model)) if model else "",
     )
-    return dataclasses.replace(facts, **_probe(["--node", node, *probe], limit_s))
+    return dataclasses.replace(facts, **_probed(node, probe))
 
 
 def _model_error(path: Path) -> str:
@@ -189,9 +200,10 @@ def _port_error() -> str:
         return f"{own_address()}: {error.strerror}"
 
 
-def _probe(arguments: list[str], limit_s: float) -> dict[str, Any]:
+def _probed(node: str, probe: Probe) -> dict[str, Any]:
     """The facts that the probe prints. The probe is a process of its own: the import of torch may crash."""
-    words = [sys.executable, RUN_MODULE, "flowrt.launcher.doctor.probe", *arguments]
+    limit_s = START_S + probe.deadline_s + lanes_s(probe.nodes)
+    words = [sys.executable, RUN_MODULE, "flowrt.launcher.doctor.probe", "--node", node, *probe.flags()]
     call = partial(subprocess.run, words, capture_output=True, text=True, timeout=limit_s, check=False)
     try:
         ended = blocking(call, limit_s, "the probe of this node", "the probe")
@@ -202,3 +214,16 @@ def _probe(arguments: list[str], limit_s: float) -> dict[str, Any]:
         return {"torch_error": lines[-1] if lines else f"exit code {ended.returncode}"}
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="print facts about this node as a line of JSON")
+    parser.add_argument("--run-dir", default="")
+    parser.add_argument("--model", default="")
+    add_probe_flags(parser)
+    arguments = parser.parse_args()
+    sys.stdout.write(collect(arguments.run_dir, arguments.model, Probe.of(arguments)).to_json() + "\n")
+
+
+if __name__ == "__main__":
+    main()

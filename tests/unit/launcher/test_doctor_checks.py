@@ -1,8 +1,6 @@
 """Findings of flowrt doctor: a failure (or a warning) of every check, with its message."""
 
 import dataclasses
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,15 @@ from flowrt.launcher.doctor.checks import Finding, Verdict, Wanted, judge
 from flowrt.launcher.doctor.command import merge_good, with_unique_names
 from flowrt.launcher.doctor.facts import PACKAGES, Accelerator, Facts, from_json, rounds
 from flowrt.launcher.doctor.model_shape import built_shape, read_shape
-from flowrt.launcher.doctor.probe import FIRST_BYTES, GROWTH, MAX_BYTES, bandwidth, next_size
 from flowrt.recipes.config_io import parse
 
 GIB = 2**30
-GPU = Accelerator(name="H200", free_bytes=100 * GIB, total_bytes=140 * GIB)
+GPU = Accelerator(name="H200", free_bytes=100 * GIB)
 HEALTHY = Facts(
     node="a",
     python="3.11.7",
     versions=dict.fromkeys(PACKAGES, "1.0"),
     protocol=4,
-    cores=8,
     free_memory_bytes=64 * GIB,
     free_disk_bytes=64 * GIB,
     directory_error="",
@@ -47,12 +43,9 @@ def other(name: str, **changes: Any) -> Facts:
     return dataclasses.replace(HEALTHY, node=name, probe=f"probe-{name}-1", **changes)
 
 
-def pair(delay_s: tuple[float, float] = (1e-4, 1e-4), speed: float = 1e9) -> list[Facts]:
-    """Two connected nodes; ``delay_s``: the delay of messages to a and to b."""
-    return [
-        other("a", delay_s={"probe-b-1": delay_s[0]}, bytes_per_s={"probe-b-1": speed}),
-        other("b", delay_s={"probe-a-1": delay_s[1]}, bytes_per_s={"probe-a-1": speed}),
-    ]
+def pair(speed: float = 1e9) -> list[Facts]:
+    """Two connected nodes."""
+    return [other("a", bytes_per_s={"probe-b-1": speed}), other("b", bytes_per_s={"probe-a-1": speed})]
 
 
 def bad(findings: list[Finding], verdict: Verdict = Verdict.BAD) -> list[Finding]:
@@ -150,19 +143,9 @@ def test_python_patch_versions_may_differ() -> None:
     assert not bad(judge([one, dataclasses.replace(two, python="3.11.9")], WANT))
 
 
-def test_the_clock_offset_excludes_the_network_delay() -> None:
-    """Two seconds ahead, on a slow link: messages to the node seem to take 5 s, messages from it 1 s."""
-    (line,) = [finding for finding in judge(pair((1.0, 5.0)), WANT) if finding.check == "clock"]
-    assert line.verdict is Verdict.BAD
-    assert "+2000.0 ms" in line.found
-    assert "chrony" in line.fix
-    (line,) = [finding for finding in judge(pair((3.0, 3.0)), WANT) if finding.check == "clock"]
-    assert (line.verdict, "+0.0 ms" in line.found) == (Verdict.GOOD, True)
-
-
 def test_a_pair_without_a_connection_fails() -> None:
     one, two = pair()
-    lost = dataclasses.replace(two, bytes_per_s={}, delay_s={}, peer_error="waited 60 s for its turn with probe-a-1")
+    lost = dataclasses.replace(two, bytes_per_s={}, peer_error="waited 60 s for its turn with probe-a-1")
     (line,) = bad(judge([one, lost], WANT))
     assert (line.check, line.where) == ("lane", "a to b")
     assert "waited 60 s" in line.found
@@ -171,7 +154,7 @@ def test_a_pair_without_a_connection_fails() -> None:
 
 def test_a_pair_without_a_connection_reports_only_its_own_errors() -> None:
     one, two = pair()
-    unmet: dict[str, Any] = {"bytes_per_s": {}, "delay_s": {}}
+    unmet: dict[str, Any] = {"bytes_per_s": {}}
     lines = bad(judge([dataclasses.replace(one, **unmet), dataclasses.replace(two, **unmet)], WANT))
     assert {line.found for line in lines} == {"nothing arrived"}
     reported = dataclasses.replace(one, **unmet, lane_errors={"probe-b-1": "timed out", "probe-c-1": "another error"})
@@ -180,12 +163,7 @@ def test_a_pair_without_a_connection_reports_only_its_own_errors() -> None:
 
 
 def test_a_slow_lane_is_a_warning() -> None:
-    assert len(bad(judge(pair(speed=5e7), WANT), Verdict.WARN)) == 2  # slow in absolute terms
-    names = ("a", "b", "c")
-    three = [other(name, bytes_per_s={f"probe-{peer}-1": 1e9 for peer in names if peer != name}) for name in names]
-    three[2].bytes_per_s["probe-a-1"] = 2e8  # slow compared with the others
-    (line,) = bad(judge(three, WANT), Verdict.WARN)
-    assert line.where == "a to c"
+    assert [line.where for line in bad(judge(pair(speed=5e7), WANT), Verdict.WARN)] == ["a to b", "b to a"]
 
 
 def test_a_lane_below_the_minimum_transfer_rate_fails() -> None:
@@ -202,15 +180,6 @@ def test_nodes_of_the_same_name_get_unique_names() -> None:
     assert line.found == "vm (10.0.0.1) 1, vm (10.0.0.2) 2"
 
 
-def test_probes_of_a_slow_lane_stay_small() -> None:
-    assert next_size([]) == FIRST_BYTES
-    assert next_size([(FIRST_BYTES, 0.01)]) == GROWTH * FIRST_BYTES
-    assert next_size([(FIRST_BYTES, 1.5)]) == 0
-    largest = [(FIRST_BYTES, 0.001), *[(MAX_BYTES, 0.5)] * 3]
-    assert (next_size(largest[:-1]), next_size(largest)) == (MAX_BYTES, 0)
-    assert bandwidth([(FIRST_BYTES, 1e-6), (MAX_BYTES, 0.5), (MAX_BYTES, 0.25)]) == MAX_BYTES / 0.25
-
-
 def test_only_good_findings_are_merged() -> None:
     findings = judge([other("a"), other("b", python="3.10.1"), other("c")], Wanted())
     lines = merge_good(findings)
@@ -222,30 +191,14 @@ def test_only_good_findings_are_merged() -> None:
 
 
 def test_facts_round_trip_through_json() -> None:
-    facts = other("b", devices=[GPU], delay_s={"x": 0.5})
+    facts = other("b", devices=[GPU], bytes_per_s={"x": 0.5})
     assert from_json(facts.to_json(), "here") == facts
 
 
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        lambda table: table.pop("node"),
-        lambda table: table.update(node=3),
-        lambda table: table.update(free_memory_bytes="much"),
-        lambda table: table.update(versions=["torch"]),
-        lambda table: table.update(devices=[{"name": "x"}]),
-        lambda table: table.update(devices=[{**GPU, "free_bytes": "much"}]),
-        lambda table: table.update(cores=True),
-        lambda table: table.update(round_trip_s="soon"),
-        lambda table: table.update(delay_s={"b": "soon"}),
-        lambda table: table.update(unknown=1),
-    ],
-)
-def test_invalid_facts_are_refused(corrupt: Callable[[dict[str, Any]], object]) -> None:
-    table = json.loads(HEALTHY.to_json())
-    corrupt(table)
-    with pytest.raises(ConfigError, match="a file holds no facts of flowrt doctor --json"):
-        from_json(json.dumps(table), "a file")
+@pytest.mark.parametrize("text", ["{", "{}", '{"node": "a", "cores": 8}', "[]"])
+def test_facts_of_another_version_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="srun printed no facts of this version of flowrt"):
+        from_json(text, "srun")
 
 
 @pytest.mark.parametrize("count", range(1, 10))

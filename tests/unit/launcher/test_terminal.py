@@ -271,9 +271,3 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path: Path, capfd: pytest
     (tmp_path / "config.toml").write_bytes(b"\xff")
     assert main(["status", str(tmp_path)]) == 2
     assert "config.toml is not TOML" in capfd.readouterr().err
-
-
-def test_doctor_refuses_facts_in_a_named_pipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "facts")
-    assert main(["doctor", "--merge", str(tmp_path / "facts")]) == 2
-    assert "is not a regular file" in capfd.readouterr().err
