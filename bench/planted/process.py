@@ -22,9 +22,8 @@ from flowrt.ranks.barrier import RankCollectives
 from flowrt.ranks.process_group import STORE_VARIABLE
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.tasks.base import Example, TrainingSet
-from flowrt.roles.algorithm import algorithm
 from flowrt.roles.source import offer_all
-from flowrt.roles.trainer import train_step
+from flowrt.roles.trainer import Trainer
 from planted.plants import READ_S, SAVE_S, SLOW_RANK, SLOW_TRAIN
 
 RANKS_TIMEOUT = timedelta(seconds=60)
@@ -64,7 +63,7 @@ async def trainer(session: Session, spec: RunSpec) -> None:
     ranks = RankCollectives(session.timeline, session.worker)
     engine = SimulatedTrainer(cost, pace, spec.workload.parameter_bytes)
     for step in range(config.steps):
-        await train_step(session, config, engine, ranks, step, algorithm(config))
+        await Trainer(session, config, engine, ranks).train_step(step)
         with session.timeline.busy("step"):
             metrics = await ranks.call(engine.step, f"step {step}")
         if is_leader:

@@ -37,7 +37,7 @@ from flowrt.roles.main import main
 from flowrt.roles.reference_weights import resume_refreshes, write_refresh
 from flowrt.roles.samples import TrainedSamples
 from flowrt.roles.written_models import WrittenModels
-from flowrt.runtime.time_limits import BASE_S, pass_s, state_s, weights_s
+from flowrt.runtime.time_limits import pass_s, state_s, weights_s
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -59,64 +59,209 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     Raises ConfigError if the engine does not apply supports that it needs, EngineError if it returns no metrics of a
     step.
     """
-    is_leader = int(os.environ.get("RANK", "0")) == 0
     check_supports(config, engine)
-    objective = algorithm(config)
-    update_s, step_s = step_limits(config, objective)
     ranks = RankCollectives(session.timeline, session.worker)
-    checkpoints = Checkpoints(session, config, engine, ranks)
-    done = await checkpoints.load()
-    models = WrittenModels(session, config, engine, ranks)
-    await models.resume(done)
-    if config.reference.refresh and is_leader:
-        await asyncio.to_thread(resume_refreshes, config, done)
-    best = await best_weights(session, config, engine, ranks, done, is_leader)
-    if done:
-        await publish(session, engine, ranks, done, is_leader, best=best, limit_s=update_s)
-    writing = None if best is None else asyncio.create_task(best.run())
-    samples = TrainedSamples(session, config)
-    preempted = False
-    for step in range(done, config.steps):
-        micro_batches = await train_step(session, config, engine, ranks, step, objective, samples)
-        if preempted := micro_batches is None:
-            break
-        with session.timeline.busy("step"), session.progress.expected(step_s):
-            metrics = await collective_call(ranks, config, engine.step, f"step {step}")
-        if not metrics and micro_batches:
-            raise EngineError(f"step {step}: the engine got {micro_batches} micro-batches and reports no metrics")
-        if not metrics:
-            break  # the prompts are exhausted
-        done = step + 1
-        if is_leader:
+    await Trainer(session, config, engine, ranks, TrainedSamples(session, config)).run()
+
+
+class Trainer:
+    """One rank of the trainer. All its coroutines are collective: every rank calls them, in the same order."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: RunConfig,
+        engine: TrainEngine,
+        ranks: RankCollectives,
+        samples: TrainedSamples | None = None,
+    ) -> None:
+        """Make a trainer.
+
+        Args:
+            session: the session of this rank.
+            config: the run's configuration.
+            engine: the engine of this rank.
+            ranks: its collective calls.
+            samples: notes the samples that are stored; None: none are stored.
+        """
+        self._session = session
+        self._config = config
+        self._engine = engine
+        self._ranks = ranks
+        self._samples = samples
+        self._algorithm = algorithm(config)
+        self._is_leader = int(os.environ.get("RANK", "0")) == 0
+        self._is_lock_step = TRAIN_ENGINES[config.trainer.engine].is_lock_step(config.trainer)
+        self._model_bytes = weight_bytes(model_dir(config))
+        self._update_s = state_s(self._model_bytes)
+        """Time limit of work on the whole state, in seconds."""
+        self._step_s = self._update_s + self._passes_at_end() * pass_s(self._step_tokens(), self._model_bytes)
+        """Time limit of the end of a step, in seconds."""
+        self._best: BestWeights | None = None
+
+    def _step_tokens(self) -> int:
+        return self._config.prompts_per_step * self._config.group_size * self._config.rollout.max_new_tokens
+
+    def _passes_at_end(self) -> int:
+        """Passes over a step after its last sample: with several updates, or statistics of the step, all of them."""
+        plan = self._config.algorithm.plan
+        return plan.epochs if plan.updates * plan.epochs > 1 or self._algorithm.needs.scope == "step" else 0
+
+    async def run(self) -> None:
+        """Train the run's steps, from its checkpoint on."""
+        session, config = self._session, self._config
+        checkpoints = Checkpoints(session, config, self._engine, self._ranks)
+        done = await checkpoints.load()
+        models = WrittenModels(session, config, self._engine, self._ranks)
+        await models.resume(done)
+        if config.reference.refresh and self._is_leader:
+            await asyncio.to_thread(resume_refreshes, config, done)
+        self._best = await self._best_weights(done)
+        if done:
+            await self.publish(done)
+        writing = None if self._best is None else asyncio.create_task(self._best.run())
+        preempted = False
+        for step in range(done, config.steps):
+            micro_batches = await self.train_step(step)
+            if preempted := micro_batches is None:
+                break
+            metrics = await self._close_step(step)
+            if not metrics and micro_batches:
+                raise EngineError(f"step {step}: the engine got {micro_batches} micro-batches and reports no metrics")
+            if not metrics:
+                break  # the prompts are exhausted
+            done = step + 1
+            if config.reference.refresh and done % config.reference.refresh == 0:
+                await self._refresh_reference(done)
+            await self.publish(done, measured_kl(metrics, step))
+            if self._samples is not None:
+                self._samples.send(step)
+            if writing is not None and writing.done():
+                writing.result()  # raises the error of a failed write
+            await checkpoints.save_if_due(done)
+            with session.progress.expected(self._update_s):
+                await models.write_if_due(done)
+        await checkpoints.save(done)
+        if config.trainer.save and not preempted:
+            with session.progress.expected(self._update_s):
+                await models.write_final()
+        await session.params.wait_published()
+        if writing is not None and not preempted:
+            await wait_until(writing, UNTIL_STOPPED, "the results of the last evaluation", SOURCE)
+        session.finished()
+
+    async def train_step(self, step: int) -> int | None:
+        """Give the engine this rank's share of the step; returns its number of micro-batches.
+
+        Returns None if the run is preempted: then all ranks discard the step and restore the random state from before
+        it.
+        """
+        rng_state = torch.get_rng_state()
+        try:
+            return await self._accumulate(step)
+        except Drained as drained:
+            log.info("%s", drained)
+            if self._samples is not None:
+                self._samples.clear()
+            await self.collective_call(self._engine.discard, f"the gradient of step {step} to be discarded")
+            torch.set_rng_state(rng_state)
+            return None
+
+    async def _close_step(self, step: int) -> Mapping[str, float]:
+        """Make the optimiser step and report it; returns its metrics, which are empty if the prompts are exhausted."""
+        session = self._session
+        with session.timeline.busy("step"), session.progress.expected(self._step_s):
+            metrics = await self.collective_call(self._engine.step, f"step {step}")
+        if metrics and self._is_leader:
             session.step_done(step, metrics)
-        if config.reference.refresh and done % config.reference.refresh == 0:
-            await refresh_reference(session, config, engine, ranks, done, is_leader)
-        await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step), best, update_s)
-        samples.send(step)
-        if writing is not None and writing.done():
-            writing.result()  # raises the error of a failed write
-        await checkpoints.save_if_due(done)
-        with session.progress.expected(update_s):
-            await models.write_if_due(done)
-    await checkpoints.save(done)
-    if config.trainer.save and not preempted:
-        with session.progress.expected(update_s):
-            await models.write_final()
-    await session.params.wait_published()
-    if writing is not None and not preempted:
-        await wait_until(writing, UNTIL_STOPPED, "the results of the last evaluation", SOURCE)
-    session.finished()
+        return metrics
 
+    async def collective_call(self, call: Callable[[], Result], what: str) -> Result:
+        """Make a collective call of the engine after this rank's last pass of a step; returns its result.
 
-def step_limits(config: RunConfig, objective: Algorithm) -> tuple[float, float]:
-    """Time limits in seconds of work on the whole state, and of the end of a step.
+        In lock step (``fsdp.gather = pass``) other ranks may have passes left that need this rank. So there is no
+        barrier before the call, and the engine itself waits for the other ranks.
+        """
+        ranks = self._ranks
+        result: Result = await (ranks.local_call(call, what) if self._is_lock_step else ranks.call(call, what))
+        return result
 
-    With several updates, or statistics of the step, its passes follow the last sample.
-    """
-    model_bytes, plan = weight_bytes(model_dir(config)), config.algorithm.plan
-    tokens = config.prompts_per_step * config.group_size * config.rollout.max_new_tokens
-    passes = plan.epochs if plan.updates * plan.epochs > 1 or objective.needs.scope == "step" else 0
-    return state_s(model_bytes), state_s(model_bytes) + passes * pass_s(tokens, model_bytes)
+    async def publish(self, version: int, kl: Mapping[int, float] | None = None) -> None:
+        """Publish a snapshot of the current weights as ``version``; rank 0 sends it.
+
+        ``kl`` has the measured KL (nats per token) of earlier versions by version, for weight-sync policies.
+        """
+        session, ranks = self._session, self._ranks
+        with session.timeline.busy("snapshot"), session.progress.expected(self._update_s):
+            tensors = await ranks.call(self._engine.parameters, f"version {version}")
+            snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if self._is_leader else None
+        if snapshot is not None:
+            if self._best is not None:
+                self._best.keep(snapshot)
+            with ranks.exempt():  # the checksum of the previous version may still be in progress
+                await session.params.publish_in_background(POLICY, snapshot, kl)
+
+    async def _accumulate(self, step: int) -> int:
+        """Train this rank's share of the step, prefetching one micro-batch; returns the number of micro-batches.
+
+        Raises Drained if the run is preempted.
+        """
+        session, config, ranks = self._session, self._config, self._ranks
+
+        def pull() -> asyncio.Task[Batch]:
+            tokens = config.trainer.micro_batch_tokens
+            return asyncio.create_task(session.pull("train", slots=0, tokens=tokens, step=step))
+
+        with ranks.exempt():
+            batch = await pull()
+        micro_batches = 0
+        while not batch.closed:
+            micro_batches += 1
+            following = pull()
+            with session.timeline.busy("train"):
+                ready = to_training_batch(batch, config, step, self._algorithm, self._samples)
+                limit_s = pass_s(sum(map(len, (*ready.prompts, *ready.responses))), self._model_bytes)
+                # The other ranks wait for this one even if it takes longer than trainer.rank_timeout_s.
+                exempt = contextlib.nullcontext() if self._is_lock_step else ranks.exempt(limit_s)
+                with session.progress.expected(limit_s), exempt:
+                    await ranks.local_call(partial(self._engine.accumulate, ready), f"a pass of step {step}")
+            with ranks.exempt():
+                batch = await following
+        return micro_batches
+
+    async def _best_weights(self, done: int) -> BestWeights | None:
+        """The writer of the best weights on rank 0; None on other ranks, or without ``checkpoint.best``.
+
+        It keeps version 0 if no step is done.
+        """
+        if not self._config.checkpoint.best:
+            return None
+        tensors = await self._ranks.call(self._engine.parameters, f"the weights of step {done}")
+        if not self._is_leader:
+            return None
+        best = BestWeights(self._session, self._config, BestDirectory(self._config, tensors, done))
+        if not done:
+            best.keep(await asyncio.to_thread(Snapshot.take, 0, tensors))
+        return best
+
+    async def _refresh_reference(self, step: int) -> None:
+        """Write the reference of ``step``, before that version of the policy is published.
+
+        Raises EngineError if writing fails.
+        """
+        session, ranks = self._session, self._ranks
+        fix = f"free disk space, then flowrt resume {self._config.run_dir}"
+        with (
+            session.timeline.busy("save"),
+            session.progress.expected(weights_s(self._model_bytes)),
+            disk_errors(f"the reference of step {step}", fix),
+            ranks.exempt(),
+        ):
+            tensors = await ranks.call(self._engine.parameters, f"the weights of step {step}")
+            if self._is_leader:
+                await asyncio.to_thread(write_refresh, self._config, step, tensors)
+            if dist.is_initialized():
+                await ranks.call(dist.barrier, f"the reference of step {step}")
 
 
 def check_supports(config: RunConfig, engine: object) -> None:
@@ -140,149 +285,6 @@ def measured_kl(metrics: Mapping[str, float], step: int) -> dict[int, float]:
         int(name.removeprefix(DIVERGENCE)): value for name, value in metrics.items() if name.startswith(DIVERGENCE)
     }
     return {step - age: value for age, value in by_age.items()}
-
-
-async def publish(
-    session: Session,
-    engine: TrainEngine,
-    ranks: RankCollectives,
-    version: int,
-    is_leader: bool,
-    kl: Mapping[int, float] | None = None,
-    best: BestWeights | None = None,
-    limit_s: float = BASE_S,
-) -> None:
-    """Publish a snapshot of the current weights as ``version``. Collective: all ranks call it; rank 0 publishes.
-
-    ``kl`` has the measured KL (nats per token) of earlier versions by version, for weight-sync policies; ``best`` keeps
-    versions that are evaluated; ``limit_s`` is the time limit of the snapshot in seconds.
-    """
-    with session.timeline.busy("snapshot"), session.progress.expected(limit_s):
-        tensors = await ranks.call(engine.parameters, f"version {version}")
-        snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if is_leader else None
-    if snapshot is not None:
-        if best is not None:
-            best.keep(snapshot)
-        with ranks.exempt():  # the checksum of the previous version may still be in progress
-            await session.params.publish_in_background(POLICY, snapshot, kl)
-
-
-async def best_weights(
-    session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives, done: int, is_leader: bool
-) -> BestWeights | None:
-    """The writer of the best weights on the leader; None on other ranks, or without ``checkpoint.best``.
-
-    It keeps version 0 if no step is done. Collective: all ranks call it.
-    """
-    if not config.checkpoint.best:
-        return None
-    tensors = await ranks.call(engine.parameters, f"the weights of step {done}")
-    if not is_leader:
-        return None
-    best = BestWeights(session, config, BestDirectory(config, tensors, done))
-    if not done:
-        best.keep(await asyncio.to_thread(Snapshot.take, 0, tensors))
-    return best
-
-
-async def refresh_reference(
-    session: Session,
-    config: RunConfig,
-    engine: TrainEngine,
-    ranks: RankCollectives,
-    step: int,
-    is_leader: bool,
-) -> None:
-    """Write the reference of ``step``, before that version of the policy is published. Collective: all ranks call it.
-
-    Raises EngineError if writing fails.
-    """
-    fix = f"free disk space, then flowrt resume {config.run_dir}"
-    limit_s = weights_s(weight_bytes(model_dir(config)))
-    with (
-        session.timeline.busy("save"),
-        session.progress.expected(limit_s),
-        disk_errors(f"the reference of step {step}", fix),
-        ranks.exempt(),
-    ):
-        tensors = await ranks.call(engine.parameters, f"the weights of step {step}")
-        if is_leader:
-            await asyncio.to_thread(write_refresh, config, step, tensors)
-        if dist.is_initialized():
-            await ranks.call(dist.barrier, f"the reference of step {step}")
-
-
-async def train_step(
-    session: Session,
-    config: RunConfig,
-    engine: TrainEngine,
-    ranks: RankCollectives,
-    step: int,
-    objective: Algorithm,
-    samples: TrainedSamples | None = None,
-) -> int | None:
-    """Give the engine this rank's share of the step; returns its number of micro-batches.
-
-    Returns None if the run is preempted: then all ranks discard the step and restore the random state from before it.
-    """
-    rng_state = torch.get_rng_state()
-    try:
-        return await accumulate(session, config, engine, ranks, step, objective, samples)
-    except Drained as drained:
-        log.info("%s", drained)
-        if samples is not None:
-            samples.clear()
-        await collective_call(ranks, config, engine.discard, f"the gradient of step {step} to be discarded")
-        torch.set_rng_state(rng_state)
-        return None
-
-
-async def collective_call(ranks: RankCollectives, config: RunConfig, call: Callable[[], Result], what: str) -> Result:
-    """Make a collective call of the engine after this rank's last pass of a step; returns its result.
-
-    In lock step (``fsdp.gather = pass``) other ranks may have passes left that need this rank. So there is no barrier
-    before the call, and the engine itself waits for the other ranks.
-    """
-    lock_step = TRAIN_ENGINES[config.trainer.engine].is_lock_step(config.trainer)
-    result: Result = await (ranks.local_call(call, what) if lock_step else ranks.call(call, what))
-    return result
-
-
-async def accumulate(
-    session: Session,
-    config: RunConfig,
-    engine: TrainEngine,
-    ranks: RankCollectives,
-    step: int,
-    objective: Algorithm,
-    samples: TrainedSamples | None = None,
-) -> int:
-    """Train this rank's share of the step, prefetching one micro-batch; returns the number of micro-batches.
-
-    Raises Drained if the run is preempted.
-    """
-
-    def pull() -> asyncio.Task[Batch]:
-        return asyncio.create_task(session.pull("train", slots=0, tokens=config.trainer.micro_batch_tokens, step=step))
-
-    with ranks.exempt():
-        batch = await pull()
-    micro_batches = 0
-    model_bytes = weight_bytes(model_dir(config))
-    lock_step = TRAIN_ENGINES[config.trainer.engine].is_lock_step(config.trainer)
-    while not batch.closed:
-        micro_batches += 1
-        following = pull()
-        with session.timeline.busy("train"):
-            ready = to_training_batch(batch, config, step, objective, samples)
-            limit_s = pass_s(sum(map(len, (*ready.prompts, *ready.responses))), model_bytes)
-            # The other ranks wait for this one even if it takes longer than trainer.rank_timeout_s.
-            exempt = contextlib.nullcontext() if lock_step else ranks.exempt(limit_s)
-            with session.progress.expected(limit_s), exempt:
-                await ranks.local_call(partial(engine.accumulate, ready), f"a pass of step {step}")
-        with ranks.exempt():
-            batch = await following
-    return micro_batches
 
 
 def to_training_batch(

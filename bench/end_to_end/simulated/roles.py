@@ -14,10 +14,9 @@ from flowrt.engines.simulated.time import RealTimeSimClock
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.tasks.base import Example, TrainingSet
-from flowrt.roles.algorithm import algorithm
 from flowrt.roles.rollout import RolloutLoop
 from flowrt.roles.source import offer_all
-from flowrt.roles.trainer import train_step
+from flowrt.roles.trainer import Trainer
 from flowrt.transport.weights.snapshot import Snapshot
 
 Role = Callable[[Session, RunSpec], Awaitable[None]]
@@ -122,7 +121,7 @@ async def trainer(session: Session, spec: RunSpec) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         for step in range(config.steps):
-            await train_step(session, config, engine, RankCollectives(), step, algorithm(config))
+            await Trainer(session, config, engine, RankCollectives()).train_step(step)
             with session.timeline.busy("step"):
                 metrics = await asyncio.to_thread(engine.step)
             session.step_done(step, metrics)

@@ -129,8 +129,9 @@ async def trains(run_dir: Path, gap_s: float = 0.0) -> str:
     ranks, engine = RankCollectives(), sharded(run_dir, LOCK_STEP)
     config = RunConfig(run_dir=str(run_dir), trainer=TrainerConfig(engine="fsdp", ranks=2, fsdp=LOCK_STEP))
     session: Any = StubSession(gap_s if dist.get_rank() == 1 else 0.0)
-    await trainer.train_step(session, config, engine, ranks, 0, Objective())
-    metrics = await trainer.collective_call(ranks, config, engine.step, "step 0")
+    rank = trainer.Trainer(session, config, engine, ranks)
+    await rank.train_step(0)
+    metrics = await rank.collective_call(engine.step, "step 0")
     return f"{metrics['response_length']:.0f} tokens"
 
 

@@ -13,7 +13,8 @@ import torch
 from flowrt.client.weights import WeightTransfers
 from flowrt.protocol.messages import Message, Publish
 from flowrt.ranks.barrier import RankCollectives
-from flowrt.roles import trainer
+from flowrt.recipes.config import RunConfig
+from flowrt.roles.trainer import Trainer
 from flowrt.runtime.clock import DrivenClock
 from flowrt.runtime.progress import Progress
 from flowrt.runtime.timeline import Timeline
@@ -69,7 +70,7 @@ async def test_a_trainer_may_change_its_weights_once_they_are_copied(monkeypatch
     weights = {"w": torch.full((100,), 1.0)}
     engine: Any = SimpleNamespace(parameters=lambda: weights)
     async with asyncio.timeout(WAIT_S / 2):
-        await trainer.publish(session, engine, RankCollectives(), 1, is_leader=True, kl={0: 0.5})
+        await Trainer(session, RunConfig(), engine, RankCollectives()).publish(1, kl={0: 0.5})
         assert sent == []
         weights["w"].zero_()
         release.set()
