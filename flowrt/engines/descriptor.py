@@ -10,16 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
 from flowrt.engines.options import (
     MAX_SUPPORT,
     Dtype,
-    DtypeOrAuto,
-    FsdpOptions,
     LoraOptions,
-    SglangOptions,
-    TrainOptions,
+    RolloutSettings,
+    TrainerSettings,
     Truncation,
 )
 
@@ -241,50 +239,6 @@ class PublishedWeights:
         return DTYPE_BYTES[self.dtype] * self.parameters(shape)
 
 
-class TrainerSettings(Protocol):
-    """The part of the trainer's configuration (`flowrt.recipes.config.TrainerConfig`) that descriptors read."""
-
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> Dtype: ...
-    @property
-    def fsdp(self) -> FsdpOptions: ...
-    @property
-    def lora(self) -> LoraOptions: ...
-
-
-class RolloutSettings(Protocol):
-    """The part of the rollout workers' configuration (`flowrt.recipes.config.RolloutConfig`) that descriptors read."""
-
-    @property
-    def workers(self) -> int: ...
-    @property
-    def max_running_requests(self) -> int: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def truncation(self) -> Truncation: ...
-    @property
-    def stop(self) -> tuple[str, ...]: ...
-    @property
-    def weight_update(self) -> Literal["between_sequences", "in_flight"]: ...
-    @property
-    def recompute_kv_on_update(self) -> bool: ...
-    @property
-    def compile(self) -> bool: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> DtypeOrAuto: ...
-    @property
-    def sglang(self) -> SglangOptions: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
     """Estimated memory of a training rank at its peak, in bytes."""
@@ -313,8 +267,7 @@ class TrainerSetup:
     Attributes:
         model: directory of the initial model.
         device: of this rank, as `TrainEngineDescriptor.device` requested.
-        options: options with the number of decay steps filled in.
-        settings: the trainer's configuration.
+        settings: the trainer's configuration, with the number of decay steps filled in.
         algorithm: the objective.
         temperature: sampling temperature, at which log-probabilities are computed.
         seed: seed of the run.
@@ -322,7 +275,6 @@ class TrainerSetup:
 
     model: Path
     device: "Device"
-    options: TrainOptions
     settings: TrainerSettings
     algorithm: "Algorithm"
     temperature: float

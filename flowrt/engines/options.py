@@ -16,6 +16,8 @@ DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
 STARTED = OnlyIf("rollout.sglang.url", have=((),))
 MAX_SUPPORT = 4_096
 """Maximum number of tokens that are kept of those that could be drawn, for the trainer."""
+MIN_TEMPERATURE = 0.01
+"""With a lower one, rounding of the logits decides which token is drawn."""
 CUT_CHARACTER = "\ufffd"
 """What a tokenizer decodes the bytes of an incomplete character to."""
 
@@ -117,6 +119,24 @@ class LoraOptions:
     """What rollout workers receive: the adapters alone, or full weights with the adapters merged."""
 
 
+@dataclass(frozen=True)
+class TrainerSettings(TrainOptions):
+    """The part of the trainer's configuration that descriptors of training engines read."""
+
+    ranks: Annotated[int, Interval(gt=0, le=65_536)] = 1
+    """Data-parallel trainer processes; two or more are started by torchrun."""
+    device: Annotated[str, OnlyIf("trainer.engine", have=("torch",))] = ""
+    """Engine torch: device of each rank: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
+    else cpu."""
+    dtype: Annotated[Dtype, OnlyIf("trainer.engine", have=("torch",))] = "float32"
+    """Engine torch: dtype of parameters in forward and backward passes and when published; the optimiser's parameters
+    and accumulated gradients are float32, or float64 if this is float64."""
+    fsdp: Annotated[FsdpOptions, OnlyIf("trainer.engine", have=("fsdp",))] = field(default_factory=FsdpOptions)
+    """The fsdp engine."""
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    """LoRA: train low-rank adapters instead of all weights (fsdp engine)."""
+
+
 PauseMode = Literal["retract", "in_place", "abort"]
 WeightPath = Literal["disk", "tensor", "broadcast"]
 
@@ -154,3 +174,49 @@ class SglangOptions:
     """Time limit (seconds) of one weight update; 20 s longer for each GB of weights."""
     max_server_restarts: RestartCount = 3
     """Maximum restarts of a failed server (died, hung, or could not load weights) in a run."""
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """The part of the rollout workers' configuration that descriptors of rollout engines read."""
+
+    workers: Annotated[int, Interval(gt=0, le=10_000)] = 2
+    """Number of rollout workers."""
+    max_running_requests: Annotated[int, Interval(gt=0, le=65_536)] = 64
+    """Sequences that a worker generates concurrently."""
+    max_new_tokens: Annotated[int, Interval(gt=0, le=16_777_216)] = 16
+    """Maximum response length, in tokens."""
+    temperature: Annotated[float, Interval(ge=MIN_TEMPERATURE, le=100)] = 1.0
+    """Sampling temperature."""
+    top_k: Annotated[int, Interval(ge=0, le=MAX_SUPPORT)] = 0
+    """Sample from this many most likely tokens, of which the trainer's probabilities are then too; 0: from all."""
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Sample from the fewest most likely tokens whose probabilities sum to this, of at most top_k, or without it 4,096;
+    1: from all."""
+    min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Sample from the tokens of at least this fraction of the highest probability, of at most top_k, or without it
+    4,096; 0: from all."""
+    stop: tuple[str, ...] = ()
+    """Stop strings: a response ends with the token that completes one, or with a stop token of the checkpoint; the
+    reward gets the text before it."""
+    weight_update: Literal["between_sequences", "in_flight"] = "between_sequences"
+    """When a worker activates new weights: between sequences, or in flight, between two tokens of running sequences."""
+    recompute_kv_on_update: Annotated[bool, OnlyIf("rollout.weight_update", have=("in_flight",))] = True
+    """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
+    KV cache."""
+    compile: bool = False
+    """Compile decoding (torch.compile on a CPU, CUDA graphs on a GPU): faster steps, but up to a minute more at
+    startup."""
+    device: str = ""
+    """Engine torch: device of each worker: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
+    else cpu."""
+    dtype: DtypeOrAuto = "auto"
+    """Engine torch: dtype of the model and its KV cache; auto: that of the weights that the trainer publishes."""
+    sglang: Annotated[SglangOptions, OnlyIf("rollout.engine", have=("sglang",))] = field(default_factory=SglangOptions)
+    """The SGLang server."""
+
+    @property
+    def truncation(self) -> Truncation:
+        """The support of sampling: top-k, top-p and min-p. A support has at most `MAX_SUPPORT` tokens."""
+        is_bounded = self.top_k or (self.top_p == 1 and self.min_p == 0)
+        return Truncation(self.top_k if is_bounded else MAX_SUPPORT, self.top_p, self.min_p)

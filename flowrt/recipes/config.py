@@ -11,17 +11,13 @@ from annotated_types import Interval
 
 from flowrt.controller.policies.curriculum import MIN_FLOOR
 from flowrt.engines.options import (
-    MAX_SUPPORT,
-    Dtype,
     DtypeOrAuto,
-    FsdpOptions,
     LearningRate,
-    LoraOptions,
     RestartCount,
+    RolloutSettings,
     SamplingOptions,
-    SglangOptions,
     StepCount,
-    TrainOptions,
+    TrainerSettings,
     Truncation,
 )
 from flowrt.engines.prompts import PromptFormat
@@ -30,8 +26,6 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
 from flowrt.runtime.conditions import OnlyIf
 
-MIN_TEMPERATURE = 0.01
-"""With a lower one, rounding of the logits decides which token is drawn."""
 MAX_LIVE_SAMPLES = 1_000_000
 """Maximum number of samples in all steps in progress: the controller keeps a row in memory for each."""
 PolicyLossName = Literal[
@@ -338,72 +332,24 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(RolloutSettings):
     """Rollout workers: generation of responses."""
 
     engine: RolloutEngineName = "torch"
     """Engine torch: PyTorch inside the worker; sglang: an SGLang server that the worker starts or connects to."""
-    workers: Annotated[int, Interval(gt=0, le=10_000)] = 2
-    """Number of rollout workers."""
-    max_running_requests: Annotated[int, Interval(gt=0, le=65_536)] = 64
-    """Sequences that a worker generates concurrently."""
-    max_new_tokens: Annotated[int, Interval(gt=0, le=16_777_216)] = 16
-    """Maximum response length, in tokens."""
-    temperature: Annotated[float, Interval(ge=MIN_TEMPERATURE, le=100)] = 1.0
-    """Sampling temperature."""
-    top_k: Annotated[int, Interval(ge=0, le=MAX_SUPPORT)] = 0
-    """Sample from this many most likely tokens, of which the trainer's probabilities are then too; 0: from all."""
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """Sample from the fewest most likely tokens whose probabilities sum to this, of at most top_k, or without it 4,096;
-    1: from all."""
-    min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Sample from the tokens of at least this fraction of the highest probability, of at most top_k, or without it
-    4,096; 0: from all."""
-    stop: tuple[str, ...] = ()
-    """Stop strings: a response ends with the token that completes one, or with a stop token of the checkpoint; the
-    reward gets the text before it."""
     journal_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 0.0
     """Seconds after which a worker writes the sequences in generation to its journal, so that they survive its sudden
     end up to there; needs checkpoint.samples; 0: only complete samples, and sequences when the run is preempted."""
-    weight_update: Literal["between_sequences", "in_flight"] = "between_sequences"
-    """When a worker activates new weights: between sequences, or in flight, between two tokens of running sequences."""
-    recompute_kv_on_update: Annotated[bool, OnlyIf("rollout.weight_update", have=("in_flight",))] = True
-    """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
-    KV cache."""
-    compile: bool = False
-    """Compile decoding (torch.compile on a CPU, CUDA graphs on a GPU): faster steps, but up to a minute more at
-    startup."""
-    device: str = ""
-    """Engine torch: device of each worker: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
-    else cpu."""
-    dtype: DtypeOrAuto = "auto"
-    """Engine torch: dtype of the model and its KV cache; auto: that of the weights that the trainer publishes."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """When rollout workers update their weights."""
-    sglang: Annotated[SglangOptions, OnlyIf("rollout.engine", have=("sglang",))] = field(default_factory=SglangOptions)
-    """The SGLang server."""
-
-    @property
-    def truncation(self) -> Truncation:
-        """The support of sampling: top-k, top-p and min-p. A support has at most `MAX_SUPPORT` tokens."""
-        is_bounded = self.top_k or (self.top_p == 1 and self.min_p == 0)
-        return Truncation(self.top_k if is_bounded else MAX_SUPPORT, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
-class TrainerConfig(TrainOptions):
+class TrainerConfig(TrainerSettings):
     """The trainer: engine, data-parallel ranks, batching and output."""
 
     engine: TrainEngineName = "torch"
     """Engine torch: each rank holds the whole model; fsdp: parameters, gradients and optimiser state are sharded."""
-    ranks: Annotated[int, Interval(gt=0, le=65_536)] = 1
-    """Data-parallel trainer processes; two or more are started by torchrun."""
-    device: Annotated[str, OnlyIf("trainer.engine", have=("torch",))] = ""
-    """Engine torch: device of each rank: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
-    else cpu."""
-    dtype: Annotated[Dtype, OnlyIf("trainer.engine", have=("torch",))] = "float32"
-    """Engine torch: dtype of parameters in forward and backward passes and when published; the optimiser's parameters
-    and accumulated gradients are float32, or float64 if this is float64."""
     rank_timeout_s: Annotated[Seconds, SEVERAL_RANKS] = 240.0
     """How long the ranks wait for one that does not respond before the run restarts from a checkpoint, in seconds; keep
     it below controller.no_progress_timeout_s."""
@@ -423,10 +369,6 @@ class TrainerConfig(TrainOptions):
     """Write the trained model at the end."""
     final_dir: Annotated[str, OnlyIf("trainer.save", have=(True,))] = ""
     """Directory of the trained model, on the host of trainer rank 0; empty: "final" in the run directory."""
-    fsdp: Annotated[FsdpOptions, OnlyIf("trainer.engine", have=("fsdp",))] = field(default_factory=FsdpOptions)
-    """The fsdp engine."""
-    lora: LoraOptions = field(default_factory=LoraOptions)
-    """LoRA: train low-rank adapters instead of all weights (fsdp engine)."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Sequence
 
+from flowrt.engines.options import MIN_TEMPERATURE
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError, suggested
-from flowrt.recipes.config import MIN_TEMPERATURE, EvalConfig, RunConfig
+from flowrt.recipes.config import EvalConfig, RunConfig
 from flowrt.recipes.eval_names import eval_data_sets, eval_names
 from flowrt.recipes.metric_names import pass_ks
 from flowrt.recipes.tasks.registry import held_out_by_default

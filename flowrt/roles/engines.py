@@ -6,12 +6,11 @@ from pathlib import Path
 
 from flowrt.engines.base import RolloutEngine, TrainEngine
 from flowrt.engines.descriptor import RolloutSetup, TrainerSetup
-from flowrt.engines.options import TrainOptions
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.ids import ROLLOUT
 from flowrt.ranks.process_group import init_ranks
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, TrainerConfig
 from flowrt.recipes.constraints import check_rollout
 from flowrt.recipes.devices import with_devices
 from flowrt.recipes.eval_names import chat_templates
@@ -40,8 +39,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
         TrainerSetup(
             model=model_dir(config),
             device=device,
-            options=train_options(config),
-            settings=trainer,
+            settings=train_options(with_devices(config)),
             algorithm=algorithm(config),
             temperature=config.rollout.temperature,
             seed=config.seed,
@@ -75,13 +73,12 @@ EXACT_SHARE = 0.01
 """Share of ``trainer.max_initial_mismatch`` that is allowed where rollout and trainer compute in `EXACT` dtypes."""
 
 
-def train_options(config: RunConfig) -> TrainOptions:
-    """The trainer's options, with what they leave to the run.
+def train_options(config: RunConfig) -> TrainerConfig:
+    """The trainer's configuration, with what it leaves to the run.
 
     If ``decay_steps`` is 0, the learning rate decays over all steps after the warm-up.
     """
-    options: TrainOptions = config.trainer
-    options = dataclasses.replace(options, max_initial_mismatch=initial_mismatch_limit(config))
+    options = dataclasses.replace(config.trainer, max_initial_mismatch=initial_mismatch_limit(config))
     if options.decay_steps:
         return options
     # Without a warm-up the first step has the full rate too, so that one step fewer is left for the decay.

@@ -12,10 +12,9 @@ from flowrt.engines.descriptor import (
     PublishedWeights,
     TrainEngineDescriptor,
     TrainerMemory,
-    TrainerSettings,
     TrainerSetup,
 )
-from flowrt.engines.options import Dtype
+from flowrt.engines.options import Dtype, TrainerSettings
 from flowrt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class FsdpTraining(TrainEngineDescriptor):
         return FsdpTrainer(
             setup.model,
             setup.device,
-            setup.options,
+            setup.settings,
             setup.algorithm,
             fsdp=setup.settings.fsdp,
             lora=setup.settings.lora,

@@ -15,9 +15,9 @@ from flowrt.engines.descriptor import (
     PublishedWeights,
     RolloutEngineDescriptor,
     RolloutMemory,
-    RolloutSettings,
     RolloutSetup,
 )
+from flowrt.engines.options import RolloutSettings
 from flowrt.engines.sglang.protocol import KEY_VARIABLE, MAX_STOP_STRINGS
 from flowrt.errors import ConfigError
 from flowrt.ids import ROLLOUT

@@ -11,15 +11,13 @@ from flowrt.engines.descriptor import (
     PublishedWeights,
     RolloutEngineDescriptor,
     RolloutMemory,
-    RolloutSettings,
     RolloutSetup,
     TrainEngineDescriptor,
     TrainerMemory,
-    TrainerSettings,
     TrainerSetup,
     support_tokens,
 )
-from flowrt.engines.options import Dtype
+from flowrt.engines.options import Dtype, RolloutSettings, TrainerSettings
 from flowrt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ class TorchTraining(TrainEngineDescriptor):
         dtype = setup.settings.dtype
         return TorchTrainer(
             load_model(setup.model, str(setup.device.torch), getattr(torch, _wide(dtype))),
-            setup.options,
+            setup.settings,
             setup.algorithm,
             temperature=setup.temperature,
             narrow=getattr(torch, dtype),
