@@ -8,11 +8,11 @@
 The functions that a micro-batch passes through, in order:
 
     cut_packed -> pack_samples -> (model) -> predicted_logprobs, or fused_logprobs  if the model supports packing
-    cut_by_tokens -> pad_samples -> (model) -> selected_logprobs -> Padded.response_T                    otherwise
+    cut_by_tokens -> pad_samples -> (model) -> predicted_logprobs, or fused_logprobs  otherwise
     Algorithm.credit -> Algorithm.terms -> backward
 """
 
-from flowrt.algorithms.logprobs import logits_entropy, predicted_logprobs, prediction_entropy, selected_logprobs
+from flowrt.algorithms.logprobs import logits_entropy, predicted_logprobs
 from flowrt.algorithms.losses import kl_k1_T, kl_k2_T, kl_k3_T
 from flowrt.algorithms.packing import PackedBatch, Padded, cut_by_tokens, cut_packed, pack_samples, pad_samples
 
@@ -28,6 +28,4 @@ __all__ = [
     "pack_samples",
     "pad_samples",
     "predicted_logprobs",
-    "prediction_entropy",
-    "selected_logprobs",
 ]

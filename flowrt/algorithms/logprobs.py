@@ -4,8 +4,7 @@ Logits are the largest tensor of a training step. They are processed in slices o
 backward pass recomputes the softmax of a slice instead of keeping it. In addition to the logits and their gradient,
 only a few tensors of CHUNK_ELEMENTS floats exist at a time.
 
-Shapes: B = rows, L = padded length, M = L - 1 predictions per row, U = all predictions, T = predicted tokens,
-V = vocabulary.
+Shapes: U = predictions, T = predicted tokens, V = vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,39 +18,11 @@ CHUNK_ELEMENTS = 1 << 24
 """64 MiB of float32 per slice: large enough that the overhead of kernel launches does not matter."""
 
 
-def selected_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of the tokens of padded rows: of tokens_BL[b, m + 1] under logits_BLV[b, m] / temperature.
-
-    Args:
-        logits_BLV: logits of all positions, including the last.
-        tokens_BL: token ids of the same positions. The shift by one happens here and only here.
-        temperature: the sampling temperature of the rollout, so that both sides use the same distribution.
-
-    Returns:
-        logprobs_BM in nats, float32 or wider: selected logit minus logsumexp.
-
-    Raises:
-        ValueError: if the temperature is not positive or shapes differ.
-    """
-    _require_temperature(temperature)
-    if logits_BLV.dim() != 3 or logits_BLV.shape[:2] != tokens_BL.shape:
-        raise ValueError(
-            f"logits_BLV {list(logits_BLV.shape)} and tokens_BL {list(tokens_BL.shape)} must agree in rows "
-            "and positions; pass the logits of every token, the last one included"
-        )
-    rows, length = tokens_BL.shape
-    if length < 2:
-        return logits_BLV.new_empty(rows, 0, dtype=torch.promote_types(logits_BLV.dtype, torch.float32))
-    prediction_BM = torch.arange(rows * length, device=tokens_BL.device).view(rows, length)[:, :-1]
-    target_T = tokens_BL[:, 1:].reshape(-1)
-    return predicted_logprobs(logits_BLV.flatten(0, 1), prediction_BM.reshape(-1), target_T, temperature).view(rows, -1)
-
-
 def predicted_logprobs(logits_UV: Tensor, prediction_T: Tensor, target_T: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of tokens: of target_T[t] under logits_UV[prediction_T[t]] / temperature.
 
-    Several tokens may share a prediction. Returns logprobs_T like `selected_logprobs`. Raises ValueError if the
-    temperature is not positive.
+    Several tokens may share a prediction. Returns logprobs_T in nats, float32 or wider: selected logit minus logsumexp.
+    Raises ValueError if the temperature is not positive.
     """
     _require_temperature(temperature)
     apply: Callable[[Tensor, Tensor, Tensor, float], Tensor] = _PredictedLogprobs.apply
@@ -77,21 +48,6 @@ def distribution_logprobs(logits_UV: Tensor, temperature: float) -> Tensor:
     """
     centred_UV, _ = _centred(logits_UV, temperature)
     return centred_UV.sub_(centred_UV.logsumexp(-1, keepdim=True))
-
-
-@torch.no_grad()
-def prediction_entropy(logits_BLV: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy of each next-token distribution: entropy_BM in nats, detached.
-
-    Aligned with `selected_logprobs`. Raises ValueError if `temperature` is not positive.
-    """
-    _require_temperature(temperature)
-    rows, length, vocabulary = logits_BLV.shape
-    logits_UV = logits_BLV[:, :-1].reshape(-1, vocabulary)
-    chunks = [
-        torch.special.entr(_centred(logits_UV[span], temperature)[0].softmax(-1)).sum(-1) for span in _spans(logits_UV)
-    ]
-    return torch.cat(chunks).view(rows, length - 1) if chunks else logits_BLV.new_empty(rows, 0)
 
 
 class _PredictedLogprobs(torch.autograd.Function):

@@ -8,7 +8,7 @@
   mixes tokens: it runs on `PaddedTile`s, in which each sample is a row with its prompt and response. Everything else
   runs on the packed tokens. The last token of a response predicts nothing, so it is left out.
 
-Shapes: B = rows (one per sample), L = padded length, M = L - 1 predictions, T = response tokens, flattened; F packed
+Shapes: B = rows (one per sample), L = padded length, T = response tokens, flattened; F packed
 tokens, prompts first; U predictions, each used once, or by every member if it follows a prompt; N positions on all
 tiles, row after row; D any width; G distinct prompts; S samples.
 """
@@ -29,33 +29,17 @@ class Padded:
 
     tokens_BL: Tensor
     """int64"""
-    attention_mask_BL: Tensor
-    """bool, True on the tokens of the sample"""
     response_mask_BL: Tensor
     """bool, True on the tokens to train on"""
 
     def to(self, device: torch.device) -> "Padded":
         """These rows on ``device``."""
-        return Padded(self.tokens_BL.to(device), self.attention_mask_BL.to(device), self.response_mask_BL.to(device))
+        return Padded(self.tokens_BL.to(device), self.response_mask_BL.to(device))
 
     @property
     def sample_T(self) -> Tensor:
         """int64, the row of each response token."""
         return self.response_mask_BL.nonzero()[:, 0]
-
-    def response_T(self, predictions_BM: Tensor) -> Tensor:
-        """Values of the response tokens, flattened, from values per prediction, with gradient.
-
-        `predictions_BM` is the output of `selected_logprobs` or `prediction_entropy`; [b, m] belongs to the token at
-        m + 1. Raises ValueError if its shape is not [B, L - 1].
-        """
-        rows, length = self.tokens_BL.shape
-        if predictions_BM.shape != (rows, length - 1):
-            raise ValueError(
-                f"predictions have shape {list(predictions_BM.shape)}, but these {rows} rows of {length} "
-                f"tokens have [{rows}, {length - 1}]; leave out the prediction after the last token"
-            )
-        return predictions_BM[self.response_mask_BL[:, 1:]]
 
 
 def pad_samples(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_id: int) -> Padded:
@@ -82,19 +66,17 @@ def pad_samples(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_id: 
     column_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
     ends_B1 = torch.tensor([[len(row)] for row in rows], device=tokens_BL.device)
     starts_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=tokens_BL.device)
-    attention_mask_BL = column_L < ends_B1
-    return Padded(tokens_BL, attention_mask_BL, attention_mask_BL & (column_L >= starts_B1))
+    return Padded(tokens_BL, (column_L >= starts_B1) & (column_L < ends_B1))
 
 
-def cut_by_tokens(lengths: Sequence[int], budget_tokens: int, *, padded: bool = True) -> list[list[int]]:
-    """Split samples into consecutive micro-batches of at most `budget_tokens` tokens.
+def cut_by_tokens(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Split samples into consecutive micro-batches of at most `budget_tokens` tokens, padding included.
 
     The order of the samples is kept. A sample longer than the budget gets its own micro-batch.
 
     Args:
         lengths: tokens of each sample, prompt and response.
-        budget_tokens: largest size of a micro-batch.
-        padded: size of a micro-batch: rows x longest sample if true, else the sum of its lengths.
+        budget_tokens: largest size of a micro-batch, rows x longest sample.
 
     Returns:
         Sample indices of each micro-batch.
@@ -105,18 +87,17 @@ def cut_by_tokens(lengths: Sequence[int], budget_tokens: int, *, padded: bool = 
     if budget_tokens < 1:
         raise ValueError(f"budget_tokens is {budget_tokens}; it must be at least 1")
     micro_batches: list[list[int]] = []
-    cost = longest = 0
+    longest = 0
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"the length of sample {index} is {length}; count its tokens, prompt and response")
         rows = len(micro_batches[-1]) + 1 if micro_batches else 1
-        cost = rows * max(longest, length) if padded else cost + length
-        if micro_batches and cost <= budget_tokens:
+        if micro_batches and rows * max(longest, length) <= budget_tokens:
             micro_batches[-1].append(index)
             longest = max(longest, length)
         else:
             micro_batches.append([index])
-            cost = longest = length
+            longest = length
     return micro_batches
 
 

@@ -126,10 +126,8 @@ def busy_fraction(spans: list[Span], start_s: float, end_s: float) -> float:
     return covered_s / (end_s - start_s)
 
 
-def read_lines(
-    path: Path, is_whole: Callable[[dict[str, Any]], bool], start_byte: int = 0
-) -> tuple[list[dict[str, Any]], int]:
-    """Read the objects of a file of JSON lines from ``start_byte`` on.
+def read_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], int]:
+    """Read the objects of a file of JSON lines.
 
     Returns the objects that ``is_whole`` accepts, and the number of all other lines, which are damaged. A last line
     without its end is not damaged: it is being written, or its writer was killed. Raises OSError if the file cannot be
@@ -138,7 +136,6 @@ def read_lines(
     found: list[dict[str, Any]] = []
     damaged = 0
     with path.open("rb") as file:
-        file.seek(start_byte)
         for data in file:
             try:
                 line = json.loads(data)
@@ -149,12 +146,6 @@ def read_lines(
             elif data.endswith(b"\n"):
                 damaged += 1
     return found, damaged
-
-
-def is_span(line: dict[str, Any]) -> bool:
-    """Whether this is a span of work in a file of the timeline."""
-    words, times = ("worker", "role", "kind"), ("start_s", "end_s")
-    return all(isinstance(line.get(name), str) for name in words) and all(_is_number(line.get(name)) for name in times)
 
 
 def is_step(line: dict[str, Any]) -> bool:

@@ -52,11 +52,6 @@ class Device:
         if self.kind != "cpu":
             self._module().set_device(self.index)
 
-    def synchronise(self) -> None:
-        """Wait until the device has completed all queued work."""
-        if self.kind != "cpu":
-            self._module().synchronize(self.index)
-
     def compute_deterministically(self) -> None:
         """Use deterministic kernels on an accelerator, and warn of operations that have none.
 

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.controller.attribution import KINDS, Cause, Interval, WaitInterval, kind_of_span, sweep
+from flowrt.controller.attribution import KINDS, Cause, Interval, WaitInterval, sweep
 from flowrt.controller.attribution.account import TimeAccount
+from flowrt.controller.attribution.causes import Kind
+from flowrt.controller.attribution.sweep import KIND_OF_SPAN
 from flowrt.ids import WorkerId
 
 TIMES = st.floats(-5, 25, allow_nan=False, width=32)
@@ -62,7 +64,7 @@ def test_overlapping_spans_count_as_the_first_kind_of_the_order(
     if any(at_s < edge < end_s for edge in edges):
         return
     names = {one.kind for one in whole if one.start_s <= at_s and one.end_s >= end_s}
-    present = {kind_of_span(one).value for one in names}
+    present = {KIND_OF_SPAN.get(one, Kind.BUSY).value for one in names}
     wait = next((one for one in wait_intervals if one.start_s <= at_s and one.end_s >= end_s), None)
     first = next((kind for kind in ORDER if kind in present), None)
     (found,) = {kind for kind, _ in sweep(whole, wait_intervals, at_s, end_s)}

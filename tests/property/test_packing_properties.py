@@ -9,18 +9,18 @@ from flowrt.algorithms import cut_by_tokens, kl_k3_T, pad_samples
 LOGPROBS = st.floats(-60, 0, width=32)
 
 
-def cost(lengths: list[int], padded: bool) -> int:
-    return len(lengths) * max(lengths) if padded else sum(lengths)
+def cost(lengths: list[int]) -> int:
+    return len(lengths) * max(lengths)
 
 
-@given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 80), st.booleans())
-def test_a_cut_keeps_order_and_budget_and_fills_each_batch(lengths: list[int], budget: int, padded: bool) -> None:
-    cuts = cut_by_tokens(lengths, budget, padded=padded)
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 80))
+def test_a_cut_keeps_order_and_budget_and_fills_each_batch(lengths: list[int], budget: int) -> None:
+    cuts = cut_by_tokens(lengths, budget)
     assert [index for cut in cuts for index in cut] == list(range(len(lengths)))
     for cut in cuts:
-        assert len(cut) == 1 or cost([lengths[i] for i in cut], padded) <= budget
+        assert len(cut) == 1 or cost([lengths[i] for i in cut]) <= budget
     for cut, following in pairwise(cuts):
-        assert cost([lengths[i] for i in [*cut, following[0]]], padded) > budget
+        assert cost([lengths[i] for i in [*cut, following[0]]]) > budget
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6), st.integers(0, 3))
@@ -29,11 +29,11 @@ def test_padding_loses_no_token(shapes: list[tuple[int, int]], pad_id: int) -> N
     prompts = [torch.randint(4, (p,), generator=generator) for p, _ in shapes]
     responses = [torch.randint(4, (r,), generator=generator) for _, r in shapes]
     padded = pad_samples(prompts, responses, pad_id)
-    assert padded.response_T(padded.tokens_BL[:, 1:]).tolist() == torch.cat(responses).tolist()
-    rows = zip(padded.tokens_BL, padded.attention_mask_BL, prompts, responses, strict=True)
-    for row, mask, prompt, response in rows:
-        assert row[mask].tolist() == [*prompt.tolist(), *response.tolist()]
-        assert (row[~mask] == pad_id).all()
+    assert padded.tokens_BL[padded.response_mask_BL].tolist() == torch.cat(responses).tolist()
+    for row, prompt, response in zip(padded.tokens_BL, prompts, responses, strict=True):
+        length = len(prompt) + len(response)
+        assert row[:length].tolist() == [*prompt.tolist(), *response.tolist()]
+        assert (row[length:] == pad_id).all()
     assert padded.sample_T.bincount(minlength=len(shapes)).tolist() == [r for _, r in shapes]
 
 

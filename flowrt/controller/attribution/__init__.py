@@ -7,6 +7,6 @@
 """
 
 from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, WaitInterval
-from flowrt.controller.attribution.sweep import kind_of_span, sweep
+from flowrt.controller.attribution.sweep import sweep
 
-__all__ = ["KINDS", "Cause", "Interval", "Kind", "WaitInterval", "kind_of_span", "sweep"]
+__all__ = ["KINDS", "Cause", "Interval", "Kind", "WaitInterval", "sweep"]

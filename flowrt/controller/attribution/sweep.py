@@ -44,11 +44,6 @@ _Item = tuple[float, float, int, int]
 CAUSES = {cause: cause.value for cause in Cause}
 
 
-def kind_of_span(kind: str) -> Kind:
-    """The kind of time that a span of this kind counts as; an unknown kind counts as busy."""
-    return KIND_OF_SPAN.get(kind, Kind.BUSY)
-
-
 def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: float, end_s: float) -> Seconds:
     """Attribute the seconds from ``start_s`` to ``end_s`` of one worker; they add up to ``end_s - start_s``.
 

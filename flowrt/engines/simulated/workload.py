@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple, Protocol
 
-from flowrt.controller.policies.dispatch.length_aware import completion_s
 from flowrt.errors import ConfigError
 
 
@@ -40,10 +39,6 @@ class GenerationCost:
     def step_s(self, rows: int) -> float:
         """Duration (s) of a step of ``rows`` sequences; 0 for none."""
         return max(self.base_s, rows * self.per_row_s) if rows else 0.0
-
-    def together_s(self, lengths: list[int]) -> float:
-        """Duration (s) of a batch of sequences of these lengths (tokens) that start together."""
-        return completion_s(lengths, self.step_s)
 
 
 @dataclass(frozen=True, slots=True)

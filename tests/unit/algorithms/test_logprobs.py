@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flowrt.algorithms import logits_entropy, pad_samples, predicted_logprobs
 from flowrt.algorithms import logprobs as module
-from flowrt.algorithms import pad_samples, prediction_entropy, selected_logprobs
 
 
 class TinyTransformer(nn.Module):
@@ -23,6 +23,14 @@ class TinyTransformer(nn.Module):
         attended, _ = self.attention(hidden, hidden, hidden, attn_mask=causal, need_weights=False)
         logits: Tensor = self.head(hidden + attended)
         return logits
+
+
+def selected_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [B, L - 1] of the tokens of each row after its first."""
+    rows, length = tokens_BL.shape
+    prediction_T = torch.arange(rows * length).view(rows, length)[:, :-1].reshape(-1)
+    target_T = tokens_BL[:, 1:].reshape(-1)
+    return predicted_logprobs(logits_BLV.flatten(0, 1), prediction_T, target_T, temperature).view(rows, length - 1)
 
 
 def naive_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float) -> Tensor:
@@ -83,7 +91,8 @@ def test_padding_changes_no_logprob_and_no_gradient() -> None:
     responses = [torch.randint(11, (n,)) for n in (4, 6, 1, 0)]
 
     padded = pad_samples(prompts, responses, pad_id=0)
-    flat_T = padded.response_T(selected_logprobs(model(padded.tokens_BL), padded.tokens_BL, 0.9))
+    logprobs_BM = selected_logprobs(model(padded.tokens_BL), padded.tokens_BL, 0.9)
+    flat_T = logprobs_BM[padded.response_mask_BL[:, 1:]]
     flat_T.sum().backward()
     padded_gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
@@ -104,29 +113,22 @@ def test_padding_changes_no_logprob_and_no_gradient() -> None:
 
 def test_entropy_of_known_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4)
-    uniform, certain = torch.zeros(4), torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
-    halves = torch.tensor([1.0, 1.0, -torch.inf, -torch.inf])
-    logits = torch.stack([uniform, certain, halves, uniform]).unsqueeze(0).requires_grad_()
-    entropy = prediction_entropy(logits)
-    torch.testing.assert_close(entropy, torch.tensor([[4.0, 1.0, 2.0]]).log())
-    assert not entropy.requires_grad
-    uneven = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
+    uniform, certain = torch.zeros(4), torch.tensor([0.0, -1e4, -1e4, -1e4])
+    halves = torch.tensor([1.0, 1.0, -1e4, -1e4])
+    entropy = logits_entropy(torch.stack([uniform, certain, halves]))
+    torch.testing.assert_close(entropy, torch.tensor([4.0, 1.0, 2.0]).log())
     probabilities = torch.softmax(torch.tensor([0.0, 2.0]), dim=0)
-    torch.testing.assert_close(
-        prediction_entropy(uneven, temperature=0.5)[0, 0], -(probabilities * probabilities.log()).sum()
-    )
+    uneven = logits_entropy(torch.tensor([[0.0, 1.0]]), temperature=0.5)[0]
+    torch.testing.assert_close(uneven, -(probabilities * probabilities.log()).sum())
 
 
-def test_invalid_arguments_raise_errors_that_name_them() -> None:
+def test_temperatures_that_are_not_positive_are_refused() -> None:
     logits, tokens = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="temperature is 0"):
         selected_logprobs(logits, tokens, 0)
     with pytest.raises(ValueError, match="temperature is -1"):
-        prediction_entropy(logits, -1)
-    with pytest.raises(ValueError, match=r"logits_BLV \[2, 2, 4\] and tokens_BL \[2, 3\]"):
-        selected_logprobs(logits[:, 1:], tokens)
+        logits_entropy(logits[0], -1)
 
 
-def test_rows_of_one_token_have_no_predictions() -> None:
+def test_no_predictions_have_no_logprobs() -> None:
     assert selected_logprobs(torch.zeros(2, 1, 4), torch.zeros(2, 1, dtype=torch.long)).shape == (2, 0)
-    assert prediction_entropy(torch.zeros(2, 1, 4)).shape == (2, 0)

@@ -11,20 +11,8 @@ def test_padded_rows_and_their_masks() -> None:
         pad_id=0,  # also a real token of the first response
     )
     assert padded.tokens_BL.tolist() == [[5, 6, 1, 0, 2], [7, 3, 0, 0, 0], [8, 0, 0, 0, 0]]
-    assert padded.attention_mask_BL.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
     assert padded.response_mask_BL.int().tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert padded.sample_T.tolist() == [0, 0, 0, 1]
-
-
-def test_response_predictions_are_in_sample_order_and_shifted_by_one() -> None:
-    padded = pad_samples(
-        [torch.tensor([5, 6]), torch.tensor([7])], [torch.tensor([1, 2]), torch.tensor([3, 4])], pad_id=9
-    )
-    # Prediction m of row b, written 10 b + m, is about the token at m + 1.
-    predictions = torch.tensor([[0, 1, 2], [10, 11, 12]])
-    assert padded.response_T(predictions).tolist() == [1, 2, 10, 11]
-    with pytest.raises(ValueError, match=r"\[2, 4\].*leave out the prediction after the last token"):
-        padded.response_T(torch.zeros(2, 4))
 
 
 def test_samples_that_cannot_be_padded_are_refused() -> None:
@@ -37,11 +25,10 @@ def test_samples_that_cannot_be_padded_are_refused() -> None:
         pad_samples([], [], pad_id=0)
 
 
-def test_samples_are_cut_by_padded_size_or_by_total_length() -> None:
+def test_samples_are_cut_by_padded_size() -> None:
     lengths = [2, 3, 1, 1, 1, 9, 1]
     # Padded: 2 rows x 3 = 6 fits, 3 x 3 doesn't; 9 exceeds the budget and is a part of its own.
     assert cut_by_tokens(lengths, 6) == [[0, 1], [2, 3, 4], [5], [6]]
-    assert cut_by_tokens(lengths, 6, padded=False) == [[0, 1, 2], [3, 4], [5], [6]]
     assert cut_by_tokens([], 6) == []
 
 

@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 import torch
 
+from flowrt.controller.policies.dispatch.length_aware import completion_s
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
 from flowrt.engines.simulated.engine import FailAtRandom, FailEvery, SimulatedRollout, SimulatedScorer, SimulatedTrainer
 from flowrt.engines.simulated.time import ManualSimClock, RealTimeSimClock, SimDevice
@@ -57,7 +58,7 @@ def test_the_time_of_a_batch_is_the_sum_of_its_shrinking_steps() -> None:
     # 30 tokens of six, 70 of five, 150 of four, 150 of three (two end), 500 of one.
     by_hand = 30 * 0.03 + 70 * 0.025 + (150 + 150 + 500) * 0.02
     assert finished[-1].at_s == pytest.approx(by_hand, abs=1e-9)
-    assert COST.together_s(lengths) == pytest.approx(by_hand, abs=1e-9)
+    assert completion_s(lengths, COST.step_s) == pytest.approx(by_hand, abs=1e-9)
     assert [one.key for one in finished[:2]] == [5, 1]
     assert {one.key for one in finished[3:5]} == {2, 3}
     assert decoder.running == 0
@@ -71,7 +72,7 @@ def test_the_formula_equals_the_simulated_time_of_any_batch() -> None:
         decoder = SimulatedDecoder(COST)
         for key, length in enumerate(lengths):
             decoder.add(key, length)
-        assert decoder.advance(1e9)[-1].at_s == pytest.approx(COST.together_s(lengths), rel=1e-12)
+        assert decoder.advance(1e9)[-1].at_s == pytest.approx(completion_s(lengths, COST.step_s), rel=1e-12)
 
 
 def test_a_joining_sequence_slows_the_others_and_polling_changes_nothing() -> None:

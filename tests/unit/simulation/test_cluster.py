@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from flowrt.controller.policies.dispatch.length_aware import LengthAware
+from flowrt.controller.policies.dispatch.length_aware import LengthAware, completion_s
 from flowrt.controller.policies.weight_sync import Rolling
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost, Uniform
 from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
@@ -42,7 +42,7 @@ def test_single_worker_takes_the_time_of_the_cost_model() -> None:
         PLAN, workers=1, rows=8, groups_per_step=1, steps=1, bound=0, train=TrainCost(token_s=0.0), transfer_s=0.0
     )
     lengths = [plan.lengths.draw(b"0", member) for member in range(8)]
-    assert abs(ClusterSimulation(plan).run() - DECODE.together_s(lengths)) < 1e-6
+    assert abs(ClusterSimulation(plan).run() - completion_s(lengths, DECODE.step_s)) < 1e-6
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ def test_cpu_has_no_index_and_uses_gloo() -> None:
     assert device == Device("cpu")
     assert (device.torch, device.backend) == (torch.device("cpu"), "gloo")
     device.use()
-    device.synchronise()
 
 
 @pytest.mark.parametrize(("kind", "library"), [("cuda", "nccl"), ("npu", "hccl")])
