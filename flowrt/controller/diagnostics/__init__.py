@@ -1,4 +1,4 @@
-"""Diagnostics of a run: wait-for graph, status for observers, health warnings, invariants, limits on reported names.
+"""Diagnostics of a run: wait-for graph, status for observers, health warnings, invariants.
 
 - These modules only read the controller's state.
 - The number of workers and waits in a status for observers is limited.

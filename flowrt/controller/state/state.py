@@ -7,11 +7,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from flowrt.controller.diagnostics.counters import BoundedCounter
 from flowrt.controller.events import Command, EndRun, PreemptRun
 from flowrt.controller.policies.admission import Admission, OnPolicy
 from flowrt.controller.policies.group_filter import KeepAll
 from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.state.counters import BoundedCounter
 from flowrt.controller.state.dataflow import Sizes
 from flowrt.controller.state.evaluations import ReportedResults
 from flowrt.controller.state.guards import Guards
@@ -23,8 +23,7 @@ from flowrt.controller.state.recovery import Recovery
 from flowrt.controller.state.replay import UNDECIDED, RunPreempted
 from flowrt.controller.state.reward_history import RewardHistory
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.step_plan import StepPlan
-from flowrt.controller.state.training_window import TrainingWindow
+from flowrt.controller.state.training_window import StepPlan, TrainingWindow
 from flowrt.controller.state.transfers import Lanes, RendezvousLimits
 from flowrt.controller.state.weights import Models
 from flowrt.controller.state.worklist import Worklist

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from flowrt.controller.diagnostics.counters import TokenBucket
+from flowrt.controller.state.counters import TokenBucket
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import ColumnLocation, Slot
 from flowrt.errors import RemoteProtocolError

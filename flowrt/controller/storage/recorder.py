@@ -2,8 +2,8 @@
 
 import logging
 
-from flowrt.controller.diagnostics.counters import describe_non_finite, finite, validate_names
 from flowrt.controller.events import AppendLedger, AppendReplay, Command, EvaluationClosed, StepClosed
+from flowrt.controller.state.counters import describe_non_finite, finite, validate_names
 from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy

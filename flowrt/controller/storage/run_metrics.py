@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from flowrt.controller.diagnostics.counters import finite, non_finite_names
 from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
+from flowrt.controller.state.counters import finite, non_finite_names
 from flowrt.controller.storage.ledger import Account
 from flowrt.controller.transitions.training import LENGTH_MAX, LENGTH_MEAN, REWARD_P10, REWARD_P90, REWARD_STD
 from flowrt.errors import FlowError

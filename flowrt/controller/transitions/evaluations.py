@@ -6,8 +6,8 @@ evaluated: its samples are dropped, and the sources that offered them are told.
 
 from collections.abc import Sequence
 
-from flowrt.controller.diagnostics.counters import MAX_NAME_CHARS, validate_names
 from flowrt.controller.events import Command, EvaluationClosed, LogEvent, Send
+from flowrt.controller.state.counters import MAX_NAME_CHARS, validate_names
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Lease
 from flowrt.controller.state.state import Environment, State

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from flowrt.controller.diagnostics.counters import MAX_NAME_CHARS
 from flowrt.controller.events import AppendLedger, AppendReplay, Command, Send
 from flowrt.controller.policies.group_filter import mean_reward
 from flowrt.controller.settings import OnLostSample
+from flowrt.controller.state.counters import MAX_NAME_CHARS
 from flowrt.controller.state.replay import VACANT, CounterSet, GroupsClosed, StageUndone
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.sample_table import SampleTable

@@ -7,10 +7,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from flowrt.controller.diagnostics.counters import validate_names
 from flowrt.controller.events import AppendReplay, Command, LogEvent, Persist, StepClosed
 from flowrt.controller.policies.batching import Batcher, GroupCount
 from flowrt.controller.policies.group_filter import REWARD, compared, mean_reward, rewards, zero_variance_groups
+from flowrt.controller.state.counters import validate_names
 from flowrt.controller.state.recovery import Deferrable
 from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot

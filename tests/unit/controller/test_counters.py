@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.controller.diagnostics.counters import (
+from flowrt.controller.state.counters import (
     MAX_NAME_CHARS,
     MAX_NAMES,
     OTHER_REASONS,

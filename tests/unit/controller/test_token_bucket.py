@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.controller.diagnostics.counters import TokenBucket
+from flowrt.controller.state.counters import TokenBucket
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 3)), max_size=50))
