@@ -3,20 +3,16 @@
 A separate process asks torch (`flowrt.launcher.device_probe`).
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 from flowrt.engines.table import ROLLOUT_ENGINES
-from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.errors import ConfigError, FlowError, WaitExpired
 from flowrt.ids import REFERENCE, ROLLOUT, TRAINER
 from flowrt.launcher.accelerators import CUDA, DEV, visible
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.devices import named_accelerators, rollout_device, training_device
-from flowrt.runtime.interpreter import RUN_MODULE
-from flowrt.runtime.waits import blocking
+from flowrt.runtime.interpreter import last_line
 
 LIMIT_S = 120.0
 """Time limit for the import of torch and the answer of the driver."""
@@ -75,14 +71,9 @@ def unused(
 
 def missing(name: str, count: int) -> str:
     """Why this host does not have ``count`` accelerators of this kind; empty if it has."""
-    words = [sys.executable, RUN_MODULE, "flowrt.launcher.device_probe", name, str(count)]
-    call = partial(subprocess.run, words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     try:
-        ended = blocking(call, LIMIT_S, f"torch to find the {name} devices of this host", "the driver")
-    except subprocess.TimeoutExpired:
+        return last_line("flowrt.launcher.device_probe", (name, str(count)), LIMIT_S, f"the probe of {name} devices")
+    except WaitExpired:
         return f"torch did not answer within {LIMIT_S:.0f} s whether there is one; is its driver stuck?"
-    if ended.returncode != EXIT_OK:
-        lines = ended.stderr.strip().splitlines()
-        return f"torch failed: {lines[-1] if lines else f'exit code {ended.returncode}'}"
-    lines = ended.stdout.strip().splitlines()
-    return lines[-1] if lines else ""
+    except FlowError as error:
+        return f"torch failed: {error}"

@@ -11,22 +11,19 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, FlowError
 from flowrt.protocol.messages import PROTOCOL
 from flowrt.runtime.addresses import is_ipv6
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.host import interfaces, own_address
-from flowrt.runtime.interpreter import RUN_MODULE
+from flowrt.runtime.interpreter import last_line
 from flowrt.runtime.memory import available_bytes
-from flowrt.runtime.waits import blocking
 
 PACKAGES = ("flowrt", "torch", "transformers", "pyzmq", "msgpack", "numpy", "safetensors")
 START_S = 60.0
@@ -203,16 +200,11 @@ def _port_error() -> str:
 def _probed(node: str, probe: Probe) -> dict[str, Any]:
     """The facts that the probe prints. The probe is a process of its own: the import of torch may crash."""
     limit_s = START_S + probe.deadline_s + lanes_s(probe.nodes)
-    words = [sys.executable, RUN_MODULE, "flowrt.launcher.doctor.probe", "--node", node, *probe.flags()]
-    call = partial(subprocess.run, words, capture_output=True, text=True, timeout=limit_s, check=False)
     try:
-        ended = blocking(call, limit_s, "the probe of this node", "the probe")
-    except subprocess.TimeoutExpired:
-        return {"torch_error": f"the probe did not end within {limit_s:.0f} s"}
-    if ended.returncode != 0:
-        lines = ended.stderr.strip().splitlines()
-        return {"torch_error": lines[-1] if lines else f"exit code {ended.returncode}"}
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        line = last_line("flowrt.launcher.doctor.probe", ("--node", node, *probe.flags()), limit_s, "the probe")
+    except FlowError as error:
+        return {"torch_error": str(error)}
+    found: dict[str, Any] = json.loads(line)
     return found
 
 
