@@ -6,9 +6,9 @@ A custom engine is any class with these methods. Shapes: N samples, L tokens of 
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -273,6 +273,46 @@ class TrainingBatch:
     credit: Groups | None = None
     supports: Sequence[Support] | None = None
     captures: Sequence[Capture | None] | None = None
+
+    @classmethod
+    def joined(cls, batches: Sequence["TrainingBatch"]) -> "TrainingBatch":
+        """The samples of all batches. Raises ValueError if a column is in some of them only."""
+        if not batches:
+            none = torch.zeros(0)
+            return cls([], [], [], None, none, none, none.long())
+        return cls(**_joined_columns(batches))
+
+    def only(self, rows: Sequence[int]) -> "TrainingBatch":
+        """The samples of these rows, without `credit`, whose arguments are of all samples."""
+        chosen: dict[str, Any] = {}
+        for name, column in _columns(self).items():
+            if name == "credit" or column is None:
+                chosen[name] = None
+            else:
+                chosen[name] = column[list(rows)] if isinstance(column, torch.Tensor) else [column[row] for row in rows]
+        return TrainingBatch(**chosen)
+
+
+def _columns(table: TrainingBatch | Groups) -> dict[str, Any]:
+    return {field.name: getattr(table, field.name) for field in fields(table)}
+
+
+def _joined_columns(tables: Sequence[TrainingBatch] | Sequence[Groups]) -> dict[str, Any]:
+    """The columns of all tables, one after the other. Raises ValueError if a column is in some of them only."""
+    joined: dict[str, Any] = {}
+    for name in _columns(tables[0]):
+        parts = [part for one in tables if (part := getattr(one, name)) is not None]
+        if 0 < len(parts) < len(tables):
+            raise ValueError(f"{len(parts)} of {len(tables)} micro-batches have {name}; give it with all or with none")
+        if not parts:
+            joined[name] = None
+        elif isinstance(parts[0], Groups):
+            joined[name] = Groups(**_joined_columns(parts))
+        elif isinstance(parts[0], torch.Tensor):
+            joined[name] = torch.cat(parts)
+        else:
+            joined[name] = [value for part in parts for value in part]
+    return joined
 
 
 class TrainEngine(Protocol):

@@ -165,21 +165,7 @@ def detached(tokens: Tokens) -> StepTokens:
 
 def select_groups(batch: TrainingBatch, groups: Sequence[int]) -> TrainingBatch:
     """The samples of these groups, by group id."""
-    return select_samples(batch, [row for row, group in enumerate(batch.groups_N.tolist()) if group in groups])
-
-
-def select_samples(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
-    """The samples of a batch at these indices."""
-    reference = batch.reference_logprobs
-    return TrainingBatch(
-        prompts=[batch.prompts[row] for row in rows],
-        responses=[batch.responses[row] for row in rows],
-        rollout_logprobs=[batch.rollout_logprobs[row] for row in rows],
-        reference_logprobs=None if reference is None else [reference[row] for row in rows],
-        advantages_N=batch.advantages_N[list(rows)],
-        weights_N=batch.weights_N[list(rows)],
-        groups_N=batch.groups_N[list(rows)],
-    )
+    return batch.only([row for row, group in enumerate(batch.groups_N.tolist()) if group in groups])
 
 
 def run_step(engine: TrainEngine, batch: TrainingBatch, cuts: Sequence[Sequence[int]]) -> dict[str, float]:

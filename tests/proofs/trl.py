@@ -35,7 +35,6 @@ from tests.proofs.steps import (
     options,
     run_step,
     save_model,
-    select_samples,
 )
 
 SCRIPT = Path(__file__).parent / "trl_values.py"
@@ -185,7 +184,7 @@ def model_batch(name: str) -> TrainingBatch:
     The mean over no tokens is undefined. TRL pads prompts on the left, which shifts the position ids of GPT-2.
     """
     batch = make_step(make_model(), longer_by=0).batch(model_objective(name))
-    batch = select_samples(batch, [row for row, response in enumerate(batch.responses) if len(response)])
+    batch = batch.only([row for row, response in enumerate(batch.responses) if len(response)])
     return dataclasses.replace(batch, weights_N=torch.ones(len(batch.responses), dtype=torch.float64))
 
 

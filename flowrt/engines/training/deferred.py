@@ -94,7 +94,7 @@ class DeferredStep:
         Raises:
             ValueError: if the algorithm cannot compare the groups of the step.
         """
-        batch = _joined(self._batches)
+        batch = TrainingBatch.joined(self._batches)
         plan = self._algorithm.plan
         if self._algorithm.needs.scope == "step":
             batch = self._with_credit(batch)
@@ -135,7 +135,7 @@ class DeferredStep:
         rows = credit.trained_N[mine].nonzero().flatten().tolist()
         self._before = [self._before[row] for row in rows] if self._before else []
         self._entropies = [self._entropies[row] for row in rows] if self._entropies else []
-        return _select(batch, rows)
+        return batch.only(rows)
 
     def _step_tokens(self, batch: TrainingBatch) -> StepTokens:
         """The detached numbers of all tokens of the step, in the order of the ranks."""
@@ -199,59 +199,6 @@ def _global_counts(batch: TrainingBatch, parts: Sequence[Sequence[int]]) -> list
     if ranks() > 1:
         dist.all_reduce(counts)
     return [dict(zip(COUNTED, row, strict=True)) for row in counts.tolist()]
-
-
-def _joined(batches: Sequence[TrainingBatch]) -> TrainingBatch:
-    """All micro-batches as one."""
-    none = torch.zeros(0)
-    references = [one.reference_logprobs for one in batches if one.reference_logprobs is not None]
-    ages = [one.ages for one in batches if one.ages is not None]
-    supports = [one.supports for one in batches if one.supports is not None]
-    credits_ = [one.credit for one in batches if one.credit is not None]
-    captures = [one.captures for one in batches if one.captures is not None]
-    return TrainingBatch(
-        prompts=[prompt for one in batches for prompt in one.prompts],
-        responses=[response for one in batches for response in one.responses],
-        rollout_logprobs=[logprobs for one in batches for logprobs in one.rollout_logprobs],
-        reference_logprobs=[one for some in references for one in some] if references else None,
-        advantages_N=torch.cat([one.advantages_N for one in batches] or [none]),
-        weights_N=torch.cat([one.weights_N for one in batches] or [none]),
-        groups_N=torch.cat([one.groups_N for one in batches] or [none.long()]),
-        ages=[one for some in ages for one in some] if ages else None,
-        credit=_joined_groups(credits_) if credits_ else None,
-        supports=[one for some in supports for one in some] if supports else None,
-        captures=[one for some in captures for one in some] if len(captures) == len(batches) else None,
-    )
-
-
-def _joined_groups(groups: Sequence[Groups]) -> Groups:
-    kl = [one.kl_N for one in groups if one.kl_N is not None]
-    return Groups(
-        rewards_N=torch.cat([one.rewards_N for one in groups]),
-        group_N=torch.cat([one.group_N for one in groups]),
-        lengths_N=torch.cat([one.lengths_N for one in groups]),
-        truncated_N=torch.cat([one.truncated_N for one in groups]),
-        staleness_N=torch.cat([one.staleness_N for one in groups]),
-        kl_N=torch.cat(kl) if kl else None,
-    )
-
-
-def _select(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
-    """These samples of a batch."""
-    kept = list(rows)
-    reference, ages = batch.reference_logprobs, batch.ages
-    return TrainingBatch(
-        prompts=[batch.prompts[row] for row in kept],
-        responses=[batch.responses[row] for row in kept],
-        rollout_logprobs=[batch.rollout_logprobs[row] for row in kept],
-        reference_logprobs=None if reference is None else [reference[row] for row in kept],
-        advantages_N=batch.advantages_N[kept],
-        weights_N=batch.weights_N[kept],
-        groups_N=batch.groups_N[kept],
-        ages=None if ages is None else [ages[row] for row in kept],
-        supports=None if batch.supports is None else [batch.supports[row] for row in kept],
-        captures=None if batch.captures is None else [batch.captures[row] for row in kept],
-    )
 
 
 def _no_groups() -> Groups:

@@ -57,20 +57,6 @@ def samples(step: int) -> TrainingBatch:
     )
 
 
-def select(batch: TrainingBatch, rows: list[int]) -> TrainingBatch:
-    assert batch.reference_logprobs is not None
-    return TrainingBatch(
-        prompts=[batch.prompts[row] for row in rows],
-        responses=[batch.responses[row] for row in rows],
-        rollout_logprobs=[batch.rollout_logprobs[row] for row in rows],
-        reference_logprobs=[batch.reference_logprobs[row] for row in rows],
-        advantages_N=batch.advantages_N[rows],
-        weights_N=batch.weights_N[rows],
-        groups_N=batch.groups_N[rows],
-        ages=None if batch.ages is None else [batch.ages[row] for row in rows],
-    )
-
-
 def share(step: int, rank: int, ranks: int) -> list[list[int]]:
     """Micro-batches of a rank, uneven as if each pulled at its own speed: in each step another rank gets none."""
     working = [one for one in range(ranks) if ranks == 1 or one != step % ranks]
@@ -88,7 +74,7 @@ def train(engine: Any, first: int, last: int) -> list[dict[str, float]]:
     for step in range(first, last):
         batch = samples(step)
         for rows in share(step, rank, ranks):
-            engine.accumulate(select(batch, rows))
+            engine.accumulate(batch.only(rows))
         metrics.append(engine.step())
     return metrics
 
@@ -140,7 +126,7 @@ def execute(order: dict[str, Any], model: Path) -> None:
     if "load" in order:
         engine.load(Path(order["load"]))
     if order.get("discard"):
-        engine.accumulate(select(samples(99), [0, 1, 2]))
+        engine.accumulate(samples(99).only([0, 1, 2]))
         engine.discard()
     if order.get("refused"):
         with pytest.raises(ConfigError) as refused:

@@ -102,18 +102,7 @@ def test_samples_without_usable_log_probabilities_do_not_dilute_the_mismatch() -
     engine, without = trainer(0.0), trainer(0.0)
     batch = batch_of(engine.model, 0, 0.35)
     engine.accumulate(unusable(batch, 0, 2))
-    without.accumulate(
-        TrainingBatch(
-            prompts=batch.prompts[1:2],
-            responses=batch.responses[1:2],
-            rollout_logprobs=batch.rollout_logprobs[1:2],
-            reference_logprobs=None,
-            advantages_N=batch.advantages_N[1:2],
-            weights_N=batch.weights_N[1:2],
-            groups_N=batch.groups_N[1:2],
-            ages=None if batch.ages is None else batch.ages[1:2],
-        )
-    )
+    without.accumulate(batch.only([1]))
     found, expected = engine.step(), without.step()
     for name in ("mismatch_kl_k1", "mismatch_kl_k3", "divergence_0", "effective_sample_fraction"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

@@ -14,7 +14,6 @@ from flowrt.engines.options import Dtype, TrainOptions
 from flowrt.engines.tiny_model import wrap_tokenizer
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import MasterParameters, TorchTrainer
-from flowrt.engines.training.deferred import _select
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.roles.engines import rollout_engine, train_engine
@@ -77,7 +76,7 @@ def test_bfloat16_training_approximates_float32_training() -> None:
         trainer = TorchTrainer(model("llama"), OPTIONS, Objective(), temperature=1.0, narrow=narrow)
         batch = samples(0)
         for start in range(0, 12, cut):
-            trainer.accumulate(_select(batch, range(start, start + cut)))
+            trainer.accumulate(batch.only(range(start, start + cut)))
         found: list[torch.Tensor] = []
         trainer.on_gradient = lambda gradient: found.append(gradient.clone())
         return trainer.step(), found
