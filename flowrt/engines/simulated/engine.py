@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -15,47 +14,9 @@ from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
 
 
-class Failure(Protocol):
-    """Decides at which sequences an engine fails."""
-
-    def fails(self, number: int, seed: int) -> bool:
-        """Whether the engine fails at the end of a sequence, the ``number``-th that was added (from 1)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NoFailure:
-    """Never fails."""
-
-    def fails(self, number: int, seed: int) -> bool:  # noqa: ARG002
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class FailEvery:
-    """Fails at every ``sequences``-th sequence."""
-
-    sequences: int
-
-    def fails(self, number: int, seed: int) -> bool:  # noqa: ARG002
-        return number % self.sequences == 0
-
-
-@dataclass(frozen=True, slots=True)
-class FailAtRandom:
-    """Fails at a fraction of the sequences, chosen by the sequence's seed, so that they are the same on any worker."""
-
-    probability: float
-
-    def fails(self, number: int, seed: int) -> bool:  # noqa: ARG002
-        return seed % 1_000_003 < self.probability * 1_000_003
-
-
 @dataclass(slots=True)
 class _SimSequence:
     length: int
-    fails: bool
-    """Whether the engine fails when the sequence ends."""
     spans: list[int]
     """(version, tokens) pairs of earlier weights, flattened."""
     span_tokens: int = 0
@@ -71,8 +32,6 @@ class SimulatedRollout:
         clock: simulated time.
         rows: maximum number of running sequences.
         in_flight: allow `swap` while sequences run; they keep their tokens and continue.
-        failure: the sequences at which the engine fails (`run` raises EngineError); none by default.
-        version: version of the initial weights.
     """
 
     def __init__(
@@ -83,21 +42,16 @@ class SimulatedRollout:
         *,
         rows: int,
         in_flight: bool = False,
-        failure: Failure | None = None,
-        version: int = 0,
     ) -> None:
         self._cost = cost
         self._lengths = lengths
         self._clock = clock
         self._rows = rows
         self._in_flight = in_flight
-        self._failure = failure or NoFailure()
-        self.version = version
+        self.version = 0
         self._decoder = SimulatedDecoder(cost, clock.now())
         self._sequences: dict[int, _SimSequence] = {}
         self._finished: list[Response] = []
-        self._added = 0
-        self._has_failed = False
 
     @property
     def running(self) -> int:
@@ -120,8 +74,7 @@ class SimulatedRollout:
         distinct = {prompt.tokens.numpy().tobytes(): len(prompt.tokens) for prompt in prompts}
         for prompt in prompts:
             length = self._lengths.draw(prompt.tokens.numpy().tobytes(), prompt.seed)
-            self._added += 1
-            self._sequences[prompt.key] = _SimSequence(length, self._failure.fails(self._added, prompt.seed), [])
+            self._sequences[prompt.key] = _SimSequence(length, [])
             self._decoder.add(prompt.key, length)
         self._decoder.stall(self._cost.prefill_token_s * sum(distinct.values()))
 
@@ -131,8 +84,6 @@ class SimulatedRollout:
             self._catch_up()
             if interrupt.is_set():
                 break
-        if self._has_failed:
-            raise EngineError("a sequence failed as configured (`failure` of the simulated engine)")
         finished, self._finished = self._finished, []
         return finished
 
@@ -153,7 +104,6 @@ class SimulatedRollout:
         """Finish the sequences that have ended by now."""
         for key, _ in self._decoder.advance(self._clock.now()):
             sequence = self._sequences.pop(key)
-            self._has_failed = self._has_failed or sequence.fails
             left = sequence.length - sequence.span_tokens
             spans = (*sequence.spans, self.version, left) if left else tuple(sequence.spans)
             tokens = torch.zeros(sequence.length, dtype=torch.int32)

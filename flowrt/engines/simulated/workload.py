@@ -100,18 +100,6 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Pareto:
-    """Pareto: P(length > x) = (shortest / x) ** alpha, truncated at ``longest``."""
-
-    shortest: float
-    alpha: float
-    longest: int
-
-    def quantile(self, share: float) -> int:
-        return _clamp(self.shortest * (1.0 - share) ** (-1.0 / self.alpha), self.longest)
-
-
-@dataclass(frozen=True, slots=True)
 class Uniform:
     """Uniform from ``shortest`` to ``longest``, both included."""
 

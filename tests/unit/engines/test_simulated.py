@@ -2,20 +2,18 @@
 
 import threading
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
 
 from flowrt.controller.policies.dispatch.length_aware import completion_s
-from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
-from flowrt.engines.simulated.engine import FailAtRandom, FailEvery, SimulatedRollout, SimulatedScorer, SimulatedTrainer
+from flowrt.engines.base import Prompt, Response, TrainingBatch
+from flowrt.engines.simulated.engine import SimulatedRollout, SimulatedScorer, SimulatedTrainer
 from flowrt.engines.simulated.time import ManualSimClock, RealTimeSimClock, SimDevice
 from flowrt.engines.simulated.workload import (
     GenerationCost,
     Lengths,
     LogNormal,
-    Pareto,
     ScoreCost,
     SimulatedDecoder,
     Trace,
@@ -169,18 +167,6 @@ def test_weights_swapped_in_flight_split_the_spans_and_stall_once() -> None:
     assert clock.now() == pytest.approx(50 * 0.02 + 2 * 3.0)
 
 
-def test_engines_fail_as_configured() -> None:
-    engine = SimulatedRollout(COST, exactly(5), ManualSimClock(), rows=4, failure=FailEvery(3))
-    engine.add(prompts(2))
-    assert len(run_to_end(engine)) == 2
-    engine.add(prompts(1))
-    with pytest.raises(EngineError, match="failed as configured"):
-        engine.run(NEVER)
-    failures = [FailAtRandom(0.1).fails(1, sample_seed(0, number, 0, 0, 0)) for number in range(5000)]
-    assert fmean(failures) == pytest.approx(0.1, abs=0.02)
-    assert not any(FailAtRandom(0.0).fails(1, seed) for seed in range(100))
-
-
 def test_lengths_depend_on_the_prompt_and_on_the_sample() -> None:
     drawn = Lengths(LogNormal(500, 0.8, 10_000), correlation=0.6, seed=1)
     assert drawn.draw(b"a", 1) == drawn.draw(b"a", 1)
@@ -196,7 +182,6 @@ def test_lengths_depend_on_the_prompt_and_on_the_sample() -> None:
 def test_distributions_have_their_quantiles(tmp_path: Path) -> None:
     assert LogNormal(600, 0.8, 3072).quantile(0.5) == 600
     assert LogNormal(600, 0.8, 3072).quantile(0.9999) == 3072
-    assert Pareto(100, 2.0, 10_000).quantile(0.75) == 200
     assert [Uniform(3, 5).quantile(share) for share in (0.01, 0.5, 0.99)] == [3, 4, 5]
     path = tmp_path / "lengths.txt"
     path.write_text("30\n10\n20\n")
