@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from common.memory import status_bytes
+from control_plane.weight_relay import RelayPlan, RelaySimulation
 
 from flowrt.controller.core import Core
 from flowrt.controller.events import (
@@ -28,7 +29,6 @@ from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.ids import REWARD, ROLLOUT, SOURCE, TRAINER, WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import NO_BASE, Column, ColumnLengths, Part, Stage, Values, Weights
-from flowrt.simulation.weight_relay import RelayPlan, RelaySimulation
 
 MODEL = "policy"
 MEMBERS, STEP_GROUPS, RESPONSE_TOKENS = 8, 512, 500
