@@ -116,7 +116,7 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
     version = tuple(int(part) for part in facts.python.split(".")[:2] if part.isdigit())
     yield finding("Python", version >= MIN_PYTHON, facts.python, "install Python 3.11 or newer")
     torch = facts.torch_error or f"{facts.versions.get('torch') or 'no version'}, lanes {', '.join(facts.lanes)}"
-    yield finding("torch", not facts.torch_error, torch, "see python -m flowrt.launcher.doctor.probe on that node")
+    yield finding("torch", not facts.torch_error, torch, "see python -m flowrt.launcher.doctor.facts on that node")
     names = ", ".join(sorted({device["name"] for device in facts.devices}))
     yield finding(
         "devices",

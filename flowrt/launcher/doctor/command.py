@@ -20,10 +20,10 @@ from rich.table import Table
 from flowrt.controller.core import Core
 from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, Settings
-from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError, WaitExpired
+from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError, FlowError, WaitExpired
 from flowrt.launcher.doctor.checks import Finding, Verdict, is_well, judge, wanted
 from flowrt.launcher.doctor.estimate import estimate
-from flowrt.launcher.doctor.facts import START_S, Facts, Probe, collect, from_json, lanes_s
+from flowrt.launcher.doctor.facts import START_S, Facts, from_json, lanes_s
 from flowrt.launcher.doctor.model_shape import shape_of
 from flowrt.launcher.observer import locate
 from flowrt.net.curve_keys import controller_keys
@@ -33,9 +33,10 @@ from flowrt.recipes.config_io import from_file, parse
 from flowrt.recipes.devices import check_devices
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.host import reachable
-from flowrt.runtime.interpreter import RUN_MODULE
+from flowrt.runtime.interpreter import RUN_MODULE, last_line
 from flowrt.runtime.waits import wait_until
 
+FACTS = "flowrt.launcher.doctor.facts"
 SPARE_S = 30.0
 """Time for the prefix to start a command on all nodes."""
 
@@ -66,11 +67,7 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     except ValueError as error:
         raise ConfigError(f"--on cannot be split into words ({error}): {options.on!r}; check the quotes") from None
     shape = shape_of(config)
-    if prefix:
-        all_facts = run_loop(_collect_everywhere(options, config, prefix))
-    else:
-        controller = locate(options.controller)[0] if options.controller else ""
-        all_facts = [collect(config.run_dir, config.model, Probe(controller, options.keys, 1, options.deadline_s))]
+    all_facts = run_loop(_collect_everywhere(options, config, prefix)) if prefix else [_collect(options, config)]
     want = wanted(config, estimate(config, shape), all_facts, bool(options.controller or prefix))
     return report(judge(sorted(with_unique_names(all_facts), key=lambda facts: facts.node), want), console)
 
@@ -114,6 +111,27 @@ def merge_good(findings: Sequence[Finding]) -> list[Finding]:
     return [*lines, *(finding for finding in findings if finding.verdict is not Verdict.GOOD)]
 
 
+def _flags(options: DoctorOptions, config: RunConfig, controller: str, nodes: int) -> list[str]:
+    """The flags with which a node collects its facts."""
+    words = ["--deadline-s", str(options.deadline_s), "--nodes", str(nodes)]
+    given = {"controller": controller, "keys": options.keys, "run-dir": config.run_dir, "model": config.model}
+    for flag, value in given.items():
+        words += [f"--{flag}", value] if value else []
+    return words
+
+
+def _collect(options: DoctorOptions, config: RunConfig) -> Facts:
+    """The facts of this node. Raises FlowError if the process that collects them fails."""
+    controller = locate(options.controller)[0] if options.controller else ""
+    limit_s = START_S + options.deadline_s
+    try:
+        return from_json(last_line(FACTS, _flags(options, config, controller, 1), limit_s, FACTS), FACTS)
+    except WaitExpired:
+        raise
+    except FlowError as error:
+        raise FlowError(f"python -m {FACTS} failed on this host: {error}") from None
+
+
 async def _collect_everywhere(options: DoctorOptions, config: RunConfig, prefix: list[str]) -> list[Facts]:
     """The facts of all nodes, from probes of this controller. Raises ConfigError if a node does not answer."""
     keys = controller_keys(Path(options.keys)) if options.keys else None
@@ -126,10 +144,7 @@ async def _collect_everywhere(options: DoctorOptions, config: RunConfig, prefix:
 
 
 async def _start_everywhere(options: DoctorOptions, config: RunConfig, prefix: list[str], address: str) -> list[Facts]:
-    probe = Probe(address, options.keys, options.nodes, options.deadline_s)
-    words = [*prefix, sys.executable, RUN_MODULE, "flowrt.launcher.doctor.facts", *probe.flags()]
-    for flag, value in (("--run-dir", config.run_dir), ("--model", config.model)):
-        words += [flag, value] if value else []
+    words = [*prefix, sys.executable, RUN_MODULE, FACTS, *_flags(options, config, address, options.nodes)]
     command = " ".join(prefix)
     try:
         process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,7 @@
 """Facts about one node, evaluated by `checks`.
 
-``python -m flowrt.launcher.doctor.facts`` prints those of its node as a line of JSON: `command` starts it on each node.
+``python -m flowrt.launcher.doctor.facts`` prints those of its node as a line of JSON. `command` starts it on each node;
+it is a process of its own on this one too, because the import of torch may crash.
 """
 
 import argparse
@@ -15,14 +16,13 @@ import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import NoReturn, TypedDict
 
-from flowrt.errors import ConfigError, FlowError
+from flowrt.errors import EXIT_OK, ConfigError
 from flowrt.protocol.messages import PROTOCOL
 from flowrt.runtime.addresses import is_ipv6
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.host import interfaces, own_address
-from flowrt.runtime.interpreter import last_line
 from flowrt.runtime.memory import available_bytes
 
 PACKAGES = ("flowrt", "torch", "transformers", "pyzmq", "msgpack", "numpy", "safetensors")
@@ -87,42 +87,6 @@ def from_json(text: str, source: str) -> Facts:
         raise ConfigError(f"{source} printed no facts of this version of flowrt: {error}") from None
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What the probe of a node measures.
-
-    Attributes:
-        controller: address of the controller whose round trip is measured; empty for none.
-        keys: directory of the keys for it; empty for none.
-        nodes: number of nodes that probe at a time, between which lanes are measured.
-        deadline_s: time limit for the controller and the other nodes to answer.
-    """
-
-    controller: str
-    keys: str
-    nodes: int
-    deadline_s: float
-
-    def flags(self) -> list[str]:
-        """The flags of `add_probe_flags`."""
-        words = ["--deadline-s", str(self.deadline_s)]
-        words += ["--controller", self.controller, "--nodes", str(self.nodes)] if self.controller else []
-        return words + (["--keys", self.keys] if self.controller and self.keys else [])
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> "Probe":
-        """What parsed flags ask for."""
-        return cls(arguments.controller, arguments.keys, arguments.nodes, arguments.deadline_s)
-
-
-def add_probe_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `Probe`."""
-    parser.add_argument("--controller", default="", help="tcp://HOST:PORT")
-    parser.add_argument("--keys", default="", help="directory of keys")
-    parser.add_argument("--nodes", type=int, default=1, help="number of nodes that probe, this one included")
-    parser.add_argument("--deadline-s", type=seconds, default=60.0)
-
-
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """Rounds of lane measurements, as index pairs: each pair once, no node twice in a round (circle method)."""
     places = list(range(count + count % 2))
@@ -140,19 +104,17 @@ def lanes_s(count: int) -> float:
     return len(rounds(count)) * ROUND_S
 
 
-def collect(run_dir: str, model: str, probe: Probe) -> Facts:
-    """This node's facts.
+def collect(run_dir: str, model: str) -> Facts:
+    """This node's facts, without those that need torch.
 
     Args:
         run_dir: where the run would be written; empty for the working directory.
         model: the model's directory; empty for a built one.
-        probe: what to measure.
     """
     directory = Path(run_dir or ".")
     existing = next((path for path in (directory, *directory.absolute().parents) if path.exists()), Path("/"))
-    node = node_name()
-    facts = Facts(
-        node=node,
+    return Facts(
+        node=node_name(),
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
         protocol=PROTOCOL,
@@ -165,7 +127,6 @@ def collect(run_dir: str, model: str, probe: Probe) -> Facts:
         port_error=_port_error(),
         model_error=_model_error(Path(model)) if model else "",
     )
-    return dataclasses.replace(facts, **_probed(node, probe))
 
 
 def _model_error(path: Path) -> str:
@@ -197,24 +158,28 @@ def _port_error() -> str:
         return f"{own_address()}: {error.strerror}"
 
 
-def _probed(node: str, probe: Probe) -> dict[str, Any]:
-    """The facts that the probe prints. The probe is a process of its own: the import of torch may crash."""
-    limit_s = START_S + probe.deadline_s + lanes_s(probe.nodes)
-    try:
-        line = last_line("flowrt.launcher.doctor.probe", ("--node", node, *probe.flags()), limit_s, "the probe")
-    except FlowError as error:
-        return {"torch_error": str(error)}
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
-def main() -> None:
+def main() -> NoReturn:
     parser = argparse.ArgumentParser(description="print facts about this node as a line of JSON")
     parser.add_argument("--run-dir", default="")
     parser.add_argument("--model", default="")
-    add_probe_flags(parser)
+    parser.add_argument("--controller", default="", help="tcp://HOST:PORT, whose round trip is measured")
+    parser.add_argument("--keys", default="", help="directory of keys")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes that measure lanes, this one included")
+    parser.add_argument("--deadline-s", type=seconds, default=60.0)
     arguments = parser.parse_args()
-    sys.stdout.write(collect(arguments.run_dir, arguments.model, Probe.of(arguments)).to_json() + "\n")
+    facts = collect(arguments.run_dir, arguments.model)
+    try:
+        from flowrt.launcher.doctor import probe
+    except (ImportError, OSError) as error:
+        facts = dataclasses.replace(facts, torch_error=f"{type(error).__name__}: {error}")
+    else:
+        measured = probe.measure(
+            facts.node, arguments.controller, arguments.keys, arguments.nodes, arguments.deadline_s
+        )
+        facts = dataclasses.replace(facts, **measured)
+    sys.stdout.write(facts.to_json() + "\n")
+    sys.stdout.flush()
+    os._exit(EXIT_OK)  # a lane's thread may be inside gloo, which cannot be interrupted
 
 
 if __name__ == "__main__":

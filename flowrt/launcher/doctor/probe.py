@@ -1,26 +1,23 @@
-"""Probe of one node: the facts that need torch, and the measurements between nodes.
+"""The facts of a node that need torch, and the measurements between nodes.
 
-``python -m flowrt.launcher.doctor.probe`` prints one line of JSON: devices and transports; with ``--controller`` the
-round trip to that controller; with ``--nodes N`` the bandwidth of the lane from each of the other probes.
+With a controller its round trip is measured, and with several nodes the bandwidth of the lane from each of the others.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from flowrt.errors import EXIT_OK, FlowError, LocalProtocolError, WaitExpired
+from flowrt.errors import FlowError, LocalProtocolError, WaitExpired
 from flowrt.ids import OBSERVER
-from flowrt.launcher.doctor.facts import ROUND_S, Accelerator, Probe, add_probe_flags, rounds
+from flowrt.launcher.doctor.facts import ROUND_S, Accelerator, rounds
 from flowrt.net.curve_keys import worker_keys
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
@@ -84,12 +81,12 @@ def _turn(sender: str, receiver: str, kind: str, sequence: int) -> LaneTurn:
 class Prober:
     """The probe of this node: an observer connection that sees the other probes join, and one for the lanes."""
 
-    def __init__(self, node: str, probe: Probe) -> None:
-        self._nodes = probe.nodes
-        self._deadline_s = probe.deadline_s
-        self._address = probe.controller
+    def __init__(self, node: str, controller: str, keys: str, nodes: int, deadline_s: float) -> None:
+        self._nodes = nodes
+        self._deadline_s = deadline_s
+        self._address = controller
         self._name = f"{PROBE}-{node}-{os.getpid()}"
-        self._keys = worker_keys(Path(probe.keys), self._name) if probe.keys else None
+        self._keys = worker_keys(Path(keys), self._name) if keys else None
         self._awaited = f"the controller at {self._address}"
         self._inbox: asyncio.Queue[m.Message | FlowError] = asyncio.Queue()
         self._lanes = LaneSet(self._name, make_transports(self._address), ROUND_S, self._send_key)
@@ -207,31 +204,29 @@ class Prober:
         self._link.send(m.RendezvousKey(peer, lane, key, value))
 
 
-async def measure(node: str, probe: Probe) -> Facts:
-    """The facts that need a controller."""
-    prober = Prober(node, probe)
+async def _opened(node: str, controller: str, keys: str, nodes: int, deadline_s: float) -> Facts:
+    prober = Prober(node, controller, keys, nodes, deadline_s)
     try:
         return await prober.run()
     finally:
         await prober.close()
 
 
-def main() -> NoReturn:
-    parser = argparse.ArgumentParser(description="print facts about this node that need torch, as JSON")
-    parser.add_argument("--node", default=socket.gethostname())
-    add_probe_flags(parser)
-    arguments = parser.parse_args()
+def measure(node: str, controller: str, keys: str, nodes: int, deadline_s: float) -> Facts:
+    """The facts of this node that need torch: devices and transports, and what is measured with a controller.
+
+    Args:
+        node: name of this node.
+        controller: address of the controller; empty: none.
+        keys: directory of the keys for it; empty: it has none.
+        nodes: number of nodes that measure lanes at a time.
+        deadline_s: time limit for the controller and the other nodes to answer.
+    """
     torch.set_num_threads(1)
     facts: Facts = {"lanes": [lane.partition(":")[0] for lane in available_transports()], "devices": devices()}
-    if arguments.controller:
+    if controller:
         try:
-            facts |= run_loop(measure(arguments.node, Probe.of(arguments)))
+            facts |= run_loop(_opened(node, controller, keys, nodes, deadline_s))
         except FlowError as error:
             facts["peer_error"] = str(error)
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
-    os._exit(EXIT_OK)  # a lane's thread may be inside gloo, which cannot be interrupted
-
-
-if __name__ == "__main__":
-    main()
+    return facts

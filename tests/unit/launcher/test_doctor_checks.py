@@ -63,7 +63,7 @@ def test_healthy_nodes_pass_every_check() -> None:
     ("check", "changes", "want", "fix"),
     [
         ("Python", {"python": "3.10.2"}, WANT, "3.11 or newer"),
-        ("torch", {"torch_error": "ImportError: libcudart.so"}, WANT, "flowrt.launcher.doctor.probe"),
+        ("torch", {"torch_error": "ImportError: libcudart.so"}, WANT, "flowrt.launcher.doctor.facts"),
         ("devices", {}, ON_GPU, "ask for devices"),
         ("shared device", {"devices": [GPU]}, SHARED, "rollout.workers"),
         ("device memory", {"devices": [GPU, {**GPU, "free_bytes": 40 * GIB}]}, ON_GPU, "trainer.forward_tokens"),
