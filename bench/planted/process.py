@@ -62,8 +62,9 @@ async def trainer(session: Session, spec: RunSpec) -> None:
     is_leader = session.worker != SLOW_RANK
     ranks = RankCollectives(session.timeline, session.worker)
     engine = SimulatedTrainer(cost, pace, spec.workload.parameter_bytes)
+    rank = Trainer(session, config, engine, ranks)
     for step in range(config.steps):
-        await Trainer(session, config, engine, ranks).train_step(step)
+        await rank.train_step(step)
         with session.timeline.busy("step"):
             metrics = await ranks.call(engine.step, f"step {step}")
         if is_leader:

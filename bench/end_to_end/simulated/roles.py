@@ -114,6 +114,7 @@ async def trainer(session: Session, spec: RunSpec) -> None:
     """Train the run's steps; new weights are sent during the next step."""
     config, workload, pace = spec.config(), spec.workload, RealTimeSimClock(spec.real_s)
     engine = SimulatedTrainer(workload.train, pace, workload.parameter_bytes)
+    rank = Trainer(session, config, engine, RankCollectives())
 
     async def publish(snapshot: Snapshot) -> None:
         await asyncio.to_thread(pace.wait_until, pace.now() + workload.transfer_s)
@@ -121,7 +122,7 @@ async def trainer(session: Session, spec: RunSpec) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         for step in range(config.steps):
-            await Trainer(session, config, engine, RankCollectives()).train_step(step)
+            await rank.train_step(step)
             with session.timeline.busy("step"):
                 metrics = await asyncio.to_thread(engine.step)
             session.step_done(step, metrics)

@@ -28,9 +28,12 @@ from flowrt.transport.devices import cuda_is_here, npu_is_here, torch_npu
 from flowrt.transport.lanes.channel import ColumnRun
 from flowrt.transport.lanes.lane import LaneSet, available_transports, make_transports
 
-TEST_BYTES = 2**20
-"""Bytes of a test transfer: over a link of 0.5 MB/s, all of them end within a round."""
-TRANSFERS = 3
+MIB = 2**20
+FEW_MIB, MANY_MIB = 1, 32
+"""Sizes of test transfers: three of the smaller one end within a round even over a link of 0.5 MB/s."""
+FAST_S = 0.05
+"""A small transfer that took less is followed by a large one, so that the lane's latency does not count."""
+TRANSFERS = 4
 ROUND_TRIPS = 20
 MEASUREMENTS = BoundedElsewhere("the deadline of all measurements")
 PROBE, READY = "probe", "ready"
@@ -55,23 +58,25 @@ def devices() -> list[Accelerator]:
 
 async def send_test(lanes: LaneSet, source: str, sink: str) -> None:
     """Send each test transfer when the receiver is ready for it."""
-    data = torch.zeros(TEST_BYTES, dtype=torch.uint8)
+    data = torch.zeros(MANY_MIB * MIB, dtype=torch.uint8)
     for number in range(TRANSFERS):
-        await lanes.receive(_turn(sink, source, READY, number), [[1]])
-        await lanes.send(_turn(source, sink, PROBE, number), [ColumnRun.of(data)])
+        (size,) = await lanes.receive(_turn(sink, source, READY, number), [[1]])
+        await lanes.send(_turn(source, sink, PROBE, number), [ColumnRun.of(data[: int(size) * MIB])])
 
 
 async def receive_test(lanes: LaneSet, source: str, sink: str) -> float:
-    """Receive the test transfers; returns the bytes per second of the fastest, since the first opens the lane."""
-    fastest_s = float("inf")
-    ready = torch.zeros(1, dtype=torch.uint8)
+    """Receive test transfers of the sizes that it asks for; returns the bytes per second of the fastest."""
+    fastest = 0.0
+    size = FEW_MIB
     for number in range(TRANSFERS):
-        arriving = lanes.receive(_turn(source, sink, PROBE, number), [[TEST_BYTES]])
+        arriving = lanes.receive(_turn(source, sink, PROBE, number), [[size * MIB]])
         start_s = time.monotonic()
-        await lanes.send(_turn(sink, source, READY, number), [ColumnRun.of(ready)])
+        await lanes.send(_turn(sink, source, READY, number), [ColumnRun.of(torch.tensor([size], dtype=torch.uint8))])
         await arriving
-        fastest_s = min(fastest_s, time.monotonic() - start_s)
-    return TEST_BYTES / fastest_s
+        took_s = time.monotonic() - start_s
+        fastest = max(fastest, size * MIB / took_s)
+        size = MANY_MIB if took_s < FAST_S else FEW_MIB
+    return fastest
 
 
 def _turn(sender: str, receiver: str, kind: str, sequence: int) -> LaneTurn:
