@@ -119,7 +119,10 @@ def _measure_size(
 def _measure(
     processes: list[Child], server: Child, queue: Queue | None, window_s: float, pause_s: float, highest: int
 ) -> tuple[float, list[float], float]:
-    """Round trips a second, seconds of each, and microseconds of the server's processor time for each."""
+    """Round trips a second, seconds of each, and microseconds of the server's processor time for each.
+
+    Of a window twice as long, if no round trip ends in this one, as on a machine with much other load.
+    """
     # A paced load is steady after one whole pause.
     warm_s = WARM_S + pause_s
     if queue is not None:
@@ -132,4 +135,6 @@ def _measure(
     if queue is not None:
         queue.count_served(served)
     trips = [trip for result in results for trip in result["trips"]]
+    if not trips:
+        return _measure(processes, server, queue, 2 * window_s, pause_s, highest)
     return len(trips) / window_s, trips, 1e6 * spent_s / served
