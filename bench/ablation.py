@@ -52,12 +52,12 @@ def figures_of(runs: list[Accounts], base: list[Accounts], key: str) -> Figures:
     rates, base_rates = ([one.samples_per_s for one in side] for side in (runs, base))
     return {
         f"speedup_{key}": median_ratio(rates, base_rates),
-        f"step_s_{key}": statistics.median(one.step_s for one in runs),
-        f"cpu_{key}": statistics.median(one.cpu for one in runs),
-        **{f"busy_{role}_{key}": statistics.median(one.busy[role] for one in runs) for role in ROLES},
-        **{f"{name}_{key}": sum(one.counts[name] for one in runs) for name in SUMMED},
-        f"staleness_max_{key}": max(one.counts["staleness_max"] for one in runs),
-        f"staleness_mean_{key}": statistics.median(one.counts["staleness_mean"] for one in runs),
+        f"step_s_{key}": statistics.median(run.step_s for run in runs),
+        f"cpu_{key}": statistics.median(run.cpu for run in runs),
+        **{f"busy_{role}_{key}": statistics.median(run.busy[role] for run in runs) for role in ROLES},
+        **{f"{name}_{key}": sum(run.counts[name] for run in runs) for name in SUMMED},
+        f"staleness_max_{key}": max(run.counts["staleness_max"] for run in runs),
+        f"staleness_mean_{key}": statistics.median(run.counts["staleness_mean"] for run in runs),
     }
 
 

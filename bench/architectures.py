@@ -80,7 +80,7 @@ def families(options: Options) -> Figures:
             RESULTS[family] = one
             off = f"{one.off_nats:.1e} nats"
             print(f"{family}: {one.state} {one.generation} {one.training} {off} {one.reason}", flush=True)
-    counts = Counter(one.state for one in RESULTS.values())
+    counts = Counter(result.state for result in RESULTS.values())
     return {f"arch_{'tracebacks' if state == 'traceback' else state}": float(counts[state]) for state in STATES}
 
 

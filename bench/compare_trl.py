@@ -224,7 +224,7 @@ def both(options: Options) -> Figures:
     steps = 10 if options.quick else options.steps
     seeds = seeds_of(options)
     rounds = [measured(argparse.Namespace(**{**vars(options), "steps": steps, "seed": seed})) for seed in seeds]
-    return summary({name: [one[name] for one in rounds] for name in rounds[0]})
+    return summary({name: [round_[name] for round_ in rounds] for name in rounds[0]})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -290,7 +290,7 @@ def _kill_plans(first_seed: int) -> Iterator[Plan]:
     while True:
         plan = draw(seed, TRIAL_STEPS, WORKER_TIMEOUT_S, GROUPS)
         seed += 1
-        if all(one.kind == "kill" for one in (*plan.faults, *plan.resume_faults)):
+        if all(fault.kind == "kill" for fault in (*plan.faults, *plan.resume_faults)):
             yield plan
 
 

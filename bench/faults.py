@@ -80,7 +80,7 @@ def trials(options: Options) -> Figures:
             print(outcome.line(len(outcomes)), flush=True)
         elif options.quick:
             plans = itertools.chain(_of_group(outcome.plan.group, outcome.plan.seed + 1), plans)
-    FAILURES.extend(one.line(0) for one in outcomes if one.is_bad)
+    FAILURES.extend(outcome.line(0) for outcome in outcomes if outcome.is_bad)
     if not FAILURES:
         shutil.rmtree(folder)
     wall_s = round(time.monotonic() - began_s, 1)
@@ -101,7 +101,7 @@ def _plans(options: Options) -> Iterator[Plan]:
     plans = (draw(seed, STEPS, WORKER_TIMEOUT_S, tuple(options.groups)) for seed in seeds)
     kinds = options.kinds
     return (
-        plan for plan in plans if not kinds or all(one.kind in kinds for one in (*plan.faults, *plan.resume_faults))
+        plan for plan in plans if not kinds or all(fault.kind in kinds for fault in (*plan.faults, *plan.resume_faults))
     )
 
 
@@ -114,8 +114,8 @@ def _of_group(group: str, first_seed: int) -> Iterator[Plan]:
 def metrics_of(outcomes: list[Outcome]) -> dict[str, float]:
     """Counts and times of all, and counts by kind of fault."""
     metrics = {**counts(outcomes), **times(outcomes)}
-    for row in sorted({one.plan.row for one in outcomes}, key=lambda row: (row.isupper(), row)):
-        group = [one for one in outcomes if one.plan.row == row]
+    for row in sorted({outcome.plan.row for outcome in outcomes}, key=lambda row: (row.isupper(), row)):
+        group = [outcome for outcome in outcomes if outcome.plan.row == row]
         metrics |= {f"{row.replace(' ', '_')}_{name}": value for name, value in counts(group).items()}
     return metrics
 
@@ -123,22 +123,22 @@ def metrics_of(outcomes: list[Outcome]) -> dict[str, float]:
 def counts(outcomes: list[Outcome]) -> dict[str, int]:
     return {
         "trials": len(outcomes),
-        "lost": sum(one.lost for one in outcomes),
-        "doubled": sum(one.doubled for one in outcomes),
-        "hung": sum(one.hung for one in outcomes),
-        "wrong": sum(bool(one.wrong) for one in outcomes),
-        "resumed": sum(one.resumed > 0 for one in outcomes),
-        "refused": sum(bool(one.refused) for one in outcomes),
+        "lost": sum(outcome.lost for outcome in outcomes),
+        "doubled": sum(outcome.doubled for outcome in outcomes),
+        "hung": sum(outcome.hung for outcome in outcomes),
+        "wrong": sum(bool(outcome.wrong) for outcome in outcomes),
+        "resumed": sum(outcome.resumed > 0 for outcome in outcomes),
+        "refused": sum(bool(outcome.refused) for outcome in outcomes),
     }
 
 
 def times(outcomes: list[Outcome]) -> dict[str, float]:
     """Medians and maxima, in seconds; without those of which nothing was measured."""
     measured = {
-        "detect_s": [one.noticed_s for one in outcomes],
-        "recover_s": [one.recovered_s for one in outcomes],
-        "resume_s": [value for one in outcomes for value in one.resume_s],
-        "replaced_s": [one.replaced_s for one in outcomes],
+        "detect_s": [outcome.noticed_s for outcome in outcomes],
+        "recover_s": [outcome.recovered_s for outcome in outcomes],
+        "resume_s": [value for outcome in outcomes for value in outcome.resume_s],
+        "replaced_s": [outcome.replaced_s for outcome in outcomes],
     }
     found: dict[str, float] = {}
     for name, values in measured.items():

@@ -46,7 +46,7 @@ def batch(prompt: int, groups: int, members: int) -> TrainingBatch:
     prompts = [torch.randint(1, VOCABULARY, (prompt,), generator=dice) for _ in range(groups)]
     count = groups * members
     return TrainingBatch(
-        prompts=[one for one in prompts for _ in range(members)],
+        prompts=[prompt for prompt in prompts for _ in range(members)],
         responses=[torch.randint(1, VOCABULARY, (RESPONSE,), generator=dice) for _ in range(count)],
         rollout_logprobs=[torch.full((RESPONSE,), -3.6) for _ in range(count)],
         reference_logprobs=None,

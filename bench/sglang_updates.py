@@ -163,7 +163,7 @@ def updates(options: Options) -> Figures:
         max_length=512,
         seed=0,
     )
-    weight_mb = sum(one.nbytes for one in named_parameters(model).values()) / 1e6
+    weight_mb = sum(parameter.nbytes for parameter in named_parameters(model).values()) / 1e6
     samples = Samples()
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         save_model(model, wrap_tokenizer(Arithmetic(0, 0).tokenizer()), Path(name) / "model")

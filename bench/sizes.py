@@ -73,7 +73,7 @@ def prompts(lengths: Sequence[int]) -> list[Prompt]:
 
 
 def weight_bytes(built: Any) -> int:
-    return int(sum(one.numel() * FLOAT_BYTES for one in built.parameters()))
+    return int(sum(parameter.numel() * FLOAT_BYTES for parameter in built.parameters()))
 
 
 def cache_bytes(built: Any, rows: int, length: int) -> int:
@@ -152,7 +152,7 @@ def top_k(vocabulary: int, tokens: int) -> int:
     ]
     trainer.accumulate(
         TrainingBatch(
-            prompts=[one.tokens for one in prompts([8] * count)],
+            prompts=[prompt.tokens for prompt in prompts([8] * count)],
             responses=responses,
             rollout_logprobs=[-torch.ones(length) for _ in responses],
             reference_logprobs=None,

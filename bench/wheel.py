@@ -30,7 +30,7 @@ def failures(environment: Environment) -> Figures:
     """Numbers of commands and of failures; each is printed as it ends."""
     prepare(environment.work)
     checks: Mapping[str, Callable[[Environment], str]] = {
-        **{" ".join(one.words): one.fault for one in CASES},
+        **{" ".join(case.words): case.fault for case in CASES},
         **PROCESSES,
     }
     failed = 0

@@ -135,7 +135,7 @@ def values(hint: Any) -> st.SearchStrategy[str]:
     """Texts of values for a key: mostly of its type, often at the ends of its interval."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(kind) in (Union, UnionType):
-        return st.one_of(st.just("None"), *(values(one) for one in get_args(kind) if one is not type(None)))
+        return st.one_of(st.just("None"), *(values(arg) for arg in get_args(kind) if arg is not type(None)))
     if kind is str or get_origin(kind) is tuple:
         return WORDS
     found = [st.from_type(kind).map(str), WORDS]

@@ -57,8 +57,8 @@ def page() -> str:
     ]
     values = [dict(_leaves("", defaults(recipe))) for recipe in RECIPE_NAMES]
     for key in values[0]:
-        if key != "recipe" and any(one[key] != values[0][key] for one in values):
-            lines.append(f"| `{key}` | " + " | ".join(_value(one[key]) for one in values) + " |")
+        if key != "recipe" and any(value[key] != values[0][key] for value in values):
+            lines.append(f"| `{key}` | " + " | ".join(_value(value[key]) for value in values) + " |")
     return "\n".join([*lines, ""])
 
 
@@ -83,10 +83,10 @@ def _section(title: str, prefix: str, table: Any, above: Sequence[OnlyIf] = ()) 
 def _conditions(conditions: Sequence[OnlyIf]) -> str:
     """The conditions under which a key or a table acts, as sentences."""
     sentences = []
-    for one in conditions:
-        names = " or ".join(f"`{name}`" for name in one.keys)
-        values = " or ".join(_value(value) for value in one.have or one.but)
-        sentences.append(f"Acts only with {names} {values if one.have else f'other than {values}'}.")
+    for condition in conditions:
+        names = " or ".join(f"`{name}`" for name in condition.keys)
+        values = " or ".join(_value(value) for value in condition.have or condition.but)
+        sentences.append(f"Acts only with {names} {values if condition.have else f'other than {values}'}.")
     return " ".join(sentences)
 
 

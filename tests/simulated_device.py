@@ -73,7 +73,7 @@ class SimulatedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
-        on_this_device = [one for one in tensors if isinstance(one, SimulatedTensor)]
+        on_this_device = [tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)]
         self._check(func, tensors, on_this_device)
         if on_this_device and self._host_waits(func, args, kwargs, tensors):
             self.waits.append(str(func))
@@ -91,7 +91,7 @@ class SimulatedDevice(TorchDispatchMode):
         elif func in COPIES:
             on_device = isinstance(args[0], SimulatedTensor)
         args, kwargs = tree_map_only(SimulatedTensor, lambda one: one.host, (args, kwargs))
-        known = {id(one.host if isinstance(one, SimulatedTensor) else one): one for one in tensors}
+        known = {id(tensor.host if isinstance(tensor, SimulatedTensor) else tensor): tensor for tensor in tensors}
         result = func(*args, **kwargs)
         if pinned:
             self._pinned.append(result)
@@ -107,9 +107,9 @@ class SimulatedDevice(TorchDispatchMode):
     def _check(self, func: Any, tensors: Sequence[torch.Tensor], on_this_device: Sequence[torch.Tensor]) -> None:
         if not on_this_device or func in COPIES:
             return
-        host_tensors = [one for one in tensors if not isinstance(one, SimulatedTensor) and one.dim()]
+        host_tensors = [tensor for tensor in tensors if not isinstance(tensor, SimulatedTensor) and tensor.dim()]
         if host_tensors:
-            shapes = ", ".join(str(tuple(one.shape)) for one in host_tensors)
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in host_tensors)
             raise RuntimeError(f"{func}: tensors of {self.device} and of the host ({shapes}) in one operation")
 
     def _host_waits(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> bool:
@@ -118,7 +118,7 @@ class SimulatedDevice(TorchDispatchMode):
             return to_host and not kwargs.get("non_blocking")
         if func is aten.copy_.default:
             return not isinstance(args[0], SimulatedTensor) and not (kwargs.get("non_blocking") or args[2:] == (True,))
-        by_mask = func is aten.index.Tensor and any(one.dtype is torch.bool for one in tensors[1:])
+        by_mask = func is aten.index.Tensor and any(tensor.dtype is torch.bool for tensor in tensors[1:])
         return func in WAITS or by_mask
 
 

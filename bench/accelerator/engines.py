@@ -82,7 +82,7 @@ def dtype_of(device: Device) -> torch.dtype:
 def shape_of(load: Load, model: Any) -> ModelShape:
     config = load.config
     return ModelShape(
-        parameters=sum(one.numel() for one in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         kv_size=config.num_key_value_heads * config.head_dim,

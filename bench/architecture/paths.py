@@ -204,8 +204,8 @@ def training_errors(model: Any) -> tuple[str, dict[str, float]]:
 def gradient_of(model: Any) -> torch.Tensor:
     return torch.cat(
         [
-            (torch.zeros_like(one) if one.grad is None else one.grad).flatten()
-            for one in model.parameters()
-            if one.requires_grad
+            (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).flatten()
+            for parameter in model.parameters()
+            if parameter.requires_grad
         ]
     )

@@ -447,7 +447,7 @@ class DrawnRun:
     def _samples(self, query: Mapping[str, str]) -> dict[str, Any]:
         found = self._chosen(query)
         if group := query.get("group"):
-            found = [one for one in self._all_samples() if one["id"] // GROUP_SIZE == int(group) // GROUP_SIZE]
+            found = [sample for sample in self._all_samples() if sample["id"] // GROUP_SIZE == int(group) // GROUP_SIZE]
         order = {"worst": "reward", "best": "-reward", "newest": "-id", "": "-id"}.get(*[query.get("order", "")] * 2)
         name = {"ended": "finish"}.get(order.removeprefix("-"), order.removeprefix("-"))
         found.sort(key=lambda one: one.get(name, one["id"]), reverse=order.startswith("-"))
@@ -484,7 +484,7 @@ class DrawnRun:
         groups = settings.groups(samples, is_evaluation=False)
         places = in_order(groups, np.arange(len(groups)), query.get("order") or "newest")
         offset, limit = int(query.get("offset", 0)), int(query.get("limit", 50))
-        texts = {one["id"]: one["prompt_text"] for one in self._all_samples()}
+        texts = {sample["id"]: sample["prompt_text"] for sample in self._all_samples()}
         lines = [
             group_line(groups, int(place), settings, "", texts[int(groups.id_G[place])])
             for place in places[offset : offset + limit]
@@ -502,7 +502,7 @@ class DrawnRun:
     def _columns(self, query: Mapping[str, str]) -> SampleColumns:
         rows = self._chosen(query)
         numbers = {
-            name: np.array([one[name] for one in rows], np.int64)
+            name: np.array([row[name] for row in rows], np.int64)
             for name in ("id", "step", "epoch", "prompt", "member", "tokens", "run_attempt")
         }
         return SampleColumns(
@@ -515,10 +515,10 @@ class DrawnRun:
             member_N=numbers["member"],
             attempt_N=np.zeros(len(rows), np.int64),
             tokens_N=numbers["tokens"],
-            reward_N=np.array([one["reward"] for one in rows], np.float64),
-            advantage_N=np.array([one["advantage"] for one in rows], np.float64),
-            staleness_N=np.array([one["staleness"] for one in rows], np.float64),
-            is_truncated_N=np.array([one["finish"] == "length" for one in rows], np.bool_),
+            reward_N=np.array([row["reward"] for row in rows], np.float64),
+            advantage_N=np.array([row["advantage"] for row in rows], np.float64),
+            staleness_N=np.array([row["staleness"] for row in rows], np.float64),
+            is_truncated_N=np.array([row["finish"] == "length" for row in rows], np.bool_),
             is_flagged_N=np.zeros(len(rows), np.bool_),
             is_rolled_back_N=np.zeros(len(rows), np.bool_),
         )

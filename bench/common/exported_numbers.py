@@ -22,10 +22,10 @@ def tensorboard_numbers(directory: Path) -> Numbers:
     accumulator.Reload()
     found: Numbers = {}
     for tag in accumulator.Tags()["scalars"]:
-        for one in accumulator.Scalars(tag):
-            line = found.setdefault(one.step, {})
-            assert tag not in line, f"{tag} has step {one.step} twice"
-            line[tag] = one.value
+        for scalar in accumulator.Scalars(tag):
+            line = found.setdefault(scalar.step, {})
+            assert tag not in line, f"{tag} has step {scalar.step} twice"
+            line[tag] = scalar.value
     return found
 
 
@@ -87,7 +87,7 @@ def prometheus_numbers(text: str) -> dict[str, float]:
     from prometheus_client.parser import text_string_to_metric_families
 
     families = [one for one in text_string_to_metric_families(text) if not one.name.startswith(NOT_OF_METRICS)]
-    return {one.name: float(one.samples[0].value) for one in families}
+    return {family.name: float(family.samples[0].value) for family in families}
 
 
 def metrics_numbers(run_dir: Path) -> Numbers:

@@ -159,7 +159,7 @@ async def _rewards(file: Path, rows: list[bytes]) -> list[float]:
         outcomes = [(await scorer.outcomes("7", row))[0] for row in rows]
     finally:
         await scorer.close()
-    for one in outcomes:
-        if one.result is not Result.OK:
-            raise RuntimeError(one.detail)
-    return [one.value for one in outcomes]
+    for outcome in outcomes:
+        if outcome.result is not Result.OK:
+            raise RuntimeError(outcome.detail)
+    return [outcome.value for outcome in outcomes]

@@ -70,8 +70,8 @@ def hostile(quick: bool) -> dict[str, float]:
     sleeping_s = sum(kind in ("fine", "forks") for kind in responses) / rate
     hanging_s = responses.count("hangs") * DEADLINE_S / WORKERS
     expected = Counter(KINDS.get(kind, Result.OK) for kind in responses)
-    counted = Counter(one.result for one in outcomes)
-    overruns = [one.seconds - DEADLINE_S for one in outcomes if one.result is Result.TIMEOUT]
+    counted = Counter(outcome.result for outcome in outcomes)
+    overruns = [outcome.seconds - DEADLINE_S for outcome in outcomes if outcome.result is Result.TIMEOUT]
     return {
         "hostile": float(count),
         "hostile_ratio": (sleeping_s + hanging_s) / took_s,

@@ -60,7 +60,10 @@ def pass_error() -> float:
     worst = 0.0
     for answers in range(1, LARGEST_ENUMERATION + 1):
         for solved, k in itertools.product(range(answers + 1), range(1, answers + 1)):
-            choices = [any(one) for one in itertools.combinations([True] * solved + [False] * (answers - solved), k)]
+            choices = [
+                any(combination)
+                for combination in itertools.combinations([True] * solved + [False] * (answers - solved), k)
+            ]
             worst = max(worst, abs(pass_at_k(answers, solved, k) - sum(choices) / len(choices)))
     return worst
 

@@ -85,12 +85,12 @@ class Plan:
     @property
     def starts_interpreters(self) -> bool:
         """Whether processes are started by python instead of forked, which takes seconds of a core each."""
-        return any(one.victim in (*RANKS, FORK_SERVER) for one in (*self.faults, *self.resume_faults))
+        return any(fault.victim in (*RANKS, FORK_SERVER) for fault in (*self.faults, *self.resume_faults))
 
     def __str__(self) -> str:
         parts = [" and ".join(map(str, self.faults))]
         parts += [self.damage] if self.damage else []
-        parts += [f"in the resumed run {one}" for one in self.resume_faults]
+        parts += [f"in the resumed run {fault}" for fault in self.resume_faults]
         return f"[{self.group}] " + ", ".join(parts)
 
 

@@ -113,7 +113,7 @@ class LauncherProcess:
         if victim == LAUNCHER:
             return [me]
         try:
-            below = [one for one in me.children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+            below = [child for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
         except psutil.NoSuchProcess:
             return []
         if victim == EVERYTHING:

@@ -159,16 +159,20 @@ class Trial:
         faults = plan.faults
         words = ["run", "--config", str(config)]
         for number in range(MAX_ATTEMPTS):
-            launcher = LauncherProcess(self.folder, words, [one.victim for one in faults if one.kind in LINK_KINDS])
+            launcher = LauncherProcess(
+                self.folder, words, [fault.victim for fault in faults if fault.kind in LINK_KINDS]
+            )
             fault_times = [FaultTimes(fault) for fault in faults]
             yield from self._follow(launcher, fault_times, self._last_step() if number else None)
             out.fault_times = out.fault_times or fault_times
-            out.injected = all(one.injected_s >= 0 for one in fault_times) and (out.injected or number == 0)
+            out.injected = all(fault_time.injected_s >= 0 for fault_time in fault_times) and (
+                out.injected or number == 0
+            )
             yield from self._left(launcher, faults)
             if out.hung or out.wrong:
                 return
             if launcher.code == 0:
-                if number == 0 and any(one.ends_the_launcher for one in faults) and out.injected:
+                if number == 0 and any(fault.ends_the_launcher for fault in faults) and out.injected:
                     out.wrong.append("the launcher ended well although it was killed")
                 return
             if self._damaged is not None and launcher.code in (EXIT_FAILED, EXIT_BAD_INPUT) and not out.refused:
@@ -192,7 +196,7 @@ class Trial:
 
     def _follow(self, launcher: LauncherProcess, fault_times: Sequence[FaultTimes], before: int | None) -> Steps:
         """Follow one attempt to its end; ``before`` is the last step that earlier ones closed, None for the first."""
-        injections = [self._inject(launcher, one) for one in fault_times]
+        injections = [self._inject(launcher, fault_time) for fault_time in fault_times]
         deadline_s = launcher.began_s + self._deadline_s
         resumed_s = -1.0
         while not launcher.is_over():
@@ -315,22 +319,26 @@ class Trial:
         if shared := sorted(name for name in new if not is_mapped(SHARED_MEMORY / name)):
             self.out.wrong.append(f"shared memory was left behind: {shared}")
         # A killed process cannot remove its own temporary files.
-        self._killed = self._killed or (self._plan.ranks > 1 and any(one.kind in ("kill", "stop") for one in faults))
+        self._killed = self._killed or (
+            self._plan.ranks > 1 and any(fault.kind in ("kill", "stop") for fault in faults)
+        )
         if not self._killed and (files := sorted(os.listdir(self.folder / "tmp"))):
             self.out.wrong.append(f"temporary files were left behind: {files}")
 
     def _judge_code(self, launcher: LauncherProcess, fault_times: Sequence[FaultTimes]) -> None:
         """Check that the faults allow a failed attempt its exit code, and that its message names the cause."""
         code, output = launcher.code, launcher.read_output()
-        faults = [one.fault for one in fault_times if one.injected_s >= 0]
-        interrupted = any(one.interrupts for one in faults) and code == EXIT_INTERRUPTED
-        killed = any(one.victim == EVERYTHING or (one.victim, one.kind) == ("launcher", "kill") for one in faults)
-        may_fail = any(one.may_fail_the_run for one in faults) or len(faults) > 1
+        faults = [fault_time.fault for fault_time in fault_times if fault_time.injected_s >= 0]
+        interrupted = any(fault.interrupts for fault in faults) and code == EXIT_INTERRUPTED
+        killed = any(
+            fault.victim == EVERYTHING or (fault.victim, fault.kind) == ("launcher", "kill") for fault in faults
+        )
+        may_fail = any(fault.may_fail_the_run for fault in faults) or len(faults) > 1
         # A launcher that has not started a process yet may die of the signal itself.
         early = (
             launcher.started_nothing
             and code is not None
-            and -code in [SIGNALS_OF[one.kind] for one in faults if one.victim == LAUNCHER]
+            and -code in [SIGNALS_OF[fault.kind] for fault in faults if fault.victim == LAUNCHER]
         )
         sentence = next((line for line in output.splitlines() if line.startswith("flowrt: ")), "")
         if "Traceback" in output:
@@ -401,7 +409,7 @@ class Trial:
 
 def _names(faults: Sequence[Fault]) -> set[str]:
     """Names that an error message may use for the victims."""
-    return {"trainer" if one.victim.startswith(("rank", "agent")) else one.victim.split("-")[0] for one in faults}
+    return {"trainer" if fault.victim.startswith(("rank", "agent")) else fault.victim.split("-")[0] for fault in faults}
 
 
 def side_by_side(next_trial: Callable[[int], Trial | None], at_once: int) -> Iterator[Outcome]:

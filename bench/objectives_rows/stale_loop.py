@@ -137,7 +137,7 @@ class StaleLoop:
         problems = self._task.held_out_problems()[:HELD_OUT]
         self._rollout.swap(self._versions[max(self._versions)])
         responses = self._generate([Prompt(key, self._ids(one), 0, greedy=True) for key, one in enumerate(problems)])
-        return sum(self._reward(one, problems[one.key]) for one in responses) / len(problems)
+        return sum(self._reward(response, problems[response.key]) for response in responses) / len(problems)
 
     def load(self, checkpoint: Path) -> None:
         """Load the trainer's state from a checkpoint of a run; its weights become version 0, the only one."""
@@ -162,7 +162,9 @@ class StaleLoop:
         ]
         self._rollout.swap(self._versions[version])
         responses = sorted(self._generate(prompts), key=lambda one: one.key)
-        rewards = [self._reward(one, self._problems[chosen[one.key // config.group_size]]) for one in responses]
+        rewards = [
+            self._reward(response, self._problems[chosen[response.key // config.group_size]]) for response in responses
+        ]
         self._trainer.accumulate(self._batch(prompts, responses, rewards, step - version))
         self.metrics = self._trainer.step()
         self._versions[step + 1] = Snapshot.take(step + 1, self._trainer.parameters())
@@ -172,8 +174,11 @@ class StaleLoop:
         self, prompts: Sequence[Prompt], responses: Sequence[Response], rewards: Sequence[float], staleness: int
     ) -> TrainingBatch:
         config = self._config
-        tokens, rollout_logprobs = [one.tokens for one in responses], [one.logprobs for one in responses]
-        prompt_tokens = [one.tokens for one in prompts]
+        tokens, rollout_logprobs = (
+            [response.tokens for response in responses],
+            [response.logprobs for response in responses],
+        )
+        prompt_tokens = [prompt.tokens for prompt in prompts]
         reference = None
         if self._reference is not None:
             reference = list(
@@ -184,8 +189,8 @@ class StaleLoop:
         groups = Groups(
             rewards_N=torch.tensor(rewards),
             group_N=group_N,
-            lengths_N=torch.tensor([len(one) for one in tokens]),
-            truncated_N=torch.tensor([one.truncated for one in responses]),
+            lengths_N=torch.tensor([len(token) for token in tokens]),
+            truncated_N=torch.tensor([response.truncated for response in responses]),
             staleness_N=staleness_N,
             kl_N=_sampled_kl(rollout_logprobs, reference),
         )

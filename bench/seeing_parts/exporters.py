@@ -83,11 +83,13 @@ def _count_wrong_spans(run_dir: Path, trace_path: Path) -> int:
     trace = json.loads(gzip.decompress(trace_path.read_bytes()))["traceEvents"]
     slices = [one for one in trace if one["ph"] == "X"]
     tracks: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for one in slices:
-        start_ns = round(1000 * one["ts"])
-        tracks[one["pid"], one["tid"]].append((start_ns, start_ns + round(1000 * one["dur"])))
+    for slice_ in slices:
+        start_ns = round(1000 * slice_["ts"])
+        tracks[slice_["pid"], slice_["tid"]].append((start_ns, start_ns + round(1000 * slice_["dur"])))
     overlaps = sum(end > start for track in tracks.values() for (_, end), (start, _) in pairwise(sorted(track)))
-    drawn = sorted((one["name"], one["ts"] * US, one["dur"] * US) for one in slices if one["cat"] != "version")
+    drawn = sorted(
+        (slice_["name"], slice_["ts"] * US, slice_["dur"] * US) for slice_ in slices if slice_["cat"] != "version"
+    )
     texts = [gzip.decompress(path.read_bytes()) for path in sorted((run_dir / "timeline").glob("*.jsonl.gz"))]
     lines = [json.loads(line) for text in texts for line in text.splitlines()]
     known = sorted(

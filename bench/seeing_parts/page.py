@@ -138,7 +138,7 @@ async def paints(browser: Browser, run: DrawnRun, loads: int) -> list[tuple[floa
             await tab.until(DRAWN, 60)
             wall = await tab.evaluate("performance.getEntriesByName('drawn')[0].startTime")
             metrics = (await tab.call("Performance.getMetrics"))["metrics"]
-            times.append((wall, 1e3 * next(one["value"] for one in metrics if one["name"] == "TaskDuration")))
+            times.append((wall, 1e3 * next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")))
             await tab.close()
     return times
 
@@ -177,7 +177,7 @@ async def redraws_ms(browser: Browser, run: DrawnRun) -> list[float]:
         await tab.until("!lanes.image && lanes.data.spans.length > 8000", 60)
         times += await tab.evaluate(ZOOM % ZOOMS)
         await tab.close()
-    return [float(one) for one in times]
+    return [float(time) for time in times]
 
 
 async def event_s(browser: Browser, times: int) -> float:

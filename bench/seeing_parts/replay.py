@@ -216,7 +216,7 @@ def _events_per_s(recording: TermRecording, events: list[Recorded], run_dir: Pat
     for kind, worker, data, now in events:
         event = read_event(kind, worker, data)
         commands = core.handle(event, now)
-        encoded = [encode(one.message) if type(one) is Send else b"" for one in commands]
+        encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         if recorder is not None:
             recorder.add(event, now, commands, encoded, data if type(event) is MessageReceived else b"")
     if recorder is not None:

@@ -242,10 +242,10 @@ class ControllerMemory(threading.Thread):
     def run(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             while True:
-                for one in self._launcher.children(recursive=True):
+                for child in self._launcher.children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                        if "flowrt.launcher.controller_main" in " ".join(one.cmdline()):
-                            self.peak_mb = max(self.peak_mb, one.memory_info().rss / 2**20)
+                        if "flowrt.launcher.controller_main" in " ".join(child.cmdline()):
+                            self.peak_mb = max(self.peak_mb, child.memory_info().rss / 2**20)
                 time.sleep(MEMORY_POLL_S)
 
 

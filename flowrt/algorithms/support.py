@@ -66,7 +66,9 @@ def singletons(response_T: Tensor) -> Support:
 
 def join_supports(supports: Sequence[Support]) -> Support:
     """One support of the positions of all responses, in order."""
-    return Support(torch.cat([one.tokens_E for one in supports]), torch.cat([one.counts_T for one in supports]))
+    return Support(
+        torch.cat([support.tokens_E for support in supports]), torch.cat([support.counts_T for support in supports])
+    )
 
 
 def support_logprobs(

@@ -84,7 +84,12 @@ class Dataflow:
             )
         tensors = {column.name for column in self.columns}
         readers = [one for one in self.stages if set(stage.makes) & set(one.needs)]
-        if stage.generates or not stage.makes or tensors & set(stage.makes) or any(one.generates for one in readers):
+        if (
+            stage.generates
+            or not stage.makes
+            or tensors & set(stage.makes)
+            or any(reader.generates for reader in readers)
+        ):
             raise ConfigError(
                 f"stage {stage.name!r} has whole_groups=True; such a stage makes inline columns that no stage which "
                 "generates needs, and generates nothing"

@@ -118,6 +118,6 @@ def complete(directory: Path, source: Path, chat_template: str) -> None:
     table: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     first = table.get("eos_token_id")
     first = first if isinstance(first, list) else [] if first is None else [first]
-    ends = [*first, *(one for one in stops if one not in first)]
+    ends = [*first, *(stop for stop in stops if stop not in first)]
     table["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     path.write_text(json.dumps(table, indent=2) + "\n")

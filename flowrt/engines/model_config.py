@@ -64,7 +64,7 @@ def _scaled_positions(text: Mapping[str, Any]) -> int | None:
     if declared is None or not isinstance(rope, dict):
         return declared
     of_layers = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-    if any(one.get("rope_type", one.get("type")) in CALL_TYPES for one in of_layers):
+    if any(layer.get("rope_type", layer.get("type")) in CALL_TYPES for layer in of_layers):
         originals = [one.get("original_max_position_embeddings") for one in (text, *of_layers)]
         return min([declared, *(length for length in originals if isinstance(length, int))])
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")

@@ -257,7 +257,7 @@ class PromptEncoder:
         messages = prompt.messages or (("user", prompt.text),)
         if self._form.system_prompt and messages[0][0] not in ("system", "developer"):
             messages = (("system", self._form.system_prompt), *messages)
-        found = [as_message(one) for one in messages]
+        found = [as_message(message) for message in messages]
         for message, fields in zip(messages, found, strict=True):
             if len(message) > len(USUAL):
                 self._check_fields(fields, self._template_of(prompt))
@@ -293,7 +293,7 @@ class PromptEncoder:
             ids = []
             for start in range(0, len(texts), FAST_BATCH):
                 encodings = backend.encode_batch_fast(texts[start : start + FAST_BATCH], add_special_tokens=False)
-                ids += [one.ids for one in encodings]
+                ids += [encoding.ids for encoding in encodings]
             if ids[0] == first:
                 return ids
         return [list(row) for row in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
@@ -311,13 +311,13 @@ class PromptEncoder:
 
     def _render_all(self, prompts: Sequence[DataPrompt]) -> list[str]:
         """The texts of prompts rendered by the template, for all of which its options are the same."""
-        conversations = [self.conversation(one) for one in prompts]
+        conversations = [self.conversation(prompt) for prompt in prompts]
         options = self._options(prompts[0])
         try:
             texts: list[str] = self._tokenizer.apply_chat_template(conversations, tokenize=False, **options)
         except Exception as error:  # noqa: BLE001 (the template's own errors are of many kinds)
             if len(prompts) > 1:  # one by one, to raise the error of the first refused prompt
-                return [self.render(one) for one in prompts]
+                return [self.render(prompt) for prompt in prompts]
             raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
         return texts
 
@@ -355,7 +355,7 @@ class PromptEncoder:
         """Raise ConfigError for a field of a message that the template does not use."""
         for name in message:
             names = REASONING_FIELDS if name in REASONING_FIELDS else (name,)
-            if name in (*USUAL, *IDENTIFYING_FIELDS) or any(_reads(template, one) for one in names):
+            if name in (*USUAL, *IDENTIFYING_FIELDS) or any(_reads(template, name) for name in names):
                 continue
             raise ConfigError(
                 f"a message of role {message.get('role')} has the field {name!r}, which the chat template does not "
@@ -419,8 +419,8 @@ def control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | None:
 
 def prompt_texts(prompt: DataPrompt) -> list[str]:
     """The texts of a prompt: its messages with all their fields, and its tools."""
-    found = [prompt.text, *(one[1] for one in prompt.messages)]
-    values: list[object] = [json.loads(one[2]) for one in prompt.messages if len(one) == 3]
+    found = [prompt.text, *(message[1] for message in prompt.messages)]
+    values: list[object] = [json.loads(message[2]) for message in prompt.messages if len(message) == 3]
     values += [json.loads(prompt.tools)] if prompt.tools else []
     while values:
         value = values.pop()

@@ -46,7 +46,7 @@ def stop_token_ids(
     found: set[int] = set()
     for name, value in sources.items():
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        if not all(type(one) is int and one >= 0 for one in ids):
+        if not all(type(id_) is int and id_ >= 0 for id_ in ids):
             raise EngineError(f"{name} of {path} has eos_token_id {value!r:.80}; make it a token id, or a list of them")
         found.update(ids)
     for template in [chat_template] if isinstance(chat_template, str) else chat_template:

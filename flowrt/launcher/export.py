@@ -106,7 +106,7 @@ def _check(options: ExportOptions) -> tuple[int, int | None]:
     found = parse_steps(options.steps)
     processes = options.processes()
     formats = (options.perfetto, options.prometheus, options.html, options.model)
-    if not processes and all(one is None for one in formats):
+    if not processes and all(format_ is None for format_ in formats):
         raise ConfigError(
             "flowrt export needs a format: --hf DIR, --perfetto FILE, --tensorboard DIR, --wandb, --prometheus FILE, "
             "--html FILE or --exporter FILE.py:CLASS"

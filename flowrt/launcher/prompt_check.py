@@ -120,16 +120,16 @@ class _PromptCheck:
     def _is_doubtful(self, encoder: PromptEncoder, prompt: DataPrompt) -> bool:
         """Whether the prompt has to be tokenized: it may have too many tokens, none, or ids outside the vocabulary."""
         text, messages, tools = prompt
-        if tools or any(len(one) > len(USUAL) for one in messages):
+        if tools or any(len(message) > len(USUAL) for message in messages):
             return True  # a template may show them in any way
-        roles = tuple([one[0] for one in messages])
+        roles = tuple([message[0] for message in messages])
         added = self._added.get((encoder, roles))
         if added is None:
             added = self._added[encoder, roles] = self._added_bytes(encoder, prompt, roles)
-        characters = len(text) + sum([len(one[1]) for one in messages])
+        characters = len(text) + sum([len(message[1]) for message in messages])
         if characters > SHORT_BYTES and characters * UTF8_BYTES + added <= self._limits.most:
             return self._is_larger
-        parts = [text, *(one[1] for one in messages)]
+        parts = [text, *(message[1] for message in messages)]
         size = sum(len(part) if part.isascii() else len(part.encode()) for part in parts)
         return self._is_larger or size <= SHORT_BYTES or size + added > self._limits.most
 

@@ -107,7 +107,9 @@ class LivenessMonitor:
         descriptors = list(self._watched)
         for first in range(0, len(descriptors), BATCH):
             now_s = monotonic()
-            yield [one for one in descriptors[first : first + BATCH] if self._is_stopped(one, now_s)]
+            yield [
+                descriptor for descriptor in descriptors[first : first + BATCH] if self._is_stopped(descriptor, now_s)
+            ]
 
     def is_stopped(self, descriptor: int) -> bool:
         """Check one connection; returns whether its process seems to be stopped."""

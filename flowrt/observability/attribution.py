@@ -215,7 +215,7 @@ def of_worker(run_dir: Path, worker: str, from_s: float, to_s: float) -> Times |
             waits.append(WaitInterval(WorkerId(worker), cause, root, line["start_s"], line["end_s"]))
     if not spans and not waits:
         return None
-    bounds = [(one.start_s, one.end_s) for one in spans] + [(one.start_s, one.end_s) for one in waits]
+    bounds = [(span.start_s, span.end_s) for span in spans] + [(wait.start_s, wait.end_s) for wait in waits]
     first_s = max(min(start_s for start_s, _ in bounds), from_s)
     last_s = min(max(end_s for _, end_s in bounds), to_s)
     found = sweep(spans, waits, first_s, last_s)

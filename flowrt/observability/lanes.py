@@ -163,8 +163,8 @@ class TimelineLanes:
                 the number of all lanes, and ``left_out`` the number of spans and waits for which there is a matrix
                 instead.
         """
-        first_s = min((one.first_s for one in self._segments.values()), default=0.0)
-        last_s = max((one.last_s for one in self._segments.values()), default=0.0)
+        first_s = min((segment.first_s for segment in self._segments.values()), default=0.0)
+        last_s = max((segment.last_s for segment in self._segments.values()), default=0.0)
         if first_s > last_s:  # no segment has a span
             first_s = last_s = 0.0
         t0 = first_s if t0 is None else t0
@@ -174,9 +174,9 @@ class TimelineLanes:
         shown = order if first is None else order[first : first + rows]
         place = np.full(len(order), -1, np.int64)
         place[shown] = np.arange(len(shown))
-        segments = [one for one in self._segments.values() if one.first_s <= t1 and one.last_s >= t0]
-        spans = self._gather([one.spans for one in segments], place, t0, t1)
-        waits = self._gather([one.waits for one in segments], place, t0, t1)
+        segments = [segment for segment in self._segments.values() if segment.first_s <= t1 and segment.last_s >= t0]
+        spans = self._gather([segment.spans for segment in segments], place, t0, t1)
+        waits = self._gather([segment.waits for segment in segments], place, t0, t1)
         found = len(spans[0]) + len(waits[0])
         is_whole = found <= MAX_SPANS and len(shown) <= rows
         names = self._workers.names

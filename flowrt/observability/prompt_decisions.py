@@ -185,5 +185,7 @@ def _cause(done: ReplayedEvent) -> str:
             because += f": {message.reason}"
         elif isinstance(message, m.Leave) and message.error:
             because += f": {message.error}"
-    dismissed = [f"{one.worker} is dismissed: {one.reason}" for one in done.commands if isinstance(one, Dismiss)]
+    dismissed = [
+        f"{command.worker} is dismissed: {command.reason}" for command in done.commands if isinstance(command, Dismiss)
+    ]
     return "; ".join([because, *dismissed])

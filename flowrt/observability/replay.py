@@ -187,7 +187,7 @@ class Replay:
             "at_s": round(now - self.recording.header.start_s, 6),
             **shown,
             "slots": slots_by_stage(self.core),
-            "causes": [[one.worker, one.cause.value, one.root, round(now - one.start_s, 3)] for one in waits],
+            "causes": [[wait.worker, wait.cause.value, wait.root, round(now - wait.start_s, 3)] for wait in waits],
             "leases": [
                 {
                     "worker": lease.worker,

@@ -316,14 +316,14 @@ class RunReader:
         return {
             "events": [
                 {
-                    "at_s": round(one.since_s, 4),
-                    "state": one.state,
-                    "step": one.step,
-                    "reason": one.reason,
-                    "reward": one.reward,
-                    "attempt": one.attempt,
+                    "at_s": round(event.since_s, 4),
+                    "state": event.state,
+                    "step": event.step,
+                    "reason": event.reason,
+                    "reward": event.reward,
+                    "attempt": event.attempt,
                 }
-                for one in events
+                for event in events
             ]
         }
 

@@ -68,7 +68,7 @@ class SampleSettings:
     def of(cls, table: Mapping[str, Any]) -> Self:
         """The settings in a table of config.toml; of another version of flowrt, those that are known."""
         sets = _table(table, "data").get("sets")
-        names = [one.get("name") for one in sets if isinstance(one, dict)] if isinstance(sets, list) else []
+        names = [set_.get("name") for set_ in sets if isinstance(set_, dict)] if isinstance(sets, list) else []
         size, right = table.get("group_size"), _table(table, "eval").get("solved_reward")
         return cls(
             tuple(map(str, names)),

@@ -47,7 +47,7 @@ class TokenTexts:
 
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
-        known = [one for one in ids if one >= 0]
+        known = [id_ for id_ in ids if id_ >= 0]
         return str(self._tokenizer.decode(known, skip_special_tokens=False)) if known else ""
 
 

@@ -291,7 +291,7 @@ def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
     if arguments[0] is str:
         # Checks the types of all items at once, and one by one only to name the wrong item.
         return lambda values, references: (
-            values if {*map(type, _sequence(values))} <= _ONLY_TEXT else [inner(one, references) for one in values]
+            values if {*map(type, _sequence(values))} <= _ONLY_TEXT else [inner(value, references) for value in values]
         )
     if get_origin(arguments[0]) is Annotated:
         return lambda values, references: [

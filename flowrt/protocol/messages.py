@@ -96,13 +96,13 @@ LARGEST_VALUE = 3e38
 
 def values_fault(columns: Iterable[Values]) -> str:
     """Why numbers of inline columns are invalid; empty if all are finite and fit a float32."""
-    for one in columns:
+    for column in columns:
         # Fast path: the norm is no smaller than any of the numbers, and infinite or NaN if one of them is.
-        if hypot(*one.values) <= LARGEST_VALUE:
+        if hypot(*column.values) <= LARGEST_VALUE:
             continue
-        for row, value in enumerate(one.values):
+        for row, value in enumerate(column.values):
             if not -LARGEST_VALUE <= value <= LARGEST_VALUE:
-                return f"column {one.column!r} has {value} at row {row}; a number must be finite and at most 3e38"
+                return f"column {column.column!r} has {value} at row {row}; a number must be finite and at most 3e38"
     return ""
 
 

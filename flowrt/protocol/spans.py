@@ -23,13 +23,13 @@ _SMALL_ARRAY = 0x0F
 def pack_spans(spans: Iterable[Span], offset_s: float = 0.0) -> tuple[bytes, ...]:
     """Pack spans into records; ``offset_s`` is added to their times."""
     shifted = (
-        one._replace(
-            kind=one.kind[:MAX_KIND_CHARS],
-            start_s=one.start_s + offset_s,
-            end_s=one.end_s + offset_s,
-            root=one.root[:MAX_KIND_CHARS],
+        span._replace(
+            kind=span.kind[:MAX_KIND_CHARS],
+            start_s=span.start_s + offset_s,
+            end_s=span.end_s + offset_s,
+            root=span.root[:MAX_KIND_CHARS],
         )
-        for one in spans
+        for span in spans
     )
     return tuple(map(_encode, iter(partial(_take, shifted), [])))
 

@@ -45,7 +45,7 @@ def _keys(table: Any, prefix: str, above: tuple[OnlyIf, ...]) -> Iterator[Key]:
 def check_acting(config: RunConfig) -> None:
     """Raise ConfigError for the first key that does not act, and has neither its default nor that of the recipe."""
     for key in keys():
-        broken = next((one for one in key.conditions if not _holds(one, config)), None)
+        broken = next((condition for condition in key.conditions if not _holds(condition, config)), None)
         if broken is None:
             continue
         value = attrgetter(key.name)(config)

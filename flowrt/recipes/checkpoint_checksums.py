@@ -54,7 +54,7 @@ def check_checkpoint(run_dir: Path, step: int) -> None:
     found = damage(checkpoint)
     if not found:
         return
-    earlier = [one for one in checkpoint_steps(run_dir) if one < step]
+    earlier = [checkpoint_step for checkpoint_step in checkpoint_steps(run_dir) if checkpoint_step < step]
     intact = next((one for one in reversed(earlier) if not damage(checkpoint_dir(run_dir, one))), None)
     if intact is None:
         fix = "there is no intact one before it: restore it from a copy, or start again in another run directory"

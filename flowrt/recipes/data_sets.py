@@ -19,11 +19,11 @@ from flowrt.ids import MAX_SETS
 from flowrt.recipes.config import DataConfig, DataSetConfig
 
 FORM = "NAME=PATH:WEIGHT"
-OPTIONS = tuple(one.name for one in fields(DataSetConfig) if one.name not in ("name", "path", "weight"))
+OPTIONS = tuple(field.name for field in fields(DataSetConfig) if field.name not in ("name", "path", "weight"))
 """Keys of a data set that stand in place of those of ``data``."""
 FORMAT = ("system_prompt", "chat_template", "chat_template_kwargs", "tools")
 """Those that say how prompts become tokens."""
-_OPTION = re.compile(rf"\s+({'|'.join(OPTIONS + tuple(one.replace('_', '-') for one in OPTIONS))})=")
+_OPTION = re.compile(rf"\s+({'|'.join(OPTIONS + tuple(option.replace('_', '-') for option in OPTIONS))})=")
 _UNKNOWN = re.compile(r"\s([A-Za-z_-]+)=")
 MAX_NAME_CHARS = 64
 NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_NAME_CHARS - 1}}}")
@@ -117,12 +117,12 @@ def _table(flag: str) -> dict[str, str | float]:
 
 def set_names(data: DataConfig) -> tuple[str, ...]:
     """The names of the data sets, in the order of their indices in prompt numbers; empty without ``data.sets``."""
-    return tuple(one.name for one in data.sets)
+    return tuple(set_.name for set_ in data.sets)
 
 
 def described(sets: Sequence[DataSetConfig]) -> str:
     """The sets as values of ``--data``, separated by spaces; "none" if there are none."""
-    found = [(f"{one.name}={one.path}:{one.weight:g}", options_text(one)) for one in sets]
+    found = [(f"{set_.name}={set_.path}:{set_.weight:g}", options_text(set_)) for set_ in sets]
     return " ".join(f'"{text}{options}"' if options else text for text, options in found) or "none"
 
 
@@ -144,21 +144,21 @@ def check_sets(data: DataConfig, recipe: str, *, mixes: bool) -> None:
         raise ConfigError(f"there are {len(data.sets)} data sets; use at most {MAX_SETS}")
     names: set[str] = set()
     paths: dict[tuple[str, str], str] = {}
-    for one in data.sets:
-        if NAME.fullmatch(one.name) is None:
+    for set_ in data.sets:
+        if NAME.fullmatch(set_.name) is None:
             raise ConfigError(
-                f"a data set has the name {one.name!r:.80}; use 1 to {MAX_NAME_CHARS} letters, digits, - and _, the "
+                f"a data set has the name {set_.name!r:.80}; use 1 to {MAX_NAME_CHARS} letters, digits, - and _, the "
                 "first a letter or a digit (a path with = in it is written ./PATH)"
             )
-        if one.name in names:
-            raise ConfigError(f"two data sets have the name {one.name!r}; give each one of its own")
-        if not one.path:
-            raise ConfigError(f"data set {one.name!r} has no path; use {FORM}")
-        place = (os.path.realpath(one.path), set_data(data, one).split)
+        if set_.name in names:
+            raise ConfigError(f"two data sets have the name {set_.name!r}; give each one of its own")
+        if not set_.path:
+            raise ConfigError(f"data set {set_.name!r} has no path; use {FORM}")
+        place = (os.path.realpath(set_.path), set_data(data, set_).split)
         if place in paths:
             raise ConfigError(
-                f"data sets {paths[place]!r} and {one.name!r} have the same path {one.path}, and prompts would count "
+                f"data sets {paths[place]!r} and {set_.name!r} have the same path {set_.path}, and prompts would count "
                 "twice; use one with the sum of their weights"
             )
-        names.add(one.name)
-        paths[place] = one.name
+        names.add(set_.name)
+        paths[place] = set_.name

@@ -40,7 +40,7 @@ def eval_data_sets(config: RunConfig) -> dict[str, DataSetConfig]:
 def chat_templates(config: RunConfig) -> tuple[str, ...]:
     """The chat templates of all prompts of a run, each once, that of ``data`` first. Raises as `eval_data_sets`."""
     sets = (*config.data.sets, *eval_data_sets(config).values())
-    own = [one.chat_template for one in sets if one.chat_template is not None]
+    own = [set_.chat_template for set_ in sets if set_.chat_template is not None]
     return tuple(dict.fromkeys([config.data.chat_template, *own]))
 
 

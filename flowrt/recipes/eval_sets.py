@@ -45,10 +45,12 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
     if not config.eval.data:
         return
     found = eval_sets(config, task)
-    evaluated = {folded(*one.as_prompt): (name, one.where) for name, problems in found.items() for one in problems}
+    evaluated = {
+        folded(*problem.as_prompt): (name, problem.where) for name, problems in found.items() for problem in problems
+    }
     if not takes_reward(config.recipe) or config.data.allow_overlap or config.eval.only:
         return
-    shared = [one for one in task.training_problems() if folded(*one.as_prompt) in evaluated]
+    shared = [problem for problem in task.training_problems() if folded(*problem.as_prompt) in evaluated]
     if shared:
         name, where = evaluated[folded(*shared[0].as_prompt)]
         raise ConfigError(

@@ -109,7 +109,7 @@ def _converted(hint: Any, text: str, where: str) -> Any:
         return None if text == "None" else _converted(get_args(hint)[0], text, where)
     choices: dict[str, Any] = {"True": True, "False": False} if hint is bool else {}
     if get_origin(hint) is Literal:
-        choices = {one: one for one in get_args(hint)}
+        choices = {arg: arg for arg in get_args(hint)}
     if choices:
         if text not in choices:
             raise ConfigError(f"{where} takes one of {', '.join(choices)}, not {text!r:.80}")

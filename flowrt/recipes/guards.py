@@ -161,7 +161,7 @@ def parse_guard(text: str) -> dict[str, str | int | float]:
     if len(words) < 3 or words[1] not in ("above", "below"):
         raise ConfigError(f"--guard {text!r:.80} is no rule; use {FORM}")
     table: dict[str, str | int | float] = {"metric": words[0]}
-    options = {one.name for one in fields(GuardConfig)} - {"metric", "above", "below"}
+    options = {field.name for field in fields(GuardConfig)} - {"metric", "above", "below"}
     pairs = chain([(words[1], "=", words[2])], (word.partition("=") for word in words[3:]))
     for key, equals, value in pairs:
         if not equals or (key not in options and key != words[1]) or key in table:

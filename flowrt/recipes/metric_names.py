@@ -62,7 +62,7 @@ def metric_names(config: RunConfig) -> frozenset[str]:
     if config.rollout.truncation.is_active:
         names.add("support_size")
     if len(config.data.sets) > 1:
-        names |= {f"{of}{one.name}" for one in config.data.sets for of in (REWARD_OF, GROUPS_OF)}
+        names |= {f"{of}{set_.name}" for set_ in config.data.sets for of in (REWARD_OF, GROUPS_OF)}
     names |= {*reward_columns(config.reward)}
     return frozenset(names if is_own(config.algorithm.name) else names | _of_objective(config))
 

@@ -18,12 +18,12 @@ class PromptForms:
         """Raises ConfigError for a format that cannot be read."""
         data = config.data
         self._of_run = data.prompt_format
-        self._trained = [set_data(data, one).prompt_format for one in data.sets]
+        self._trained = [set_data(data, set_).prompt_format for set_ in data.sets]
         self._evaluated = {
             first_number(name): set_data(data, one).prompt_format for name, one in eval_data_sets(config).items()
         }
         # The held-out rows follow each other in the order of the sets.
-        shares = largest_remainder(data.eval_prompts, [one.weight for one in data.sets]) if data.sets else []
+        shares = largest_remainder(data.eval_prompts, [set_.weight for set_ in data.sets]) if data.sets else []
         self._held_out_ends = list(accumulate(shares))
 
     def trained(self, number: int) -> PromptFormat:

@@ -36,36 +36,36 @@ class RewardCall:
     @property
     def is_done(self) -> bool:
         """Whether no outcome is waited for: all are set or cancelled."""
-        return all(one.outcomes.done() for one in self.scorings)
+        return all(scoring.outcomes.done() for scoring in self.scorings)
 
     def message(self, number: int, facts: Sequence[str]) -> list[object]:
         """The call for a child, with those facts of the samples that the function takes."""
-        samples = [sample for one in self.scorings for sample in one.samples]
-        taken = [{name: one.facts[name] for name in facts if name in one.facts} for one in samples]
+        samples = [sample for scoring in self.scorings for sample in scoring.samples]
+        taken = [{name: sample.facts[name] for name in facts if name in sample.facts} for sample in samples]
         rows = [[one.response, one.row, of] for one, of in zip(samples, taken, strict=True)]
         return [number, self.function, rows]
 
     def finish(self, outcomes: Sequence[RewardOutcome]) -> None:
         """Set the outcomes, one a sample, or one for all of them."""
-        count = sum(len(one.samples) for one in self.scorings)
+        count = sum(len(scoring.samples) for scoring in self.scorings)
         every = outcomes if len(outcomes) == count else [outcomes[0]] * count
         place = 0
-        for one in self.scorings:
-            own, place = every[place : place + len(one.samples)], place + len(one.samples)
-            if not one.outcomes.done():
-                one.outcomes.set_result(list(own))
+        for scoring in self.scorings:
+            own, place = every[place : place + len(scoring.samples)], place + len(scoring.samples)
+            if not scoring.outcomes.done():
+                scoring.outcomes.set_result(list(own))
 
     def fail(self, error: BaseException) -> None:
         """Let those who wait for the outcomes raise ``error``."""
-        for one in self.scorings:
-            if not one.outcomes.done():
-                one.outcomes.set_exception(error)
+        for scoring in self.scorings:
+            if not scoring.outcomes.done():
+                scoring.outcomes.set_exception(error)
 
     def halves(self) -> "list[RewardCall]":
         """Two calls for the samples that one call failed for; none if there is only one `Scoring`."""
         if len(self.scorings) < 2:
             return []
-        open_ = [one for one in self.scorings if not one.outcomes.done()]
+        open_ = [scoring for scoring in self.scorings if not scoring.outcomes.done()]
         middle = len(open_) // 2
         return [RewardCall(self.function, part, is_part=True) for part in (open_[:middle], open_[middle:]) if part]
 
@@ -118,7 +118,7 @@ class CallQueue:
             RewardOutcome(result=Result(result), value=value, parts=parts, detail=detail, line=line, seconds=each_s)
             for result, value, parts, detail, line in rows
         ]
-        if all(one.result in SPLIT for one in outcomes) and (halves := call.halves()):
+        if all(outcome.result in SPLIT for outcome in outcomes) and (halves := call.halves()):
             self.put_back(halves)
         else:
             call.finish(outcomes)

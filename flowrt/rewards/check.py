@@ -53,12 +53,12 @@ def check_rewards(
 
 def check_here(options: RewardOptions) -> None:
     """Raise ConfigError if a file, a package, a program or a key is missing on this host."""
-    for one in parse_functions(options.functions):
-        check_file(one)
-        check_packages(one)
-        if one.kind == "code":
+    for function in parse_functions(options.functions):
+        check_file(function)
+        check_packages(function)
+        if function.kind == "code":
             check_sandbox(options.code_sandbox)
-        if one.is_remote:
+        if function.is_remote:
             check_key(options)
 
 
@@ -86,7 +86,7 @@ async def _check(
                 break
     finally:
         await scorer.close()
-    unused = [one.described for one in scorer.functions if not applied[one.name]]
+    unused = [function.described for function in scorer.functions if not applied[function.name]]
     if len(unused) == len(scorer.functions):
         raise ConfigError(f"{unused[0]}: it returned None for the first {tried} rows; {FIX}")
     for name in unused:

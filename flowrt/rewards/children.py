@@ -158,7 +158,7 @@ class RewardChildren:
                     f"the process that loads {self._functions[0].described} could not be started: Python ended with "
                     f"exit code {code}, and the reason is in its output"
                 )
-            functions = [one for one in self._functions if lines.get(one.path)] or self._functions[:1]
+            functions = [function for function in self._functions if lines.get(function.path)] or self._functions[:1]
             at = functions[0].at(lines.get(functions[0].path, 0))
             raise ConfigError(f"{at}: {what}, {LOADING}; {FIX}")
         self.forms = [CallForm(form, is_async, tuple(facts)) for form, is_async, facts in messages[0][1]]
@@ -179,7 +179,10 @@ class RewardChildren:
                 words += ["--task", json.dumps([self._task.module, self._task.configuration])]
             environment = {name: value for name, value in os.environ.items() if name != options.key_variable}
             guard = subprocess.Popen(
-                [*words, json.dumps([[one.name, one.kind, one.argument] for one in self._functions])],
+                [
+                    *words,
+                    json.dumps([[function.name, function.kind, function.argument] for function in self._functions]),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,

@@ -110,10 +110,10 @@ def parse_functions(texts: Sequence[str]) -> tuple[RewardFunction, ...]:
     if len(texts) > MAX_FUNCTIONS:
         raise ConfigError(f"reward.functions has {len(texts)} functions; use at most {MAX_FUNCTIONS}")
     functions = tuple(map(parse_function, texts))
-    for name, count in Counter(one.name for one in functions).items():
+    for name, count in Counter(function.name for function in functions).items():
         if count > 1:
             raise ConfigError(f"reward.functions has {count} functions {name!r}; name them, as in {name}2=…")
-    if functions and sum(one.weight for one in functions) == 0:
+    if functions and sum(function.weight for function in functions) == 0:
         raise ConfigError("the weights of reward.functions sum to 0: every reward would be 0; change one")
     return functions
 

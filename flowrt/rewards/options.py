@@ -103,4 +103,4 @@ class RewardOptions:
     @property
     def of_groups(self) -> tuple[str, ...]:
         """Names of the functions that take all samples of a prompt."""
-        return tuple(one.removesuffix("/") for one in self.parts if one.endswith("/"))
+        return tuple(part.removesuffix("/") for part in self.parts if part.endswith("/"))

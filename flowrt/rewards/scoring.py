@@ -61,13 +61,13 @@ def reward_columns(options: RewardOptions) -> tuple[str, ...]:
     functions = parse_functions(options.functions)
     if not functions:
         return ()
-    parts = [one for one in options.parts if not one.endswith("/")]
+    parts = [part for part in options.parts if not part.endswith("/")]
     names = [f"{REWARD}/{one}" for one in (*(function.name for function in functions), *parts)]
-    names += [f"{APPLIES}/{one.name}" for one in functions] if len(functions) > 1 else []
+    names += [f"{APPLIES}/{function.name}" for function in functions] if len(functions) > 1 else []
     can_fail = {Result.NOT_APPLICABLE}
-    if any(one.is_remote for one in functions):
+    if any(function.is_remote for function in functions):
         can_fail |= {Result.HTTP, Result.INVALID, Result.TIMEOUT}
-    if not all(one.is_remote for one in functions):
+    if not all(function.is_remote for function in functions):
         can_fail |= {*FAILURES} - {Result.HTTP}
     return (*names, *(f"{FAILED}/{one}" for one in Result if one in can_fail))
 
@@ -84,7 +84,9 @@ def combined(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutco
         return sum(one.weight * outcome.value for one, outcome in pairs)
     if not weight:
         return 0.0
-    return sum(one.weight for one in functions) * sum(one.weight / weight * outcome.value for one, outcome in applying)
+    return sum(function.weight for function in functions) * sum(
+        one.weight / weight * outcome.value for one, outcome in applying
+    )
 
 
 class RewardScorer:
@@ -114,11 +116,11 @@ class RewardScorer:
         self._options = options
         self._is_deterministic = is_deterministic
         self._columns = reward_columns(options)
-        local = [one for one in self.functions if not one.is_remote]
+        local = [function for function in self.functions if not function.is_remote]
         self._numbers = {one.name: index for index, one in enumerate(local)}
         rate = Rate(options.rate_per_s)
         self._pool = RewardPool(local, options, output, task, model, rate) if local else None
-        remote = [one for one in self.functions if one.is_remote]
+        remote = [function for function in self.functions if function.is_remote]
         self._remote = RemoteRewards(remote, options, cache, rate) if remote else None
         self._window: deque[str] = deque(maxlen=WINDOW)
         """For each of the last calls, how it failed; empty if it did not fail."""
@@ -142,12 +144,12 @@ class RewardScorer:
     @property
     def of_groups(self) -> list[str]:
         """Names of the functions that take whole groups. `load` has been called."""
-        return [one.name for one in self.functions if self.form(one).form == "group"]
+        return [function.name for function in self.functions if self.form(function).form == "group"]
 
     @property
     def facts(self) -> frozenset[str]:
         """Names of the facts of samples that the functions take. `load` has been called."""
-        return frozenset(name for one in self.functions for name in self.form(one).facts)
+        return frozenset(name for function in self.functions for name in self.form(function).facts)
 
     async def outcomes(self, response: str, row: bytes) -> list[RewardOutcome]:
         """The outcomes of all functions for a response, in the order of ``functions``; see `outcomes_of`.
@@ -163,7 +165,7 @@ class RewardScorer:
         closed, ConfigError if the functions cannot be loaded.
         """
         await self.load()
-        of_functions = [self._calls(one, samples) for one in self.functions]
+        of_functions = [self._calls(function, samples) for function in self.functions]
         calls = [call for calls in of_functions for call in calls]
         try:
             await wait_all(calls, CALLS, "rewards", "reward functions")
@@ -221,7 +223,7 @@ class RewardScorer:
             raise ConfigError(f"{failure}; {FIX}")
         numbers = self._numbers_of(outcomes)
         reasons = [name.partition("/")[2] for name, one in numbers.items() if one and name.startswith(f"{FAILED}/")]
-        seconds = sum(one.seconds for one in outcomes)
+        seconds = sum(outcome.seconds for outcome in outcomes)
         return SampleReward(combined(self.functions, outcomes), numbers, failure, "".join(reasons[:1]), seconds)
 
     async def close(self) -> None:
@@ -232,7 +234,7 @@ class RewardScorer:
             await self._remote.close()
 
     def _stops(self, outcomes: Sequence[RewardOutcome]) -> bool:
-        return self._is_deterministic and any(one.result is Result.TIMEOUT for one in outcomes)
+        return self._is_deterministic and any(outcome.result is Result.TIMEOUT for outcome in outcomes)
 
     def failures(
         self, outcomes: Sequence[RewardOutcome], response: str, row: bytes, functions: Sequence[RewardFunction]
@@ -258,7 +260,7 @@ class RewardScorer:
                         "%s: it gave %r, which it did not give for the first rows before the run: it has no metric",
                         *(function.described, part),
                     )
-        if not all(one.result is Result.NOT_APPLICABLE for one in outcomes):
+        if not all(outcome.result is Result.NOT_APPLICABLE for outcome in outcomes):
             self._unscored = 0
             return
         self._unscored += 1
@@ -295,7 +297,7 @@ class RewardScorer:
                 numbers[f"{APPLIES}/{function.name}"] = float(outcome.result is not Result.NOT_APPLICABLE)
             if outcome.is_failure:
                 numbers[f"{FAILED}/{outcome.result}"] = 1.0
-        if all(one.result is Result.NOT_APPLICABLE for one in outcomes):
+        if all(outcome.result is Result.NOT_APPLICABLE for outcome in outcomes):
             numbers[UNSCORED] = 1.0
         return numbers
 

@@ -51,7 +51,7 @@ class Listed:
 def read_list(run_dir: Path) -> list[Listed]:
     """The versions in best.json whose directories exist, best first; empty if it cannot be read."""
     try:
-        found = [Listed(**one) for one in json.loads((run_dir / "best" / LIST).read_text())]
+        found = [Listed(**load) for load in json.loads((run_dir / "best" / LIST).read_text())]
     except (OSError, ValueError, TypeError):
         return []
     return [one for one in found if best_dir(run_dir, one.version).is_dir()]

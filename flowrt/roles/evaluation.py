@@ -146,7 +146,8 @@ class Evaluations:
         self._collector = _Collector(session)
         self._first_step = session.welcome.position.step
         self._known: dict[tuple[str, int], dict[str, float]] = {
-            (one.name, one.version): dict(one.numbers) for one in session.welcome.position.evaluations
+            (evaluation.name, evaluation.version): dict(evaluation.numbers)
+            for evaluation in session.welcome.position.evaluations
         }
         self.is_target_reached = False
         """Whether a result has reached ``eval.stop_at``."""
@@ -210,7 +211,7 @@ class Evaluations:
 
         ``summary``: name under which the average of the first data set is reported; empty: it is not.
         """
-        missing = [one for one in self._sets if (one.name, version) not in self._known]
+        missing = [set_ for set_ in self._sets if (set_.name, version) not in self._known]
         tasks = [asyncio.create_task(self._evaluate_set(one, version, training_is_over)) for one in missing]
         try:
             for task in tasks:

@@ -336,7 +336,7 @@ class KeptJournals:
                 except FlowError:
                     continue  # of a damaged file
             self._files.pop(path, None)
-            known = len(parts) + sum(one.parts for one in self._files.values())
+            known = len(parts) + sum(file.parts for file in self._files.values())
             while self._files and known > MAX_READ_PARTS:
                 known -= self._files.pop(next(iter(self._files))).parts
             file = self._files[path] = _File(state, len(parts), written_samples(parts))

@@ -124,7 +124,7 @@ class FunctionRewards:
             with self._session.timeline.busy("load"), self._session.progress.expected(self._call_s):
                 await self._scorer.load()
             self._check_groups()
-            most = most_slots(self._config, [self._scorer.form(one) for one in self._scorer.functions])
+            most = most_slots(self._config, [self._scorer.form(function) for function in self._scorer.functions])
             async with asyncio.TaskGroup() as group:
                 try:
                     while True:
@@ -135,7 +135,7 @@ class FunctionRewards:
                         arrived_s = loop.time()
                         self._open += len(batch)
                         batches.add(group.create_task(self._score(batch)))
-                        batches = {one for one in batches if not one.done()}
+                        batches = {batch for batch in batches if not batch.done()}
                         await delay_pull(self._session, arrived_s, PULL_INTERVAL_S)
                 except Drained:
                     await wait_all(batches, CALLS, "the rewards of samples that were pulled", "reward functions")
@@ -272,9 +272,9 @@ def most_slots(config: RunConfig, forms: Sequence[CallForm] = ()) -> int:
         forms: how each function is called; without: requests side by side, all others with a sample a call.
     """
     reward, functions = config.reward, parse_functions(config.reward.functions)
-    forms = forms or [CallForm(is_async=one.is_remote) for one in functions]
+    forms = forms or [CallForm(is_async=function.is_remote) for function in functions]
     side_by_side = sum(form.is_async for form in forms)
-    requests = sum(one.is_remote for one in functions)
+    requests = sum(function.is_remote for function in functions)
     slot_s = reward.timeout_s * (len(functions) - side_by_side) / reward.workers
     slot_s += reward.timeout_s * (side_by_side + requests * reward.retries) / reward.concurrency
     slot_s = max(slot_s, side_by_side / reward.rate_per_s if reward.rate_per_s else 0.0)

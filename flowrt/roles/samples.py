@@ -240,7 +240,7 @@ class TrainedSamples:
     def send(self, step: int) -> None:
         """Send the records of a complete step."""
         samples, self._samples = self._samples, []
-        _send(self._session, [encode_record(_trained(one, step)) for one in samples])
+        _send(self._session, [encode_record(_trained(sample, step)) for sample in samples])
 
     def clear(self) -> None:
         """Forget the samples of a step that is discarded."""
@@ -265,5 +265,5 @@ def _half(values_T: Tensor) -> bytes:
 
 
 def _send(session: Session, records: Iterable[bytes | None]) -> None:
-    for message in messages(one for one in records if one is not None):
+    for message in messages(record for record in records if record is not None):
         session.send(message)

@@ -134,7 +134,7 @@ async def offer_all(
         row = columns(sets[place.data_set].problems[place.row])
         return None if row is None else _Offer(number, place.epoch, row)
 
-    sizes = [SetSize(one.name, one.weight, len(one.problems), one.difficulties) for one in sets]
+    sizes = [SetSize(set_.name, set_.weight, len(set_.problems), set_.difficulties) for set_ in sets]
     seed = config.seed if config.data.order == "shuffled" else None
     pending: deque[asyncio.Task[int | None]] = deque()
     try:
@@ -160,7 +160,7 @@ def _first(
     columns: Callable[[Example], dict[str, torch.Tensor] | None], sets: Sequence[TrainingSet]
 ) -> dict[str, torch.Tensor]:
     """The columns of the first usable prompt, for an offer that is not opened."""
-    return next(row for one in sets for problem in one.problems if (row := columns(problem)) is not None)
+    return next(row for set_ in sets for problem in set_.problems if (row := columns(problem)) is not None)
 
 
 def start() -> None:

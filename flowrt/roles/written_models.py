@@ -80,7 +80,7 @@ class WrittenModels:
     def _prune(self, step: int) -> None:
         for left in (self._run_dir / "hf").glob(".step-*"):
             shutil.rmtree(left)
-        kept = [one for one in hf_steps(self._run_dir) if one <= step][-self._config.checkpoint.keep :]
-        for one in hf_steps(self._run_dir):
-            if one not in kept:
-                delete_directory(hf_dir(self._run_dir, one))
+        kept = [hf_step for hf_step in hf_steps(self._run_dir) if hf_step <= step][-self._config.checkpoint.keep :]
+        for hf_step in hf_steps(self._run_dir):
+            if hf_step not in kept:
+                delete_directory(hf_dir(self._run_dir, hf_step))

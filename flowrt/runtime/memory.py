@@ -60,7 +60,7 @@ def _group_limits() -> list[tuple[int, int]]:
                 ("memory.max", "memory.current") if version_2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
             )
             own = root / path.lstrip("/")
-            for folder in {root, own, *(one for one in own.parents if one.is_relative_to(root))}:
+            for folder in {root, own, *(parent for parent in own.parents if parent.is_relative_to(root))}:
                 limit, used = (_number(folder / name) for name in names)
                 if limit is not None and limit < UNLIMITED:
                     found.append((limit, used or 0))

@@ -154,7 +154,7 @@ class ClusterSimulation:
             assert self._agenda, f"no event is left at {self.now_s:.1f} s; waiting: {self.core.waiting()[:5]}"
             self.now_s, _, action = heapq.heappop(self._agenda)
             action()
-        self.row_s = sum(one.decoder.row_s for one in self._rollouts.values())
+        self.row_s = sum(rollout.decoder.row_s for rollout in self._rollouts.values())
         return self.steps[-1][0]
 
     def _roles(self) -> dict[WorkerId, str]:

@@ -65,7 +65,7 @@ def short_deadlines(tree: ast.Module) -> Iterator[int]:
 
 def _expects_failure(node: ast.AST) -> bool:
     contexts = node.items if isinstance(node, ast.With | ast.AsyncWith) else []
-    return any("pytest.raises" in (text := ast.unparse(one)) or "suppress(" in text for one in contexts)
+    return any("pytest.raises" in (text := ast.unparse(context)) or "suppress(" in text for context in contexts)
 
 
 @pytest.mark.parametrize("lines_of", [limits_on_elapsed_time, short_deadlines])

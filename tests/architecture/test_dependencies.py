@@ -17,7 +17,7 @@ FOR_USERS = sorted(set(EXTRAS) - {"dev"})
 
 def names(requirements: list[str]) -> set[str]:
     """The normalised names of distributions."""
-    return {re.sub(r"[-_.]+", "-", re.split(r"[\[<>=;~! ]", one)[0]).lower() for one in requirements}
+    return {re.sub(r"[-_.]+", "-", re.split(r"[\[<>=;~! ]", requirement)[0]).lower() for requirement in requirements}
 
 
 def imported(folder: Path) -> set[str]:

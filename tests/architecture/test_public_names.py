@@ -30,4 +30,4 @@ def test_listed_classes_and_functions_have_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     found = {one: getattr(module, one) for one in module.__all__}
     definitions = {one for one, it in found.items() if inspect.isclass(it) or inspect.isfunction(it)}
-    assert [one for one in sorted(definitions) if not found[one].__doc__] == []
+    assert [definition for definition in sorted(definitions) if not found[definition].__doc__] == []

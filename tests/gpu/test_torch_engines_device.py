@@ -39,7 +39,7 @@ def finish(rollout: TorchRollout, pending: list[Prompt]) -> dict[int, Response]:
 
 def rescored(device: Device, kind: str, responses: dict[int, Response]) -> float:
     """The largest difference of recorded log-probabilities from those of the model, in nats."""
-    tokens_of = {one.key: one.tokens for one in prompts()}
+    tokens_of = {prompt.key: prompt.tokens for prompt in prompts()}
     keys = sorted(responses)
     scored = score_on(
         device,
@@ -100,6 +100,6 @@ def test_the_training_gradient_is_that_of_the_cpu(kind: str, narrow: torch.dtype
         trainer.on_gradient = lambda gradient: gradients.append(gradient.cpu().clone())
         trainer.accumulate(samples(0))
         trainer.step()
-        assert all(one.device == place for one in trainer.parameters().values())
+        assert all(parameter.device == place for parameter in trainer.parameters().values())
     on_cpu, on_device = gradients
     assert float((on_cpu - on_device).norm() / on_cpu.norm()) < (1e-3 if narrow is None else 0.1)

@@ -72,7 +72,7 @@ def test_the_page_has_a_section_for_each_extension() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "section"),
-    [pytest.param(*one, id=one[0], marks=[pytest.mark.long] * (one[0] in LONG)) for one in SECTIONS],
+    [pytest.param(*section, id=section[0], marks=[pytest.mark.long] * (section[0] in LONG)) for section in SECTIONS],
 )
 def test_an_extension_works_as_shown_and_touches_few_files(kind: str, section: str, copy: Path) -> None:
     section_blocks = blocks(section)

@@ -148,7 +148,7 @@ async def test_exit_before_the_report_of_the_fork_keeps_the_exit_code(tmp_path: 
 async def test_concurrent_forks(tmp_path: Path) -> None:
     async with started(tmp_path) as server:
         processes = await asyncio.gather(*(forked(server, tmp_path, "exit", str(code)) for code in range(20)))
-        assert [await ended(one) for one in processes] == list(range(20))
+        assert [await ended(process) for process in processes] == list(range(20))
 
 
 async def test_forked_processes_die_with_their_fork_server_which_is_replaced(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_workers_are_forked_unless_disabled(launch: Callable[..., Launch], forks
     run = launch("--steps", "4", *TINY, *fewest, "--launch.use-fork-server", str(forks))
     run.wait_for(lambda: run.find("flowrt.roles.trainer"), "trainer")
     workers = [one for role in ("trainer", "source") for one in run.find(f"flowrt.roles.{role}")]
-    parents = {one.ppid() for one in workers}
+    parents = {worker.ppid() for worker in workers}
     assert parents == ({one.pid for one in run.find("flowrt.launcher.fork_server.child")} if forks else {run.pid})
     assert run.wait(120.0) == 0
     run.assert_gone(5.0)

@@ -85,7 +85,7 @@ def test_the_model_of_the_shards_of_two_ranks_is_the_exported_one(
     for file in files:
         ours, theirs = load_file(written / file), load_file(exported / file)
         assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[one], theirs[one]) for one in ours), file
+        assert all(torch.equal(ours[our], theirs[our]) for our in ours), file
     trained = {one: tensor.detach() for one, tensor in load_model(written).named_parameters()}
     assert max_difference(trained, load_model_weights(two_ranks)) > 0
 
@@ -96,7 +96,7 @@ def test_all_ranks_refuse_a_rollout_that_disagrees_with_the_trainer(two_ranks: R
     assert fsdp_rank.share(0, 0, 2) == []
     refused = [(two_ranks.directory / f"{name}.{rank}.error").read_text() for rank in range(2)]
     assert refused[0] == refused[1]
-    tokens = sum(len(one) for one in fsdp_rank.samples(0).responses)
+    tokens = sum(len(response) for response in fsdp_rank.samples(0).responses)
     assert re.search(rf"rollout and trainer disagree by 0\.\d+ nats a token .* over {tokens} tokens; ", refused[0])
     assert two_ranks.report(name)["metrics"] == []
     assert max_difference(two_ranks.weights(name), load_model_weights(two_ranks)) == 0.0

@@ -69,8 +69,8 @@ class Network:
         assert torch.equal(arrived.view(torch.int64), row)
 
     async def close(self) -> None:
-        for one in self.sets.values():
-            await one.close()
+        for set_ in self.sets.values():
+            await set_.close()
 
 
 async def test_idle_lanes_make_room_for_others() -> None:

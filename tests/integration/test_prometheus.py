@@ -34,9 +34,9 @@ def scrape(configuration: Path) -> dict[str, Any]:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         text = answer.read().decode()
     families = list(text_string_to_metric_families(text))
-    assert len({one.name for one in families}) == len(families)
-    assert all(one.documentation and one.type in ("gauge", "counter") for one in families)
-    return {one.name: one for one in families}
+    assert len({family.name for family in families}) == len(families)
+    assert all(family.documentation and family.type in ("gauge", "counter") for family in families)
+    return {family.name: family for family in families}
 
 
 def configured(run_dir: Path, address: str) -> Path:
@@ -58,7 +58,7 @@ def scraped(configuration: Path, step: int, steps: int) -> float:
 
     def seconds() -> float:
         samples = found["flowrt_worker_seconds"].samples if "flowrt_worker_seconds" in found else ()
-        return float(sum(one.value for one in samples if one.labels == {"role": "rollout", "cause": "gate"}))
+        return float(sum(sample.value for sample in samples if sample.labels == {"role": "rollout", "cause": "gate"}))
 
     wait_until(is_read, LIMIT_S, lambda: f"the last scrape has {seconds()} s at the gate")
     assert found["flowrt_worker_seconds"].type == "counter"

@@ -72,6 +72,8 @@ def test_a_run_completes_with_its_trainer_on_two_hosts(launch: Callable[..., Lau
     run = launch(*SMALL, "--trainer.ranks", "2", "--trainer.nodes", "2", "--launch.trainer", RUN_TWICE)
     run.wait_for(lambda: run.find("flowrt.roles.trainer"), "trainer")
     [store_process] = run.find("flowrt.ranks.rendezvous")
-    assert {one.laddr.ip for one in store_process.net_connections() if one.status == "LISTEN"} == {"127.0.0.1"}
+    assert {connection.laddr.ip for connection in store_process.net_connections() if connection.status == "LISTEN"} == {
+        "127.0.0.1"
+    }
     assert run.wait(150.0) == 0, run.output + run.log("trainer")
     run.assert_gone(10.0)

@@ -111,9 +111,13 @@ def test_replay_why_names_the_killed_worker(observed: tuple[Path, list[dict[str,
     assert code == 0, out
     decisions = json.loads(out)
     # The worker may have held several samples of the prompt.
-    lost = [one for one in decisions if (one["term"], one["event"]) == (1, done.number) and worker in one["what"]]
+    lost = [
+        decision
+        for decision in decisions
+        if (decision["term"], decision["event"]) == (1, done.number) and worker in decision["what"]
+    ]
     assert lost, decisions
     for decision in lost:
         assert "ends without a result" in decision["what"]
         assert decision["because"].startswith(f"WorkerDisconnected of {worker}")
-    assert any("trained in step" in one["what"] for one in decisions[decisions.index(lost[-1]) :])
+    assert any("trained in step" in decision["what"] for decision in decisions[decisions.index(lost[-1]) :])

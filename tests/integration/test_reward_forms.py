@@ -111,7 +111,7 @@ def test_a_faulty_async_call_fails_without_others(tmp_path: Path, monkeypatch: p
 
 def test_the_rate_of_async_calls_is_limited(tmp_path: Path) -> None:
     begun = "import time\nasync def reward(response, answer):\n    return time.monotonic()\n"
-    found = sorted(one.value for one in outcomes(written(tmp_path, begun), samples(*"abcdef"), rate_per_s=20.0))
+    found = sorted(outcome.value for outcome in outcomes(written(tmp_path, begun), samples(*"abcdef"), rate_per_s=20.0))
     assert found[-1] - found[0] >= 5 / 20 - 0.02
 
 
@@ -149,7 +149,7 @@ def test_a_function_of_trl_runs_unchanged(tmp_path: Path) -> None:
 def test_a_function_of_trl_gets_messages_if_the_prompt_is_messages(tmp_path: Path) -> None:
     text = "def reward(completions, **columns): return [len(one[0]['content']) for one in completions]\n"
     row = json.dumps(ROW | {"prompt": [{"role": "user", "content": "3+4="}]}).encode()
-    assert [one.value for one in outcomes(written(tmp_path, text), [RewardSample("abc", row)])] == [3.0]
+    assert [outcome.value for outcome in outcomes(written(tmp_path, text), [RewardSample("abc", row)])] == [3.0]
 
 
 def test_a_batch_has_at_most_the_configured_samples(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_failure_drops_all_samples_of_a_group_that_is_scored_as_a_whole(
     (tmp_path / "mine.py").write_text(GROUPED)
     at = flags.index("--reward")
     functions = [f"{tmp_path}/mine.py:group", f"{tmp_path}/mine.py:single"]
-    own = [*flags[:at], *(word for one in functions for word in ("--reward", one))]
+    own = [*flags[:at], *(word for function in functions for word in ("--reward", function))]
     launched = launch(*own, "--reward.on-failure", "drop", "--on-lost-sample", policy, "--steps", "2")
     assert launched.wait(180.0) == 0, launched.output
     for line in lines(launched):

@@ -170,7 +170,11 @@ def assert_groups_and_distributions_match(
     assert in_group
     assert all(embedded[path]["total"] == GROUP for path in in_group)
     best = groups[0]
-    line = next(one for one in samples_output(run_dir, "--by", "group", "--best", "1").splitlines() if " of 4 " in one)
+    line = next(
+        splitline
+        for splitline in samples_output(run_dir, "--by", "group", "--best", "1").splitlines()
+        if " of 4 " in splitline
+    )
     assert line.split()[2:4] == [f"{best['reward']:.4g}", f"{best['spread']:.4g}"]
     assert f"{STEPS * PROMPTS * GROUP} samples of steps 0 to {STEPS - 1}" in samples_output(run_dir, "--by", "length")
 

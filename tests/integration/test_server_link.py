@@ -73,10 +73,10 @@ def round_trips(address: str) -> int:
     with zmq.Context() as context:
         clients = [context.socket(zmq.DEALER) for _ in range(CLIENTS)]
         poller, remaining = zmq.Poller(), dict.fromkeys(clients, ROUND_TRIPS)
-        for one in clients:
-            one.connect(address)
-            poller.register(one, zmq.POLLIN)
-            one.send(encode(m.CancelRequest(ROUND_TRIPS)))
+        for client in clients:
+            client.connect(address)
+            poller.register(client, zmq.POLLIN)
+            client.send(encode(m.CancelRequest(ROUND_TRIPS)))
         while remaining and (ready := poller.poll(int(1000 * DEADLINE_S))):
             for one, _ in ready:
                 remaining[one] -= 1
@@ -85,8 +85,8 @@ def round_trips(address: str) -> int:
                     one.send(encode(m.CancelRequest(remaining[one])))
                 else:
                     del remaining[one]
-        for one in clients:
-            one.close(0)
+        for client in clients:
+            client.close(0)
         return CLIENTS * ROUND_TRIPS - sum(remaining.values())
 
 

@@ -79,7 +79,7 @@ def test_reward_errors_and_timeouts_of_a_task_file_are_counted(
     flags = ["--model", str(untrained_model), "--rollout.workers", "1", "--reward.timeout-s", "2"]
     run = launch("--recipe", str(file), *sizes, *flags, "--reward.workers", "2")
     assert run.wait(WITHIN_S) == 0, run.output
-    line = next(one for one in read_metrics(run) if "loss" in one)
+    line = next(metric for metric in read_metrics(run) if "loss" in metric)
     assert line["reward_failures/error"] + line["reward_failures/timeout"] == 1.0
     assert (line["reward"], line["reward/task"]) == (0.0, 0.0)
     assert f"reward of task RECIPE ({file}:" in run.log("reward"), run.log("reward")

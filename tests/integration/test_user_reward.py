@@ -163,7 +163,7 @@ def test_a_reward_file_imports_modules_of_its_directory(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "of_my_reward.py").write_text("VALUE = 0.5\n")
     (folder / "mine.py").write_text("from of_my_reward import VALUE\n" + function("return VALUE + len(response)"))
-    assert [one.value for one in outcomes(folder / "mine.py", ["", "1"])] == [0.5, 1.5]
+    assert [outcome.value for outcome in outcomes(folder / "mine.py", ["", "1"])] == [0.5, 1.5]
 
 
 def test_a_file_with_the_name_of_a_module_of_python_is_not_imported(
@@ -172,7 +172,7 @@ def test_a_file_with_the_name_of_a_module_of_python_is_not_imported(
     (tmp_path / "select.py").write_text("raise SystemExit(1)")
     (tmp_path / "mine.py").write_text("import select\n" + function("return float(hasattr(select, 'poll'))"))
     monkeypatch.chdir(tmp_path)
-    assert [one.value for one in outcomes(tmp_path / "mine.py", [""])] == [1.0]
+    assert [outcome.value for outcome in outcomes(tmp_path / "mine.py", [""])] == [1.0]
 
 
 @pytest.mark.slow
@@ -311,7 +311,9 @@ def test_unusual_texts_and_printed_output_do_not_change_the_rewards(tmp_path: Pa
         "import os\n" + function("print('{\"reward\": 9}' * 9999)", "return len(response) - len(answer)")
     )
     responses = ["", "a\nb\r\n", "\ud800 ü 字", "y" * 3_000_000, "\x00"]
-    assert [one.value for one in outcomes(reward_file, responses, "x")] == [len(one) - 1 for one in responses]
+    assert [outcome.value for outcome in outcomes(reward_file, responses, "x")] == [
+        len(response) - 1 for response in responses
+    ]
 
 
 def test_output_reaches_the_log_up_to_a_limit(tmp_path: Path) -> None:
@@ -455,5 +457,5 @@ def test_a_child_is_replaced_after_many_calls(tmp_path: Path, monkeypatch: pytes
     reward_file = tmp_path / "mine.py"
     reward_file.write_text("import os\n" + function("return float(os.getpid())"))
     monkeypatch.setattr("flowrt.rewards.children.MAX_CALLS", 50)
-    found = [one.value for one in outcomes(reward_file, ["x"] * 200)]
+    found = [outcome.value for outcome in outcomes(reward_file, ["x"] * 200)]
     assert 2 <= len(set(found)) <= 4

@@ -115,8 +115,8 @@ class Team:
 
     async def all_use(self, version: int, *others: Process, model: str = POLICY, within_s: float = 15.0) -> None:
         """Wait until every receiver uses this version (or each of ``others``, if given)."""
-        for one in others or self.receivers:
-            await wait_until(partial(self._uses, one, version, model), f"{one.name} at {model} {version}", within_s)
+        for other in others or self.receivers:
+            await wait_until(partial(self._uses, other, version, model), f"{other.name} at {model} {version}", within_s)
 
     async def _uses(self, one: Process, version: int, model: str) -> bool:
         return version in (await one.versions(model))
@@ -125,8 +125,8 @@ class Team:
         """Publish; return when every receiver has the first chunks and the transfers are held."""
         await self.trainer.ask("limit", pieces=PIECES_SENT)
         await self.publish(version)
-        for one in self.receivers:
-            await wait_until(partial(self._has_pieces, one), f"{one.name} halfway")
+        for receiver in self.receivers:
+            await wait_until(partial(self._has_pieces, receiver), f"{receiver.name} halfway")
 
     async def _has_pieces(self, one: Process) -> bool:
         return bool((await one.ask("state"))["arrived"] == PIECES_SENT)
@@ -171,8 +171,8 @@ async def test_relay_chain_is_exact_and_the_trainer_sends_once(tmp_path: Path) -
         await group.publish(2)
         await group.all_use(2)
         assert await group.sent(group.trainer) == 2
-        for one in group.receivers:
-            assert await one.versions() == [1, 2]
+        for receiver in group.receivers:
+            assert await receiver.versions() == [1, 2]
 
 
 async def test_old_versions_are_evicted_everywhere(tmp_path: Path) -> None:
@@ -182,10 +182,10 @@ async def test_old_versions_are_evicted_everywhere(tmp_path: Path) -> None:
             await group.all_use(version)
         await wait_until(lambda: holds_only(group.trainer, 5), "trainer free of old versions")
         assert await group.trainer.ask("memory") <= 1.01 * SIZE
-        for one in group.receivers:
-            await wait_until(partial(holds_only, one, 5), f"{one.name} free of old versions")
+        for receiver in group.receivers:
+            await wait_until(partial(holds_only, receiver, 5), f"{receiver.name} free of old versions")
             # The version that it holds for other workers, and its own parameters.
-            assert await one.ask("memory") <= 2.01 * SIZE
+            assert await receiver.ask("memory") <= 2.01 * SIZE
 
 
 async def holds_only(one: Process, version: int) -> bool:
@@ -209,17 +209,17 @@ async def test_trainer_killed_during_publication_leaves_the_previous_version(tmp
         await group.all_use(1)
         await group.publish_halfway(2)
         group.trainer.signal(signal.SIGKILL)
-        for one in group.receivers:
-            await wait_until(partial(holds_only, one, 1), f"{one.name} free of the partial version")
-            assert await one.versions() == [1]
+        for receiver in group.receivers:
+            await wait_until(partial(holds_only, receiver, 1), f"{receiver.name} free of the partial version")
+            assert await receiver.versions() == [1]
         late = await group.add_receiver()
         await group.all_use(1, late)  # from a neighbour: no worker has a later version
         await group.restart_trainer()
         await group.publish(3)
         await group.all_use(3)
-        for one in group.receivers:
-            await wait_until(partial(holds_only, one, 3), f"{one.name} free of old versions")
-            assert await one.versions() == [1, 3]
+        for receiver in group.receivers:
+            await wait_until(partial(holds_only, receiver, 3), f"{receiver.name} free of old versions")
+            assert await receiver.versions() == [1, 3]
 
 
 async def test_hung_relay_is_replaced_within_the_lane_deadline(tmp_path: Path) -> None:
@@ -241,9 +241,9 @@ async def test_versions_published_too_fast_are_skipped(tmp_path: Path) -> None:
         await group.publish(3)
         await group.release_transfers()
         await group.all_use(3)
-        for one in group.receivers:
-            assert await one.versions() == [1, 3]
-            await wait_until(partial(holds_only, one, 3), f"{one.name} free of old versions")
+        for receiver in group.receivers:
+            assert await receiver.versions() == [1, 3]
+            await wait_until(partial(holds_only, receiver, 3), f"{receiver.name} free of old versions")
 
 
 async def test_corrupted_transfer_keeps_the_old_version_and_is_retried(tmp_path: Path) -> None:
@@ -254,8 +254,8 @@ async def test_corrupted_transfer_keeps_the_old_version_and_is_retried(tmp_path:
         await group.publish(2)
         await group.all_use(2)
         # `versions` has compared every byte; the receivers behind the corrupted link had to fetch twice.
-        assert [await one.versions() for one in group.receivers] == [[1, 2]] * 3
-        assert [(await one.ask("state"))["fetches"] for one in group.receivers] == [2, 3, 3]
+        assert [await receiver.versions() for receiver in group.receivers] == [[1, 2]] * 3
+        assert [(await receiver.ask("state"))["fetches"] for receiver in group.receivers] == [2, 3, 3]
 
 
 async def test_named_models_have_separate_versions(tmp_path: Path) -> None:
@@ -266,5 +266,5 @@ async def test_named_models_have_separate_versions(tmp_path: Path) -> None:
         await group.publish(6, ADAPTERS)
         await group.all_use(1)
         await group.all_use(6, model=ADAPTERS)
-        for one in group.receivers:
-            assert (await one.versions(), await one.versions(ADAPTERS)) == ([1], [5, 6])
+        for receiver in group.receivers:
+            assert (await receiver.versions(), await receiver.versions(ADAPTERS)) == ([1], [5, 6])

@@ -23,7 +23,7 @@ def doctor(hosts: Any, keys_and_model: tuple[Path, Path], tmp_path: Path) -> Doc
 
     def run(on: dict[int, list[str]] | None = None) -> Any:
         script = tmp_path / "everywhere"
-        starts = "".join(f'{shlex.join([*hosts.on(one), *(on or {}).get(one, [])])} "$@" &\n' for one in HOSTS)
+        starts = "".join(f'{shlex.join([*hosts.on(host), *(on or {}).get(host, [])])} "$@" &\n' for host in HOSTS)
         script.write_text(f"#!/bin/sh\n{starts}wait\n")
         script.chmod(0o755)
         command = [*hosts.on(1), "env", "COLUMNS=200", "OMP_NUM_THREADS=1", str(FLOWRT), "doctor", "--on", str(script)]

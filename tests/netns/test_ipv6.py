@@ -25,7 +25,7 @@ def hosts(ipv6_hosts: Any) -> Iterator[Any]:
 def on_each_host(hosts: Any, directory: Path) -> str:
     """A script that runs its arguments on the host that is its first one."""
     script = directory / "on"
-    cases = "".join(f'{hosts.name(one)}) exec {shlex.join(hosts.on(one))} "$@";;\n' for one in HOSTS)
+    cases = "".join(f'{hosts.name(host)}) exec {shlex.join(hosts.on(host))} "$@";;\n' for host in HOSTS)
     script.write_text(f"#!/bin/sh\nhost=$1\nshift\ncase $host in\n{cases}esac\n")
     script.chmod(0o755)
     return str(script)
@@ -77,7 +77,7 @@ def test_status_and_drain_find_a_controller_at_an_ipv6_address(
 def test_doctor_passes_hosts_without_ipv4(hosts: Any, keys_and_model: tuple[Path, Path], tmp_path: Path) -> None:
     keys, model = keys_and_model
     script = tmp_path / "everywhere"
-    starts = "".join(f'{shlex.join(hosts.on(one))} "$@" &\n' for one in HOSTS)
+    starts = "".join(f'{shlex.join(hosts.on(host))} "$@" &\n' for host in HOSTS)
     script.write_text(f"#!/bin/sh\n{starts}wait\n")
     script.chmod(0o755)
     command = [*hosts.on(1), "env", "COLUMNS=200", "OMP_NUM_THREADS=1", str(FLOWRT), "doctor", "--on", str(script)]

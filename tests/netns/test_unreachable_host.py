@@ -31,7 +31,7 @@ def process_tree(run: Run, name: str) -> list[psutil.Process]:
 def assert_exits(run: Run, name: str, deadline_s: float, processes: list[psutil.Process]) -> None:
     """The process exits with code 1 by the deadline, and all of its children have ended."""
     assert run.exit_code(name, max(deadline_s, 1.0)) == 1, run.logs()
-    assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def assert_reports_the_reason(run: Run, name: str) -> None:

@@ -140,7 +140,7 @@ def generate(rollout: TorchRollout, seed: int, step: int) -> list[Response]:
 
 def to_batch(algorithm: Objective, responses: list[Response], reference: Tensor) -> TrainingBatch:
     """The samples as one group, with log-probabilities of the arms under the reference [arms]."""
-    arms_N = torch.cat([one.tokens for one in responses]).long()
+    arms_N = torch.cat([response.tokens for response in responses]).long()
     group_N = torch.zeros(len(arms_N), dtype=torch.int64)
     reference_N = reference[arms_N].float()
     credit = algorithm.credit(
@@ -150,13 +150,13 @@ def to_batch(algorithm: Objective, responses: list[Response], reference: Tensor)
             lengths_N=torch.ones_like(group_N),
             truncated_N=group_N.bool(),
             staleness_N=group_N,
-            kl_N=torch.cat([one.logprobs for one in responses]).double() - reference[arms_N],
+            kl_N=torch.cat([response.logprobs for response in responses]).double() - reference[arms_N],
         )
     )
     return TrainingBatch(
         prompts=[PROMPT] * len(arms_N),
-        responses=[one.tokens for one in responses],
-        rollout_logprobs=[one.logprobs for one in responses],
+        responses=[response.tokens for response in responses],
+        rollout_logprobs=[response.logprobs for response in responses],
         reference_logprobs=list(reference_N.split(1)) if algorithm.needs.reference else None,
         advantages_N=credit.advantages_N.float(),
         weights_N=torch.ones(len(arms_N)),

@@ -245,7 +245,7 @@ def templates_of_families(quick: bool) -> dict[str, int]:
 
     Each is a row of a file, and is rendered alone and in a batch.
     """
-    some = [one for one in cases() if not quick or one.name.startswith("system")]
+    some = [case for case in cases() if not quick or case.name.startswith("system")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         rows = [{"prompt": one.messages, "tools": one.tools, "answer": "1"} for one in some]

@@ -53,7 +53,7 @@ def worst_estimate(name: KlEstimator, cases: int) -> float:
     """The largest error of a KL estimator over drawn cases."""
 
     def total(samples: Sequence[Sample]) -> complex:
-        return sum((one for sample in samples for one in estimates(name, sample)), 0j)
+        return sum((estimate for sample in samples for estimate in estimates(name, sample)), 0j)
 
     def case(rng: random.Random) -> float:
         samples = draw(rng)

@@ -45,7 +45,7 @@ Mode = Literal["truncate", "mask"]
 SYMBOLS, TOKENS = 4, 3
 RESPONSES = list(itertools.product(range(SYMBOLS), repeat=TOKENS))
 PREFIXES = [prefix for length in range(TOKENS) for prefix in itertools.product(range(SYMBOLS), repeat=length)]
-PREFIX_YT = torch.tensor([[PREFIXES.index(one[:at]) for at in range(TOKENS)] for one in RESPONSES])
+PREFIX_YT = torch.tensor([[PREFIXES.index(response[:at]) for at in range(TOKENS)] for response in RESPONSES])
 SYMBOL_YT = torch.tensor(RESPONSES)
 CAP, LOW, HIGH = 1.1, 0.8, 1.25
 """Bounds of truncated and of masked weights, chosen so that some weights are above and some below them."""

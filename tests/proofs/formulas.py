@@ -305,23 +305,23 @@ def draw(rng: random.Random) -> list[Sample]:
 
 def flat(lists: Sequence[Sequence[complex]]) -> torch.Tensor:
     """The real parts of all numbers of the lists, as one float64 tensor."""
-    return torch.tensor([complex(one).real for values in lists for one in values], dtype=torch.float64)
+    return torch.tensor([complex(value).real for values in lists for value in values], dtype=torch.float64)
 
 
 def tokens_of(samples: Sequence[Sample], step: dict[str, float] | None = None) -> Tokens:
     """The samples as one pass, in float64; ``step`` has the statistics of the step that `Objective.measure` returns."""
-    lengths = [len(one.policy) for one in samples]
+    lengths = [len(sample.policy) for sample in samples]
     return Tokens(
-        logprobs_T=flat([one.policy for one in samples]).requires_grad_(),
-        anchor_T=flat([one.anchor for one in samples]),
-        rollout_T=flat([one.rollout for one in samples]),
+        logprobs_T=flat([sample.policy for sample in samples]).requires_grad_(),
+        anchor_T=flat([sample.anchor for sample in samples]),
+        rollout_T=flat([sample.rollout for sample in samples]),
         sample_T=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),
-        advantages_N=torch.tensor([one.advantage for one in samples], dtype=torch.float64),
-        weights_N=torch.tensor([one.weight for one in samples], dtype=torch.float64),
-        group_N=torch.tensor([one.group for one in samples]),
-        valid_T=flat([[float(one.valid)] * len(one.policy) for one in samples]),
-        reference_T=flat([one.reference for one in samples]),
-        entropy_T=flat([one.entropy for one in samples]).requires_grad_(),
+        advantages_N=torch.tensor([sample.advantage for sample in samples], dtype=torch.float64),
+        weights_N=torch.tensor([sample.weight for sample in samples], dtype=torch.float64),
+        group_N=torch.tensor([sample.group for sample in samples]),
+        valid_T=flat([[float(sample.valid)] * len(sample.policy) for sample in samples]),
+        reference_T=flat([sample.reference for sample in samples]),
+        entropy_T=flat([sample.entropy for sample in samples]).requires_grad_(),
         step=step or {},
     )
 
@@ -330,11 +330,11 @@ def step_of(passes: Sequence[Sequence[Sample]]) -> StepTokens:
     """The tokens of a step of several passes."""
     samples = [one for drawn in passes for one in drawn]
     return StepTokens(
-        logprobs_T=flat([one.policy for one in samples]),
-        anchor_T=flat([one.anchor for one in samples]),
-        rollout_T=flat([one.rollout for one in samples]),
-        advantages_T=flat([[one.advantage] * len(one.policy) for one in samples]),
-        entropy_T=flat([one.entropy for one in samples]),
+        logprobs_T=flat([sample.policy for sample in samples]),
+        anchor_T=flat([sample.anchor for sample in samples]),
+        rollout_T=flat([sample.rollout for sample in samples]),
+        advantages_T=flat([[sample.advantage] * len(sample.policy) for sample in samples]),
+        entropy_T=flat([sample.entropy for sample in samples]),
     )
 
 
@@ -352,7 +352,7 @@ def error(value: torch.Tensor, tokens: Tokens, samples: Sequence[Sample], total:
     expected = complex(total(samples)).real
     worst = abs(value.item() - expected) / max(1.0, abs(expected))
     for tensor, slope, lists in zip(
-        inputs, slopes, ([one.policy for one in samples], [one.entropy for one in samples]), strict=False
+        inputs, slopes, ([sample.policy for sample in samples], [sample.entropy for sample in samples]), strict=False
     ):
         wanted = derivatives(samples, lists, total)
         got = torch.zeros_like(tensor) if slope is None else slope
@@ -454,7 +454,7 @@ def kept(sample: Sample, rejection: Rejection) -> bool:
 
 def second_moment_threshold(rule: SecondMoment, samples: Sequence[Sample]) -> float:
     """The largest squared log ratio of a step that the rule keeps (M2PO, arXiv 2510.01161)."""
-    squares = sorted(drift * drift for one in samples for drift in drifts(one))
+    squares = sorted(drift * drift for sample in samples for drift in drifts(sample))
     threshold, total = -1.0, 0.0
     for count, square in enumerate(squares, 1):
         total += square
@@ -466,7 +466,7 @@ def second_moment_threshold(rule: SecondMoment, samples: Sequence[Sample]) -> fl
 
 def entropy_threshold(rule: Entropy, samples: Sequence[Sample]) -> float:
     """A number below the entropies of all tokens of a step that the rule keeps, and above those of the others."""
-    ranked = sorted(sg(value) for one in samples for value in one.entropy)
+    ranked = sorted(sg(value) for sample in samples for value in sample.entropy)
     others = len(ranked) - math.ceil(rule.top * len(ranked))
     return (ranked[others - 1] + ranked[others]) / 2 if others else -math.inf
 
@@ -517,16 +517,18 @@ def preference_total(beta: float, nll: float) -> Total:
 
     def total(samples: Sequence[Sample]) -> complex:
         whole = 0j
-        for group in {one.group for one in samples}:
-            members = [one for one in samples if one.group == group]
-            margin = sum(one.valid * one.advantage * (sum(one.policy) - sum(one.reference)) for one in members)
+        for group in {sample.group for sample in samples}:
+            members = [sample for sample in samples if sample.group == group]
+            margin = sum(
+                member.valid * member.advantage * (sum(member.policy) - sum(member.reference)) for member in members
+            )
             logit = beta * margin
             whole += (
                 cmath.log(1 + cmath.exp(-logit)) if complex(logit).real > 0 else cmath.log(1 + cmath.exp(logit)) - logit
             )
-            for one in members:
-                if one.advantage > 0 and one.policy:
-                    whole -= nll * one.valid * sum(one.policy) / len(one.policy)
+            for member in members:
+                if member.advantage > 0 and member.policy:
+                    whole -= nll * member.valid * sum(member.policy) / len(member.policy)
         return whole
 
     return total

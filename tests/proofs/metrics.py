@@ -92,7 +92,7 @@ def of_gmpo(sample: Sample) -> dict[str, PerToken]:
 def of_aspo(sample: Sample) -> dict[str, PerToken]:
     """PPO's, and the tokens whose ratio, for A > 0 the inverted one, exceeds 3."""
     values, advantage = ratios(sample), sample.advantage
-    turned = [1 / one if advantage > 0 else one for one in values]
+    turned = [1 / value if advantage > 0 else value for value in values]
     dual = counted(turned, lambda one: advantage != 0 and one > 3.0)
     return clipped(values, advantage, 0.8, 1.2) | {"clipped_dual": dual}
 
@@ -161,7 +161,7 @@ def of_masks(objective: Objective, sample: Sample, step: Sequence[Sample]) -> di
         least = entropy_threshold(objective.entropy, step)
         metrics["low_entropy_masked"] = [float(sg(nats) < least) for nats in sample.entropy]
     if objective.kl is not None:
-        metrics["kl"] = [sample.valid * sg(one) for one in estimates(objective.kl.estimator, sample)]
+        metrics["kl"] = [sample.valid * sg(estimate) for estimate in estimates(objective.kl.estimator, sample)]
     return metrics | {"entropy": [sg(nats) for nats in sample.entropy]}
 
 
@@ -203,8 +203,8 @@ def differing_preference(rng: random.Random) -> list[str]:
         return []
     (term,) = OnlineDpo().terms(tokens_of(samples))
     found = {name: float(value) for name, value in (*term.metrics.items(), *term.means.items())}
-    margins = [one.advantage * sg(sum(one.policy) - sum(one.reference)) for one in samples]
-    kl = [sg(one) for sample in samples for one in estimates("k3", sample)]
+    margins = [sample.advantage * sg(sum(sample.policy) - sum(sample.reference)) for sample in samples]
+    kl = [sg(estimate) for sample in samples for estimate in estimates("k3", sample)]
     return _different(found, {"kl": math.fsum(kl), "margin": math.fsum(margins)})
 
 

@@ -194,7 +194,7 @@ def flash(one: Sample) -> list[complex]:
 
 def m2po(step: DrawnStep) -> Formula:
     """-rho A of the tokens that are left when the largest squared log ratios are masked (M2PO, arXiv 2510.01161)."""
-    squares = sorted((drift**2 for one in step.samples for drift in forms.drifts(one)), reverse=True)
+    squares = sorted((drift**2 for sample in step.samples for drift in forms.drifts(sample)), reverse=True)
     while squares and math.fsum(squares) / len(squares) > 0.04:
         squares.pop(0)
     largest = squares[0] if squares else -1.0
@@ -241,7 +241,7 @@ class Paper:
         """The loss of a step."""
         losses = self.losses or (self.of_step and self.of_step(step))
         assert losses is not None
-        return self.average([losses(one) for one in step.samples])
+        return self.average([losses(sample) for sample in step.samples])
 
     def advantages(self, step: DrawnStep) -> list[float]:
         """The advantages of the samples of a step."""
@@ -251,7 +251,7 @@ class Paper:
 def preference(step: DrawnStep) -> complex:
     """-log sigmoid(0.1 margin) plus the mean -log policy of the best sample, over groups (2402.04792, 2404.19733)."""
     losses: list[complex] = []
-    for group in {one.group for one in step.samples}:
+    for group in {sample.group for sample in step.samples}:
         members = [at for at, one in enumerate(step.samples) if one.group == group]
         best = max(members, key=lambda at: (step.rewards[at], -at))
         worst = min(members, key=lambda at: (step.rewards[at], at))
@@ -264,7 +264,7 @@ def preference(step: DrawnStep) -> complex:
 def best_likelihood(step: DrawnStep) -> complex:
     """The mean -log policy over the tokens of the best sample of each group (RAFT, arXiv 2304.06767)."""
     tokens: list[complex] = []
-    for group in {one.group for one in step.samples}:
+    for group in {sample.group for sample in step.samples}:
         members = [at for at, one in enumerate(step.samples) if one.group == group]
         tokens += step.samples[max(members, key=lambda at: (step.rewards[at], -at))].policy
     return -mean(tokens)
@@ -312,7 +312,7 @@ def wanted_gradient(name: str, step: DrawnStep) -> list[float]:
         whole = DrawnStep(list(samples), step.rewards)
         return paper.loss(whole) if isinstance(paper, Paper) else paper(whole)
 
-    return forms.derivatives(step.samples, [one.policy for one in step.samples], total)
+    return forms.derivatives(step.samples, [sample.policy for sample in step.samples], total)
 
 
 def gradient(algorithm: Algorithm, step: DrawnStep) -> list[float]:
@@ -344,12 +344,12 @@ def gradient(algorithm: Algorithm, step: DrawnStep) -> list[float]:
 
 
 def _groups(step: DrawnStep) -> Groups:
-    kl = [math.fsum(a - b for a, b in zip(one.rollout, one.reference, strict=True)) for one in step.samples]
+    kl = [math.fsum(a - b for a, b in zip(sample.rollout, sample.reference, strict=True)) for sample in step.samples]
     count = len(step.samples)
     return Groups(
         rewards_N=torch.tensor(step.rewards, dtype=torch.float64),
-        group_N=torch.tensor([one.group for one in step.samples]),
-        lengths_N=torch.tensor([len(one.policy) for one in step.samples]),
+        group_N=torch.tensor([sample.group for sample in step.samples]),
+        lengths_N=torch.tensor([len(sample.policy) for sample in step.samples]),
         truncated_N=torch.zeros(count, dtype=torch.bool),
         staleness_N=torch.zeros(count, dtype=torch.int64),
         kl_N=torch.tensor(kl, dtype=torch.float64),

@@ -836,10 +836,10 @@ def outcomes(
     async def all_outcomes() -> dict[str, RewardOutcome]:
         scorer, found = RewardScorer(options), {}
         try:
-            for one in cases:
-                row = json.dumps({"answer": "", "tests": one.tests}).encode()
-                found[one.name] = (await scorer.outcomes(one.program, row))[0]
-                after(one)
+            for case in cases:
+                row = json.dumps({"answer": "", "tests": case.tests}).encode()
+                found[case.name] = (await scorer.outcomes(case.program, row))[0]
+                after(case)
         finally:
             await scorer.close()
         return found
@@ -871,5 +871,5 @@ def code(quick: bool) -> dict[str, float]:
         found["code_cheats"] += len(passed)
         found["code_refused"] += len(refused)
         calls = outcomes([Case(str(n), DOUBLE, TESTS) for n in range(CALLS)], sandbox, HONEST_S)
-        found[f"code_{sandbox}_ms"] = 1e3 * statistics.median(one.seconds for one in calls.values())
+        found[f"code_{sandbox}_ms"] = 1e3 * statistics.median(call.seconds for call in calls.values())
     return found

@@ -172,7 +172,10 @@ def loss_of_model(request: dict[str, Any], trainer_class: Any) -> dict[str, Any]
         }
         loss = trainer._compute_loss(trainer.model, inputs | columns(request, request["responses"]))
     loss.backward()
-    slopes = [torch.zeros_like(one) if one.grad is None else one.grad for one in trainer.model.parameters()]
+    slopes = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in trainer.model.parameters()
+    ]
     return {"loss": float(loss.detach()), "gradient": torch.cat([slope.flatten() for slope in slopes]).tolist()}
 
 

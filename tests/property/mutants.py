@@ -322,7 +322,11 @@ def the_source_is_not_notified_of_dropped_groups(right: Function) -> Function:
 def the_source_is_not_notified_of_groups_that_were_closed_in_a_crash(right: Function) -> Function:
     def inventory(*arguments: Any) -> list[Command]:
         commands = right(*arguments)
-        return [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, ReleaseTensors))]
+        return [
+            command
+            for command in commands
+            if not (isinstance(command, Send) and isinstance(command.message, ReleaseTensors))
+        ]
 
     return inventory
 

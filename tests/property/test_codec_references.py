@@ -69,7 +69,7 @@ def test_a_repeated_column_takes_few_bytes_and_decodes_to_one_object() -> None:
     assert len(data) < 1.05 * 8 * len(ids)
     grant = decode(data)
     assert isinstance(grant, m.Grant)
-    assert all(one.ids is grant.slots for one in (*grant.parts, *grant.incoming[0].parts))
+    assert all(part.ids is grant.slots for part in (*grant.parts, *grant.incoming[0].parts))
 
 
 def test_equal_columns_in_two_objects_round_trip() -> None:

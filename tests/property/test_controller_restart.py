@@ -67,7 +67,7 @@ def test_a_controller_crash_regenerates_no_sample(scenario: Scenario, crashes: i
         for event in cluster.log
         if isinstance(event, AppendReplay) and isinstance(event.entry, StageCommitted)
     ]
-    times = Counter(slot for one in commits if one.stage == "rollout" for slot in one.slots)
+    times = Counter(slot for commit in commits if commit.stage == "rollout" for slot in commit.slots)
     assert set(times.values()) == {1}
     assert {row.slot for _, row in cluster.trained} <= set(times)
 

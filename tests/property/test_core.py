@@ -71,7 +71,7 @@ def test_every_run_completes_and_satisfies_the_invariants(scenario: Scenario) ->
 def test_nothing_is_dropped_without_faults(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     assert dict(cluster.core.state.dropped) == {}
-    assert not [one for one in cluster.records if one.state == "dropped"]
+    assert not [record for record in cluster.records if record.state == "dropped"]
 
 
 def test_slow_samples_are_not_displaced_over_several_steps() -> None:
@@ -89,7 +89,9 @@ def test_strict_issue_order_trains_groups_in_issue_order(scenario: Scenario) -> 
     groups = [group for step in by_step for group in step]
     assert groups == sorted(groups)
     if scenario.bound == 0:
-        assert [(one.epoch, one.prompt) for one in cluster.records if one.state == "leased"] == sorted(cluster.state)
+        assert [(record.epoch, record.prompt) for record in cluster.records if record.state == "leased"] == sorted(
+            cluster.state
+        )
 
 
 @RUNS

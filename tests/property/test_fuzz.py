@@ -80,9 +80,9 @@ def test_messages_that_the_core_refuses_change_nothing(seed: int) -> None:
             continue
         driver.core.check()
         replies = [command.message for command in commands if isinstance(command, Send)]
-        valid += [driver.generated(one) for one in replies if isinstance(one, m.Grant) and len(one.slots) == 1]
-        for one in replies:
-            decode(encode(one))
+        valid += [driver.generated(reply) for reply in replies if isinstance(reply, m.Grant) and len(reply.slots) == 1]
+        for reply in replies:
+            decode(encode(reply))
         if driver.core.ended:
             return
 

@@ -193,7 +193,11 @@ def assert_resumed(runs: Any, scenario: Scenario) -> None:
 
 def outcomes(cluster: SimulatedCluster) -> dict[tuple[int, int], tuple[str, int]]:
     """The final state and step of each prompt."""
-    ends = {(one.epoch, one.prompt): (one.state, one.step) for one in cluster.records if one.state != "ready"}
+    ends = {
+        (record.epoch, record.prompt): (record.state, record.step)
+        for record in cluster.records
+        if record.state != "ready"
+    }
     return {pair: end for pair, end in ends.items() if end[0] in ("trained", "dropped")}
 
 
@@ -251,7 +255,7 @@ def test_a_curriculum_skips_solved_prompts_and_no_new_ones() -> None:
     curriculum = SolveRate(history=1, floor=0.1)
     cluster = SimulatedCluster(Scenario(solve_rate=1.0, curriculum=curriculum, steps=8)).run()
     assert_sound(cluster)
-    skipped = [one for one in cluster.records if one.reason == "skipped by the curriculum"]
+    skipped = [record for record in cluster.records if record.reason == "skipped by the curriculum"]
     assert len(skipped) > 16
     assert sum(dict(closed.counts)["skipped_prompts"] for closed in cluster.steps) == len(skipped)
     assert min(one.epoch for one in skipped) >= 1

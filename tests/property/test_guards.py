@@ -53,13 +53,13 @@ def test_a_rule_fires_after_enough_consecutive_violations(
             index
             for index, rule in enumerate(drawn)
             if number + 1 >= rule.steps
-            and all(violates(rule, one) for one in lines[number + 1 - rule.steps : number + 1])
+            and all(violates(rule, line) for line in lines[number + 1 - rule.steps : number + 1])
         ]
-        assert [one.index for one in firings] == due
-        for one in firings:
-            assert one.rule is drawn[one.index]
-            assert one.violations == counts[one.index] >= one.rule.steps
-            assert math.isnan(line[one.rule.metric]) or one.value == line[one.rule.metric]
+        assert [firing.index for firing in firings] == due
+        for firing in firings:
+            assert firing.rule is drawn[firing.index]
+            assert firing.violations == counts[firing.index] >= firing.rule.steps
+            assert math.isnan(line[firing.rule.metric]) or firing.value == line[firing.rule.metric]
 
 
 @given(st.sampled_from([0.5, 2.0]), st.integers(2, 4), st.booleans(), st.lists(VALUES, max_size=12))
@@ -70,7 +70,7 @@ def test_a_relative_limit_is_a_multiple_of_the_median_of_recent_values(
     guards = Guards([0], [None])
     for number, value in enumerate(values):
         counts, firings = count_violations([rule], guards.violations, {"kl": value}, guards.recent)
-        before = sorted([one for one in values[:number] if math.isfinite(one)][-window:])
+        before = sorted([value for value in values[:number] if math.isfinite(value)][-window:])
         due = not math.isfinite(value)
         if not due and len(before) == window:
             middle = (before[(window - 1) // 2] + before[window // 2]) / 2
@@ -97,7 +97,7 @@ def fired(drawn: Sequence[GuardRule], lines: Sequence[dict[str, float]]) -> list
     counts, found = [0] * len(drawn), []
     for line in lines:
         counts, firings = count_violations(drawn, counts, line)
-        found.append([one.index for one in firings])
+        found.append([firing.index for firing in firings])
     return found
 
 
@@ -135,8 +135,8 @@ def test_a_held_run_is_on_policy_and_completes(scenario: Scenario) -> None:
     assert_sound(cluster)
     [rule] = scenario.guards
     assert_held(cluster.steps, rule)
-    stale = [{"staleness_max": float(max(one.lags))} for one in cluster.steps]
-    assert [bool(one.fired) for one in cluster.steps] == [bool(one) for one in fired(scenario.guards, stale)]
+    stale = [{"staleness_max": float(max(step.lags))} for step in cluster.steps]
+    assert [bool(step.fired) for step in cluster.steps] == [bool(one) for one in fired(scenario.guards, stale)]
 
 
 @settings(RUNS, max_examples=examples(60))

@@ -147,7 +147,7 @@ def run_preempted(seed: int, directory: Path) -> None:
     runs = run_with_preemptions(scenario, [120 + 10 * seed], directory / f"preempted{seed}.sqlite")
     try:
         assert_exact(runs, scenario)
-        assert [closed.step for one in runs.clusters for closed in one.steps] == list(range(scenario.steps))
+        assert [closed.step for cluster in runs.clusters for closed in cluster.steps] == list(range(scenario.steps))
     finally:
         runs.ledger.close()
 

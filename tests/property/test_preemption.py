@@ -43,7 +43,9 @@ def test_repeated_preemptions_lose_nothing_and_train_nothing_twice(
             # No execution rolls back what an earlier one has trained, unless that ran out of time to save:
             # an expiring lease takes longer.
             timed_out = [
-                one.core.ended for one in runs.clusters if one.core.ended and TIMED_OUT in one.core.ended.reason
+                cluster.core.ended
+                for cluster in runs.clusters
+                if cluster.core.ended and TIMED_OUT in cluster.core.ended.reason
             ]
             assert not timed_out or scenario.expiries
             steps = [closed.step for cluster in runs.clusters for closed in cluster.steps]

@@ -74,8 +74,8 @@ def test_a_recording_replays_to_the_same_commands_and_states(
         terms = Recordings.of(run_dir).terms
         # A controller that crashes before its first event leaves no recording.
         assert sorted(terms) == sorted({int(key.partition(":")[0]) for key in cluster.states})
-        extents = [one.extent() for one in terms.values()]
-        assert [(one.damage, one.stopped) for one in extents] == [("", "")] * len(terms)
+        extents = [term.extent() for term in terms.values()]
+        assert [(extent.damage, extent.stopped) for extent in extents] == [("", "")] * len(terms)
 
 
 def test_a_process_that_is_killed_leaves_recordings_that_replay(replayers: list[Replayer], tmp_path: Path) -> None:
@@ -103,5 +103,5 @@ def test_a_process_that_is_killed_leaves_recordings_that_replay(replayers: list[
                 continue  # killed before the first block
             states = replayers[1].states(run_dir)
             assert "error" not in states
-            incomplete += not all(one.extent().is_complete for one in found.terms.values())
+            incomplete += not all(term.extent().is_complete for term in found.terms.values())
     assert incomplete > 0, "every kill came too late or too early"

@@ -89,7 +89,9 @@ def test_the_lease_of_a_hung_worker_expires_and_another_does_its_work() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    "phase", [one for one in PHASES if one not in (Phase.CANCEL, Phase.DEPARTURE)], ids=lambda one: one.name.lower()
+    "phase",
+    [phase for phase in PHASES if phase not in (Phase.CANCEL, Phase.DEPARTURE)],
+    ids=lambda one: one.name.lower(),
 )
 def test_a_slow_rollout_worker_does_not_slow_down_the_run(phase: Phase, seed: int) -> None:
     """One of two workers takes 400 times as long as the other: the run keeps the pace of the other."""

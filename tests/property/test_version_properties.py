@@ -176,7 +176,7 @@ class WeightVersions(RuleBasedStateMachine):
     ) -> None:
         commands = HANDLERS[type(message)](self.state, self.env, worker, message, self.now)
         # Replay entries are for a restarted controller.
-        assert all(isinstance(one, AppendReplay | LogEvent) for one in commands)
+        assert all(isinstance(command, AppendReplay | LogEvent) for command in commands)
         self.execute_orders()
 
     def execute_orders(self) -> None:

@@ -33,7 +33,9 @@ class FetchCheckingCluster(SimulatedCluster):
         commands = super().handle(event)
         weights, outdated = self.core.state.models.policy, self.core.state.models.outdated
         fetching = [
-            one.worker for one in commands if isinstance(one, Send) and isinstance(one.message, m.ReceiveWeights)
+            command.worker
+            for command in commands
+            if isinstance(command, Send) and isinstance(command.message, m.ReceiveWeights)
         ]
         # The staged version may come with this event, as for a worker that has just joined.
         age = {

@@ -272,7 +272,9 @@ class SimulatedCluster:
         self.core.check()
         self.execute(commands)
         if isinstance(event, Tick):
-            overdue = [one.id for one in self.core.state.table.leases.values() if one.deadline_s <= self.clock.now()]
+            overdue = [
+                lease.id for lease in self.core.state.table.leases.values() if lease.deadline_s <= self.clock.now()
+            ]
             assert not overdue, f"leases {overdue} are past their deadlines and have not expired"
         return commands
 

@@ -147,7 +147,7 @@ class DegradedRun(SimulatedCluster):
         return (worker is self.victim) == self._is_victims_turn
 
     def _active_workers(self) -> list[Worker]:
-        able = [one for one in super()._active_workers() if one.alive and self._may_act(one)]
+        able = [worker for worker in super()._active_workers() if worker.alive and self._may_act(worker)]
         return [one for one in able if not self._waits_for_last_offers(one)]
 
     def _step_is_complete(self) -> bool:

@@ -86,7 +86,7 @@ class FaultInjection:
     def observe(self, event: Event) -> None:
         """Record a message that may be repeated by the same process, not by a later one with the same name."""
         if isinstance(event, WorkerConnected):
-            self._messages = [one for one in self._messages if one.worker != event.worker]
+            self._messages = [message for message in self._messages if message.worker != event.worker]
         if isinstance(event, MessageReceived) and isinstance(event.message, REPEATED):
             self._messages.append(event)
 
@@ -143,7 +143,7 @@ class FaultInjection:
         was_recovering = cluster.core.state.recovery.is_active
         cluster.clock.advance(seconds)
         commands = cluster.handle(ControllerStalled(seconds)) + cluster.handle(Tick())
-        ends = [one for one in commands if isinstance(one, Dismiss | EndRun)]
+        ends = [command for command in commands if isinstance(command, Dismiss | EndRun)]
         assert not ends, f"the controller did not run for {seconds} s, which led to {ends}"
         ended = leases - set(cluster.core.state.table.leases)
         assert not ended, f"leases {ended} have expired while the controller did not run"
@@ -194,6 +194,10 @@ class FaultInjection:
             commands = core.transition(event, self._cluster.clock.now())
         except RemoteProtocolError:
             commands = []
-        unexpected = [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, m.Committed))]
+        unexpected = [
+            command
+            for command in commands
+            if not (isinstance(command, Send) and isinstance(command.message, m.Committed))
+        ]
         assert not unexpected, f"{event} came twice, and the second time led to {unexpected}"
         assert snapshot(core) == before, f"{event} came twice, and the second time changed something"

@@ -93,7 +93,7 @@ class MessageFuzzer:
         if get_origin(hint) is tuple:
             if arguments[-1] is Ellipsis:
                 return tuple(self._value(arguments[0]) for _ in range(self._count()))
-            return tuple(self._value(one) for one in arguments)
+            return tuple(self._value(argument) for argument in arguments)
         if NoneType in arguments:
             return None if draw.random() < 0.5 else self._value(arguments[0])
         if hint is str:

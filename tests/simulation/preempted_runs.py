@@ -49,7 +49,7 @@ class PreemptedCluster(SimulatedCluster):
                 raise AssertionError(f"preempted after {self._after} actions, no end; {self.describe_waits()}")
         if self._is_preempted:
             assert len(self.steps) <= closed + 1, f"{len(self.steps) - closed} steps were trained after preemption"
-        if all(one.finished for one in self.core.state.membership.members() if one.role == "trainer"):
+        if all(member.finished for member in self.core.state.membership.members() if member.role == "trainer"):
             self.saved = max(self.saved, self._ranks[0].step)  # trainers finish once it is saved
         return self
 

@@ -73,7 +73,7 @@ class RecordedCore:
         return commands
 
     def _record(self, event: Event, commands: list[Command], now: float) -> None:
-        encoded = [encode(one.message) if type(one) is Send else b"" for one in commands]
+        encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         self._recording.add(event, now, tuple(commands), encoded)
         if self._events % STRIDE == 0:
             self._states[f"{self._term}:{self._events}"] = state_digest(self._core, now)

@@ -47,7 +47,9 @@ def assert_sound(cluster: SimulatedCluster) -> None:
 def assert_terminated(cluster: SimulatedCluster) -> None:
     """Each worker that has asked to leave, or that an operator has drained, has left, or is to leave."""
     membership = cluster.core.state.membership
-    staying = [one.id for one in membership.members() if cluster.workers[one.id].terminated and not one.is_leaving]
+    staying = [
+        member.id for member in membership.members() if cluster.workers[member.id].terminated and not member.is_leaving
+    ]
     assert staying == [], f"{staying} are to leave, and the controller does not know it"
 
 
@@ -79,7 +81,7 @@ def assert_filtered(cluster: SimulatedCluster) -> None:
             for column in one.message.inline:
                 for number, value in zip(one.message.slots, column.values, strict=True):
                     numbers[number][column.column] = value
-    filtered = Counter(one.step for one in cluster.records if one.reason.startswith("filtered: "))
+    filtered = Counter(record.step for record in cluster.records if record.reason.startswith("filtered: "))
     for closed in cluster.steps:
         groups: dict[int, Group] = {}
         for at, row in cluster.trained:
@@ -99,7 +101,7 @@ def assert_filtered(cluster: SimulatedCluster) -> None:
         assert not refused or filtered[closed.step] == tries
         assert (counts["filtered_groups"], counts["refused_groups_trained"]) == (filtered[closed.step], refused)
     ends = {pair: state for pair, state in cluster.state.items() if state == "dropped"}
-    dropped = {(one.epoch, one.prompt) for one in cluster.records if one.reason.startswith("filtered: ")}
+    dropped = {(record.epoch, record.prompt) for record in cluster.records if record.reason.startswith("filtered: ")}
     assert dropped <= ends.keys()
 
 
@@ -114,9 +116,9 @@ def assert_accounts_agree(cluster: SimulatedCluster, live: set[tuple[int, int]])
     trained = {(row.epoch, row.prompt) for _, row in cluster.trained}
     assert {pair for pair, state in cluster.state.items() if state == "trained"} == trained
     assert len(trained) == scenario.steps * scenario.groups_per_step
-    trainings = Counter((one.epoch, one.prompt) for one in cluster.records if one.state == "trained")
+    trainings = Counter((record.epoch, record.prompt) for record in cluster.records if record.state == "trained")
     assert set(trainings.values()) == {1}
-    assert all(one.reason for one in cluster.records if one.state == "dropped")
+    assert all(record.reason for record in cluster.records if record.state == "dropped")
     others = Counter(state for pair, state in cluster.state.items() if pair not in live | trained)
     assert set(others) <= ({"dropped", "unread"} if scenario.source_kills else {"dropped"})
     assert sum(others.values()) <= sum(cluster.core.state.dropped.values())
@@ -137,7 +139,7 @@ def assert_evaluated(cluster: SimulatedCluster) -> None:
         assert len(rows) == one.members or group in dropped, f"{len(rows)} of {one.members} answers to group {group}"
     newest = cluster.core.state.models.policy.newest
     sources = [worker for worker in cluster.workers.values() if worker.role == "source"]
-    assert not [one for source in sources for one in source.offers.values() if one.at_most <= newest]
+    assert not [offer for source in sources for offer in source.offers.values() if offer.at_most <= newest]
     exact = cluster.core.state.table.exact
     assert (exact.live, exact.to_generate) == ({}, {})
     assert cluster.core.state.models.policy.pin is None

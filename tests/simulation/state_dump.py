@@ -17,7 +17,9 @@ def canonical(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [canonical(one) for one in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [(one.name, canonical(getattr(value, one.name))) for one in dataclasses.fields(value) if one.repr]
+        fields = [
+            (field.name, canonical(getattr(value, field.name))) for field in dataclasses.fields(value) if field.repr
+        ]
         return (type(value).__name__, fields)
     return value
 
@@ -25,7 +27,7 @@ def canonical(value: Any) -> Any:
 def snapshot(core: Core) -> str:
     """The whole state without the time of the last message of each worker."""
     state = core.state
-    members = [(one.id, one.role, one.finished, one.standing) for one in state.membership.members()]
+    members = [(member.id, member.role, member.finished, member.standing) for member in state.membership.members()]
     table, window, recovery, requests = state.table, state.window, state.recovery, state.requests
     slots = [{name: getattr(slot, name) for name in slot.__slots__ if name != "group"} for slot in table.slots.values()]
     groups = [(group.id, len(group.slots), group.tensors) for group in table.groups.values()]

@@ -291,7 +291,11 @@ class Worker:
         if self.role == "source" and self.shared.scenario.source_kills and self.is_new:
             return  # its welcome has the prompts that it must not offer
         if self.hung or self.role == "source":
-            if not self.hung and not self.closed and sum(one.at_most == NO_LIMIT for one in self.offers.values()) < 2:
+            if (
+                not self.hung
+                and not self.closed
+                and sum(offer.at_most == NO_LIMIT for offer in self.offers.values()) < 2
+            ):
                 yield self._offer
             return
         for job in self.jobs:
@@ -390,7 +394,7 @@ class Worker:
         )
         self.weights.add(self.unpublished)
         self.reported[self.unpublished] += 1
-        self.forms |= {(one.version, one.base): one for one in forms}
+        self.forms |= {(form.version, form.base): form for form in forms}
         self.send(m.Publish(forms, ()))
         self.unpublished = None
 

@@ -219,7 +219,7 @@ def test_default_job_learns_with_npus(cluster: Any, model: Path, tmp_path: Path)
     number = site.submit("one_node.sbatch", "--model", model, "--device", "cpu")
 
     def trainers() -> list[psutil.Process]:
-        return [one for one in cluster.processes() if "-Pm flowrt.roles.trainer" in " ".join(one.cmdline())]
+        return [process for process in cluster.processes() if "-Pm flowrt.roles.trainer" in " ".join(process.cmdline())]
 
     cluster.wait_until(trainers, JOB_S, lambda: site.log(number))
     assert f"npu:{NPUS}" in site.cluster.run("scontrol", "show", "job", number)

@@ -198,7 +198,7 @@ class Classifier:
             return Cause.WEIGHTS, self.step_root()
         stages = self._state.table.flows.of(offer.flow)
         undone = self._state.table.undone
-        return Cause.GATE, self._at_work(next((one.name for one in stages if undone[one.name]), ""))
+        return Cause.GATE, self._at_work(next((stage.name for stage in stages if undone[stage.name]), ""))
 
     def _of_stage(self, worker: WorkerId, stage: str) -> Reason:
         """The reason of a pull of any stage but the train stage."""

@@ -132,7 +132,7 @@ def _check_counters(table: SampleTable) -> None:
             live[group.at_most] += len(group.slots)
             open_slots = sum(not table.is_done(slot, name) for slot in group.slots for name in table.flows.generating)
             to_generate.update({group.at_most: open_slots} if open_slots else {})
-        for column, holding in [*group.tensors.items(), *(one for s in group.slots for one in s.tensors.items())]:
+        for column, holding in [*group.tensors.items(), *(item for s in group.slots for item in s.tensors.items())]:
             tensor_bytes[group.flow] += holding.length * table.flows.item_bytes[column]
         for stage in table.flows.of(group.flow):
             undone[stage.name] += sum(not table.is_done(slot, stage.name) for slot in group.slots)
@@ -155,7 +155,7 @@ def _check_members(state: State) -> None:
     for lease in table.leases.values():
         assert lease.worker in membership, f"lease {lease.id} on {lease.stage} is of {lease.worker}, which is no member"
     for group in table.groups.values():
-        for holding in [*group.tensors.values(), *(one for slot in group.slots for one in slot.tensors.values())]:
+        for holding in [*group.tensors.values(), *(tensor for slot in group.slots for tensor in slot.tensors.values())]:
             gone = [worker for worker in holding.holders if worker not in membership]
             assert not gone, f"{gone} hold a column of group {group.id}, but are no members"
         is_kept = state.recovery.is_active or not group.is_exact or group.source in membership
@@ -204,7 +204,7 @@ def _check_versions(versions: VersionTable, membership: Membership, over: bool) 
     assert not latest or latest in versions.published, f"version {latest} of {model} was not published"
     behind = {who for who, one in versions.receivers.items() if one.staged < latest} - set(versions.fetching)
     assert set(versions.behind) == behind, f"{sorted(versions.behind)} count as behind, {sorted(behind)} are"
-    applying = Counter(one.applied for one in versions.receivers.values())
+    applying = Counter(receiver.applied for receiver in versions.receivers.values())
     assert versions.applying == applying, f"receivers by version of {model} are {applying}, not {versions.applying}"
     staging = Counter(receiver.staged for receiver in versions.receivers.values())
     assert versions.staging == staging, f"receivers by received version of {model} are not {versions.staging}"

@@ -44,9 +44,9 @@ def status(
     receivers = weights.receivers
     graph = core.wait_graph(now, request_timeout_s, cut_off)
     if brief:
-        listed = [WorkerId(one.worker) for one in graph.workers]
+        listed = [WorkerId(worker.worker) for worker in graph.workers]
     else:
-        listed = [one.id for one in state.membership.members() if one.role != OBSERVER]
+        listed = [member.id for member in state.membership.members() if member.role != OBSERVER]
     states: dict[str, dict[str, int]] = {}
     for (role, name), count in graph.counts.items():
         states.setdefault(role, {})[name] = count

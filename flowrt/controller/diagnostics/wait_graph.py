@@ -67,7 +67,10 @@ class WaitGraph:
     def as_json(self) -> dict[str, Any]:
         """The graph as values that JSON can represent; an infinite limit is None."""
         return {
-            "workers": [[one.worker, one.role, one.state, round(one.silent_s, 1), one.holds] for one in self.workers],
+            "workers": [
+                [worker.worker, worker.role, worker.state, round(worker.silent_s, 1), worker.holds]
+                for worker in self.workers
+            ],
             "waits": [
                 {
                     "who": edge.who,
@@ -94,16 +97,17 @@ class WaitGraph:
         """
         if self.more or self.others or not all(edge.blocks for edge in self.waits):
             return False
-        waiting = any(one.state == "waiting" for one in self.workers)
+        waiting = any(worker.state == "waiting" for worker in self.workers)
         return waiting and all(
-            not one.holds and (one.state in ("waiting", "finished") or one.worker in returned) for one in self.workers
+            not worker.holds and (worker.state in ("waiting", "finished") or worker.worker in returned)
+            for worker in self.workers
         )
 
     def sentences(self, max_lines: int) -> list[str]:
         """The first ``max_lines`` lines of the graph as text: deadlocks, the longest waits, what each worker holds."""
         lines = [f"deadlock: {named(workers)}" for workers in self.deadlocks]
         lines += [str(edge) for edge in self.waits]
-        lines += [f"{one.worker} holds {one.holds}" for one in self.workers if one.holds]
+        lines += [f"{worker.worker} holds {worker.holds}" for worker in self.workers if worker.holds]
         left_out = len(lines) - max_lines + self.more
         return lines[:max_lines] + ([f"and {left_out} more"] if left_out > 0 else [])
 
@@ -286,14 +290,14 @@ class WaitGraphBuilder:
         return [
             Edge(
                 who=member.id,
-                what=one.what,
-                blocked_on=(one.blocked_on,),
-                age_s=one.age_s + self._now - member.reported_s,
-                limit_s=one.limit_s,
+                what=wait.what,
+                blocked_on=(wait.blocked_on,),
+                age_s=wait.age_s + self._now - member.reported_s,
+                limit_s=wait.limit_s,
                 blocks=False,
             )
             for member in self._state.membership.members()
-            for one in member.waits
+            for wait in member.waits
         ]
 
     def _edge(self, parked: ParkedRequest[Pull] | ParkedRequest[Offer], request_timeout_s: float) -> Edge:
@@ -330,7 +334,7 @@ class WaitGraphBuilder:
 
     def worker_states(self, members: Sequence[Member], waiting: Collection[str]) -> list[WorkerState]:
         """The state and the leases of each of these workers."""
-        return [self._worker_state(one, waiting) for one in members]
+        return [self._worker_state(member, waiting) for member in members]
 
     def _worker_state(self, member: Member, waiting: Collection[str]) -> WorkerState:
         held, ends_s = [], float("inf")

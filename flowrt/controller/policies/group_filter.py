@@ -120,10 +120,10 @@ class AllOf:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return tuple(column for one in self.filters for column in one.needs)
+        return tuple(column for filter_ in self.filters for column in filter_.needs)
 
     def refusal(self, group: Group) -> str:
-        return next((why for one in self.filters if (why := one.refusal(group))), "")
+        return next((why for filter_ in self.filters if (why := filter_.refusal(group))), "")
 
 
 def rewards(group: Group) -> list[float]:

@@ -288,7 +288,7 @@ class Server:
 
     def summary(self, bound: int) -> dict[str, Any]:
         """The numbers of summary.json for the run so far; ``bound`` is the maximum staleness in versions."""
-        account = self.ledger.account((one.epoch, one.prompt) for one in self._core.state.table.groups.values())
+        account = self.ledger.account((group.epoch, group.prompt) for group in self._core.state.table.groups.values())
         return {
             **self.metrics.summary(account, bound, self._core.state.dropped, self._end_s or self._clock.now()),
             "kept": kept_summary(self.metrics.numbers, self._core.state.kept.discarded),

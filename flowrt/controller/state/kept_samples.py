@@ -31,8 +31,10 @@ class KeptSamples:
 
     def add(self, samples: Iterable[KeptSample]) -> None:
         """Add what was found when the run was resumed."""
-        for one in samples:
-            self._of.setdefault((one.epoch, one.prompt), {})[one.member] = Kept((one.journal,), one.oldest)
+        for sample in samples:
+            self._of.setdefault((sample.epoch, sample.prompt), {})[sample.member] = Kept(
+                (sample.journal,), sample.oldest
+            )
 
     def attach(self, groups: Iterable[Group]) -> None:
         """Move the samples of the prompts of these groups, which are opened, to the groups."""

@@ -295,7 +295,9 @@ class Membership:
 
     def quiet(self, now: float) -> list[tuple[WorkerId, float]]:
         """Workers silent for more than half of the worker timeout, and the time of the last sign of life of each."""
-        return [(one.id, one.seen_s) for one in self._members.values() if now - one.seen_s > self._timeout_s / 2]
+        return [
+            (member.id, member.seen_s) for member in self._members.values() if now - member.seen_s > self._timeout_s / 2
+        ]
 
     def silent(self, now: float) -> list[Member]:
         """Workers silent for longer than the worker timeout.

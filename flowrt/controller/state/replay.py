@@ -186,12 +186,12 @@ class ReplayedSamples:
             first = index * entry.members
             for member in range(entry.members):
                 slot = Slot(SlotId(entry.slot + first + member), group, member)
-                slot.inline = {one.column: one.values[first + member] for one in entry.tags}
+                slot.inline = {tag.column: tag.values[first + member] for tag in entry.tags}
                 group.slots.append(slot)
                 self._slots[slot.id] = slot
-            for one in entry.lengths:
-                group.keep(one.column, ColumnLocation(one.lengths[index], set()))
-                self.claims[one.column, group.id] = {owner}
+            for length in entry.lengths:
+                group.keep(length.column, ColumnLocation(length.lengths[index], set()))
+                self.claims[length.column, group.id] = {owner}
             self.groups[group.id] = group
 
     def _make(self, entry: StageCommitted) -> None:

@@ -49,7 +49,7 @@ class RewardHistory:
 
     def _count_in(self, outcomes: Iterable[Outcome]) -> None:
         new: dict[int, list[Outcome]] = defaultdict(list)
-        for one in outcomes:
-            new[one.prompt].append(one)
+        for outcome in outcomes:
+            new[outcome.prompt].append(outcome)
         for prompt, of_prompt in new.items():
             self._of[prompt] = (*self._of.get(prompt, ()), *sorted(of_prompt))[-self._length :]

@@ -513,7 +513,7 @@ class VersionTable:
             return False
         self.pin = None
         if version is not None:
-            found = [one for one in self.receivers.values() if one.worker not in leaving]
+            found = [receiver for receiver in self.receivers.values() if receiver.worker not in leaving]
             if found:
                 self.pin = Pin(min(found, key=lambda one: self._pin_order(one, version)).worker, version)
         if self.pin != pin:

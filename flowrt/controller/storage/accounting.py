@@ -227,8 +227,8 @@ class Accounting:
 
     def _drop(self, records: list[Record], waits: Sequence[WaitInterval]) -> list[Record]:
         """Count the spans and waits that are dropped; returns the other records."""
-        self.dropped += len(waits) + sum([count_spans(one[2]) for one in records if one[0] == SPANS])
-        return [one for one in records if one[0] != SPANS]
+        self.dropped += len(waits) + sum([count_spans(record[2]) for record in records if record[0] == SPANS])
+        return [record for record in records if record[0] != SPANS]
 
 
 class _AccountingProcess:

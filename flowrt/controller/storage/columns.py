@@ -148,7 +148,7 @@ class ColumnPacker:
     def _mixed(self, values: Sequence[Any], kinds: set[type]) -> Packed:
         ordered = sorted(kinds, key=lambda kind: kind.__name__)
         which = pack_numbers(list(map(ordered.index, map(type, values))))
-        return (MIXED, which, [self.pack([one for one in values if type(one) is kind]) for kind in ordered])
+        return (MIXED, which, [self.pack([value for value in values if type(value) is kind]) for kind in ordered])
 
 
 class ColumnReader:

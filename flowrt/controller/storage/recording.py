@@ -205,7 +205,7 @@ class _SegmentWriter:
         events, data, times, commands, encoded = zip(*rows, strict=True)
         numbers, known = self._numbers, len(self._numbers)
         senders = [
-            numbers.setdefault(one.worker, len(numbers)) if type(one) is MessageReceived else 0 for one in events
+            numbers.setdefault(event.worker, len(numbers)) if type(event) is MessageReceived else 0 for event in events
         ]
         self._block.extend(
             EventBlock(

@@ -284,7 +284,7 @@ class CommandDigest:
 
     def add_unencoded(self, commands: Sequence[Command]) -> None:
         """Add commands whose messages are not encoded yet."""
-        self.add(commands, [encode(one.message) if type(one) is Send else b"" for one in commands])
+        self.add(commands, [encode(command.message) if type(command) is Send else b"" for command in commands])
 
     def value(self) -> bytes:
         """The digest of all commands added so far, `DIGEST_BYTES` long."""

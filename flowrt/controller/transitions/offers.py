@@ -79,8 +79,8 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
         members=offer.members,
         at_least=window.step if offer.at_least < 0 else offer.at_least,
         owner=worker,
-        lengths={one.column: one.lengths for one in offer.lengths},
-        tags={one.column: one.values for one in offer.tags},
+        lengths={length.column: length.lengths for length in offer.lengths},
+        tags={tag.column: tag.values for tag in offer.tags},
         at_most=NO_LIMIT if exact is None else exact,
     )
     first = groups[0].id
@@ -157,8 +157,8 @@ def confirm(state: State, worker: WorkerId, offer: Offer, replayed: ReplayedSamp
 def offer_fault(state: State, env: Environment, offer: Offer) -> str:
     """Why this offer is rejected; empty if it is valid."""
     flows = state.table.flows
-    columns = {one.column for one in offer.lengths}
-    tags = {one.column for one in offer.tags}
+    columns = {length.column for length in offer.lengths}
+    tags = {tag.column for tag in offer.tags}
     count, rows = len(offer.prompts), len(offer.prompts) * offer.members
     if not flows.is_known(offer.flow):
         return f"{_name(offer)}: {_unknown(state.table, offer.flow)}"
@@ -171,8 +171,8 @@ def offer_fault(state: State, env: Environment, offer: Offer) -> str:
         )
     if len(columns) != len(offer.lengths) or len(tags) != len(offer.tags):
         return f"{_name(offer)} names a column twice"
-    fits = [len(one.lengths) == count and min(one.lengths) >= 0 for one in offer.lengths]
-    fits += [len(one.values) == rows for one in offer.tags]
+    fits = [len(length.lengths) == count and min(length.lengths) >= 0 for length in offer.lengths]
+    fits += [len(tag.values) == rows for tag in offer.tags]
     if False in fits:
         return f"{_name(offer)} is malformed: its columns and tags have not one number for each of its rows"
     if fault := values_fault(offer.tags):
@@ -248,7 +248,7 @@ def _size_fault(state: State, env: Environment, offer: Offer) -> str:
 def _offered_bytes(table: SampleTable, offer: Offer) -> int:
     """Bytes of the tensors that come with the offer."""
     columns = table.flows.group_columns
-    return sum(sum(one.lengths) * ITEM_BYTES[columns[one.column].dtype] for one in offer.lengths)
+    return sum(sum(length.lengths) * ITEM_BYTES[columns[length.column].dtype] for length in offer.lengths)
 
 
 def _name(offer: Offer) -> str:

@@ -271,12 +271,12 @@ class SglangRollout:
         """
         self._run_in_loop(self._return_unfinished())
         has_support = self._sampling.truncation.is_active
-        unfinished = [one for one in list(self._sequences) if one.tokens and one.end is None]
+        unfinished = [sequence for sequence in list(self._sequences) if sequence.tokens and sequence.end is None]
         return {one.prompt.key: one.prefix(with_support=has_support) for one in unfinished}
 
     async def _return_unfinished(self) -> None:
         """Have the server return what it has of the running sequences, and wait until that is here."""
-        if not any(one.is_requested for one in self._sequences):
+        if not any(sequence.is_requested for sequence in self._sequences):
             return
         async with self._supervisor.interrupted():
             try:
@@ -285,7 +285,7 @@ class SglangRollout:
                 log.warning("%s; the tokens since the last update of the weights are not kept", late)
 
     async def _all_returned(self) -> None:
-        while any(one.is_requested for one in self._sequences):
+        while any(sequence.is_requested for sequence in self._sequences):
             await pause(POLL_INTERVAL_S)
 
     def close(self) -> None:

@@ -316,7 +316,7 @@ class KeyFile:
 
         Raises EngineError if the link cannot be made.
         """
-        if any(one.partition("=")[0] in KEY_ARGUMENTS for one in others):
+        if any(other.partition("=")[0] in KEY_ARGUMENTS for other in others):
             return given_key(os.environ), []
         key = secrets.token_hex(KEY_BYTES)
         self.remove()

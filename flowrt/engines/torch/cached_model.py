@@ -335,7 +335,7 @@ class CachedModel:
     def prefill(self, sequences: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
         """Prefill a chunk of sequences into these rows. Returns the logits [P, V] after each one's last token."""
         lengths_P = torch.tensor([len(sequence) for sequence in sequences], device=self.device)
-        tokens_PL = torch.nn.utils.rnn.pad_sequence([one.long() for one in sequences], batch_first=True)
+        tokens_PL = torch.nn.utils.rnn.pad_sequence([sequence.long() for sequence in sequences], batch_first=True)
         count, longest = tokens_PL.shape
         self.cache.begin_prefill(rows, longest)
         positions_PL = torch.arange(longest, device=self.device).expand(count, longest)

@@ -181,17 +181,17 @@ def disagreement(
     the model raises.
     """
     generating = build()
-    prompts = [one[:-STEPS] for one in sequences]
+    prompts = [sequence[:-STEPS] for sequence in sequences]
     rows = range(len(sequences))
     count = generating.chunk([len(prompt) for prompt in prompts])
     chunks = [rows[first : first + count] for first in range(0, len(rows), count)]
     found = [torch.cat([generating.prefill([prompts[row] for row in chunk], chunk) for chunk in chunks])]
     lengths_N = torch.tensor([len(prompt) for prompt in prompts], device=generating.device)
     for step in range(STEPS - 2):
-        tokens_N = torch.stack([one[step - STEPS] for one in sequences]).to(generating.device)
+        tokens_N = torch.stack([sequence[step - STEPS] for sequence in sequences]).to(generating.device)
         found.append(generating.decode(tokens_N, lengths_N + step, int(lengths_N.max()) + step + 1))
-    found.append(generating.extend([one[:-1] for one in sequences], 1))
-    generating.fill([one[:-2] for one in sequences], rows)
+    found.append(generating.extend([sequence[:-1] for sequence in sequences], 1))
+    generating.fill([sequence[:-2] for sequence in sequences], rows)
     found.append(generating.extend(list(sequences), 2))
     wanted = [torch.stack([one[place - STEPS - 1] for one in plain]) for place in range(STEPS + 1)]
     return max(

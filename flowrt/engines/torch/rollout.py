@@ -211,7 +211,7 @@ class TorchRollout:
             )
             for row, prompt in enumerate(self._running)
         }
-        waiting = {one.key: one.prefix for waiting in self._waiting for one in waiting.prompts}
+        waiting = {prompt.key: prompt.prefix for waiting in self._waiting for prompt in waiting.prompts}
         return started | {key: prefix for key, prefix in waiting.items() if prefix is not None}
 
     @torch.inference_mode()
@@ -288,12 +288,14 @@ class TorchRollout:
                 self._cached.cache.copy(first + members[0], copies, len(new[members[0]].tokens))
         rows = slice(first, first + len(new))
         prefixes = [prompt.prefix for prompt in new]
-        generated = [0 if one is None else len(one.tokens) for one in prefixes]
+        generated = [0 if prefix is None else len(prefix.tokens) for prefix in prefixes]
         self._running.extend(new)
-        self._spans.extend(() if one is None else one.spans for one in prefixes)
-        self._supports.extend([] if one is None or one.support is None else [one.support] for one in prefixes)
+        self._spans.extend(() if prefix is None else prefix.spans for prefix in prefixes)
+        self._supports.extend(
+            [] if prefix is None or prefix.support is None else [prefix.support] for prefix in prefixes
+        )
         self._generated.extend(generated)
-        self._host_tokens.extend(array("i", [] if one is None else one.tokens.tolist()) for one in prefixes)
+        self._host_tokens.extend(array("i", [] if prefix is None else prefix.tokens.tolist()) for prefix in prefixes)
         lengths = [len(prompt.tokens) + count for prompt, count in zip(new, generated, strict=True)]
         self._positions_R[rows] = torch.tensor(lengths, device=device)
         self._counts_R[rows] = torch.tensor(generated, device=device)

@@ -111,7 +111,7 @@ class TorchTrainer:
         self.model = apply_optimizations(set_training_mode(model, dropout=options.dropout), options)
         self._options = options
         self._passes = LossPasses(algorithm, temperature=temperature, forward_tokens=options.forward_tokens)
-        self._parameters = [self._master(one) for one in model.parameters() if one.requires_grad]
+        self._parameters = [self._master(parameter) for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = adamw(self._parameters, options, next(model.parameters()).device.type)
         self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each step's global gradient
         self._steps = 0
@@ -233,8 +233,10 @@ class TorchTrainer:
             return
         # Copy everything but the weights, which are shared if their dtype matches; tied weights stay tied.
         weights = {
-            id(one): torch.nn.Parameter(self._master(one).detach().to("cpu", self._final_dtype), requires_grad=False)
-            for one in self.model.parameters()
+            id(parameter): torch.nn.Parameter(
+                self._master(parameter).detach().to("cpu", self._final_dtype), requires_grad=False
+            )
+            for parameter in self.model.parameters()
         }
         model = copy.deepcopy(self.model, weights)
         if self._generation:  # written as it was read: transformers refuses to write values that it would not use

@@ -59,8 +59,8 @@ def plain_logprobs(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.
     """Log-probabilities [L, V] (nats) after each token of each sequence, from a forward pass over it alone."""
     device = next(model.parameters()).device
     return [
-        model(input_ids=one.unsqueeze(0).to(device), use_cache=False).logits[0].float().log_softmax(-1)
-        for one in sequences
+        model(input_ids=sequence.unsqueeze(0).to(device), use_cache=False).logits[0].float().log_softmax(-1)
+        for sequence in sequences
     ]
 
 
@@ -113,7 +113,7 @@ def check_training(model: Any) -> None:
     what = f"model {model_name(model)}"
     try:
         plain = plain_logprobs(model, sequences)
-        prefixes = [one[: len(one) // 2] for one in sequences]
+        prefixes = [sequence[: len(sequence) // 2] for sequence in sequences]
         starts = plain_logprobs(model, prefixes)
         again = plain_logprobs(model, prefixes)
         limit = allowed_difference(model, sequences[1], plain[1])

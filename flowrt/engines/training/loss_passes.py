@@ -133,13 +133,13 @@ class LossPasses:
         device = logprobs_T.device
         valid_N = torch.tensor([one is not None for one in recorded])
         present_T = logprobs_T.detach()
-        valid_T = valid_N.repeat_interleave(torch.tensor([len(one) for one in responses]))
+        valid_T = valid_N.repeat_interleave(torch.tensor([len(response) for response in responses]))
         rollout_T, reference_T = _columns(recorded, responses, present_T, batch.reference_logprobs is not None)
         before_T = present_T
         if deferred is not None and deferred.before:
             before_T = torch.cat([deferred.before[row] for row in rows]).to(present_T)
         if batch.captures is not None:
-            _capture(before_T, [batch.captures[row] for row in rows], [len(one) for one in responses])
+            _capture(before_T, [batch.captures[row] for row in rows], [len(response) for response in responses])
         anchors = {"present": present_T, "rollout": rollout_T, "step": before_T}
         tokens = Tokens(
             logprobs_T=logprobs_T,
@@ -320,7 +320,7 @@ class LossPasses:
 
 def _capture(logprobs_T: Tensor, captures: Sequence[Capture | None], lengths: Sequence[int]) -> None:
     """Record the log-probabilities of samples that are stored, the first time they are computed."""
-    wanted = [one is not None and one.logprobs_T is None for one in captures]
+    wanted = [capture is not None and capture.logprobs_T is None for capture in captures]
     if not any(wanted):
         return
     for one, row_T in zip(captures, logprobs_T.split(list(lengths)), strict=True):

@@ -109,7 +109,7 @@ def states_table(ledger: LedgerReader, run_dir: Path, names: tuple[str, ...]) ->
     for reason, count in ledger.reasons().items():
         table.add_row("", str(count), *[""] * len(sets), f"dropped: {reason}")
     table.add_section()
-    totals = [str(sum(count for (at, _), count in of_sets.items() if at == one)) for one in sets]
+    totals = [str(sum(count for (at, _), count in of_sets.items() if at == set_)) for set_ in sets]
     table.add_row("all", str(sum(states.values())), *totals, "each in one state for each epoch in which it was offered")
     return table
 

@@ -95,7 +95,7 @@ def show(run_dir: Path, options: ReplayOptions, console: Console) -> int:
         return EXIT_OK
     status = {
         **replay.status(options.at_s),
-        "terms": [_described(one) for one in recordings.terms.values()],
+        "terms": [_described(term) for term in recordings.terms.values()],
         "unreadable_terms": recordings.unreadable,
         "mismatch": "; ".join([*mismatches, *([replay.mismatch] if replay.mismatch else [])]),
     }
@@ -115,7 +115,7 @@ def _terms(recordings: Recordings, options: ReplayOptions) -> list[TermRecording
         return [recordings.of_term(int(term))]
     if options.at_s is not None:
         found = recordings.at(options.at_s)
-        return [one for one in recordings.terms.values() if one is found or (options.why and one.term < found.term)]
+        return [term for term in recordings.terms.values() if term is found or (options.why and term.term < found.term)]
     everything = list(recordings.terms.values())
     return everything if options.until or options.why or options.check else everything[-1:]
 
@@ -224,16 +224,16 @@ def _show_decisions(
             "its history"
         )
     if options.as_json:
-        console.file.write(json.dumps([one._asdict() for one in decisions]) + "\n")
+        console.file.write(json.dumps([decision._asdict() for decision in decisions]) + "\n")
         return EXIT_OK
     table = Table("at", "term:event", "epoch", "decision", "because", title=f"prompt {prompt_name(prompt, names)}")
-    for one in decisions:
+    for decision in decisions:
         table.add_row(
-            f"{one.at_s:.3f} s",
-            f"{one.term}:{one.event}",
-            str(one.epoch),
-            Text(printable(one.what, one_line=True)),
-            Text(printable(one.because, one_line=True), style="dim"),
+            f"{decision.at_s:.3f} s",
+            f"{decision.term}:{decision.event}",
+            str(decision.epoch),
+            Text(printable(decision.what, one_line=True)),
+            Text(printable(decision.because, one_line=True), style="dim"),
         )
     console.print(table)
     for term, why in recordings.unreadable.items():

@@ -69,10 +69,16 @@ def _add_means(table: Table, label: str, lines: Sequence[dict[str, Any]]) -> Non
     table.add_column(label)
     for name in ("prompts", "samples", "reward", "right %", "tokens", "cut off %"):
         table.add_column(name, justify="right")
-    for one in lines:
+    for line in lines:
         table.add_row(
-            *(one["name"], str(one["prompts"]), str(one["samples"]), _number(one["reward"]), _percent(one["right"])),
-            *(_number(one["tokens"]), _percent(one["truncated"])),
+            *(
+                line["name"],
+                str(line["prompts"]),
+                str(line["samples"]),
+                _number(line["reward"]),
+                _percent(line["right"]),
+            ),
+            *(_number(line["tokens"]), _percent(line["truncated"])),
         )
 
 

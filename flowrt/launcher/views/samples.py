@@ -212,11 +212,11 @@ def _table(rows: Sequence[SampleRow], names: tuple[str, ...], title: str) -> Tab
         table.add_column(name, justify="right", overflow="fold")
     for name in ("finish", "reason"):
         table.add_column(name, overflow="fold")
-    for one in rows:
+    for row in rows:
         table.add_row(
-            *(str(one.id), _step(one), _prompt(one, names), _number(one.reward), _number(one.advantage)),
-            *(str(one.tokens), "" if one.staleness is None else str(one.staleness), one.finish),
-            one.reason.partition(":")[0],
+            *(str(row.id), _step(row), _prompt(row, names), _number(row.reward), _number(row.advantage)),
+            *(str(row.tokens), "" if row.staleness is None else str(row.staleness), row.finish),
+            row.reason.partition(":")[0],
         )
     return table
 

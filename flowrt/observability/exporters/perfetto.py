@@ -177,7 +177,7 @@ def _version_slices(versions: Sequence[Mapping[str, Any]], window: tuple[int, in
     """A slice for each version, over the time in which it is the newest one."""
     starts = [_ns(line["wall_s"]) for line in versions]
     for line, start_ns, end_ns in zip(
-        versions, starts, [*starts[1:], *(one + LAST_NS for one in starts[-1:])], strict=True
+        versions, starts, [*starts[1:], *(start + LAST_NS for start in starts[-1:])], strict=True
     ):
         if start_ns <= window[1] and end_ns >= window[0] and end_ns >= start_ns:
             yield {
@@ -272,7 +272,7 @@ def _tracks(spans: Iterable[_Span]) -> list[list[_Span]]:
     """The spans, sorted by start, on tracks without overlap: each span is on the first track that is free."""
     tracks: list[list[_Span]] = []
     for span in spans:
-        track = next((one for one in tracks if one[-1].end_ns <= span.start_ns), None)
+        track = next((track for track in tracks if track[-1].end_ns <= span.start_ns), None)
         if track is None:
             tracks.append([span])
         else:

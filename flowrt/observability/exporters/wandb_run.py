@@ -55,9 +55,9 @@ def mode() -> Mode:
     named = os.environ.get(MODE_VARIABLE, "")
     if not named:
         return "online" if os.environ.get(KEY_VARIABLE) else "offline"
-    for one in get_args(Mode):
-        if one == named:
-            found: Mode = one
+    for arg in get_args(Mode):
+        if arg == named:
+            found: Mode = arg
             return found
     raise ConfigError(f"{MODE_VARIABLE} is {named!r}; use one of {', '.join(get_args(Mode))}")
 

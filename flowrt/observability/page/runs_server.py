@@ -70,7 +70,7 @@ class _OpenRun:
     @property
     def is_in_use(self) -> bool:
         """Whether the page is kept: it was used a while ago at most, and its files and status are followed."""
-        has_failed = any(one.done() and not one.cancelled() and one.exception() for one in self._tasks)
+        has_failed = any(task.done() and not task.cancelled() and task.exception() for task in self._tasks)
         return not has_failed and (self.page.streams() > 0 or monotonic() - self.used_s < UNUSED_S)
 
     async def close(self) -> None:

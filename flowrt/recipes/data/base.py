@@ -96,7 +96,7 @@ class Shards(Rows):
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts
         self._starts = [0, *accumulate(map(len, parts))]
-        self.has_null_keys = any(one.has_null_keys for one in parts)
+        self.has_null_keys = any(part.has_null_keys for part in parts)
 
     def __len__(self) -> int:
         return self._starts[-1]

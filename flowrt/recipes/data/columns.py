@@ -120,7 +120,7 @@ def _messages(values: list[object], key: str, where: str, *, prefill: bool, has_
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: field {here!r} is {type(value).__name__}, not a message with role and content")
         messages.append(_message(value, here, where, has_null_keys=has_null_keys))
-    if not any(one[1].strip() for one in messages):
+    if not any(message[1].strip() for message in messages):
         raise ConfigError(f"{where}: field {key!r}, the prompt, is empty; leave the row out")
     if messages[-1][0] == "assistant" and not prefill:
         raise ConfigError(

@@ -53,7 +53,7 @@ def mixture(
     Raises ConfigError, during iteration, if ``take`` returns None for all prompts of a set.
     """
     streams = [_of_set(at, one, seed, epochs, take) for at, one in enumerate(sets)]
-    for chosen in alternate([one.weight for one in sets]):
+    for chosen in alternate([set_.weight for set_ in sets]):
         taken = next(streams[chosen], None)
         if taken is None:
             return

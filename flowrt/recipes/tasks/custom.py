@@ -28,19 +28,19 @@ class CustomTask(Task):
         self._model = model
 
     def training_problems(self) -> Sequence[Example]:
-        return Concatenated([one.training for one in self._sets])
+        return Concatenated([set_.training for set_ in self._sets])
 
     def training_sets(self) -> Sequence[TrainingSet]:
         return [
-            TrainingSet(one.name, one.weight, one.training, one.difficulties[: one.first_held_out])
-            for one in self._sets
+            TrainingSet(set_.name, set_.weight, set_.training, set_.difficulties[: set_.first_held_out])
+            for set_ in self._sets
         ]
 
     def held_out_problems(self) -> Sequence[Example]:
-        return Concatenated([one.held_out for one in self._sets])
+        return Concatenated([set_.held_out for set_ in self._sets])
 
     def prompt_blocks(self) -> Iterator[PromptBlock]:
-        return chain.from_iterable(one.prompt_blocks() for one in self._sets)
+        return chain.from_iterable(set_.prompt_blocks() for set_ in self._sets)
 
     def check(self, progress: Callable[[str], None]) -> tuple[str, ...]:
         """Check every row, and call each reward function on rows of each set in turn, see `check_rewards`.
@@ -51,10 +51,10 @@ class CustomTask(Task):
         check_rows(self._sets, self._data)
         if not self._reward.functions:
             return ()  # of `flowrt data check`
-        parts = [one.training for one in self._sets]
+        parts = [set_.training for set_ in self._sets]
         # A row that is left out for the length of its prompt has no reward, so that its function need not work.
         problems = shortest_first(parts, MAX_ROWS) if self._data.overlong == "drop" else in_turn(parts)
-        return check_rewards(self._reward, (one.answer.encode() for one in problems), progress, self._model)
+        return check_rewards(self._reward, (problem.answer.encode() for problem in problems), progress, self._model)
 
     @cached_property
     def _sets(self) -> Sequence[ProblemSet]:

@@ -191,7 +191,7 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
         rows, numbers = _open(Path(data.path), data)
         first = first_held_out(len(rows), data.eval_prompts, Path(data.path))
         return [ProblemSet("", 1.0, rows, data, first, numbers)]
-    shares = largest_remainder(data.eval_prompts, [one.weight for one in data.sets])
+    shares = largest_remainder(data.eval_prompts, [set_.weight for set_ in data.sets])
     sets = []
     for one, held_out in zip(data.sets, shares, strict=True):
         own = set_data(data, one)
@@ -243,7 +243,7 @@ def problem(row: object, data: DataConfig, where: str, *, has_null_keys: bool = 
     prompt, messages, tools = row_prompt(columns, data, where, has_null_keys=has_null_keys)
     answer = find(columns, data.answer_key)
     named = {key: value for key, value in columns.items() if key not in (data.prompt_key, data.answer_key)}
-    named["prompt"] = [as_message(one) for one in messages] or prompt
+    named["prompt"] = [as_message(message) for message in messages] or prompt
     if answer is not MISSING:
         named["answer"] = answer
     try:
@@ -266,7 +266,9 @@ def _is_encodable(value: object) -> bool:
 
 def folded(prompt: str, messages: Messages, tools: str = "") -> str:
     """A prompt as one text with normalised white space; two prompts count as equal if these texts are equal."""
-    found = "\0".join(["\0".join([one[0], _folded(one[1]), *one[2:]]) for one in messages]) or _folded(prompt)
+    found = "\0".join(["\0".join([message[0], _folded(message[1]), *message[2:]]) for message in messages]) or _folded(
+        prompt
+    )
     return f"{found}\0{tools}" if tools else found
 
 
@@ -287,28 +289,28 @@ def check_rows(sets: Sequence[ProblemSet], data: DataConfig) -> None:
     all of them, if it is not the default one), and for held-out prompts that are trained on.
     """
     mistakes = Mistakes()
-    held_out = set[str]() if data.allow_overlap else {text for one in sets for text in _held_out(one)}
+    held_out = set[str]() if data.allow_overlap else {text for set_ in sets for text in _held_out(set_)}
     shared: list[tuple[ProblemSet, int]] = []
     incomplete = ""
-    for one in sets:
+    for set_ in sets:
         without_answer: list[int] = []
-        for batch in scan_prompts(one.rows, one.data):
+        for batch in scan_prompts(set_.rows, set_.data):
             for error in batch.mistakes:
                 mistakes.add(error)
             without_answer += batch.without_answer
             shared += [
-                (one, index)
+                (set_, index)
                 for index, prompt in enumerate(batch.prompts if held_out else (), batch.first)
-                if prompt is not None and folded(*prompt) in held_out and index < one.first_held_out
+                if prompt is not None and folded(*prompt) in held_out and index < set_.first_held_out
             ]
-        if without_answer and (len(without_answer) < len(one.rows) or one.data.answer_key != DataConfig.answer_key):
-            incomplete = incomplete or _incomplete(one, without_answer[0])
+        if without_answer and (len(without_answer) < len(set_.rows) or set_.data.answer_key != DataConfig.answer_key):
+            incomplete = incomplete or _incomplete(set_, without_answer[0])
     mistakes.report()
     if incomplete:
         raise ConfigError(incomplete)
     if shared:
         first, index = shared[0]
-        count = sum(len(one.held_out) for one in sets)
+        count = sum(len(set_.held_out) for set_ in sets)
         of_sets = " of the sets, in proportion to their weights," if len(sets) > 1 else ""
         raise ConfigError(
             f"{first.rows.where(index)}: the prompt is also held out for the evaluation, as {len(shared)} training "

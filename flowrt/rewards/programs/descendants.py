@@ -31,10 +31,10 @@ def _by_parent(pid: int) -> list[int]:
 def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
     """Ids of the processes that descend from a process, without those of its children in ``spared``, and theirs."""
     found: list[int] = []
-    level = [one for one in children(pid) if one not in spared]
+    level = [child for child in children(pid) if child not in spared]
     while level:
         found += level
-        level = [one for parent in level for one in children(parent)]
+        level = [child for parent in level for child in children(parent)]
     return found
 
 
@@ -56,7 +56,7 @@ def end_descendants(spared: Collection[int] = ()) -> None:
             found = descendants(pid, spared)
         for one in stopped:
             _send(one, signal.SIGKILL)
-        for one in [one for one in children(pid) if one not in spared]:
+        for one in [child for child in children(pid) if child not in spared]:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(one, 0)
 

@@ -201,7 +201,7 @@ def _pass(tests: str, peer: Peer, shared: tuple[str, ...]) -> bool:
     except ProgramExit:
         return False
     except SystemExit as end:  # of unittest.main, for example
-        return not end.code and all(one.wasSuccessful() for one in runs)
+        return not end.code and all(run.wasSuccessful() for run in runs)
 
 
 def _recorded_runs() -> list[unittest.TestResult]:
@@ -220,7 +220,7 @@ def _recorded_runs() -> list[unittest.TestResult]:
 def _pass_uncalled(tests: str, names: dict[str, Any], runs: list[unittest.TestResult]) -> bool:
     """Whether unittest has succeeded, and what the tests define and do not run passes: as pytest would run it."""
     cases = [one for one in names.values() if isinstance(one, type) and issubclass(one, unittest.TestCase)]
-    cases = [one for one in cases if one.__module__ == "__main__"]
+    cases = [case for case in cases if case.__module__ == "__main__"]
     if cases and not runs:
         load = unittest.defaultTestLoader.loadTestsFromTestCase
         unittest.TextTestRunner().run(unittest.TestSuite(map(load, cases)))
@@ -230,7 +230,7 @@ def _pass_uncalled(tests: str, names: dict[str, Any], runs: list[unittest.TestRe
             takes = code.co_argcount + code.co_kwonlyargcount
             if not takes and not code.co_flags & COROUTINE and len(re.findall(rf"\b{name}\b", tests)) == 1:
                 one()
-    return all(one.wasSuccessful() for one in runs)
+    return all(run.wasSuccessful() for run in runs)
 
 
 class Calls(NamedTuple):
@@ -274,9 +274,9 @@ def call_all(
 ) -> tuple[list[object], BaseException | None]:
     """The results of calls, up to one that raises an error or returns no plain value."""
     results: list[object] = []
-    for one in calls:
+    for call in calls:
         try:
-            results.append(function(*one))
+            results.append(function(*call))
         except BaseException as error:  # noqa: BLE001 (of the program)
             return results, error
         if type(results[-1]) not in ATOMS:
@@ -299,7 +299,7 @@ def _calls(part: str) -> Calls | None:
 
 def _literal(text: str) -> list[Any]:
     code = compile(text, "<tests>", "eval", dont_inherit=True)
-    if code.co_names or any(isinstance(one, types.CodeType) for one in code.co_consts):
+    if code.co_names or any(isinstance(const, types.CodeType) for const in code.co_consts):
         raise ValueError(text)
     value: list[Any] = eval(code, {"__builtins__": {}})  # noqa: S307 (literals)
     return value
@@ -360,7 +360,7 @@ def _reaches(node: ast.AST, bound: set[str], modules: set[str]) -> bool:
         case ast.Constant(value=str(text)) if text.startswith("__main__."):
             return True
         case ast.ClassDef(bases=bases):
-            return any(isinstance(one, ast.Name) and one.id not in bound for one in bases)
+            return any(isinstance(base, ast.Name) and base.id not in bound for base in bases)
         case ast.Call(func=ast.Attribute(value=place, attr=name)) if name in CHANGING:
             return _is_attribute(place, modules)
         case ast.Subscript(value=place, ctx=ast.Store() | ast.Del()):
@@ -481,7 +481,7 @@ def _pass_here(tests: str, names: dict[str, Any], before: Mapping[str, Any]) -> 
         while trace is not None:
             files.add(trace.tb_frame.f_code.co_filename)
             trace = trace.tb_next
-        return not end.code and f"<{MODULE}>" not in files and all(one.wasSuccessful() for one in runs)
+        return not end.code and f"<{MODULE}>" not in files and all(run.wasSuccessful() for run in runs)
 
 
 # ---- inputs

@@ -383,9 +383,9 @@ class Peer:
         if found is None:
             name, bases, special, plain = description
             kinds = tuple(map(decode, bases))
-            if not all(isinstance(one, ProxyType) or issubclass(one, BaseException) for one in kinds):
+            if not all(isinstance(kind, ProxyType) or issubclass(kind, BaseException) for kind in kinds):
                 raise ValueError(bases)
-            if not any(isinstance(one, ProxyType) for one in kinds):
+            if not any(isinstance(kind, ProxyType) for kind in kinds):
                 kinds = (Proxy, *kinds)
             found = ProxyType(str(name), kinds, self._members(str(name), special, str(plain)))
             type.__setattr__(found, NUMBER, number)
@@ -424,8 +424,8 @@ class Peer:
             if name == "__hash__" and owner.__dict__[name] is None:
                 special.append("no hash")
         plain = next((one.__name__ for one in PLAIN if issubclass(kind, one)), "")
-        bases = [one for one in kind.__bases__ if one is not object]
-        kept = [one for one in bases if issubclass(one, BaseException) or _is_of_program(one)]
+        bases = [base for base in kind.__bases__ if base is not object]
+        kept = [base for base in bases if issubclass(base, BaseException) or _is_of_program(base)]
         return [kind.__name__, list(map(encode, kept)), special, plain]
 
 

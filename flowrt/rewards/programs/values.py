@@ -132,7 +132,7 @@ class Encoder:
         return ["u", kind.__name__, self._all(value), self._all(value.values()), factory]
 
     def _all(self, values: Any) -> list[Any]:
-        return list(values) if ATOMS.issuperset(map(type, values)) else [self(one) for one in values]
+        return list(values) if ATOMS.issuperset(map(type, values)) else [self(value) for value in values]
 
     def _other(self, value: Any, kind: type) -> list[Any]:
         objects = self._objects
@@ -171,7 +171,7 @@ class Encoder:
 
     def _exception(self, error: BaseException) -> list[Any]:
         kind = self._class(type(error))
-        arguments = ["t", [self(one) for one in error.args]]
+        arguments = ["t", [self(arg) for arg in error.args]]
         return ["e", kind, arguments] if kind[0] == "g" else ["E", self._objects.number_of(error)[0], kind, arguments]
 
 
@@ -278,7 +278,7 @@ class Decoder:
     def _all(self, forms: Any) -> list[Any]:
         if type(forms) is not list:
             raise ValueError(forms)
-        return forms if ATOMS.issuperset(map(type, forms)) else [self(one) for one in forms]
+        return forms if ATOMS.issuperset(map(type, forms)) else [self(form) for form in forms]
 
 
 def copied(value: Any) -> Any:

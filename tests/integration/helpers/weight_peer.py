@@ -42,7 +42,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 def tensor_bytes() -> int:
     """Memory of this process that tensors still reference."""
-    found = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    found = [object_.untyped_storage() for object_ in gc.get_objects() if issubclass(type(object_), torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 

@@ -165,7 +165,10 @@ class Standin:
         finish = {"type": "length"} if is_cut else {"type": "stop", "matched": tokens[-1]}
         if len(tokens) < end:
             finish = {"type": "abort", "message": "cut by a pause"}
-        meta: dict[str, Any] = {"finish_reason": finish, "output_token_logprobs": [[-1.0, one, None] for one in tokens]}
+        meta: dict[str, Any] = {
+            "finish_reason": finish,
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        }
         if self.accepted["token_versions"]:
             meta["weight_versions"] = spans
         return web.json_response({"output_ids": tokens, "meta_info": meta})

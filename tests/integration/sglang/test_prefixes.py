@@ -46,7 +46,7 @@ def test_a_sequence_is_continued_on_another_server_by_prefill(
     prefixes = engine.prefixes()
     other: SglangRollout = make_engine(url=f"http://127.0.0.1:{second.port}")
     other.swap(snapshot(checkpoint, 2))
-    todo = [replace(one, prefix=prefixes[one.key]) for one in prompts(4) if one.key in prefixes]
+    todo = [replace(prompt, prefix=prefixes[prompt.key]) for prompt in prompts(4) if prompt.key in prefixes]
     assert todo
     other.add(todo)
     done = drain(other)

@@ -53,8 +53,10 @@ def largest_distance(engine: SglangRollout, seed: int = 0) -> float:
     sent, model = prompts(), build(seed)
     engine.add(sent)
     responses = drain(engine)
-    assert [one.key for one in responses] == [one.key for one in sent]
-    ours = [score(model, [sent[one.key].tokens], [one.tokens], TEMPERATURE, 4096)[0] for one in responses]
+    assert [response.key for response in responses] == [one.key for one in sent]
+    ours = [
+        score(model, [sent[response.key].tokens], [response.tokens], TEMPERATURE, 4096)[0] for response in responses
+    ]
     return max(float((own - one.logprobs).abs().max()) for own, one in zip(ours, responses, strict=True))
 
 
@@ -64,8 +66,8 @@ def test_a_server_with_a_shorter_context_is_named_and_its_sequences_are_truncate
     engine = make_sharing_engine(LONG, stop_tokens=(VOCABULARY - 1,))
     engine.add(prompts())
     responses = drain(engine)
-    assert all(len(one.tokens) < CONTEXT for one in responses)
-    assert any(one.truncated for one in responses)
+    assert all(len(response.tokens) < CONTEXT for response in responses)
+    assert any(response.truncated for response in responses)
     assert caplog.text.count(f"cuts sequences before their limit ({LONG})") == 1
 
 

@@ -110,15 +110,15 @@ def test_sampling_is_neither_that_of_the_checkpoint_nor_that_of_the_server(owned
     owned.add(sent)
     responses = drain(owned)
     outside = 0
-    for one in responses:
-        ours = score(MODEL, [sent[one.key].tokens], [one.tokens], TEMPERATURE, 4096)[0]
-        torch.testing.assert_close(one.logprobs, ours, atol=CLOSE, rtol=0)
-        likeliest = model_logprobs(sent[one.key], one.tokens).topk(TOP_K).indices
-        outside += int((likeliest != one.tokens.long()[:, None]).all(-1).sum())
-        assert one.truncated == (int(one.tokens[-1]) not in STOP_TOKENS)
-        assert set(STOP_TOKENS).isdisjoint(one.tokens[:-1].tolist())
+    for response in responses:
+        ours = score(MODEL, [sent[response.key].tokens], [response.tokens], TEMPERATURE, 4096)[0]
+        torch.testing.assert_close(response.logprobs, ours, atol=CLOSE, rtol=0)
+        likeliest = model_logprobs(sent[response.key], response.tokens).topk(TOP_K).indices
+        outside += int((likeliest != response.tokens.long()[:, None]).all(-1).sum())
+        assert response.truncated == (int(response.tokens[-1]) not in STOP_TOKENS)
+        assert set(STOP_TOKENS).isdisjoint(response.tokens[:-1].tolist())
     assert outside > ROWS  # with the preferred top_k there would be none
-    assert not all(one.truncated for one in responses)  # as ignore_eos would have it
+    assert not all(response.truncated for response in responses)  # as ignore_eos would have it
 
 
 async def test_the_server_has_preferences_that_change_what_is_sampled(owned: SglangRollout, prompt: Prompt) -> None:
@@ -170,12 +170,12 @@ def test_sampled_sequences_end_at_stop_strings_too(checkpoint: Path, make_sharin
     sent = prompts()
     engine.add(sent)
     responses = drain(engine)
-    for one in responses:
-        assert one.truncated == (stop.end_of(one.tokens.tolist()) is None)
-        assert one.truncated or stop.end_of(one.tokens.tolist()) == len(one.tokens)
-        ours = score(MODEL, [sent[one.key].tokens], [one.tokens], TEMPERATURE, 4096)[0]
-        torch.testing.assert_close(one.logprobs, ours, atol=CLOSE, rtol=0)
-    assert any(FIRST <= int(one.tokens[-1]) < FIRST + 20 for one in responses)
+    for response in responses:
+        assert response.truncated == (stop.end_of(response.tokens.tolist()) is None)
+        assert response.truncated or stop.end_of(response.tokens.tolist()) == len(response.tokens)
+        ours = score(MODEL, [sent[response.key].tokens], [response.tokens], TEMPERATURE, 4096)[0]
+        torch.testing.assert_close(response.logprobs, ours, atol=CLOSE, rtol=0)
+    assert any(FIRST <= int(response.tokens[-1]) < FIRST + 20 for response in responses)
 
 
 def test_tokens_that_end_a_sequence_only_for_the_server_do_not_end_it(make_sharing_engine: Callable[..., Any]) -> None:
@@ -184,11 +184,11 @@ def test_tokens_that_end_a_sequence_only_for_the_server_do_not_end_it(make_shari
     sent = prompts()
     engine.add(sent)
     responses = drain(engine)
-    assert any(not set(STOP_TOKENS).isdisjoint(one.tokens[:-1].tolist()) for one in responses)
-    for one in responses:
-        assert len(one.tokens) == LONG or int(one.tokens[-1]) == VOCABULARY - 1
-        ours = score(MODEL, [sent[one.key].tokens], [one.tokens], TEMPERATURE, 4096)[0]
-        torch.testing.assert_close(one.logprobs, ours, atol=CLOSE, rtol=0)
+    assert any(not set(STOP_TOKENS).isdisjoint(response.tokens[:-1].tolist()) for response in responses)
+    for response in responses:
+        assert len(response.tokens) == LONG or int(response.tokens[-1]) == VOCABULARY - 1
+        ours = score(MODEL, [sent[response.key].tokens], [response.tokens], TEMPERATURE, 4096)[0]
+        torch.testing.assert_close(response.logprobs, ours, atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])

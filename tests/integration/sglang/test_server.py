@@ -51,7 +51,7 @@ def distances(sent: list[Prompt], response: Response) -> list[float]:
 
 
 def all_close(sent: list[Prompt], responses: list[Response]) -> bool:
-    return len(responses) == len(sent) and all(max(distances(sent, one)) < CLOSE for one in responses)
+    return len(responses) == len(sent) and all(max(distances(sent, response)) < CLOSE for response in responses)
 
 
 def add_and_wait_until_running(engine: SglangRollout, sent: list[Prompt], short: SglangRollout) -> None:
@@ -67,11 +67,11 @@ def test_log_probabilities_are_those_of_transformers(owned: SglangRollout) -> No
     owned.add(sent)
     responses = drain(owned)
     assert all_close(sent, responses)
-    assert all(one.spans[::2] == (0,) for one in responses)
-    assert sum(len(one.tokens) for one in responses) > ROWS * SHORT
-    ended = [one for one in responses if len(one.tokens) < LONG]
+    assert all(response.spans[::2] == (0,) for response in responses)
+    assert sum(len(response.tokens) for response in responses) > ROWS * SHORT
+    ended = [response for response in responses if len(response.tokens) < LONG]
     assert all(one.tokens[-1] == 1 for one in ended)  # the end token is part of the response
-    assert all(1 not in one.tokens[:-1] for one in responses)
+    assert all(1 not in response.tokens[:-1] for response in responses)
 
 
 def test_greedy_sequences_take_the_likeliest_token(owned: SglangRollout) -> None:
@@ -118,7 +118,7 @@ def test_log_probabilities_are_normalised_over_the_supports_of_the_server(
         with torch.inference_mode():
             logprobs = (BY_VERSION[0](ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
         _, _, ours = draw_truncated(logprobs, torch.zeros(len(logprobs), 1), truncation)
-        counts = [int(one.counts_T) for one in ours]
+        counts = [int(our.counts_T) for our in ours]
         different = sum(mine != theirs for mine, theirs in zip(counts, response.support.counts_T.tolist(), strict=True))
         assert different <= 1, (counts, response.support.counts_T.tolist())  # rounding at the threshold
 
@@ -150,7 +150,7 @@ async def test_each_transfer_method_updates_the_weights_bit_exactly(
         sent = prompts()
         engine.add(sent)
         responses = drain(engine)
-        assert all(one.spans[0] == version for one in responses)
+        assert all(response.spans[0] == version for response in responses)
         assert all_close(sent, responses)
     layout = Layout(parameter_shapes_of(version))
     async with SglangClient(engine.url) as unauthorized:
@@ -193,12 +193,12 @@ def test_weights_change_during_running_sequences(
     engine.swap(new)
     responses = drain(engine)
     assert len(responses) == ROWS
-    across = [one for one in responses if one.spans[::2] == (0, 1)]
-    assert len(across) >= ROWS // 2, [one.spans for one in responses]
+    across = [response for response in responses if response.spans[::2] == (0, 1)]
+    assert len(across) >= ROWS // 2, [response.spans for response in responses]
     first, second = zip(*(distances(sent, one) for one in across), strict=True)
     assert max(first) < CLOSE
     assert (max(second) < CLOSE) == (pause != "in_place")
-    assert {one.spans[0] for one in responses} <= {0, 1}
+    assert {response.spans[0] for response in responses} <= {0, 1}
     engine.add(sent)  # new sequences use no KV cache of the old weights
     later = drain(engine)
     assert all_close(sent, later)
@@ -236,7 +236,7 @@ def test_server_killed_while_generating_restarts_and_completes_all_requests(
     add_and_wait_until_running(owned, sent, make_sharing_engine(SHORT))
     os.killpg(before, signal.SIGKILL)
     responses = drain(owned)
-    assert [one.key for one in responses] == [one.key for one in sent]
+    assert [response.key for response in responses] == [one.key for one in sent]
     assert all_close(sent, responses)
     assert owned.server_pid != before
 
@@ -265,7 +265,7 @@ def test_server_killed_between_two_parts_of_a_version_restarts_with_all_of_it(
     sent = prompts()
     owned.add(sent)
     responses = drain(owned)
-    assert all(one.spans[-2] == 1 for one in responses)
+    assert all(response.spans[-2] == 1 for response in responses)
     assert all_close(sent, responses)
 
 
@@ -293,7 +293,7 @@ def test_a_server_that_fails_to_load_a_part_is_replaced_by_one_with_all_parts(
     assert len(parts) > 2
     assert owned_by_parts.server_pid != before
     responses = drain(owned_by_parts)
-    assert all(one.spans[-2] == 1 for one in responses)
+    assert all(response.spans[-2] == 1 for response in responses)
     assert all_close(sent, responses)
 
 
@@ -312,7 +312,7 @@ def test_server_killed_during_a_weight_update_restarts_with_the_whole_version(ow
     swap.join(START_S)
     assert not swap.is_alive()
     responses = drain(owned)
-    assert all(one.spans[-2] == 2 for one in responses)
+    assert all(response.spans[-2] == 2 for response in responses)
     assert all_close(sent, responses)
     assert owned.room == ROWS
 

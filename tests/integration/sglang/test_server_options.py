@@ -38,14 +38,17 @@ def largest_distance(engine: SglangRollout, version: int) -> float:
     sent = prompts()
     engine.add(sent)
     responses = drain(engine)
-    assert all(one.spans[::2] == (version,) for one in responses)
+    assert all(response.spans[::2] == (version,) for response in responses)
     return max(
         float(
-            (score(BY_VERSION[version], [sent[one.key].tokens], [one.tokens], TEMPERATURE, 4096)[0] - one.logprobs)
+            (
+                score(BY_VERSION[version], [sent[response.key].tokens], [response.tokens], TEMPERATURE, 4096)[0]
+                - response.logprobs
+            )
             .abs()
             .max()
         )
-        for one in responses
+        for response in responses
     )
 
 

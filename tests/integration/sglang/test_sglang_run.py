@@ -129,7 +129,7 @@ def test_two_workers_generate_on_two_running_servers(
         for index in range(2)
     ]
     try:
-        urls = [one.start() for one in servers]
+        urls = [server.start() for server in servers]
         for url, one in zip(urls, servers, strict=True):  # otherwise one worker could do all of the run alone
             asyncio.run(_ready(url, one))
         launched = launch(
@@ -163,8 +163,8 @@ def test_two_workers_generate_on_two_running_servers(
         )
         assert launched.wait(2 * START_S) == 0, launched.output + launched.log("rollout-0") + launched.log("rollout-1")
     finally:
-        for one in servers:
-            one.kill()
+        for server in servers:
+            server.kill()
     lines = _lines(launched.run_dir / "metrics.jsonl")
     assert len(lines) == 3
     assert any(line["grad_norm"] > 0 for line in lines)

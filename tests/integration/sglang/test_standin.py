@@ -105,7 +105,7 @@ def test_every_sampling_field_is_sent_with_the_values_of_the_run(
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_new_tokens": 0}
     run = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "max_new_tokens": TOKENS, "ignore_eos": False}
     assert sent.items() >= (neutral | run).items()
-    fields = set.intersection(*[set(one["sampling_params"]) for one in RELEASES.values()])
+    fields = set.intersection(*[set(release["sampling_params"]) for release in RELEASES.values()])
     assert set(sent) == fields
 
 
@@ -150,7 +150,7 @@ def test_a_sequence_that_the_server_cuts_is_truncated_with_a_warning(
     engine.add(prompts(2))
     done = drain(engine)
     assert [(len(one.tokens), one.truncated) for one in done.values()] == [(15, True)] * 2
-    [warning] = [one.getMessage() for one in caplog.records if "cuts sequences" in one.getMessage()]
+    [warning] = [record.getMessage() for record in caplog.records if "cuts sequences" in record.getMessage()]
     assert "before their limit (40): 15 tokens after a prompt of 2 tokens; start it with a larger" in warning
 
 
@@ -159,7 +159,7 @@ def test_each_worker_has_the_server_of_its_number(
 ) -> None:
     """Two workers with a server each; a third one has none."""
     standins = [start_standin("0.5.21"), start_standin("0.5.21")]
-    urls = [f"http://127.0.0.1:{one.port}" for one in standins]
+    urls = [f"http://127.0.0.1:{standin.port}" for standin in standins]
     flags = ["--model", str(checkpoint), "--run-dir", str(tmp_path), "--rollout.engine", "sglang"]
     config = parse(["arithmetic", *flags, "--rollout.workers", "2", "--rollout.sglang.url", *urls])
     for index, standin in enumerate(standins):

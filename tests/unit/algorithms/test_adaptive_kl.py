@@ -84,7 +84,7 @@ def test_the_gradient_of_a_step_uses_the_coefficient_of_that_step() -> None:
     record: Callable[[torch.Tensor], None] = lambda gradient: gradients.append(gradient.clone())  # noqa: E731
     batch = batches(FLAGS)
     for engine in (fixed, trainer):
-        weights = [one.detach().clone() for one in trainer.model.parameters()]
+        weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         engine.on_gradient = record
         engine.accumulate(batch)
         engine.step()

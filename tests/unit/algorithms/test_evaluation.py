@@ -16,7 +16,7 @@ def test_pass_at_k_is_the_fraction_of_choices_with_a_correct_answer(answers: int
     for solved in range(answers + 1):
         correct = [True] * solved + [False] * (answers - solved)
         for k in range(1, answers + 1):
-            choices = [any(one) for one in itertools.combinations(correct, k)]
+            choices = [any(combination) for combination in itertools.combinations(correct, k)]
             assert pass_at_k(answers, solved, k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
 
 

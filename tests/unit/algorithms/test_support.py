@@ -10,8 +10,8 @@ PREDICTION_T = torch.tensor([0, 0, 1, 3])  # two tokens share a prediction
 TARGET_T = torch.tensor([4, 7, 2, 12])
 SUPPORTS = [[4, 7, 1], [7, 4, 1], [2], [0, 12, 5, 6, 9]]
 SUPPORT = Support(
-    torch.tensor([token for one in SUPPORTS for token in one], dtype=torch.int32),
-    torch.tensor([len(one) for one in SUPPORTS], dtype=torch.int32),
+    torch.tensor([token for support in SUPPORTS for token in support], dtype=torch.int32),
+    torch.tensor([len(support) for support in SUPPORTS], dtype=torch.int32),
 )
 
 

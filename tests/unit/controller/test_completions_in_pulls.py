@@ -41,7 +41,7 @@ class ControllerHarness:
     def event(self, event: Any) -> list[tuple[WorkerId, m.Message]]:
         commands = self.core.handle(event, self.now)
         self.core.check()
-        return [(one.worker, one.message) for one in commands if isinstance(one, Send)]
+        return [(command.worker, command.message) for command in commands if isinstance(command, Send)]
 
     def send(self, worker: WorkerId, message: m.Message) -> Any:
         """The answer to a message; None while the request is parked."""

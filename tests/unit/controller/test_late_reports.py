@@ -68,7 +68,9 @@ def test_a_worker_gets_no_work_before_its_inventory(driver: RestartedDriver) -> 
     assert driver.core.deadlock(driver.now + 1000.0, (), 0.0) == ""
     commands = driver.send("rollout0", m.Inventory(RESPONSE, ()))
     orders = [
-        (type(one.message), one.message) for one in commands if isinstance(one, Send) and one.worker == "rollout0"
+        (type(command.message), command.message)
+        for command in commands
+        if isinstance(command, Send) and command.worker == "rollout0"
     ]
     assert [kind for kind, _ in orders] == [m.ReleaseTensors, m.ReleaseTensors, m.Grant]
 
@@ -109,5 +111,5 @@ def test_a_late_sign_of_life_does_not_make_a_worker_silent() -> None:
     driver.now = 50.0
     driver.send("rollout0", m.Heartbeat(1.0, 0.0, 0.0))
     driver.event(KernelAlive(WorkerId("rollout0"), 20.0))
-    [member] = [one for one in driver.core.state.membership.members() if one.id == "rollout0"]
+    [member] = [member for member in driver.core.state.membership.members() if member.id == "rollout0"]
     assert member.seen_s == 50.0

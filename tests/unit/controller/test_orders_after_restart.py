@@ -109,7 +109,7 @@ def test_the_order_to_leave_comes_before_the_rejection_of_a_pull() -> None:
     driver.restart()
     commands = driver.rejoin("trainer0", is_late=True)
     commands += driver.send("trainer0", m.Pull(request=1, stage="train", slots=0, tokens=0, step=1))
-    assert [type(one.message) for one in commands if isinstance(one, Send)] == [m.Drain, m.Rejected]
+    assert [type(command.message) for command in commands if isinstance(command, Send)] == [m.Drain, m.Rejected]
 
 
 def test_trainers_that_saved_before_the_restart_end_the_run() -> None:

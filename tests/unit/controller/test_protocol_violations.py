@@ -50,7 +50,7 @@ def test_an_invalid_commit_dismisses_its_worker_and_the_sample_is_granted_again(
     assert reason.startswith("protocol violation: ")
     assert "rollout0" in reason
     assert expected in reason
-    assert not [one for one in commands if isinstance(one, EndRun)]
+    assert not [command for command in commands if isinstance(command, EndRun)]
     again = driver.pull("rollout1", "rollout")
     assert again is not None
     assert again.slots == grant.slots
@@ -62,7 +62,7 @@ def test_a_protocol_violation_of_a_critical_worker_ends_the_run() -> None:
     driver = CoreDriver()
     driver.configure(critical_roles=("trainer",))
     _, commands = driver.dismissed("trainer0", m.StepCompleted(7, ()))
-    (end,) = [one for one in commands if isinstance(one, EndRun)]
+    (end,) = [command for command in commands if isinstance(command, EndRun)]
     assert end.code == 1
     assert end.reason.startswith("trainer0: protocol violation: trainer0 ended step 7")
 
@@ -126,7 +126,7 @@ def test_a_message_forbidden_for_a_role_dismisses_only_its_sender(kind: str) -> 
     assert reason.startswith(f"protocol violation: {worker} ")
     assert expected in reason
     assert driver.core.ended is None
-    assert not [one for one in commands if isinstance(one, EndRun)]
+    assert not [command for command in commands if isinstance(command, EndRun)]
 
 
 def test_a_forbidden_publication_does_not_affect_the_next_of_the_trainer() -> None:

@@ -117,7 +117,7 @@ def test_a_lost_sample_ends_the_leases_on_the_rest_of_its_group() -> None:
         stage="filter", slots=grant.slots[:1], leases=leases_of(grant)[:1], lost=True, reason="its environment broke"
     )
     driver.send("filter0", lost)
-    assert not [one for one in driver.core.state.table.leases.values() if one.stage == "filter"]
+    assert not [lease for lease in driver.core.state.table.leases.values() if lease.stage == "filter"]
     [(_, late)] = driver.sent(driver.send("filter0", commit(grant, 1.0, 1.0)), m.Committed)
     assert late.refused == grant.slots
     generate(driver, "rollout1")

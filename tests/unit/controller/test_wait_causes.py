@@ -80,7 +80,7 @@ def test_the_root_of_a_wait_for_weights_is_the_holder_not_a_waiting_relay() -> N
     assert [worker for worker, _ in sending] == ["trainer0", "rollout0"], "rollout1 receives them through rollout0"
     driver.now = 2.0
     driver.event(Tick())
-    roots = {str(one.worker): (one.cause, one.root) for one in driver.core.waits.open_waits(2.0)}
+    roots = {str(wait.worker): (wait.cause, wait.root) for wait in driver.core.waits.open_waits(2.0)}
     assert roots["rollout0"] == roots["rollout1"] == (Cause.WEIGHTS, "trainer0")
 
 
@@ -109,9 +109,9 @@ def test_an_evaluation_of_an_unpublished_version_waits_for_weights(version: int)
     assert not driver.send("source0", replace(offer, at_least=version, at_most=version))
     driver.now = 2.0
     driver.event(Tick())
-    (wait,) = [one for one in driver.core.waits.open_waits(2.0) if one.worker == "source0"]
+    (wait,) = [wait for wait in driver.core.waits.open_waits(2.0) if wait.worker == "source0"]
     assert wait.cause is Cause.WEIGHTS
-    (edge,) = [one for one in driver.core.wait_graph(2.0, 600.0).waits if one.who == "source0"]
+    (edge,) = [wait for wait in driver.core.wait_graph(2.0, 600.0).waits if wait.who == "source0"]
     assert edge.blocked_on == ("trainer0",)
 
 

@@ -41,7 +41,7 @@ def test_a_reward_worker_is_blocked_on_the_generating_worker() -> None:
         7.0,
         600.0,
     )
-    states = {one.worker: (one.state, one.holds) for one in graph(driver).workers}
+    states = {worker.worker: (worker.state, worker.holds) for worker in graph(driver).workers}
     assert states["rollout0"] == ("at work", "1 slots of rollout (a lease ends in 93 s)")
     assert states["reward0"][0] == "waiting"
     assert states["trainer0"][0] == "idle"

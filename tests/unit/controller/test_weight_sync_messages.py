@@ -96,10 +96,13 @@ def test_versions_are_evicted_before_the_older_version_is_fetched_again() -> Non
     driver.send("source0", offer)
     commands = driver.send("rollout0", m.WeightsStaged(MODEL, 2))  # it is pinned to version 1
     orders = [
-        (type(one.message), one.message.version if isinstance(one.message, m.EvictVersion) else one.message.older)
-        for one in commands
-        if isinstance(one, Send) and isinstance(one.message, m.EvictVersion | m.ReceiveWeights)
-        if one.worker == "rollout0"
+        (
+            type(command.message),
+            command.message.version if isinstance(command.message, m.EvictVersion) else command.message.older,
+        )
+        for command in commands
+        if isinstance(command, Send) and isinstance(command.message, m.EvictVersion | m.ReceiveWeights)
+        if command.worker == "rollout0"
     ]
     assert orders == [(m.EvictVersion, 1), (m.EvictVersion, 2), (m.ReceiveWeights, True)]
 

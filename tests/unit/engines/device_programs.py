@@ -158,7 +158,7 @@ def updates(device: SimulatedDevice, *, recompute: bool) -> None:
         )
         rollout.add(prompts(1, greedy=()))
         done = {one.key: one for one in rollout.run(After(NEW_TOKENS))}
-        rollout.add([replace(one, key=one.key + 1) for one in prompts(ROWS - 1, greedy=())])
+        rollout.add([replace(prompt, key=prompt.key + 1) for prompt in prompts(ROWS - 1, greedy=())])
         done |= {one.key: one for one in rollout.run(After(NEW_TOKENS))}
         snapshot = Snapshot.take(7, named_parameters(model("llama", 1)))
         while (work := rollout.prepare(snapshot)) is not None:
@@ -258,7 +258,7 @@ def trains(kind: str, device: SimulatedDevice, tolerance: float = 1e-4, **more: 
         assert float((expected - actual).norm() / expected.norm()) < tolerance
     # Adam takes a full-size step from a gradient of rounding errors, such as that of the bias of the keys.
     assert_same_trainers((on_cpu, train(on_cpu, range(1, 2))), (on_npu, train(on_npu, range(1, 2))), 2e-2)
-    assert all(one.device == device.device for one in on_npu.parameters().values())
+    assert all(parameter.device == device.device for parameter in on_npu.parameters().values())
     assert _moment_devices(on_npu) == {device.device}
 
 
@@ -295,9 +295,9 @@ def trains_in_bfloat16(device: SimulatedDevice) -> None:
         trainer(on_device(model("llama"), device.device), narrow=narrow),
     )
     assert_same_trainers((on_cpu, train(on_cpu, range(2))), (on_npu, train(on_npu, range(2))), 0.05)
-    assert {one.dtype for one in on_npu.parameters().values()} == {narrow}
-    assert {one.dtype for one in on_npu._parameters} == {torch.float32}
-    assert all(one.device == device.device for one in on_npu._parameters)
+    assert {parameter.dtype for parameter in on_npu.parameters().values()} == {narrow}
+    assert {parameter.dtype for parameter in on_npu._parameters} == {torch.float32}
+    assert all(parameter.device == device.device for parameter in on_npu._parameters)
 
 
 @program
@@ -318,7 +318,7 @@ def continues_from_a_checkpoint(device: SimulatedDevice) -> None:
             states = zip(original._optimizer.state.values(), resumed._optimizer.state.values(), strict=True)
             for expected, actual in states:
                 assert all(torch.equal(value.cpu(), actual[key].cpu()) for key, value in expected.items())
-        before = copy.deepcopy([one.detach().cpu() for one in original._parameters])
+        before = copy.deepcopy([parameter.detach().cpu() for parameter in original._parameters])
         train(original, range(2, 3))
         train(resumed, range(2, 3))
         largest_change = max(

@@ -68,9 +68,11 @@ def test_captured_log_probabilities_are_those_before_the_step(preset: str) -> No
             torch.testing.assert_close(one.logprobs_T, expected[row], atol=1e-5, rtol=1e-5)
     if engine._passes.algorithm.needs.scope == "step" and whole.credit is not None:
         credit = engine._passes.algorithm.credit(whole.credit)
-        assert [one.advantage for one in captures if one] == pytest.approx(credit.advantages_N[[0, 2, 3]].tolist())
+        assert [capture.advantage for capture in captures if capture] == pytest.approx(
+            credit.advantages_N[[0, 2, 3]].tolist()
+        )
     else:
-        assert [one.advantage for one in captures if one] == [0.0, 7.0, 7.0]
+        assert [capture.advantage for capture in captures if capture] == [0.0, 7.0, 7.0]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -80,5 +82,5 @@ def test_captures_change_no_weight(preset: str) -> None:
         engine = trainer(preset)
         engine.accumulate(batch(engine, range(4), captures))
         assert engine.step()
-        weights.append([one.clone() for one in engine.parameters().values()])
+        weights.append([parameter.clone() for parameter in engine.parameters().values()])
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))

@@ -174,9 +174,9 @@ def test_supports_need_only_the_logits_of_their_tokens(
         model.zero_grad()
         logprobs_T, entropy_T, _ = response_predictions(model, *samples(), 0.8, entropy=entropy, supports=supports)
         values = [logprobs_T] if entropy_T is None else [logprobs_T, entropy_T]
-        torch.stack([(one * torch.arange(len(one))).sum() for one in values]).sum().backward()
-        return [one.detach() for one in values], [
-            one.grad.clone() for one in model.parameters() if one.grad is not None
+        torch.stack([(value * torch.arange(len(value))).sum() for value in values]).sum().backward()
+        return [value.detach() for value in values], [
+            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
         ]
 
     expected, expected_gradients = outputs()
@@ -196,7 +196,7 @@ def random_support(response_T: torch.Tensor) -> Support:
     for token in response_T.tolist():
         others = torch.randperm(VOCABULARY, generator=generator)[: int(torch.randint(7, (), generator=generator))]
         tokens.append(torch.cat([torch.tensor([token]), others[others != token]]))
-    counts_T = torch.tensor([len(one) for one in tokens], dtype=torch.int64)
+    counts_T = torch.tensor([len(token) for token in tokens], dtype=torch.int64)
     return Support(torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64), counts_T)
 
 
@@ -263,7 +263,7 @@ def test_a_model_with_an_unsupported_head_keeps_whole_logits(name: str, monkeypa
 
 def test_entropies_are_those_of_the_distribution_at_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(*DECODERS["llama"])
-    prompt, response = (one[0] for one in samples())
+    prompt, response = (sample[0] for sample in samples())
     logits = model(input_ids=torch.cat([prompt, response]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
     expected = torch.distributions.Categorical(logits=logits / 1.7).entropy()
     enable_fused_head(model)

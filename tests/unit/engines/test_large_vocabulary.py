@@ -78,10 +78,12 @@ def test_log_probabilities_are_those_of_float64(model: Any, truncation: Truncati
     for key, response in enumerate(responses):
         expected_T = exact(model, PROMPTS[key], response, over_support=key != GREEDY)
         torch.testing.assert_close(response.logprobs.double(), expected_T, atol=TOLERANCE_NATS, rtol=0)
-    supports = None if truncation is None else [one.support for one in responses if one.support is not None]
+    supports = (
+        None if truncation is None else [response.support for response in responses if response.support is not None]
+    )
     with torch.no_grad():
         found_T, _ = response_logprobs(
-            model, PROMPTS, [one.tokens for one in responses], TEMPERATURE, supports=supports
+            model, PROMPTS, [response.tokens for response in responses], TEMPERATURE, supports=supports
         )
     expected_T = torch.cat(
         [exact(model, prompt, one, over_support=True) for prompt, one in zip(PROMPTS, responses, strict=True)]

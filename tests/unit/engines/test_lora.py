@@ -139,7 +139,7 @@ def test_merging_gives_the_start_weights_before_training_and_those_of_peft_after
     merged = merge_adapters(adapted_model, parameters(adapted_model))
     assert sum(not torch.equal(merged[weight], start[weight]) for weight in start) >= 6
     experts = [weight for weight in start if "experts" in weight and start[weight].dim() == 3]
-    assert all(not torch.equal(merged[one], start[one]) for one in experts if name in EXPERT_FAMILIES)
+    assert all(not torch.equal(merged[expert], start[expert]) for expert in experts if name in EXPERT_FAMILIES)
     write_adapters(adapted_model, parameters(adapted_model), Path("/base"), tmp_path / "adapter")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -240,8 +240,8 @@ def test_the_check_of_a_model_of_real_size_takes_no_memory_for_its_weights() -> 
     )
     with torch.device("meta"):
         large = AutoModelForCausalLM.from_config(config)
-    assert sum(one.numel() for one in large.parameters()) > 7e9
-    assert all(one.device.type == "meta" for one in add_adapters(large, LoraOptions(rank=16)).parameters())
+    assert sum(parameter.numel() for parameter in large.parameters()) > 7e9
+    assert all(parameter.device.type == "meta" for parameter in add_adapters(large, LoraOptions(rank=16)).parameters())
 
 
 def test_a_worker_with_a_server_engine_refuses_adapters() -> None:

@@ -71,14 +71,14 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        given = {one.untyped_storage().data_ptr() for one in tensors_of((args, kwargs))}
-        new = [one.numel() for one in tensors_of(output) if one.untyped_storage().data_ptr() not in given]
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_of((args, kwargs))}
+        new = [tensor.numel() for tensor in tensors_of(output) if tensor.untyped_storage().data_ptr() not in given]
         self.elements = max([self.elements, *new])
         return output
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -80,7 +80,7 @@ def test_the_rest_of_a_sequence_is_that_of_the_uninterrupted_one(
     done, prefixes = interrupt(engine_of(model, truncation=truncation), prompts(), steps)
     assert prefixes
     assert done.keys() | prefixes.keys() == expected.keys()
-    todo = [replace(one, prefix=prefixes[one.key]) for one in prompts() if one.key in prefixes]
+    todo = [replace(prompt, prefix=prefixes[prompt.key]) for prompt in prompts() if prompt.key in prefixes]
     continued = finish(engine_of(model, rows=2, truncation=truncation), todo[::-1])
     for key, prefix in prefixes.items():
         response, whole = continued[key], expected[key]
@@ -100,7 +100,7 @@ def test_the_rest_of_a_sequence_is_that_of_the_uninterrupted_one(
 def test_a_sequence_that_has_not_begun_to_continue_keeps_its_prefix(model: Any) -> None:
     _, prefixes = interrupt(engine_of(model), prompts(), 3)
     waiting = engine_of(model)
-    waiting.add([replace(one, prefix=prefixes[one.key]) for one in prompts() if one.key in prefixes])
+    waiting.add([replace(prompt, prefix=prefixes[prompt.key]) for prompt in prompts() if prompt.key in prefixes])
     again = waiting.prefixes()
     assert isinstance(waiting, ContinuesSequences)
     assert again.keys() == prefixes.keys()
@@ -114,7 +114,9 @@ def test_the_spans_of_a_continued_sequence_name_the_weights_of_each_token(model:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
         later.swap(Snapshot.take(7, {name: changed[name] for name, _ in model.named_parameters()}))
-        continued = finish(later, [replace(one, prefix=prefixes[one.key]) for one in prompts() if one.key in prefixes])
+        continued = finish(
+            later, [replace(prompt, prefix=prefixes[prompt.key]) for prompt in prompts() if prompt.key in prefixes]
+        )
     finally:
         model.load_state_dict(before)
     for key, response in continued.items():

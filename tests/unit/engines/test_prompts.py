@@ -57,7 +57,7 @@ def test_text_with_a_system_prompt_equals_the_same_messages(name: str, family: F
 def test_encoding_prompts_in_a_batch_equals_encoding_each_prompt(name: str, family: Family, texts: list[str]) -> None:
     encoder = PromptEncoder(TOKENIZERS[name], PromptFormat("chat"))
     prompts = [DataPrompt(text) for text in texts if text] + [DataPrompt("", (("user", text),)) for text in texts]
-    assert encoder.encode_all(prompts) == [encoder(*one) for one in prompts]
+    assert encoder.encode_all(prompts) == [encoder(*prompt) for prompt in prompts]
 
 
 @each_family
@@ -190,7 +190,7 @@ def test_tools_of_a_row_and_of_the_configuration_reach_the_template() -> None:
     assert by_setting("", own, OTHER_TOOLS) == by_row("", own, OTHER_TOOLS) != by_setting("", own)
     assert by_setting("", own, "[]") == by_row("", own)
     prompts = [DataPrompt("", own, tools) for tools in (TOOLS, "", OTHER_TOOLS, "[]", TOOLS)]
-    assert by_setting.encode_all(prompts) == [by_setting(*one) for one in prompts]
+    assert by_setting.encode_all(prompts) == [by_setting(*prompt) for prompt in prompts]
 
 
 def test_calls_of_tools_in_the_history_are_rendered() -> None:

@@ -188,7 +188,7 @@ def test_preferences_of_a_server_are_overruled_or_named(preferred: dict[str, Any
 TRUNCATED = protocol.Sampling(0.7, 16, (1, 2), ("Q:",), Truncation(64, 0.9, 0.05))
 
 
-@pytest.mark.parametrize("release", [one for one in RELEASES if protocol.capabilities(one).supports])
+@pytest.mark.parametrize("release", [release for release in RELEASES if protocol.capabilities(release).supports])
 def test_a_truncated_sampling_request_has_limits_stops_and_asks_for_supports(release: str) -> None:
     body = protocol.generate([5], TRUNCATED, generated=0, seed=9, greedy=False, version=3).body
     settings = body["sampling_params"]

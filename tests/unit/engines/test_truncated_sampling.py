@@ -136,18 +136,24 @@ def test_recorded_log_probabilities_equal_the_trainers_over_the_support(
 ) -> None:
     done = generate(model, prompts(12), truncation)
     responses = [done[key] for key in range(12)]
-    supports = [one.support for one in responses if one.support is not None]
+    supports = [response.support for response in responses if response.support is not None]
     assert len(supports) == 12
-    assert all(one.support is not None and one.support.fits(one.tokens) for one in responses)
-    assert max(int(one.counts_T.max()) for one in supports) <= MAX_SUPPORT[truncation]
+    assert all(response.support is not None and response.support.fits(response.tokens) for response in responses)
+    assert max(int(support.counts_T.max()) for support in supports) <= MAX_SUPPORT[truncation]
     trained = new_model()
     assert not packed or enable_packing(trained)
     got, _ = response_logprobs(
-        trained, [one.tokens for one in prompts(12)], [one.tokens for one in responses], 0.7, supports=supports
+        trained,
+        [prompt.tokens for prompt in prompts(12)],
+        [response.tokens for response in responses],
+        0.7,
+        supports=supports,
     )
-    recorded = torch.cat([one.logprobs for one in responses])
+    recorded = torch.cat([response.logprobs for response in responses])
     torch.testing.assert_close(got.detach(), recorded, atol=1e-5, rtol=0)
-    whole, _ = response_logprobs(trained, [one.tokens for one in prompts(12)], [one.tokens for one in responses], 0.7)
+    whole, _ = response_logprobs(
+        trained, [prompt.tokens for prompt in prompts(12)], [response.tokens for response in responses], 0.7
+    )
     assert (whole.detach() - recorded).abs().max() > 0.01  # without the supports the ratios would be wrong
 
 
@@ -180,7 +186,7 @@ def test_sequences_keep_their_supports_when_others_end_and_weights_change(
             engine.swap(snapshot)
     assert any(len(one.spans) > 2 for one in done)
     models = {0: new_model(), 1: other}
-    prompt_tokens = {one.key: one.tokens for one in prompts(18)}
+    prompt_tokens = {prompt.key: prompt.tokens for prompt in prompts(18)}
     for one in done:
         assert one.support is not None
         assert one.support.fits(one.tokens)
@@ -212,7 +218,7 @@ def test_the_supports_of_a_long_response_are_few_tensors() -> None:
     )
     engine.add(prompts(2))
     assert not engine.run(_After(290))
-    held = [one for one in gc.get_objects() if type(one) is Support]
+    held = [object_ for object_ in gc.get_objects() if type(object_) is Support]
     assert len(held) <= 2 * (290 // rollout.JOINED_SUPPORTS + rollout.JOINED_SUPPORTS)
     done = engine.run(threading.Event())
     assert all(one.support is not None and one.support.fits(one.tokens) and len(one.tokens) == 300 for one in done)
@@ -220,14 +226,14 @@ def test_the_supports_of_a_long_response_are_few_tensors() -> None:
 
 def training_batch(responses: list[Response], **changes: Any) -> TrainingBatch:
     columns: dict[str, Any] = {
-        "prompts": [one.tokens for one in prompts(len(responses))],
-        "responses": [one.tokens for one in responses],
-        "rollout_logprobs": [one.logprobs for one in responses],
+        "prompts": [prompt.tokens for prompt in prompts(len(responses))],
+        "responses": [response.tokens for response in responses],
+        "rollout_logprobs": [response.logprobs for response in responses],
         "reference_logprobs": None,
         "advantages_N": torch.linspace(-1, 1, len(responses)),
         "weights_N": torch.ones(len(responses)),
         "groups_N": torch.zeros(len(responses), dtype=torch.int64),
-        "supports": [one.support for one in responses],
+        "supports": [response.support for response in responses],
     }
     return TrainingBatch(**columns | changes)
 
@@ -264,7 +270,7 @@ def test_the_gradient_reaches_no_token_outside_of_the_supports(model: Any) -> No
 
 def test_a_sample_whose_support_does_not_fit_is_masked_and_counted(model: Any) -> None:
     responses = [one for _, one in sorted(generate(model, prompts(4), Truncation(8)).items())]
-    supports = [one.support for one in responses]
+    supports = [response.support for response in responses]
     first = supports[0]
     assert first is not None
     supports[0] = first.prefix(len(first.counts_T) - 1)

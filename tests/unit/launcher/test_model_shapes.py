@@ -62,7 +62,7 @@ def shape_of(config: Any, path: Path) -> tuple[Any, ModelShape]:
 
 def kept(model: Any, layers: int, tokens: int = TOKENS) -> int:
     """Bytes a token that the first ``layers`` decoder layers keep for a backward pass, without weights."""
-    weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in (*model.parameters(), *model.buffers())}
     found: dict[int, int] = {}
     alive = []
 
@@ -107,7 +107,7 @@ def test_scores_are_kept_where_attention_is_not_fused(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_are_those_of_the_cache_and_the_weights(name: str, tmp_path: Path) -> None:
     model, shape = shape_of(CONFIGS[name], tmp_path)
-    assert shape.parameters == sum(one.numel() for one in model.parameters())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     cache = model(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=True).past_key_values
     elements = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert shape.cache_token_elements == elements // TOKENS
@@ -124,7 +124,7 @@ def test_sizes_are_those_of_the_cache_and_the_weights(name: str, tmp_path: Path)
 def test_other_names_of_sizes_are_known(config: Any, tmp_path: Path) -> None:
     model, shape = shape_of(config, tmp_path)
     assert (shape.layers, shape.hidden_size, shape.kv_size) == (2, 64, 64)
-    assert shape.parameters == sum(one.numel() for one in model.parameters())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_the_language_model_of_a_multimodal_model_counts(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_workers_run_in_the_container(runtime: Any) -> None:
         [line] = [line for line in texts[name].splitlines() if line.startswith("container=")]
         assigned = subprocess.run(["bash", "-c", f'{line}\nprintf %s "$container"'], capture_output=True, text=True)
         config = parse(["--launch.rollout", f"srun {assigned.stdout}", "--rollout.workers", "1"])
-        [words] = [one.words for one in worker_commands(config, "tcp://x:1") if one.name == "rollout-0"]
+        [words] = [command.words for command in worker_commands(config, "tcp://x:1") if command.name == "rollout-0"]
         assert shlex.join(words).startswith(f"srun {options} sh -c")
         inner = words[words.index("sh") :]
         inner[inner.index("-c") + 1] = inner[inner.index("-c") + 1].replace("python3", "echo")

@@ -261,10 +261,10 @@ async def test_compared_runs_are_served_with_their_names(tmp_path: Path) -> None
             found = Page(server, browser, f"http://127.0.0.1:{port}", reader.run_dir)
             assert (await found.get("api/run"))["compared"] == ["other", str(same)]
             runs = (await found.get("api/compared?from=1&to=3&points=100"))["runs"]
-            assert [(one["name"], one["steps"]) for one in runs] == [("other", [1, 2, 3]), (str(same), [1])]
+            assert [(run["name"], run["steps"]) for run in runs] == [("other", [1, 2, 3]), (str(same), [1])]
             write_steps(same, 4)
             runs = (await found.get("api/compared?x=wall_s&from=3&points=100"))["runs"]
-            assert [one["steps"] for one in runs] == [[2, 3, 4], [2, 3]]
+            assert [run["steps"] for run in runs] == [[2, 3, 4], [2, 3]]
             assert await found.get("api/differences") == {"settings": []}
             config = (same / "config.toml").read_text()
             (same / "config.toml").write_text(config.replace("\nseed = 0", "\nseed = 7", 1))
@@ -279,7 +279,7 @@ CONFIGS = st.lists(st.builds(lambda top, table: {**top, "table": table}, SETTING
 
 @given(CONFIGS)
 def test_exactly_the_settings_that_differ_are_listed(configs: list[dict[str, Any]]) -> None:
-    tables = [{**{f"table.{name}": value for name, value in one["table"].items()}, **one} for one in configs]
+    tables = [{**{f"table.{name}": value for name, value in config["table"].items()}, **config} for config in configs]
     found = {name: values for name, *values in differing(configs)}
     for name in {name for table in tables for name in table} - {"table"}:
         values = [table.get(name) for table in tables]

@@ -45,16 +45,16 @@ class Session:
     def event(self, event: Event) -> list[m.Message]:
         self.now += 1.0
         commands = self.core.handle(event, self.now)
-        encoded = [encode(one.message) if type(one) is Send else b"" for one in commands]
+        encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         self.recording.add(event, self.now, commands, encoded)
-        return [one.message for one in commands if isinstance(one, Send)]
+        return [command.message for command in commands if isinstance(command, Send)]
 
     def send(self, worker: str, message: m.Message) -> list[m.Message]:
         return self.event(MessageReceived(WorkerId(worker), message))
 
     def pull(self, worker: str, stage: str) -> m.Grant:
         answers = self.send(worker, m.Pull(request=7, stage=stage, slots=MEMBERS, tokens=0, step=-1))
-        grant = next(one for one in answers if isinstance(one, m.Grant))
+        grant = next(answer for answer in answers if isinstance(answer, m.Grant))
         for incoming in grant.incoming:
             assert incoming.turn.receiver == worker
         return grant
@@ -189,14 +189,14 @@ async def test_a_page_gets_the_same_states_from_a_child_process(run_dir: Path) -
         with pytest.raises(FlowError, match="nothing is recorded at 900 s of the run: term 1 ends at"):
             await replayer.status_at(900.0)
         results = await asyncio.gather(*map(replayer.status_at, (1.0, 2.0, 3.0)), return_exceptions=True)
-        assert [type(one) for one in results] == [dict, FlowError, dict]
+        assert [type(result) for result in results] == [dict, FlowError, dict]
     finally:
         await replayer.close()
 
 
 def replayers() -> list[psutil.Process]:
     """The replayer processes among the children of this process."""
-    return [one for one in psutil.Process().children() if "flowrt.observability.page.replayer" in one.cmdline()]
+    return [child for child in psutil.Process().children() if "flowrt.observability.page.replayer" in child.cmdline()]
 
 
 async def test_a_replay_over_its_deadline_is_killed_and_the_next_one_succeeds(run_dir: Path) -> None:
@@ -242,7 +242,7 @@ def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.Capt
     whats = [what for _, what, _ in decisions]
     assert whats[0].startswith("offered")
     assert "rollout of samples 0-1 leased to rollout-0 (lease 0)" in whats
-    lost = next(one for one in decisions if "the lease of rollout-0 ends without a result" in one[1])
+    lost = next(decision for decision in decisions if "the lease of rollout-0 ends without a result" in decision[1])
     assert lost[0] == DISCONNECTED
     assert lost[2] == f"WorkerDisconnected of rollout-0: {KILLED}"
     assert whats.index(lost[1]) < next(at for at, what in enumerate(whats) if "leased to rollout-1" in what)

@@ -175,5 +175,5 @@ async def test_a_run_that_is_deleted_or_replaced_is_opened_anew(runs: Runs) -> N
 
 async def test_many_requests_open_a_page_once(runs: Runs) -> None:
     names = await asyncio.gather(*(runs.get("run/run-2/api/run") for _ in range(20)))
-    assert {one["name"] for one in names} == {"run-2"}
+    assert {name["name"] for name in names} == {"run-2"}
     assert runs.followed == ["run-2"]

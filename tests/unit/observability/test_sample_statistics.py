@@ -61,7 +61,7 @@ class Store:
         )
 
     def write(self, *samples: ScoredSample | TrainedSample, ends: tuple[GroupEnd, ...] = (), step: int = 0) -> None:
-        records = [(encode_record(one) or b"", step) for one in samples]
+        records = [(encode_record(sample) or b"", step) for sample in samples]
         assert not self._writer.write(records, ends)
 
     def train(self, prompt: int, rewards: list[float], *, step: int = 0, **changed: Any) -> None:
@@ -69,8 +69,8 @@ class Store:
         samples = [scored(prompt, member, reward, **changed) for member, reward in enumerate(rewards)]
         centre = sum(rewards) / len(rewards)
         trained = [
-            TrainedSample(step, one.epoch, prompt, one.member, one.attempt, one.reward - centre, (b"", b""))
-            for one in samples
+            TrainedSample(step, sample.epoch, prompt, sample.member, sample.attempt, sample.reward - centre, (b"", b""))
+            for sample in samples
         ]
         self.write(*samples, *trained, ends=(GroupEnd(samples[0].epoch, prompt, step),), step=step)
 
@@ -202,7 +202,7 @@ def test_a_sample_to_which_no_function_applies_has_no_reward(tmp_path: Path) -> 
     group = groups(tmp_path)[-1]
     assert json.loads(to_json([group["reward"], group["spread"]])) == [None, None]
     for order in ("reward", "-reward"):
-        assert [one["prompt"] for one in groups(tmp_path, order)] == [0, 1]
+        assert [group["prompt"] for group in groups(tmp_path, order)] == [0, 1]
 
 
 def test_a_sample_that_was_generated_again_counts_once(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_steps_that_were_rolled_back_are_marked_and_not_counted(tmp_path: Path) 
     Store(tmp_path).train(0, [0.0] * 4, step=5)
     again = Store(tmp_path, run_attempt=2, step=5)
     again.train(0, [1.0] * 4, step=5)
-    assert [(one["reward"], one["is_rolled_back"]) for one in groups(tmp_path)] == [(1.0, False), (0.0, True)]
+    assert [(group["reward"], group["is_rolled_back"]) for group in groups(tmp_path)] == [(1.0, False), (0.0, True)]
     found = distributions(tmp_path)
     assert (found["samples"], found["sets"][0]["reward"]) == (4, 1.0)
     assert [one["name"] for one in found["solve_rates"]] == ["all right"]
@@ -249,10 +249,10 @@ def test_conditions_on_samples_choose_groups_whose_numbers_stay_those_of_all(tmp
     store = Store(tmp_path)
     store.train(0, [0.0, 1.0, 0.0, 0.0], step=0)
     store.train(1, [0.0, 1.0, 1.0, 1.0], step=1, data=(pack_text("other"), pack_text("no"), b""))
-    assert [(one["prompt"], one["size"]) for one in groups(tmp_path, grep="answer 2")] == [(0, 4)]
-    assert [one["prompt"] for one in groups(tmp_path, grep="other")] == [1]
-    assert [one["prompt"] for one in groups(tmp_path, first_step=1)] == [1]
-    assert [one["size"] for one in groups(tmp_path, min_tokens=6)] == [4, 4]
+    assert [(group["prompt"], group["size"]) for group in groups(tmp_path, grep="answer 2")] == [(0, 4)]
+    assert [group["prompt"] for group in groups(tmp_path, grep="other")] == [1]
+    assert [group["prompt"] for group in groups(tmp_path, first_step=1)] == [1]
+    assert [group["size"] for group in groups(tmp_path, min_tokens=6)] == [4, 4]
     assert distributions(tmp_path, min_tokens=6)["samples"] == 2
     assert distributions(tmp_path, grep="answer 2")["samples"] == 1
     with pytest.raises(ConfigError, match="is not a regular expression"):
@@ -383,12 +383,16 @@ def test_lists_and_statistics_do_not_read_the_texts(large_run: Path) -> None:
         reader.columns(SampleFilter(first_step=3), 100_000)
         for order in ("newest", "worst", "random", *SORTED):
             reader.query(order=order, limit=2)
-    scans = [one for one in statements if one.startswith("SELECT") and "FROM samples WHERE +flow" in one]
+    scans = [
+        statement
+        for statement in statements
+        if statement.startswith("SELECT") and "FROM samples WHERE +flow" in statement
+    ]
     assert len(scans) > 2 * len(SORTED)
     with closing(connect(large_run / SAMPLES)) as database:
-        for one in scans:
-            plan = " ".join(str(row[3]) for row in database.execute(f"EXPLAIN QUERY PLAN {one}"))
-            assert "COVERING INDEX sample_numbers" in plan, (one, plan)
+        for scan in scans:
+            plan = " ".join(str(row[3]) for row in database.execute(f"EXPLAIN QUERY PLAN {scan}"))
+            assert "COVERING INDEX sample_numbers" in plan, (scan, plan)
 
 
 def test_answers_of_a_large_store_are_small(large_run: Path) -> None:

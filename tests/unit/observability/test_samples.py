@@ -90,7 +90,7 @@ def test_filters_select_samples(tmp_path: Path) -> None:
     assert reader.query(SampleFilter(first_step=2**70)).total == 0
     lengths = sorted(row.tokens for row in reader.query(limit=100).samples)
     for least, most in ((lengths[0], lengths[-1]), (lengths[0] + 1, None), (None, lengths[-1] - 1), (0, 0)):
-        inside = [one for one in lengths if one >= (least or 0) and (most is None or one <= most)]
+        inside = [length for length in lengths if length >= (least or 0) and (most is None or length <= most)]
         assert reader.query(SampleFilter(min_tokens=least, max_tokens=most)).total == len(inside)
     assert reader.reward_names() == ("exact", "short")
     [first, *_] = reader.query(SampleFilter(prompt=3), limit=1).samples

@@ -91,7 +91,7 @@ def test_the_page_is_self_contained_with_a_strict_policy(run_dir: Path) -> None:
 def test_no_text_of_a_run_becomes_markup(run_dir: Path) -> None:
     before = Elements(write(run_dir).read_text())
     events = [{"wall_s": 1, "step": 0, "kind": text, "text": text, "worker": text} for text in HOSTILE]
-    (run_dir / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (run_dir / "logs" / "trainer.log").write_bytes("\n".join(HOSTILE).encode(errors="surrogatepass"))
     (run_dir / "summary.json").write_text(json.dumps({"reason": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}))
     text = write(run_dir).read_text()

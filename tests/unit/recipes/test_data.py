@@ -380,7 +380,7 @@ def test_tools_and_calls_of_them_are_read(tmp_path: Path, kind: str) -> None:
         path.write_bytes(lines(rows) if kind == "jsonl" else json.dumps(rows).encode())
     [opened] = open_sets(DataConfig(path=str(path), prompt_key="prompt", eval_prompts=0))
     found = list(opened.training)
-    calls = [{key: value for key, value in one.items() if value is not None} for one in CALLS]
+    calls = [{key: value for key, value in call.items() if value is not None} for call in CALLS]
     assert [[as_message(one) for one in problem.messages] for problem in found] == [
         calls,
         [*called, message()],
@@ -404,7 +404,7 @@ def test_tools_are_read_from_a_column_of_any_name(tmp_path: Path) -> None:
 
 
 def test_prompts_with_other_tools_or_calls_are_other_prompts() -> None:
-    messages = tuple((str(one["role"]), "", json.dumps(one)) for one in CALLS)
+    messages = tuple((str(call["role"]), "", json.dumps(call)) for call in CALLS)
     texts = {folded("", messages), folded("", messages[:2]), folded("", messages, json.dumps(TOOLS)), folded("x", ())}
     assert len(texts) == 4
 

@@ -258,16 +258,21 @@ def test_answers_may_be_absent_from_whole_sets_but_not_from_single_rows(tmp_path
 def test_a_task_mixes_its_sets(tmp_path: Path) -> None:
     configs = sets(tmp_path, ("a", numbered("a", 6), 0.5), ("b", numbered("b", 3), 0.25))
     base = parse(
-        ["custom", "--data.eval-prompts", "3", *(f"--data={one.name}={one.path}:{one.weight}" for one in configs)]
+        [
+            "custom",
+            "--data.eval-prompts",
+            "3",
+            *(f"--data={config.name}={config.path}:{config.weight}" for config in configs),
+        ]
     )
     (tmp_path / "mine.py").write_text("def reward(response, answer):\n    return 0.0\n")
     reward = replace(base.reward, functions=(str(tmp_path / "mine.py"),))
     task = task_of(replace(base, model=str(tmp_path), reward=reward))
-    assert [(one.name, one.weight, len(one.problems)) for one in task.training_sets()] == [
+    assert [(set_.name, set_.weight, len(set_.problems)) for set_ in task.training_sets()] == [
         ("a", 0.5, 4),
         ("b", 0.25, 2),
     ]
-    assert [one.prompt for one in task.held_out_problems()] == ["a 4", "a 5", "b 2"]
+    assert [problem.prompt for problem in task.held_out_problems()] == ["a 4", "a 5", "b 2"]
     training = task.training_problems()
     assert [one.prompt for one in training] == [training[at].prompt for at in range(6)]
     assert [one.prompt for one in training[3:5]] == ["a 3", "b 0"]

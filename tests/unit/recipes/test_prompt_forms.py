@@ -46,7 +46,7 @@ def test_the_format_of_each_prompt_is_that_of_its_set(
     for name, problems in found.items():
         for row, problem in enumerate(problems):
             assert forms.evaluated(first_number(name) + row) == (problem.form or default), (name, row)
-    prompts = {one.form.system_prompt for problems in found.values() for one in problems if one.form}
+    prompts = {problem.form.system_prompt for problems in found.values() for problem in problems if problem.form}
     assert prompts == ({"D"} if has_eval_data else {"A", "C"})
 
 

@@ -140,6 +140,6 @@ def test_batches_and_shards_are_scanned_in_order(tmp_path: Path) -> None:
     assert [at for at, prompt in enumerate(prompts) if prompt is None] == [BATCH - 1, 2 * BATCH + 2]
     assert prompts[BATCH + 2 : BATCH + 5] == [DataPrompt(f"a {BATCH + 2}"), DataPrompt("b 0"), DataPrompt("b 1")]
     assert without == [0, BATCH + 3]
-    assert [one.partition(":")[0] for one in mistakes] == [
+    assert [mistake.partition(":")[0] for mistake in mistakes] == [
         f"data file {tmp_path}/{name}.jsonl, line {BATCH}" for name in ("a", "b")
     ]

@@ -290,9 +290,11 @@ async def test_functions_score_what_follows_the_end_of_thinking_but_the_format_t
 ) -> None:
     functions = ("exact", "format:.*")
     scorer = RewardScorer(RewardOptions(functions=functions, after="</think>", without_after=without))
-    assert tuple(scorer._seen(one, RewardSample(text, b"{}")).response for one in scorer.functions) == expected
+    assert (
+        tuple(scorer._seen(function, RewardSample(text, b"{}")).response for function in scorer.functions) == expected
+    )
     scorer = RewardScorer(RewardOptions(functions=functions))
-    assert {scorer._seen(one, RewardSample(text, b"{}")).response for one in scorer.functions} == {text}
+    assert {scorer._seen(function, RewardSample(text, b"{}")).response for function in scorer.functions} == {text}
 
 
 # ---- built in

@@ -93,7 +93,9 @@ def test_invalid_or_unused_reference_options_are_refused(flags: list[str], messa
 
 def test_reference_workers_are_separate_processes_on_devices_in_turn() -> None:
     def names(*flags: str) -> list[str]:
-        return [one.name for one in worker_commands(parse(list(flags)), "tcp://a:1") if one.role == "reference"]
+        return [
+            command.name for command in worker_commands(parse(list(flags)), "tcp://a:1") if command.role == "reference"
+        ]
 
     assert names() == ["reference"]
     assert names("--reference.workers", "2") == ["reference-0", "reference-1"]

@@ -64,7 +64,7 @@ def test_a_damaged_byte_costs_one_record(
     data[at] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
     found = read(path)
-    assert [one for one in records if one in found] == found
+    assert [record for record in records if record in found] == found
     assert len(found) == len(records) - 1
 
 

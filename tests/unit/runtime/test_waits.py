@@ -13,7 +13,7 @@ from flowrt.runtime.waits import BoundedElsewhere, LivenessTimeout, open_waits
 
 
 def waits_for(what: str) -> list[waits.Wait]:
-    return [one for one in open_waits() if one.what == what]
+    return [wait for wait in open_waits() if wait.what == what]
 
 
 async def test_expired_wait_names_its_subject_and_the_blocking_peer() -> None:

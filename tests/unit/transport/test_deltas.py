@@ -93,7 +93,7 @@ def test_delta_of_any_density_and_difference_is_lossless(density: float, far: fl
 
 def test_delta_keeps_the_bits_of_special_values() -> None:
     bits = np.array([0x7FC0, 0x7FC1, 0xFFC0, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0xFFFF], dtype=np.uint16)
-    pairs = np.array([(one, other) for one in bits for other in bits], dtype=np.uint16)
+    pairs = np.array([(bit, other) for bit in bits for other in bits], dtype=np.uint16)
     round_trip(snapshot(1, pairs[:, 0]), snapshot(2, pairs[:, 1]))
 
 

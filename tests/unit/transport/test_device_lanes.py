@@ -89,10 +89,10 @@ def test_errors_abort_the_lane_unless_the_user_set_otherwise(monkeypatch: pytest
     if name:
         monkeypatch.setenv(name, "1")
     with _abort_on_error(*NAMES):
-        assert [os.environ.get(one) for one in NAMES] == [
+        assert [os.environ.get(name) for name in NAMES] == [
             ("1" if one == name else None) if name else ("2" if one == NAMES[0] else None) for one in NAMES
         ]
-    assert [one for one in NAMES if one in os.environ] == ([name] if name else [])
+    assert [name for name in NAMES if name in os.environ] == ([name] if name else [])
 
 
 def test_setting_of_torchrun_is_overridden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ async def assert_turns_fail(lanes: LaneSet, sending: bool, sequences: range) -> 
     ends = ("here", "there") if sending else ("there", "here")
     turns = [LaneTurn(*ends, "samples", 0, sequence, "faulty") for sequence in sequences]
     row = torch.zeros(4, dtype=torch.uint8)
-    works = [lanes.send(one, [ColumnRun.of(row)]) if sending else lanes.receive(one, [[4]]) for one in turns]
+    works = [lanes.send(turn, [ColumnRun.of(row)]) if sending else lanes.receive(turn, [[4]]) for turn in turns]
     async with asyncio.timeout(DEADLINE_S):
         ended = await asyncio.gather(*works, return_exceptions=True)
     for error in ended:

@@ -43,7 +43,7 @@ def spans_of(worker: str, step: int) -> list[Span]:
 
 
 def waits_of(step: int) -> list[WaitInterval]:
-    return [WaitInterval(WorkerId(one), Cause.GATE, "trainer", step + 0.5, step + 1.0) for one in WORKERS[:2]]
+    return [WaitInterval(WorkerId(worker), Cause.GATE, "trainer", step + 0.5, step + 1.0) for worker in WORKERS[:2]]
 
 
 def attribution(run_dir: Path) -> list[dict[str, Any]]:

@@ -40,8 +40,8 @@ def round_trip(packed: Any) -> Any:
 @given(st.lists(st.lists(shapes, max_size=12) | similar, max_size=4))
 def test_columns_of_a_block_read_back_exactly(columns: list[list[Any]]) -> None:
     packer, reader = ColumnPacker(), ColumnReader()
-    packed = round_trip([packer.pack(one) for one in columns])
-    assert [exact(reader.read(one)) for one in packed] == [exact(one) for one in columns]
+    packed = round_trip([packer.pack(column) for column in columns])
+    assert [exact(reader.read(one)) for one in packed] == [exact(column) for column in columns]
 
 
 @given(st.lists(st.tuples(shapes, shapes), min_size=1, max_size=9))

@@ -80,12 +80,12 @@ def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.D
     block = EventBlock(
         first=data.draw(st.integers(0, 2**60)),
         names=["a", "b"],
-        kinds=[event_kind(one) for one in events],
+        kinds=[event_kind(event) for event in events],
         workers=[
             sender if isinstance(one, MessageReceived) else 0 for sender, one in zip(senders, events, strict=True)
         ],
         times=instants,
-        data=[event_data(one) for one in events],
+        data=[event_data(event) for event in events],
         counts=data.draw(numbers),
         digest=b"0123456789abcdef",
     )
@@ -97,7 +97,7 @@ def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.D
         if isinstance(event, MessageReceived) and isinstance(event.message, m.Report):
             block.data[index] = encode(dataclasses.replace(event.message, spans=(), resources=b""))
     assert read == block
-    assert [struct.pack("d", one) for one in read.times] == [struct.pack("d", one) for one in instants]
+    assert [struct.pack("d", one) for one in read.times] == [struct.pack("d", instant) for instant in instants]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)

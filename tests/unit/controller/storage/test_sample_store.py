@@ -327,7 +327,7 @@ def test_a_group_waits_until_the_rate_permits_it(tmp_path: Path) -> None:
     store.add([data(scored(2, 1))], 0, now=1e6)  # its first record was left out: it stays so
     store.begin(1, 0)
     assert store.close() == []
-    assert {one.prompt for one in rows(tmp_path)} == {1, 3}
+    assert {row.prompt for row in rows(tmp_path)} == {1, 3}
 
 
 def test_a_message_that_is_too_long_is_counted(tmp_path: Path) -> None:

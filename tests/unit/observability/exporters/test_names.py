@@ -71,12 +71,12 @@ def test_metrics_with_one_prometheus_name_differ_in_a_label() -> None:
     figures = RunFigures(step=3, metrics=numbers, shares=None, seconds={("r\\", 'b"\n'): 1.5}, events={"x\ny": 2})
     text = prometheus_text(figures)
     families = {one.name: one for one in text_string_to_metric_families(text)}
-    assert {one.labels["name"]: one.value for one in families["flowrt_reward_a_b"].samples} == {
+    assert {sample.labels["name"]: sample.value for sample in families["flowrt_reward_a_b"].samples} == {
         "reward/a-b": 1.0,
         "reward/a_b": 2.0,
         'reward/a"b': 3.0,
     }
-    assert [(one.labels, one.value) for one in families["flowrt_train_kl"].samples] == [({}, 4.0)]
+    assert [(sample.labels, sample.value) for sample in families["flowrt_train_kl"].samples] == [({}, 4.0)]
     [seconds] = families["flowrt_worker_seconds"].samples
     assert (seconds.name, seconds.labels) == ("flowrt_worker_seconds_total", {"role": "r\\", "cause": 'b"\n'})
     assert families["flowrt_worker_seconds"].type == "counter"

@@ -40,7 +40,8 @@ def test_the_command_writes_all_steps_with_their_worst_samples(tmp_path: Path) -
         ]
         assert row["response_length"] == ""
     worst = {
-        one.step: one for one in reversed(SampleReader(run_dir).query(order="worst", limit=STEPS * MEMBERS).samples)
+        sample.step: sample
+        for sample in reversed(SampleReader(run_dir).query(order="worst", limit=STEPS * MEMBERS).samples)
     }
     assert len(worst) == STEPS
     for row in found:

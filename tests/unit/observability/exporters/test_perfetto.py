@@ -48,7 +48,7 @@ def test_slices_counters_and_events_are_those_of_the_run(run_dir: Path, tmp_path
     assert_nested(trace)
     slices = [one for one in trace if one["ph"] == "X" and one["cat"] != "version"]
     expected = sorted((line.get("kind") or line["wait"], line["start_s"], line["end_s"]) for line in spans(STEPS))
-    found = sorted((one["name"], one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in slices)
+    found = sorted((slice_["name"], slice_["ts"] / 1e6, (slice_["ts"] + slice_["dur"]) / 1e6) for slice_ in slices)
     assert [one[0] for one in found] == [one[0] for one in expected]
     assert all(
         abs(a - b) <= 1e-6
@@ -90,9 +90,9 @@ def test_an_arrow_links_each_version_to_the_swaps_after_it(run_dir: Path, tmp_pa
     assert len(starts) == STEPS - 1  # nothing was published before the first swap
     assert starts.keys() == ends.keys()
     slices = [one for one in trace if one["ph"] == "X"]
-    for one in (*starts.values(), *ends.values()):
+    for start in (*starts.values(), *ends.values()):
         assert any(
-            (s["pid"], s["tid"]) == (one["pid"], one["tid"]) and s["ts"] <= one["ts"] <= s["ts"] + s["dur"]
+            (s["pid"], s["tid"]) == (start["pid"], start["tid"]) and s["ts"] <= start["ts"] <= s["ts"] + s["dur"]
             for s in slices
         )
 

@@ -62,7 +62,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     first, second = files(run_dir)
     runs = [wandb_run(path) for path in (first, second)]
     assert runs[0].run_id == runs[1].run_id
-    assert [one.display_name for one in runs] == [run_name(run_dir, "")] * 2
+    assert [run.display_name for run in runs] == [run_name(run_dir, "")] * 2
     numbers = wandb_numbers(second)
     assert list(numbers) == list(range(6, 12))
     assert numbers[6]["rewound"] == 1
