@@ -49,7 +49,7 @@ def one_run(cluster: Cluster, options: Options, workload: str, mode: str, number
 
 def figures_of(runs: list[Accounts], base: list[Accounts], key: str) -> Figures:
     """The figures of a mode over its rounds; the speed-up is over ``base`` in the round with the same seed."""
-    rates, base_rates = ([one.samples_per_s for one in side] for side in (runs, base))
+    rates, base_rates = ([accounts.samples_per_s for accounts in side] for side in (runs, base))
     return {
         f"speedup_{key}": median_ratio(rates, base_rates),
         f"step_s_{key}": statistics.median(run.step_s for run in runs),

@@ -68,7 +68,7 @@ def kept(path: Path | None) -> dict[str, Result]:
     """The results of families in the file of an earlier run."""
     if path is None or not path.is_file():
         return {}
-    return {family: Result(**one) for family, one in json.loads(path.read_text())["families"].items()}
+    return {family: Result(**fields) for family, fields in json.loads(path.read_text())["families"].items()}
 
 
 def families(options: Options) -> Figures:
@@ -76,10 +76,10 @@ def families(options: Options) -> Figures:
     chosen = options.only or (QUICK if options.quick else FAMILIES)
     RESULTS.update(kept(options.json) if options.only else {})
     with ThreadPoolExecutor(options.jobs) as workers:
-        for family, one in zip(chosen, workers.map(examined, chosen), strict=True):
-            RESULTS[family] = one
-            off = f"{one.off_nats:.1e} nats"
-            print(f"{family}: {one.state} {one.generation} {one.training} {off} {one.reason}", flush=True)
+        for family, result in zip(chosen, workers.map(examined, chosen), strict=True):
+            RESULTS[family] = result
+            off = f"{result.off_nats:.1e} nats"
+            print(f"{family}: {result.state} {result.generation} {result.training} {off} {result.reason}", flush=True)
     counts = Counter(result.state for result in RESULTS.values())
     return {f"arch_{'tracebacks' if state == 'traceback' else state}": float(counts[state]) for state in STATES}
 
@@ -102,7 +102,7 @@ BENCH = Bench(
     most={"arch_wrong": 0.0, "arch_tracebacks": 0.0},
     add_options=add_options,
     machine=lambda _: {"transformers": transformers.__version__},
-    tables=lambda: {"families": {family: one.as_json() for family, one in sorted(RESULTS.items())}},
+    tables=lambda: {"families": {family: result.as_json() for family, result in sorted(RESULTS.items())}},
 )
 
 if __name__ == "__main__":

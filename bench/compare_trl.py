@@ -136,13 +136,18 @@ def curve_figures(rewards: Sequence[float], ends_s: Sequence[float], samples: in
 def busiest_s(timeline: Sequence[Mapping[str, Any]]) -> float:
     """Busy seconds from the end of the first step on, the mean over workers, of the busier of the two roles."""
     spans: dict[str, dict[str, list[Span]]] = {"rollout": {}, "trainer": {}}
-    for one in timeline:
-        if one["role"] in spans and "kind" in one:
-            span = Span(one["kind"], one["start_s"], one["end_s"])
-            spans[one["role"]].setdefault(one["worker"], []).append(span)
-    ends_s = sorted(span.end_s for one in spans["trainer"].values() for span in one if span.kind == "step")
+    for line in timeline:
+        if line["role"] in spans and "kind" in line:
+            span = Span(line["kind"], line["start_s"], line["end_s"])
+            spans[line["role"]].setdefault(line["worker"], []).append(span)
+    ends_s = sorted(
+        span.end_s for worker_spans in spans["trainer"].values() for span in worker_spans if span.kind == "step"
+    )
     first_s, last_s = ends_s[len(spans["trainer"]) - 1], ends_s[-1]
-    shares = [statistics.fmean(busy_fraction(one, first_s, last_s) for one in role.values()) for role in spans.values()]
+    shares = [
+        statistics.fmean(busy_fraction(worker_spans, first_s, last_s) for worker_spans in role.values())
+        for role in spans.values()
+    ]
     return max(shares) * (last_s - first_s)
 
 
@@ -183,8 +188,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, float]:
         make_model(folder / "model", arguments.seed)
         make_data(folder / "data.jsonl", arguments.seed)
         mine, theirs = ({dtype: run(folder, arguments, dtype) for dtype in arguments.dtypes} for run in (ours, trl))
-    best, baseline = (max(side.values(), key=lambda one: one["samples_per_s"]) for side in (mine, theirs))
-    found = {
+    best, baseline = (max(side.values(), key=lambda figures: figures["samples_per_s"]) for side in (mine, theirs))
+    metrics = {
         **best,
         "baseline_samples_per_s": baseline["samples_per_s"],
         "ratio": best["samples_per_s"] / baseline["samples_per_s"],
@@ -193,10 +198,10 @@ def measured(arguments: argparse.Namespace) -> dict[str, float]:
         "baseline_seconds_to_reward": baseline["seconds_to_reward"],
     }
     for dtype in arguments.dtypes:
-        found[f"{dtype}_ratio"] = mine[dtype]["samples_per_s"] / theirs[dtype]["samples_per_s"]
+        metrics[f"{dtype}_ratio"] = mine[dtype]["samples_per_s"] / theirs[dtype]["samples_per_s"]
         for side, runs in (("", mine), ("baseline_", theirs)):
-            found |= {f"{side}{dtype}_{name}": runs[dtype][name] for name in FIGURES}
-    return found
+            metrics |= {f"{side}{dtype}_{name}": runs[dtype][name] for name in FIGURES}
+    return metrics
 
 
 def summary(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -97,8 +97,8 @@ def ledger(options: Options) -> Figures:
     if options.quick:
         raise Skipped("a ledger of 10 million prompts takes minutes to write")
     with long_ledger.written() as (path, steps):
-        found = costs("start_on_ledger", options, repeats=REPEATS, path=path, steps=steps)
-    return {f"ledger_10m_{name}": value for name, value in found.items()}
+        figures = costs("start_on_ledger", options, repeats=REPEATS, path=path, steps=steps)
+    return {f"ledger_10m_{name}": value for name, value in figures.items()}
 
 
 def at_size(part: str, repeats: int) -> Part:

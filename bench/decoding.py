@@ -47,7 +47,7 @@ def generate(engine: TorchRollout, rows: int, seed: int) -> tuple[float, dict[in
     begin_s = time.perf_counter()
     engine.add([Prompt(row, tokens[row // MEMBERS], seed * rows + row) for row in range(rows)])
     while engine.running:
-        done |= {one.key: one for one in engine.run(never)}
+        done |= {response.key: response for response in engine.run(never)}
     return time.perf_counter() - begin_s, done
 
 
@@ -61,14 +61,14 @@ def decoding(options: Options) -> Figures:
         for rows in numbers:
             engines = {way: engine(folder, rows, way) for way in WAYS}
             for each in range(rounds + 1):
-                results = {way: generate(one, rows, each) for way, one in engines.items()}
+                results = {way: generate(rollout, rows, each) for way, rollout in engines.items()}
                 if not each:  # the first round warms up
                     continue
                 for way, (spent_s, _) in results.items():
                     samples.add(f"{way}_ms_{rows}", 1e3 * spent_s / rows)
                 samples.add(f"ratio_{rows}", results["plain"][0] / results["compiled"][0])
                 plain, compiled = (results[way][1] for way in WAYS)
-                differ = sum(not torch.equal(one.tokens, compiled[key].tokens) for key, one in plain.items())
+                differ = sum(not torch.equal(response.tokens, compiled[key].tokens) for key, response in plain.items())
                 samples.add(f"differ_fraction_{rows}", differ / rows)
     return samples.medians()
 

@@ -135,7 +135,7 @@ class Run:
 
     def tokens(self) -> int:
         """All tokens that were generated."""
-        return sum(one.tokens for one in self.generated().values())
+        return sum(generated.tokens for generated in self.generated().values())
 
     def trained(self) -> int:
         """Response tokens of the steps that were trained."""
@@ -175,7 +175,7 @@ def killed(base: RunConfig, folder: Path, rng: random.Random) -> float:
     time.sleep(rng.uniform(0.0, JOURNAL_S / 2))
     launcher.inject(EVERYTHING, "kill", launcher.find(EVERYTHING))
     run.wait(launcher, launcher.is_over)
-    per_s = sum(one.per_s for one in run.generated().values())
+    per_s = sum(generated.per_s for generated in run.generated().values())
     if not checkpoint_steps(run.run_dir):
         raise RuntimeError("the run was killed before its first checkpoint")
     run.resume()
@@ -197,7 +197,7 @@ def worker_killed(base: RunConfig, folder: Path, rng: random.Random) -> float:
 
 def _worked_s(run: Run) -> float:
     """Seconds for which the worker that began last has generated."""
-    spans = [one.last_s - one.first_s for one in run.generated().values()]
+    spans = [generated.last_s - generated.first_s for generated in run.generated().values()]
     return min(spans) if len(spans) > 1 else 0.0
 
 

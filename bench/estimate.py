@@ -187,11 +187,11 @@ def of_shape(name: str) -> Part:
                 "rollout": needs.rollout,
                 "reference": needs.reference + needs.reference_device,
             }
-            found = peaks(arguments)
-        metrics = {f"estimate_error_{name}": max(abs(estimated[role] / found[role] - 1.0) for role in ROLES)}
+            measured = peaks(arguments)
+        metrics = {f"estimate_error_{name}": max(abs(estimated[role] / measured[role] - 1.0) for role in ROLES)}
         for role in ROLES:
             metrics[f"estimate_gb_{name}_{role}"] = estimated[role] / 1e9
-            metrics[f"peak_gb_{name}_{role}"] = found[role] / 1e9
+            metrics[f"peak_gb_{name}_{role}"] = measured[role] / 1e9
         return metrics
 
     return measure

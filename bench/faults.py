@@ -140,11 +140,11 @@ def times(outcomes: list[Outcome]) -> dict[str, float]:
         "resume_s": [value for outcome in outcomes for value in outcome.resume_s],
         "replaced_s": [outcome.replaced_s for outcome in outcomes],
     }
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, values in measured.items():
         if came := [value for value in values if value >= 0]:
-            found |= {f"{name}_p50": round(statistics.median(came), 3), f"{name}_max": round(max(came), 3)}
-    return found
+            figures |= {f"{name}_p50": round(statistics.median(came), 3), f"{name}_max": round(max(came), 3)}
+    return figures
 
 
 def folder_of(text: str) -> Path:

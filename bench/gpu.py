@@ -90,8 +90,8 @@ def isolated(name: str) -> Part:
                 code = subprocess.run(command, timeout=LIMITS_S[name], check=False).returncode
             except subprocess.TimeoutExpired:
                 code = HUNG
-            found = json.loads(path.read_text())["metrics"] if path.exists() else {}
-        return {f"{name}_exit_code": float(code), **{f"{name}_{key}": value for key, value in found.items()}}
+            metrics = json.loads(path.read_text())["metrics"] if path.exists() else {}
+        return {f"{name}_exit_code": float(code), **{f"{name}_{key}": value for key, value in metrics.items()}}
 
     part.__doc__ = MEASURED[name].__doc__
     return part

@@ -49,20 +49,20 @@ def metrics_of(jobs: list[Job], bound: int) -> Figures:
     """Medians over the seeds at one staleness bound, and the number of seeds that reached each target."""
     some = [figures_of(job) for job in jobs]
     key = f"staleness_{bound}"
-    reached = [one["reached_s"] for one in some if one["reached_s"] is not None]
+    reached = [figures["reached_s"] for figures in some if figures["reached_s"] is not None]
     metrics = {
         f"{key}_seeds": len(some),
         f"{key}_seeds_from_0.4_to_0.8_in_240_s": sum(map(reached_target, some)),
-        f"{key}_seeds_to_0.9": sum(one["reward_last"] >= 0.9 for one in some),
-        f"{key}_prompts_lost": sum(one["prompts_lost"] for one in some),
-        f"{key}_prompts_trained_twice": sum(one["prompts_trained_twice"] for one in some),
-        f"{key}_staleness_max": max(one["staleness_max"] for one in some),
+        f"{key}_seeds_to_0.9": sum(figures["reward_last"] >= 0.9 for figures in some),
+        f"{key}_prompts_lost": sum(figures["prompts_lost"] for figures in some),
+        f"{key}_prompts_trained_twice": sum(figures["prompts_trained_twice"] for figures in some),
+        f"{key}_staleness_max": max(figures["staleness_max"] for figures in some),
     }
     medians = ("reward_first", "reward_last", "eval_first", "eval_last", "samples_per_s", "tokens_per_s", "total_s")
     for name in (*medians, "first_step_total_s"):
-        metrics[f"{key}_{name}"] = statistics.median(one[name] for one in some)
+        metrics[f"{key}_{name}"] = statistics.median(figures[name] for figures in some)
     for role in ("rollout", "trainer", "reference", "reward"):
-        metrics[f"{key}_busy_{role}"] = statistics.median(one["busy_fraction"].get(role, 0.0) for one in some)
+        metrics[f"{key}_busy_{role}"] = statistics.median(figures["busy_fraction"].get(role, 0.0) for figures in some)
     if reached:
         metrics[f"{key}_seconds_to_0.8"] = statistics.median(reached)
     return metrics

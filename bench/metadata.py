@@ -109,8 +109,8 @@ def ledger(options: Options) -> Figures:
     with working_folder() as folder:
         for repeat in range(repeats_of(options) + 1):
             # The first is a warm-up. Runs shorter than a second would mostly measure their start.
-            found, shrink = samples if repeat else Samples(), max(shrink_of(options) // 2, 1)
-            controllers.ledger(trainers, folder / f"ledger{repeat}", repeat % 2 == 0, shrink, found)
+            recorded, shrink = samples if repeat else Samples(), max(shrink_of(options) // 2, 1)
+            controllers.ledger(trainers, folder / f"ledger{repeat}", repeat % 2 == 0, shrink, recorded)
     trainers.leave()
     return samples.medians()
 

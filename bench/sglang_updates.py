@@ -106,29 +106,29 @@ def prompts(seed: int) -> list[Prompt]:
     return [Prompt(key, row, seed * ROWS + key) for key, row in enumerate(tokens)]
 
 
-def drain(one: SglangRollout) -> list[Any]:
+def drain(rollout: SglangRollout) -> list[Any]:
     done = []
-    while one.running:
-        done += one.run(threading.Event())
+    while rollout.running:
+        done += rollout.run(threading.Event())
     return done
 
 
-def change(one: SglangRollout, warm: SglangRollout, snapshot: Snapshot, clock: Clock) -> dict[str, float]:
+def change(rollout: SglangRollout, warm: SglangRollout, snapshot: Snapshot, clock: Clock) -> dict[str, float]:
     """Update the weights during running sequences, once a short sequence that was added after them has ended.
 
     Returns milliseconds by part, and the share of sequences that span versions.
     """
-    one.add(prompts(snapshot.version))
+    rollout.add(prompts(snapshot.version))
     warm.add(prompts(snapshot.version)[:1])
     drain(warm)
     clock.forget()
-    work, begun_s = one.prepare(snapshot), time.monotonic()
+    work, begun_s = rollout.prepare(snapshot), time.monotonic()
     assert work is not None
     work()
     times_ms = {"stage_ms": 1e3 * (time.monotonic() - begun_s)}
-    one.swap(snapshot)
+    rollout.swap(snapshot)
     times_ms |= clock.parts()
-    across = sum(len(set(response.spans[::2])) > 1 for response in drain(one))
+    across = sum(len(set(response.spans[::2])) > 1 for response in drain(rollout))
     return times_ms | {"across_fraction": across / ROWS}
 
 
@@ -137,15 +137,17 @@ def measure(python: str, folder: Path, rounds: int, samples: Samples) -> None:
     with served(python, folder) as url, ExitStack() as kept:
         ways = {}
         for weights, pause in WAYS:
-            ways[weights, pause] = one = engine(SglangOptions(url=(url,), weights=weights, pause=pause), folder, TOKENS)
-            kept.enter_context(closing(one))
-            one.start()
+            ways[weights, pause] = rollout = engine(
+                SglangOptions(url=(url,), weights=weights, pause=pause), folder, TOKENS
+            )
+            kept.enter_context(closing(rollout))
+            rollout.start()
         warm = kept.enter_context(closing(engine(SglangOptions(url=(url,)), folder, WARM)))
         warm.start()
         parameters = named_parameters(load_model(folder / "model"))
         for each in range(rounds + 1):
-            for (weights, pause), one in ways.items():
-                times_ms = change(one, warm, Snapshot.take(next(versions), parameters), clock)
+            for (weights, pause), rollout in ways.items():
+                times_ms = change(rollout, warm, Snapshot.take(next(versions), parameters), clock)
                 for name, value in times_ms.items():
                     if each:  # the first round is a warm-up and sets up the process group
                         samples.add(f"{name}_{weights}_{pause}", value)

@@ -205,7 +205,7 @@ def lengths(options: Options) -> Figures:
 
     rounds = 2 if options.quick else 9
     pairs = [(seconds(different), seconds(equal)) for _ in range(rounds + 1)][1:]
-    ratio = statistics.median(one for one, _ in pairs) / statistics.median(other for _, other in pairs)
+    ratio = statistics.median(different_s for different_s, _ in pairs) / statistics.median(other for _, other in pairs)
     return {"prefill_lengths_ratio": round(ratio, 3)}
 
 

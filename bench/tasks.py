@@ -149,8 +149,8 @@ def rows(quick: bool) -> dict[str, float]:
         chat_tokenizer(FAMILIES["qwen"]).save_pretrained(folder)
         command = [sys.executable, "-c", STARTER, str(path), str(HELD_OUT), folder]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    found: dict[str, float] = json.loads(ended.stdout)
-    return {"rows": float(count), **found}
+    metrics: dict[str, float] = json.loads(ended.stdout)
+    return {"rows": float(count), **metrics}
 
 
 def write_rows(path: Path, count: int) -> Path:
@@ -219,11 +219,11 @@ def templates(quick: bool) -> dict[str, float]:
             wrong += not (is_right and (start is None or ids.count(start) == 1))
             checked += 1
         wrong += end_of_turn_ids(tokenizer, family.template) != (tokenizer.convert_tokens_to_ids(family.turn),)
-    found = templates_of_families(quick)
+    counts = templates_of_families(quick)
     return {
-        "templates": float(checked + found["checked"]),
-        "templates_refused": float(found["refused"]),
-        "templates_wrong": float(wrong + found["wrong"]),
+        "templates": float(checked + counts["checked"]),
+        "templates_refused": float(counts["refused"]),
+        "templates_wrong": float(wrong + counts["wrong"]),
     }
 
 

@@ -198,7 +198,7 @@ def ratios(metrics: dict[str, float]) -> dict[str, float]:
     pairs |= {f"gloo_times_baseline_{case}": (f"gloo_gbps_{case}", f"baseline_gbps_{case}") for case in BASELINE_SIZES}
     pairs |= {f"gloo_over_raw_{case}": (f"gloo_get_gbps_{case}", f"raw_gloo_gbps_{case}") for case in ("1mb", "64mb")}
     pairs["shm_over_raw_16mb"] = ("shm_gbps_16mb", "raw_shm_gbps_16mb")
-    return {name: metrics[one] / metrics[other] for name, (one, other) in pairs.items() if other in metrics}
+    return {name: metrics[own] / metrics[other] for name, (own, other) in pairs.items() if other in metrics}
 
 
 async def measure_rates(options: Options) -> Figures:

@@ -85,13 +85,13 @@ def measure_stalls(host: str, mbit_s: float, versions: int, swaps: int) -> dict[
             quiet = worker.ask("measure", seconds=seconds / 2, way=way)
             worker.tell("measure", seconds=seconds, way=way)
             trainer.ask("publish_every", period_s=PERIOD_S, versions=versions, first=1 + turn * versions)
-            found = worker.answer()
-            if found["versions"] < versions - 1:
-                print(f"{way}: only {found['versions']} of {versions} versions were used")
+            answer = worker.answer()
+            if answer["versions"] < versions - 1:
+                print(f"{way}: only {answer['versions']} of {versions} versions were used")
             ending = "" if way == "boundary" else f"_{way}"
-            metrics[f"stall_fraction{ending}"] = found["stall_fraction"]
-            metrics[f"stall_ms{ending}"] = found["stall_ms"]
-            metrics[f"tokens_ratio{ending}"] = found["tokens_per_s"] / quiet["tokens_per_s"]
+            metrics[f"stall_fraction{ending}"] = answer["stall_fraction"]
+            metrics[f"stall_ms{ending}"] = answer["stall_ms"]
+            metrics[f"tokens_ratio{ending}"] = answer["tokens_per_s"] / quiet["tokens_per_s"]
         return metrics
     finally:
         for process in processes:

@@ -51,8 +51,8 @@ def installed(name: str) -> Part:
             raise Skipped("a quick run has the newest dependencies")
         with tempfile.TemporaryDirectory(prefix="flowrt wheel ") as folder:
             _, wheel = build(Path(folder) / "dist")
-            found = failures(make(Path(folder) / name, wheel, name))
-        return {f"wheel_{key}_{name}": value for key, value in found.items()}
+            counts = failures(make(Path(folder) / name, wheel, name))
+        return {f"wheel_{key}_{name}": value for key, value in counts.items()}
 
     return measure
 
@@ -62,8 +62,8 @@ def own(options: Options) -> Figures:
     if not options.programs:
         raise Skipped("it needs --programs, bin/ of an environment that has flowrt")
     with tempfile.TemporaryDirectory(prefix="flowrt wheel ") as folder:
-        found = failures(Environment(options.programs.absolute(), Path(folder)))
-    return {f"wheel_{key}_own": value for key, value in found.items()}
+        counts = failures(Environment(options.programs.absolute(), Path(folder)))
+    return {f"wheel_{key}_own": value for key, value in counts.items()}
 
 
 def of_all(metrics: Figures) -> Figures:

@@ -34,7 +34,7 @@ class Simple:
     def run(self, interrupt: grpo.Interrupt) -> list[grpo.Response]:
         finished: list[grpo.Response] = []
         while self._running and not finished and not interrupt.is_set():
-            rows = [torch.cat([one.tokens.long(), torch.tensor(ids).long()]) for one, ids, _, _ in self._running]
+            rows = [torch.cat([prompt.tokens.long(), torch.tensor(ids).long()]) for prompt, ids, _, _ in self._running]
             logits_RLV = self._model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False).logits
             for row, (prompt, ids, logprobs, generator) in enumerate(list(self._running)):
                 scores_V = (logits_RLV[row, len(rows[row]) - 1] / self._temperature).log_softmax(0)

@@ -22,7 +22,7 @@ class Reversal(Task):
         return self._held_out
 
     def reward(self, response: str, answer: str) -> float:
-        return sum(one == other for one, other in zip(response, answer, strict=False)) / len(answer)
+        return sum(character == other for character, other in zip(response, answer, strict=False)) / len(answer)
 
     def tokenizer(self) -> Tokenizer:
         return character_tokenizer("abcdef=")

@@ -42,12 +42,12 @@ def row(measured: dict[str, float], figure: str, what: str, bound: str) -> str:
 
 def refusals(families: dict[str, dict[str, str]]) -> dict[str, list[str]]:
     """The families that are refused altogether, by the reason without the family's own name and number."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for name, one in families.items():
-        if one["state"] == one["training"] == "refused":
-            reason = one["reason"].removeprefix(f"model {name}").lstrip(": ").replace("|", "/")
-            found[re.sub(r"by [\d.e+-]+ nats", "by some nats", reason)].append(name)
-    return dict(sorted(found.items()))
+    by_reason: defaultdict[str, list[str]] = defaultdict(list)
+    for name, result in families.items():
+        if result["state"] == result["training"] == "refused":
+            reason = result["reason"].removeprefix(f"model {name}").lstrip(": ").replace("|", "/")
+            by_reason[re.sub(r"by [\d.e+-]+ nats", "by some nats", reason)].append(name)
+    return dict(sorted(by_reason.items()))
 
 
 def figures(page: str) -> str:

@@ -138,11 +138,11 @@ def values(hint: Any) -> st.SearchStrategy[str]:
         return st.one_of(st.just("None"), *(values(arg) for arg in get_args(kind) if arg is not type(None)))
     if kind is str or get_origin(kind) is tuple:
         return WORDS
-    found = [st.from_type(kind).map(str), WORDS]
+    strategies = [st.from_type(kind).map(str), WORDS]
     if (interval := interval_of(hint)) is not None:
         low, high = ends(interval)
-        found = [st.sampled_from([kind(low), kind(high), kind(low) - 1, kind(high) + 1]).map(str), *found]
-    return st.one_of(found)
+        strategies = [st.sampled_from([kind(low), kind(high), kind(low) - 1, kind(high) + 1]).map(str), *strategies]
+    return st.one_of(strategies)
 
 
 @dataclass
@@ -189,7 +189,7 @@ def draw_toml(data: Data, place: "Place") -> Draw:
     for _ in range(data.draw(st.integers(1, 2))):
         at = data.draw(st.integers(0, len(lines) - 1))
         name = lines[at].partition(" = ")[0]
-        value = data.draw(JSON.map(lambda one: json.dumps(one, allow_nan=True).replace(": ", " = ")) | TEXTS)
+        value = data.draw(JSON.map(lambda content: json.dumps(content, allow_nan=True).replace(": ", " = ")) | TEXTS)
         changed = [f"{name} = {value}", f"{lines[at]}\n{lines[at]}", f"{lines[at]}\nunknown = 1", "trainer = 7"]
         changed += [f"deep = {'[' * 100_000}", f"{'a.' * 3000}b = 1", lines[at][: len(lines[at]) // 2], "[data]", "\0"]
         lines[at] = data.draw(st.just(changed[0]) | st.sampled_from(changed))
@@ -204,7 +204,7 @@ def draw_data(data: Data, place: "Place") -> Draw:
     good = {"prompt": "1+1=", "answer": "2", "question": "1+1=", "x": 1}
     wrong = st.one_of(JSON, st.builds(lambda key, value: {**good, key: value}, st.sampled_from([*good, ""]), JSON))
     rows = [json.dumps(good).encode()] * 6
-    rows[data.draw(st.integers(0, 5))] = data.draw(wrong.map(lambda one: json.dumps(one).encode()) | RAW)
+    rows[data.draw(st.integers(0, 5))] = data.draw(wrong.map(lambda row: json.dumps(row).encode()) | RAW)
     name = data.draw(st.sampled_from(["rows.jsonl", "rows.jsonl", "rows.parquet", "[red].jsonl"]))
     (place.cwd / name).write_bytes(b"\n".join(rows))
     changes = {"data.path": name, "data.eval-prompts": data.draw(st.integers(0, 6).map(str))}
@@ -216,9 +216,9 @@ def draw_data(data: Data, place: "Place") -> Draw:
 def draw_own_code(data: Data, place: "Place") -> Draw:
     """A reward function or an objective that misbehaves when it is loaded or called."""
     kind, name = data.draw(st.sampled_from([("reward", "reward"), ("algorithm", "Mine")]))
-    loaded = [one for one in MISBEHAVING if not one.startswith(("return", "yield"))]
+    loaded = [statement for statement in MISBEHAVING if not statement.startswith(("return", "yield"))]
     body = f"{data.draw(st.sampled_from(DEFINITIONS)).format(name)}\n    {data.draw(st.sampled_from(MISBEHAVING))}\n"
-    text = data.draw(st.just(body) | st.sampled_from(loaded).map(lambda one: f"{one}\n{body}") | st.text())
+    text = data.draw(st.just(body) | st.sampled_from(loaded).map(lambda statement: f"{statement}\n{body}") | st.text())
     (place.cwd / "mine.py").write_text(text, errors="surrogatepass")
     changes = {kind: data.draw(st.sampled_from([f"mine.py:{name}"] * 3 + ["mine.py", "mine.py:", "mine.py:no", ":"]))}
     changes |= {"reward.timeout-s": "3", "reward.load-timeout-s": "3"}
@@ -229,7 +229,7 @@ def damage(data: Data, path: Path) -> None:
     """Delete a file, cut it, fill it with other contents, or put a directory in its place."""
     was = path.read_bytes() if path.is_file() else b""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-    json_texts = JSON.map(lambda one: json.dumps(one).encode())
+    json_texts = JSON.map(lambda value: json.dumps(value).encode())
     kept = st.sampled_from([None, "a directory", was[: len(was) // 2], was + was])
     new = data.draw(kept | RAW | json_texts)
     if isinstance(new, bytes):
@@ -385,15 +385,18 @@ class Command:
 
     def processes(self) -> dict[int, tuple[str, float]]:
         """Living processes of the command, each with its command line and the seconds that it has computed."""
-        found = {}
+        processes = {}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 fields = (path / "stat").read_text().rpartition(")")[2].split()
                 named = f"{TOKEN}={self._token}".encode() in (path / "environ").read_bytes().split(b"\0")
                 if fields[0] != "Z" and (named or int(fields[3]) == self.pid):
                     line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found[int(path.name)] = (line[:120], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
-        return found
+                    processes[int(path.name)] = (
+                        line[:120],
+                        (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+                    )
+        return processes
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):
@@ -450,25 +453,25 @@ def execute(command: Command, deadline_s: float, is_run: bool) -> Outcome:
 
     A command that has not ended after ``deadline_s`` seconds (END_S after SIGINT) is killed, as slow or hung.
     """
-    found, end_s = Outcome(), command.began_s + deadline_s
-    while found.code is None and time.monotonic() < end_s:
-        if is_run and not found.stepped and command.stepped():
-            found.stepped, end_s = True, time.monotonic() + END_S
+    outcome, end_s = Outcome(), command.began_s + deadline_s
+    while outcome.code is None and time.monotonic() < end_s:
+        if is_run and not outcome.stepped and command.stepped():
+            outcome.stepped, end_s = True, time.monotonic() + END_S
             os.kill(command.pid, signal.SIGINT)
         time.sleep(0.02 if time.monotonic() - command.began_s < 2 else 0.1)
-        found.code = command.poll()
-    if found.code is None:
-        found.slow = _computes(command)
+        outcome.code = command.poll()
+    if outcome.code is None:
+        outcome.slow = _computes(command)
         command.kill()
         command.poll(0)
     else:
         end_s = time.monotonic() + LEAVE_S
         while (left := command.processes()) and time.monotonic() < end_s:
             time.sleep(0.1)
-        found.left = [line for line, _ in left.values()]
+        outcome.left = [line for line, _ in left.values()]
         command.kill()
-    found.seconds, found.output = time.monotonic() - command.began_s, command.output
-    return found
+    outcome.seconds, outcome.output = time.monotonic() - command.began_s, command.output
+    return outcome
 
 
 def _computes(command: Command) -> bool:

@@ -54,8 +54,8 @@ def main() -> int:
         ended = subprocess.run([sys.executable, __file__, "--here", target, kept, begun, *options], check=False)
         # libFuzzer keeps an initial input only if it changed it, so one message of each kind is added unchanged.
         whole = {data[:2]: data for data in seeds(target)} if target == "codec" else {}
-        found = {one.read_bytes() for one in kept.iterdir()} | set(whole.values())
-        inputs = sorted(found, key=lambda data: (len(data), data))
+        contents = {path.read_bytes() for path in kept.iterdir()} | set(whole.values())
+        inputs = sorted(contents, key=lambda data: (len(data), data))
     CORPUS.mkdir(exist_ok=True)
     path.write_text("".join(f"{data.hex()}\n" for data in inputs if data))
     return ended.returncode

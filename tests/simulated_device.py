@@ -72,13 +72,13 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        tensors = [tensor for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, torch.Tensor)]
         on_this_device = [tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)]
         self._check(func, tensors, on_this_device)
         if on_this_device and self._host_waits(func, args, kwargs, tensors):
             self.waits.append(str(func))
         if func is aten.is_pinned.default:
-            return any(one.data_ptr() == args[0].data_ptr() for one in self._pinned)
+            return any(tensor.data_ptr() == args[0].data_ptr() for tensor in self._pinned)
         if func is aten._pin_memory.default:
             self._pinned.append(args[0].clone())
             return self._pinned[-1]
@@ -90,17 +90,17 @@ class SimulatedDevice(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         elif func in COPIES:
             on_device = isinstance(args[0], SimulatedTensor)
-        args, kwargs = tree_map_only(SimulatedTensor, lambda one: one.host, (args, kwargs))
+        args, kwargs = tree_map_only(SimulatedTensor, lambda tensor: tensor.host, (args, kwargs))
         known = {id(tensor.host if isinstance(tensor, SimulatedTensor) else tensor): tensor for tensor in tensors}
         result = func(*args, **kwargs)
         if pinned:
             self._pinned.append(result)
 
-        def wrapped(one: torch.Tensor) -> torch.Tensor:
-            given = known.get(id(one))
+        def wrapped(tensor: torch.Tensor) -> torch.Tensor:
+            given = known.get(id(tensor))
             if given is not None and isinstance(given, SimulatedTensor) == on_device:
                 return given  # in place
-            return SimulatedTensor(one, self.device) if on_device else one
+            return SimulatedTensor(tensor, self.device) if on_device else tensor
 
         return tree_map_only(torch.Tensor, wrapped, result)
 

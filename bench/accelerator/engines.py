@@ -115,7 +115,7 @@ def generate(engine: TorchRollout, load: Load, seed: int) -> dict[int, Response]
     done: dict[int, Response] = {}
     never = threading.Event()
     while engine.running:
-        done |= {one.key: one for one in engine.run(never)}
+        done |= {response.key: response for response in engine.run(never)}
     return done
 
 
@@ -124,13 +124,13 @@ def generation(device: Device, quick: bool) -> dict[str, float]:
     load, rounds = load_of(quick), 2 if quick else 4
     dtype = dtype_of(device)
     metrics: dict[str, float] = {}
-    found: dict[str, dict[int, Response]] = {}
+    responses: dict[str, dict[int, Response]] = {}
     for way in ("plain", "compiled"):
         if device.kind == "npu" and way == "compiled":
             continue
         begin_s = time.perf_counter()
         engine = rollout_of(load, device, dtype, compiled=way == "compiled")
-        found[way] = generate(engine, load, SEED)
+        responses[way] = generate(engine, load, SEED)
         metrics[f"{way}_first_s"] = time.perf_counter() - begin_s
         rates = []
         for seed in range(1, rounds):
@@ -142,12 +142,12 @@ def generation(device: Device, quick: bool) -> dict[str, float]:
             metrics["generation_peak_gb"] = device.memory().peak_bytes / 1e9
             metrics["generation_estimated_gb"] = generation_bytes(load, engine, dtype) / 1e9
         del engine
-    if "compiled" in found:
+    if "compiled" in responses:
         metrics["compiled_times_faster"] = metrics["compiled_tokens_per_s"] / metrics["plain_tokens_per_s"]
-        pairs = [(one, found["compiled"][key]) for key, one in found["plain"].items()]
-        same = [(one, other) for one, other in pairs if torch.equal(one.tokens, other.tokens)]
+        pairs = [(response, responses["compiled"][key]) for key, response in responses["plain"].items()]
+        same = [(plain, other) for plain, other in pairs if torch.equal(plain.tokens, other.tokens)]
         metrics["compiled_differ_fraction"] = 1 - len(same) / len(pairs)
-        nats = [float((one.logprobs - other.logprobs).abs().max()) for one, other in same]
+        nats = [float((plain.logprobs - other.logprobs).abs().max()) for plain, other in same]
         metrics["compiled_max_nats"] = max(nats, default=0.0)
     return metrics
 

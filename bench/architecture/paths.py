@@ -71,9 +71,9 @@ def examine(family: str) -> Result:
     try:
         way = right_way(model)
     except ConfigError as error:
-        found = Result("refused", "refused", reason=str(error))
+        result = Result("refused", "refused", reason=str(error))
     else:
-        found = Result("right", way.value)
+        result = Result("right", way.value)
         offs = generation_errors(model, way)
     trained, of_training = training_errors(model)
     offs |= of_training
@@ -81,12 +81,12 @@ def examine(family: str) -> Result:
         name: off for name, off in offs.items() if not off <= (GRADIENT_TOLERANCE if "gradient" in name else TOLERANCE)
     }
     most = max(off for name, off in offs.items() if "gradient" not in name)
-    found = replace(found, training=trained, off_nats=float(f"{most:.2g}"))
+    result = replace(result, training=trained, off_nats=float(f"{most:.2g}"))
     if wrong:
         return replace(
-            found, state="wrong", reason=", ".join(f"{name} off by {off:.2g}" for name, off in wrong.items())
+            result, state="wrong", reason=", ".join(f"{name} off by {off:.2g}" for name, off in wrong.items())
         )
-    return found
+    return result
 
 
 def prompts_of(model: Any) -> list[torch.Tensor]:

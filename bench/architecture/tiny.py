@@ -129,7 +129,7 @@ def _fields(config: Any, own: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in vars(config).items():
         if hasattr(value, "to_dict") and name in getattr(config, "sub_configs", {}):
-            nested = {key: one for key, one in own.items() if isinstance(one, dict) and key == name}
+            nested = {key: table for key, table in own.items() if isinstance(table, dict) and key == name}
             fields[name] = type(value)(**_fields(value, nested.get(name, {})))
         elif name in DERIVED.split() or name.startswith("_"):
             continue

@@ -26,7 +26,7 @@ CALL_S = 60.0
 
 def program() -> str | None:
     """The path of an installed Chromium; None if there is none."""
-    return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    return next((path for name in PROGRAMS if (path := shutil.which(name))), None)
 
 
 class Tab:
@@ -67,7 +67,7 @@ class Tab:
                 details = parameters["exceptionDetails"]
                 self.problems.append(f"{details['text']} {details.get('exception', {}).get('description', '')}")
             case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning", "assert"):
-                self.problems.append(str([one.get("value") for one in parameters["args"]]))
+                self.problems.append(str([argument.get("value") for argument in parameters["args"]]))
             case "Log.entryAdded" if parameters["entry"]["level"] == "error":
                 self.problems.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
             case "Audits.issueAdded" if "contentSecurityPolicy" in json.dumps(parameters):

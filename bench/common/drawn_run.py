@@ -215,10 +215,10 @@ class DrawnRun:
         """The state of the controller at an instant."""
         at_s = float(query["at"])
         step = int(np.searchsorted(np.array(self.series["wall_s"], float), at_s))
-        found = self.status(step)
-        graph = found["graph"]
+        status = self.status(step)
+        graph = status["graph"]
         states = {"trainer": {"at work": 1}, "rollout": {"waiting": 2, "at work": 1}}
-        return found | {
+        return status | {
             "term": 1,
             "events": 100 * step + 1,
             "at_s": at_s,
@@ -247,11 +247,11 @@ class DrawnRun:
         ledger = self.answer("api/ledger", {})
         total = ledger["dropped"][reason] if reason else ledger["states"][query["state"]]
         shown = self.texts[0] if self.texts else reason
-        found = [
+        prompts = [
             {"epoch": 0, "prompt": number, "step": number // 4, "reason": shown, "reward": None}
             for number in range(first, min(total, first + int(query.get("limit", 50))))
         ]
-        return {"prompts": found, "total": total}
+        return {"prompts": prompts, "total": total}
 
     @staticmethod
     def _prompt(number: int) -> dict[str, Any]:
@@ -338,7 +338,7 @@ class DrawnRun:
 
     def _resources(self, start_s: float, end_s: float, draw: random.Random) -> dict[str, Any]:
         """What the workers use: trainer and rollout workers on accelerators, the others on processors."""
-        found: dict[str, Any] = {}
+        roles: dict[str, Any] = {}
         for role, count in (("trainer", 1), ("rollout", max(self.workers - 3, 1)), ("reward", 1), ("reference", 1)):
             figures = {"processors": _spread(draw, 1.1, count), "memory": _spread(draw, 3e9, count)}
             has_device = role in ("trainer", "rollout")
@@ -348,11 +348,11 @@ class DrawnRun:
                 figures |= {"device_reserved": _spread(draw, 6e10, count), "device_total": [8.5e10] * 3}
             if role == "rollout":
                 figures |= {"cache": _spread(draw, 0.6, count), "tokens_per_s": _spread(draw, 900.0, count)}
-            found[role] = {"workers": count, "devices": count * has_device, "figures": figures}
-        found["rollout"]["tokens_per_s"] = found["rollout"]["figures"]["tokens_per_s"][1] * found["rollout"]["workers"]
+            roles[role] = {"workers": count, "devices": count * has_device, "figures": figures}
+        roles["rollout"]["tokens_per_s"] = roles["rollout"]["figures"]["tokens_per_s"][1] * roles["rollout"]["workers"]
         names = [self.worker(3 + draw.randrange(max(self.workers - 3, 1))) for _ in range(3)]
         worst = {name: [[who, value] for who in names] for name, value in (("device_use", 0.2), ("memory", 5e9))}
-        return {"from_s": start_s, "to_s": end_s, "roles": found, "worst": worst}
+        return {"from_s": start_s, "to_s": end_s, "roles": roles, "worst": worst}
 
     def _timeline(self, t0: float, t1: float, rows: int, first: int | None) -> dict[str, Any]:
         t0, t1 = max(t0, 0.0), min(t1, self.end_s)
@@ -445,17 +445,20 @@ class DrawnRun:
         }
 
     def _samples(self, query: Mapping[str, str]) -> dict[str, Any]:
-        found = self._chosen(query)
+        samples = self._chosen(query)
         if group := query.get("group"):
-            found = [sample for sample in self._all_samples() if sample["id"] // GROUP_SIZE == int(group) // GROUP_SIZE]
+            samples = [
+                sample for sample in self._all_samples() if sample["id"] // GROUP_SIZE == int(group) // GROUP_SIZE
+            ]
         order = {"worst": "reward", "best": "-reward", "newest": "-id", "": "-id"}.get(*[query.get("order", "")] * 2)
         name = {"ended": "finish"}.get(order.removeprefix("-"), order.removeprefix("-"))
-        found.sort(key=lambda one: one.get(name, one["id"]), reverse=order.startswith("-"))
+        samples.sort(key=lambda sample: sample.get(name, sample["id"]), reverse=order.startswith("-"))
         offset, limit = int(query.get("offset", 0)), int(query.get("limit", 50))
         shown = [
-            one | {"prompt_text": one["prompt_text"][:2000], "completion": one["completion"][:2000]} for one in found
+            sample | {"prompt_text": sample["prompt_text"][:2000], "completion": sample["completion"][:2000]}
+            for sample in samples
         ]
-        return {"samples": shown[offset : offset + limit], "total": len(found)}
+        return {"samples": shown[offset : offset + limit], "total": len(samples)}
 
     def _all_samples(self) -> list[dict[str, Any]]:
         if not self._drawn:
@@ -464,20 +467,20 @@ class DrawnRun:
 
     def _chosen(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
         """The samples that match a query."""
-        found = self._all_samples()
+        samples = self._all_samples()
         if reason := query.get("reason"):
-            found = [one for one in found if reason in (one["reason"], one["finish"])]
+            samples = [sample for sample in samples if reason in (sample["reason"], sample["finish"])]
         if text := query.get("grep"):
-            found = [one for one in found if text in one["completion"] or text in one["prompt_text"]]
+            samples = [sample for sample in samples if text in sample["completion"] or text in sample["prompt_text"]]
         if prompt := query.get("prompt"):
-            found = [one for one in found if one["prompt"] == int(prompt)]
+            samples = [sample for sample in samples if sample["prompt"] == int(prompt)]
         least, most = int(query.get("shortest", 0)), int(query.get("longest", 10**9))
-        found = [one for one in found if least <= one["tokens"] <= most]
+        samples = [sample for sample in samples if least <= sample["tokens"] <= most]
         if first := query.get("from"):
-            found = [one for one in found if one["step"] >= int(first)]
+            samples = [sample for sample in samples if sample["step"] >= int(first)]
         if last := query.get("to"):
-            found = [one for one in found if one["step"] <= int(last)]
-        return found
+            samples = [sample for sample in samples if sample["step"] <= int(last)]
+        return samples
 
     def _groups(self, query: Mapping[str, str]) -> dict[str, Any]:
         samples, settings = self._columns(query), self._sample_settings(query)

@@ -20,22 +20,22 @@ def tensorboard_numbers(directory: Path) -> Numbers:
 
     accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
     accumulator.Reload()
-    found: Numbers = {}
+    by_step: Numbers = {}
     for tag in accumulator.Tags()["scalars"]:
         for scalar in accumulator.Scalars(tag):
-            line = found.setdefault(scalar.step, {})
+            line = by_step.setdefault(scalar.step, {})
             assert tag not in line, f"{tag} has step {scalar.step} twice"
             line[tag] = scalar.value
-    return found
+    return by_step
 
 
 def wandb_numbers(path: Path) -> Numbers:
     """The history of a .wandb file; the values of several records of a step are merged."""
-    found: Numbers = {}
+    by_step: Numbers = {}
     for line in wandb_history(path):
         numbers = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
-        found.setdefault(int(numbers["step"]), {}).update(numbers)
-    return found
+        by_step.setdefault(int(numbers["step"]), {}).update(numbers)
+    return by_step
 
 
 def wandb_history(path: Path) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def prometheus_numbers(text: str) -> dict[str, float]:
     """The gauges without labels that come from metrics.jsonl, by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    families = [one for one in text_string_to_metric_families(text) if not one.name.startswith(NOT_OF_METRICS)]
+    families = [family for family in text_string_to_metric_families(text) if not family.name.startswith(NOT_OF_METRICS)]
     return {family.name: float(family.samples[0].value) for family in families}
 
 

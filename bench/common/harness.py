@@ -226,16 +226,16 @@ class Samples:
 
 def by_turns(sides: Mapping[str, Callable[[int], Measured]], rounds: int) -> dict[str, list[Measured]]:
     """The results of each side, which takes the number of the round; every other round is in reverse order."""
-    found: dict[str, list[Measured]] = {name: [] for name in sides}
+    results: dict[str, list[Measured]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in reversed(list(sides)) if number % 2 else sides:
-            found[name].append(sides[name](number))
-    return found
+            results[name].append(sides[name](number))
+    return results
 
 
 def median_ratio(some: list[float], others: list[float]) -> float:
     """The median of the ratios of two sides in the same round."""
-    return statistics.median(one / other for one, other in zip(some, others, strict=True))
+    return statistics.median(value / other for value, other in zip(some, others, strict=True))
 
 
 def percentile(values: list[float], share: float) -> float:

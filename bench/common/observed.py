@@ -32,8 +32,10 @@ def timeless(status: Status) -> Status:
     return {
         **{key: status[key] for key in COMPARED_KEYS},
         "waits": sorted((who, what) for who, what, _ in status["waits"]),
-        "workers at": [(one[0], one[2], re.sub(r" \(a lease ends in .*\)", "", one[4])) for one in graph["workers"]],
-        "blocked": sorted((one["who"], one["what"], one["blocked_on"]) for one in graph["waits"]),
+        "workers at": [
+            (worker[0], worker[2], re.sub(r" \(a lease ends in .*\)", "", worker[4])) for worker in graph["workers"]
+        ],
+        "blocked": sorted((wait["who"], wait["what"], wait["blocked_on"]) for wait in graph["waits"]),
     }
 
 
@@ -59,9 +61,9 @@ def not_replayed(run_dir: Path, statuses: Sequence[Status]) -> list[str]:
     missing, position = [], 0
     for status in statuses:
         expected = timeless(status)
-        found = next((at for at in range(position, len(states)) if states[at] == expected), None)
-        if found is not None:
-            position = found + 1
+        index = next((at for at in range(position, len(states)) if states[at] == expected), None)
+        if index is not None:
+            position = index + 1
             continue
         keys = [[key for key in state if state[key] != expected[key]] for state in states[position:]]
         closest = min(keys, key=len, default=["no state is left"])

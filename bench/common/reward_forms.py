@@ -66,11 +66,11 @@ async def _async_s() -> float:
         try:
             await scorer.load()
             row, begin_s = b'{"answer": "7", "prompt": "1+1="}', monotonic()
-            found = await asyncio.gather(*(scorer.outcomes("7", row) for _ in range(CALLS)))
+            scored = await asyncio.gather(*(scorer.outcomes("7", row) for _ in range(CALLS)))
             took_s = monotonic() - begin_s
         finally:
             await scorer.close()
-    if any(one.result is not Result.OK for one, *_ in found):
+    if any(outcome.result is not Result.OK for outcome, *_ in scored):
         raise RuntimeError("an async call failed")
     return took_s
 
@@ -106,7 +106,7 @@ def inapplicable(quick: bool) -> dict[str, float]:
         raise RuntimeError(f"the run has {len(none)} samples without a reward and {trained} trained ones")
     return {
         "inapplicable": float(len(none)),
-        "inapplicable_trained": float(sum(one.advantage is not None for one in none)),
+        "inapplicable_trained": float(sum(sample.advantage is not None for sample in none)),
     }
 
 

@@ -126,8 +126,8 @@ async def _score(folder: str, responses: list[str], workers: int) -> tuple[float
     try:
         await asyncio.gather(*(scorer.outcomes("fine", ROW) for _ in range(10 * workers)))
         begin_s = monotonic()
-        found = await asyncio.gather(*(scorer.outcomes(response, ROW) for response in responses))
-        return monotonic() - begin_s, [one[0] for one in found]
+        scored = await asyncio.gather(*(scorer.outcomes(response, ROW) for response in responses))
+        return monotonic() - begin_s, [outcomes[0] for outcomes in scored]
     finally:
         await scorer.close()
 
@@ -177,10 +177,10 @@ async def _judge(count: int) -> dict[str, float]:
                 site = web.TCPSite(runner, "127.0.0.1", port)
                 await site.start()
                 prose = asyncio.gather(*(scorer.outcomes(f"response {n}", ROW) for n in range(49, count, 50)))
-                invalid = sum(one[0].result is Result.INVALID for one in await prose)
+                invalid = sum(outcomes[0].result is Result.INVALID for outcomes in await prose)
                 lost += len(range(49, count, 50)) - invalid
-            found = [one[0] for one in await scoring]
-            lost += sum(one.result is not Result.OK or one.value != 0.5 for one in found)
+            judged = [outcomes[0] for outcomes in await scoring]
+            lost += sum(outcome.result is not Result.OK or outcome.value != 0.5 for outcome in judged)
             await scorer.close()
             calls.append(requests)
     await runner.cleanup()

@@ -30,7 +30,7 @@ KINDS = ("generate", "generate", "generate", "fetch", "swap")
 
 def _reports(second: int, rng: random.Random) -> list[tuple[WorkerId, bytes]]:
     """The report of each worker for a second: `PER_SECOND` spans, of which some overlap with waits."""
-    found = []
+    reports = []
     for number in range(WORKERS):
         spans = []
         for at in range(PER_SECOND):
@@ -40,8 +40,8 @@ def _reports(second: int, rng: random.Random) -> list[tuple[WorkerId, bytes]]:
                     spans.append(Span("generate", start_s, start_s + 0.06, 0.05, 12.5))
                 case kind:
                     spans.append(Span(kind, start_s, start_s + 0.06, root="reward-0" if kind == "fetch" else ""))
-        found.append((WorkerId(f"rollout-{number}"), encode(m.Report(pack_spans(spans), (), ()))))
-    return found
+        reports.append((WorkerId(f"rollout-{number}"), encode(m.Report(pack_spans(spans), (), ()))))
+    return reports
 
 
 def _waits(names: list[WorkerId], from_s: float, to_s: float) -> list[WaitInterval]:

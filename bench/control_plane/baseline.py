@@ -59,12 +59,12 @@ class Client:
         return time.monotonic() - start_s
 
     def get(self, part: str, rows: int, requests: int, depth: int = 1) -> float:
-        def one(_: int) -> Any:
+        def request(_: int) -> Any:
             meta = self._client.get_meta([FIELD], rows, part, task_name=TASK)
             return self._client.get_data(meta)[FIELD]
 
         start_s = time.monotonic()
-        got = list(map(one, range(requests)) if depth == 1 else self._threads(depth).map(one, range(requests)))
+        got = list(map(request, range(requests)) if depth == 1 else self._threads(depth).map(request, range(requests)))
         seconds = time.monotonic() - start_s
         one_by_one = itertools.chain(*(batch.unbind() if batch.is_nested else list(batch) for batch in got))
         if sorted(int(row.contiguous()[0]) for row in one_by_one) != list(range(rows * requests)):

@@ -52,14 +52,14 @@ class Workers:
         return len(self._sockets)
 
     def _connect(self, address: str, name: str) -> None:
-        one = self._context.socket(zmq.DEALER)
+        dealer = self._context.socket(zmq.DEALER)
         for option, value in {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 0, **client_options()}.items():
-            one.setsockopt(option, value)
-        one.connect(address)
-        descriptor = int(one.getsockopt(zmq.FD))
-        self._sockets[descriptor] = one
+            dealer.setsockopt(option, value)
+        dealer.connect(address)
+        descriptor = int(dealer.getsockopt(zmq.FD))
+        self._sockets[descriptor] = dealer
         self._epoll.register(descriptor, select.EPOLLIN)
-        one.send(
+        dealer.send(
             encode(
                 m.Hello(
                     protocol=m.PROTOCOL, worker=name, role="bench", host=socket.gethostname(), pid=os.getpid(), lanes=()
@@ -90,11 +90,11 @@ class Workers:
 
     def sample(self) -> str:
         """The encoded answer to a pull of one slot, in hexadecimal. Raises TimeoutError if there is none."""
-        descriptor, one = next(iter(self._sockets.items()))
-        zmq.backend.Socket.send(one, PULL, NOBLOCK)
-        if not one.poll(int(1000 * DEADLINE_S)):
+        descriptor, dealer = next(iter(self._sockets.items()))
+        zmq.backend.Socket.send(dealer, PULL, NOBLOCK)
+        if not dealer.poll(int(1000 * DEADLINE_S)):
             raise TimeoutError("a pull was never answered: was the queue filled?")
-        grant = zmq.backend.Socket.recv(one, NOBLOCK)
+        grant = zmq.backend.Socket.recv(dealer, NOBLOCK)
         self._check_readable(descriptor)
         return grant.hex()
 
@@ -109,7 +109,9 @@ class Workers:
         sent_s: dict[int, float] = {}
         trips: list[float] = []
         # The first pulls are spread over ``pause_s``; without a pause, all are sent at once.
-        due = [(at_s + pause_s * place / len(self._sockets), one) for place, one in enumerate(self._sockets)]
+        due = [
+            (at_s + pause_s * place / len(self._sockets), descriptor) for place, descriptor in enumerate(self._sockets)
+        ]
         while (now := clock()) < end_s or sent_s:
             if now > end_s + DEADLINE_S:
                 raise TimeoutError(f"{len(sent_s)} workers were never answered: was the queue filled?")
@@ -140,9 +142,9 @@ class Workers:
     def part(self) -> int:
         """Disconnect all workers without a `Leave`; returns their number."""
         count = len(self._sockets)
-        for descriptor, one in self._sockets.items():
+        for descriptor, dealer in self._sockets.items():
             self._epoll.unregister(descriptor)
-            one.close(0)
+            dealer.close(0)
         self._sockets.clear()
         self._ready.clear()
         return count

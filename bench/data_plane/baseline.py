@@ -49,8 +49,8 @@ class Client:
         rows = self._client.get_data(meta)[FIELD]
         taken_s = time.perf_counter() - begin_s
         rows = rows.unbind() if rows.is_nested else list(rows)
-        found = sorted(int(row[:8].clone().view(self._torch.int64)[0]) for row in rows)
-        if found != list(range(first, first + count)):
+        ids = sorted(int(row[:8].clone().view(self._torch.int64)[0]) for row in rows)
+        if ids != list(range(first, first + count)):
             raise ValueError("the rows that came out are not those that were put")
         return taken_s
 

@@ -41,8 +41,8 @@ def payload_of(sizes: list[int], first: int) -> Packed:
 def check(rows: Packed, first: int) -> None:
     """Raise ValueError unless the rows begin with the ids from ``first`` on."""
     starts = torch.tensor([0, *rows.lengths[:-1]]).cumsum(0)
-    found = torch.stack([rows.values[starts + byte] for byte in range(8)], 1).contiguous().view(torch.int64).flatten()
-    if found.tolist() != list(range(first, first + len(rows))):
+    ids = torch.stack([rows.values[starts + byte] for byte in range(8)], 1).contiguous().view(torch.int64).flatten()
+    if ids.tolist() != list(range(first, first + len(rows))):
         raise ValueError("the rows that came out are not those that were put")
 
 

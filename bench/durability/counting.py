@@ -69,8 +69,8 @@ class TokenCounter:
 
     def read(self, folder: Path) -> dict[int, Generated]:
         """What each process of a run has generated so far, by process id."""
-        found = {}
+        generated = {}
         for path in folder.iterdir() if folder.is_dir() else ():
             if len(data := path.read_bytes()) == _ROW.size:
-                found[int(path.name)] = Generated(*_ROW.unpack(data))
-        return found
+                generated[int(path.name)] = Generated(*_ROW.unpack(data))
+        return generated

@@ -138,16 +138,16 @@ async def write(run_dir: Path, engine: Engine, rows: int) -> dict[str, float]:
 def read(run_dir: Path, rows: int) -> dict[str, float]:
     """Read the journal as the controller does at a resume, and all its samples as a worker does."""
     begun = time.perf_counter()
-    found = read_journals(run_dir, [0, 3], {}, lambda oldest: oldest >= 0)
+    journaled = read_journals(run_dir, [0, 3], {}, lambda oldest: oldest >= 0)
     controller_s = time.perf_counter() - begun
     before = begin_peak()
     begun = time.perf_counter()
     journals, checksum = KeptJournals(run_dir), prompt_checksum(PROMPT)
-    kept = [journals.read(found.kept[0].journal, SampleKey(0, 0, row, 0), checksum) for row in range(rows)]
+    kept = [journals.read(journaled.kept[0].journal, SampleKey(0, 0, row, 0), checksum) for row in range(rows)]
     worker_s = time.perf_counter() - begun
-    count = sum(len(one.prefix.tokens) for one in kept if one is not None)
-    if count != found.tokens or len(found.kept) != rows:
-        raise RuntimeError(f"{count} tokens were read, and {found.tokens} of {len(found.kept)} samples found")
+    count = sum(len(sample.prefix.tokens) for sample in kept if sample is not None)
+    if count != journaled.tokens or len(journaled.kept) != rows:
+        raise RuntimeError(f"{count} tokens were read, and {journaled.tokens} of {len(journaled.kept)} samples found")
     [size] = [path.stat().st_size for path in run_dir.rglob("*.journal")]
     return {
         "bytes_per_token": size / count,

@@ -78,9 +78,9 @@ def evaluation(quick: bool) -> dict[str, float]:
             return run(Path(place) / f"{turn}-{len(flags)}", *words)
 
         evaluations = ("--eval.interval", "10", "--eval.samples", "4", "--eval.temperature", "1.0")
-        found = by_turns({"without": partial(summary, ()), "with": partial(summary, evaluations)}, turns)
-        rates = {side: [one["samples_per_s"] for one in summaries] for side, summaries in found.items()}
-        evaluated = sum(one["evaluations"]["held_out"]["evaluations"] for one in found["with"])
+        sides = by_turns({"without": partial(summary, ()), "with": partial(summary, evaluations)}, turns)
+        rates = {side: [figures["samples_per_s"] for figures in summaries] for side, summaries in sides.items()}
+        evaluated = sum(figures["evaluations"]["held_out"]["evaluations"] for figures in sides["with"])
         same = [Path(place) / name for name in ("first", "second")]
         for directory in same:
             run(directory, *SMALL, "--steps", "4", "--deterministic", "True", "--max-staleness", "0")
@@ -111,9 +111,9 @@ def best(quick: bool) -> dict[str, float]:
             for listed in read_list(directory):
                 written += 1
                 weights = named_parameters(load_model(best_dir(directory, listed.version)))
-                found = Snapshot.take(listed.version, weights).checksum()
+                checksum = Snapshot.take(listed.version, weights).checksum()
                 trained = _of_checkpoint(directory, listed.version, list(weights))
-                wrong += not (found == listed.checksum and trained in (None, found))
+                wrong += not (checksum == listed.checksum and trained in (None, checksum))
             wrong += not read_list(directory)
     return {"best_runs": float(runs), "best_written": float(written), "best_wrong": float(wrong)}
 

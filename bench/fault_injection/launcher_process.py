@@ -23,7 +23,7 @@ from flowrt.runtime.parent_death import die_with_parent
 
 LEAVE_S = 3.0
 COLUMNS = "1000"
-SIGNALS_OF = {one.name: one for one in signal.Signals} | {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS_OF = {member.name: member for member in signal.Signals} | {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 """The signals that faults send, by their kinds."""
 
 
@@ -120,11 +120,11 @@ class LauncherProcess:
             return [me, *below]
         wanted = "trainer" if victim in RANKS else victim
         pids = [pid for name, pid in self.started() if name == wanted]
-        found = [one for one in below if pids and one.pid == pids[-1]]
+        processes = [process for process in below if pids and process.pid == pids[-1]]
         if victim in RANKS and victim != AGENT:
-            found = [rank for one in found for rank in self._ranks(one) if rank[0] == victim.removeprefix("rank-")]
-            return [process for _, process in found]
-        return found
+            ranks = (rank for process in processes for rank in self._ranks(process))
+            return [process for rank, process in ranks if rank == victim.removeprefix("rank-")]
+        return processes
 
     @staticmethod
     def _ranks(agent: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
@@ -134,28 +134,28 @@ class LauncherProcess:
                     if "flowrt.roles.trainer" in process.cmdline():
                         yield process.environ().get("RANK", ""), process
 
-    def inject(self, victim: str, kind: str, found: Sequence[psutil.Process]) -> None:
-        """Inject a fault: a message to the proxy of the victim, or a signal to the processes ``found``."""
+    def inject(self, victim: str, kind: str, processes: Sequence[psutil.Process]) -> None:
+        """Inject a fault: a message to the proxy of the victim, or a signal to ``processes``."""
         if kind in LINK_KINDS or kind == "relent":
             with contextlib.suppress(OSError):
                 self._orders.send(f"{kind} {victim}".encode())
             return
         number = SIGNALS_OF[kind]
-        for process in found:
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    def end_fault(self, victim: str, kind: str, found: Sequence[psutil.Process]) -> None:
-        """End a lasting fault: continue the stopped processes ``found``, or reopen the link of the victim."""
+    def end_fault(self, victim: str, kind: str, processes: Sequence[psutil.Process]) -> None:
+        """End a lasting fault: continue the stopped ``processes``, or reopen the link of the victim."""
         if kind == "stop":
-            self.inject(victim, "SIGCONT", found)
+            self.inject(victim, "SIGCONT", processes)
         else:
-            self.inject(victim, "relent", found)
+            self.inject(victim, "relent", processes)
 
     def left(self) -> list[psutil.Process]:
         """Living processes of this trial, found by process id, session, command line or environment."""
         pids = {pid for _, pid in self.started()} | {self.pid}
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
@@ -164,8 +164,8 @@ class LauncherProcess:
                 is_started = process.create_time() >= self._began_at() and {process.pid, os.getsid(process.pid)} & pids
                 words = [*process.cmdline(), *process.environ().values()]
                 if is_started or any(str(self.folder) in word for word in words):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def _began_at(self) -> float:
         return time.time() - (time.monotonic() - self.began_s) - 1.0

@@ -224,12 +224,12 @@ class Trial:
             yield
         logs = {path: path.stat().st_size for path in self._logs(launcher)}
         steps, joined = self._steps(), self._joined(fault.victim)
-        found = [] if fault.victim == DISK else launcher.find(fault.victim)
+        processes = [] if fault.victim == DISK else launcher.find(fault.victim)
         fault_times.injected_s = began_s = time.monotonic()
         if fault.victim == DISK:
             self._fill(fault.free_bytes)
         else:
-            launcher.inject(fault.victim, fault.kind, found)
+            launcher.inject(fault.victim, fault.kind, processes)
         lasts = fault.kind in LASTING_KINDS and fault.duration_s != FOR_EVER_S
         gone_s = -1.0
         while True:
@@ -237,7 +237,7 @@ class Trial:
             since_s = time.monotonic() - began_s
             if lasts and since_s >= fault.duration_s:
                 lasts = False
-                launcher.end_fault(fault.victim, fault.kind, found)
+                launcher.end_fault(fault.victim, fault.kind, processes)
             if fault_times.noticed_s < 0 and self._named(fault, launcher, logs):
                 fault_times.noticed_s = since_s
             # There are fewer steps after a rollback to a checkpoint; the next closed step counts as the recovery.
@@ -247,7 +247,7 @@ class Trial:
                 fault_times.recovered_s = since_s
             if self._plan.group != "leave" or fault_times.replaced:
                 continue
-            if gone_s < 0 and all(map(has_ended, found)):
+            if gone_s < 0 and all(map(has_ended, processes)):
                 gone_s = since_s
             if gone_s >= 0:
                 fault_times.missing_s = since_s - gone_s

@@ -95,11 +95,11 @@ def wrong_summary(run_dir: Path, expected: dict[str, Any]) -> list[str]:
         return [f"there is no summary: {error}"]
     wrong = []
     for key, value in expected.items():
-        found = summary
+        actual = summary
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        if found != value:
-            wrong.append(f"{key} is {found} in the summary, not {value}")
+            actual = actual.get(part) if isinstance(actual, dict) else None
+        if actual != value:
+            wrong.append(f"{key} is {actual} in the summary, not {value}")
     return wrong
 
 

@@ -87,4 +87,8 @@ def make(folder: Path, wheel: Path, versions: str) -> Environment:
 def lower_bounds() -> list[str]:
     """The dependencies but torch, each at its lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [one.replace(">=", "==") for one in project["dependencies"] if not one.startswith("torch>=")]
+    return [
+        requirement.replace(">=", "==")
+        for requirement in project["dependencies"]
+        if not requirement.startswith("torch>=")
+    ]

@@ -91,10 +91,10 @@ def measure(quick: bool, against: str) -> dict[str, float]:
         def run(tree: Tree, turn: int) -> float:
             return samples_per_s(tree, Path(folder) / f"{tree is other}-{turn}", turn, steps)
 
-        found = by_turns(
+        speeds = by_turns(
             {"against": partial(run, other), "here": partial(run, Tree(ROOT, Path(sys.executable)))}, rounds
         )
-    here, other_speed = (statistics.median(found[side]) for side in ("here", "against"))
+    here, other_speed = (statistics.median(speeds[side]) for side in ("here", "against"))
     return {
         "default_speed_samples_per_s": here,
         "default_speed_samples_per_s_against": other_speed,

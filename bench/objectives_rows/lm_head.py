@@ -99,9 +99,9 @@ def narrow_errors(predictions: int, words: int, head: Head = fused) -> tuple[flo
     expected_T = logits_UV.log_softmax(-1)[rows_T, target_T]
     (slope_T.double() * expected_T).sum().backward()
     errors = [
-        float((one.grad.double() - other.grad).norm() / other.grad.norm())
-        for one, other in zip((hidden_UD, weight_VD), exact, strict=True)
-        if one.grad is not None and other.grad is not None
+        float((tensor.grad.double() - other.grad).norm() / other.grad.norm())
+        for tensor, other in zip((hidden_UD, weight_VD), exact, strict=True)
+        if tensor.grad is not None and other.grad is not None
     ]
     return float((found_T.detach().double() - expected_T.detach()).abs().max()), max(errors)
 

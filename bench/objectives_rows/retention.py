@@ -23,15 +23,17 @@ def measure(quick: bool) -> dict[str, float]:
     updates, seeds, refresh = (64, SEEDS[:1], (1, 64)) if quick else (UPDATES, SEEDS, REFRESH)
     points = list(product(OBJECTIVES, refresh, seeds))
     outcomes = train_all([StaleRun(OBJECTIVES[name], seed, updates, 0, every) for name, every, seed in points])
-    found: dict[tuple[str, int], list[Outcome]] = {}
+    curves: dict[tuple[str, int], list[Outcome]] = {}
     for (name, every, _), outcome in zip(points, outcomes, strict=True):
-        found.setdefault((name, every), []).append(outcome)
+        curves.setdefault((name, every), []).append(outcome)
     metrics = {
-        f"retention_{name}_accuracy_{every}": mean_of(of_seeds, lambda one: one.after)
-        for (name, every), of_seeds in found.items()
+        f"retention_{name}_accuracy_{every}": mean_of(of_seeds, lambda outcome: outcome.after)
+        for (name, every), of_seeds in curves.items()
     }
-    for name, every in found:
-        gains = {size: mean_of(found[name, size], lambda one: one.after - one.before) for size in (1, every)}
+    for name, every in curves:
+        gains = {
+            size: mean_of(curves[name, size], lambda outcome: outcome.after - outcome.before) for size in (1, every)
+        }
         if every > 1:
             metrics[f"retention_{name}_{every}"] = gains[every] / max(gains[1], 1e-9)
     return metrics

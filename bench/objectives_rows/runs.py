@@ -35,13 +35,13 @@ def rewards(folder: Path, model: Path, name: str, seeds: int, bound: int) -> lis
     """
     metric = "eval_last" if PRESETS[name].filter.zero_variance else "reward_last"
     flags = ["--algorithm", name, "--model", str(model), "--trainer.save", "False"]
-    found = []
+    final_rewards = []
     for seed in range(seeds):
         words = ("--seed", seed, "--max-staleness", bound, "--steps", STEPS, *flags)
-        found.append(float(run_job(folder / f"{name}-{bound}-{seed}", *words).summary[metric]))
-    sys.stdout.write(f"{name}, bound {bound}: {', '.join(f'{value:.3f}' for value in found)}\n")
+        final_rewards.append(float(run_job(folder / f"{name}-{bound}-{seed}", *words).summary[metric]))
+    sys.stdout.write(f"{name}, bound {bound}: {', '.join(f'{value:.3f}' for value in final_rewards)}\n")
     sys.stdout.flush()
-    return found
+    return final_rewards
 
 
 def measure(quick: bool, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, float]:
@@ -54,23 +54,23 @@ def measure(quick: bool, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[
     """
     bounds, seeds = ((1,), 1) if quick else (BOUNDS, seeds)
     chosen = list(names or (QUICK if quick else PRESETS))
-    found: dict[tuple[str, int], float] = {}
+    final_rewards: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         model = embedded_model(f"{folder}/start")
         # The largest bound first, so that an interrupted measurement has printed the most informative results.
         for bound in reversed(bounds):
             for name in chosen:
-                found[name, bound] = statistics.median(rewards(Path(folder), model, name, seeds, bound))
-    return {"runs_seeds": float(seeds), "runs_steps": float(STEPS)} | figures(found)
+                final_rewards[name, bound] = statistics.median(rewards(Path(folder), model, name, seeds, bound))
+    return {"runs_seeds": float(seeds), "runs_steps": float(STEPS)} | figures(final_rewards)
 
 
-def figures(found: Mapping[tuple[str, int], float]) -> dict[str, float]:
+def figures(final_rewards: Mapping[tuple[str, int], float]) -> dict[str, float]:
     """The metrics of the row, from the reward of each preset and bound."""
-    names = sorted({name for name, _ in found})
-    bounds = sorted({bound for _, bound in found})
-    kept = [found[name, bounds[-1]] / max(found[name, bounds[0]], 1e-9) for name in names]
+    names = sorted({name for name, _ in final_rewards})
+    bounds = sorted({bound for _, bound in final_rewards})
+    kept = [final_rewards[name, bounds[-1]] / max(final_rewards[name, bounds[0]], 1e-9) for name in names]
     return {
-        **{f"reward_{name}_bound_{bound}": value for (name, bound), value in found.items()},
-        "presets_failed": float(sum(min(found[name, bound] for bound in bounds) < LEARNED for name in names)),
+        **{f"reward_{name}_bound_{bound}": value for (name, bound), value in final_rewards.items()},
+        "presets_failed": float(sum(min(final_rewards[name, bound] for bound in bounds) < LEARNED for name in names)),
         "bound4_over_bound0_min": min(kept),
     }

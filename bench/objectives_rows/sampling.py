@@ -67,11 +67,11 @@ class CheckpointedRun:
         """Held-out accuracy of the default task by step, from the initial model (step 0) to the last checkpoint."""
         flags = ["--run-dir", str(self.job.run_dir), "--model", str(self._model), "--algorithm.kl.coef", "0"]
         loop = StaleLoop(parse([*flags, "--data.eval-prompts", str(HELD_OUT)]))
-        found = {0: loop.held_out_accuracy()}
+        accuracies = {0: loop.held_out_accuracy()}
         for step in sorted(checkpoint_steps(self.job.run_dir)):
             loop.load(checkpoint_dir(self.job.run_dir, step))
-            found[step] = loop.held_out_accuracy()
-        return found
+            accuracies[step] = loop.held_out_accuracy()
+        return accuracies
 
 
 def steps_to(target: float, accuracies: dict[int, float]) -> float:
@@ -99,7 +99,7 @@ def dynamic(quick: bool) -> dict[str, float]:
                 steps[side].append(steps_to(TARGET, run.accuracies()))
                 if side == "with":
                     equal_groups += sum(line["refused_groups_trained"] for line in run.job.lines)
-    medians = {side: statistics.median(found) for side, found in steps.items()}
+    medians = {side: statistics.median(counts) for side, counts in steps.items()}
     return {
         "dynamic_steps_with": medians["with"],
         "dynamic_steps_without": medians["without"],
@@ -117,8 +117,8 @@ def curriculum(quick: bool) -> dict[str, float]:
         reward.write_text(REWARD)
         problems = task_of(parse(["--run-dir", folder])).training_problems()[: POSSIBLE + IMPOSSIBLE]
         rows = [
-            {"prompt": one.prompt, "answer": one.answer if number % 2 else "none"}
-            for number, one in enumerate(problems)
+            {"prompt": problem.prompt, "answer": problem.answer if number % 2 else "none"}
+            for number, problem in enumerate(problems)
         ]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         files = ["--recipe", "custom", "--data", str(data), "--reward", f"{reward}:reward", "--data.epochs", "0"]
@@ -143,7 +143,7 @@ def curriculum(quick: bool) -> dict[str, float]:
                 reached = f"{tokens[policy][-1]:.0f} tokens, step {step:.0f}"
                 sys.stdout.write(f"{policy}, seed {seed}: {reached}; best accuracy {max(accuracies.values()):.3f}\n")
                 sys.stdout.flush()
-    medians = {policy: statistics.median(found) for policy, found in tokens.items()}
+    medians = {policy: statistics.median(counts) for policy, counts in tokens.items()}
     return {
         "curriculum_tokens_solve_rate": medians["solve_rate"],
         "curriculum_tokens_uniform": medians["uniform"],

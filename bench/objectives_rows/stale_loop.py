@@ -129,14 +129,16 @@ class StaleLoop:
     def forget_before(self, version: int) -> None:
         """Free the weights of all older versions than ``version``, except the newest, which the evaluation uses."""
         newest = max(self._versions)
-        for old in [one for one in self._versions if one < version and one != newest]:
+        for old in [number for number in self._versions if number < version and number != newest]:
             del self._versions[old]
 
     def held_out_accuracy(self) -> float:
         """Mean reward of the newest weights on at most `HELD_OUT` held-out problems, answered greedily."""
         problems = self._task.held_out_problems()[:HELD_OUT]
         self._rollout.swap(self._versions[max(self._versions)])
-        responses = self._generate([Prompt(key, self._ids(one), 0, greedy=True) for key, one in enumerate(problems)])
+        responses = self._generate(
+            [Prompt(key, self._ids(problem), 0, greedy=True) for key, problem in enumerate(problems)]
+        )
         return sum(self._reward(response, problems[response.key]) for response in responses) / len(problems)
 
     def load(self, checkpoint: Path) -> None:
@@ -161,7 +163,7 @@ class StaleLoop:
             for member in range(config.group_size)
         ]
         self._rollout.swap(self._versions[version])
-        responses = sorted(self._generate(prompts), key=lambda one: one.key)
+        responses = sorted(self._generate(prompts), key=lambda response: response.key)
         rewards = [
             self._reward(response, self._problems[chosen[response.key // config.group_size]]) for response in responses
         ]
@@ -233,7 +235,9 @@ def _sampled_kl(
     """Sum over the tokens of each sample of log(rollout / reference), in nats."""
     if reference is None:
         return None
-    return torch.stack([(one - other).double().sum() for one, other in zip(rollout_logprobs, reference, strict=True)])
+    return torch.stack(
+        [(logprobs - other).double().sum() for logprobs, other in zip(rollout_logprobs, reference, strict=True)]
+    )
 
 
 def mean_of(outcomes: Sequence[Outcome], value: Callable[[Outcome], float]) -> float:

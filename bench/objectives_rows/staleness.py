@@ -36,7 +36,7 @@ def measure(quick: bool) -> dict[str, float]:
     metrics: dict[str, float] = {"staleness_steps": float(STEPS), "staleness_seeds": float(len(seeds))}
     for (name, lag), of_seeds in curves.items():
         after = [seed.after for seed in of_seeds]
-        metrics[f"staleness_{name}_{lag}"] = mean_of(of_seeds, lambda one: one.after)
+        metrics[f"staleness_{name}_{lag}"] = mean_of(of_seeds, lambda outcome: outcome.after)
         metrics |= {f"staleness_{name}_{lag}_least": min(after), f"staleness_{name}_{lag}_most": max(after)}
     kept = [metrics[f"staleness_{name}_16"] / metrics[f"staleness_{name}_0"] for name in names]
     return metrics | {"staleness16_best": max(kept), "staleness16_worst": min(kept)}

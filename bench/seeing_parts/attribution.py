@@ -49,19 +49,19 @@ def measure(quick: bool) -> dict[str, float]:
     figures = dict.fromkeys(("causes_missed", "attribution_gap", "attribution_sum_error", "attribution_other"), 0.0)
     local = [name for name in (QUICK if quick else PLANTS) if not PLANTS[name].link_mbit_s]
     with Cast() as cast:
-        found = [of_plant(cast, name) for name in local]
+        results = [of_plant(cast, name) for name in local]
     for name in () if quick else PLANTS:
         if PLANTS[name].link_mbit_s:
             try:
-                found.append(forked(of_linked_plant, name))
+                results.append(forked(of_linked_plant, name))
             except Unavailable as error:
                 print(f"plant {name!r} was not played: {error}")
-    for one in found:
-        for figure, value in one.items():
+    for result in results:
+        for figure, value in result.items():
             so_far = figures.get(figure, 0.0)
             figures[figure] = so_far + value if figure == "causes_missed" else max(so_far, value)
     if not quick:
-        figures["causes_planted"] = float(len(found))
+        figures["causes_planted"] = float(len(results))
         figures["attribution_other_job"] = _of_job()
     return figures
 

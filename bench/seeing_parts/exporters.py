@@ -81,7 +81,7 @@ def _prometheus(run_dir: Path, cut: Path, step: int) -> dict[str, float]:
 
 def _count_wrong_spans(run_dir: Path, trace_path: Path) -> int:
     trace = json.loads(gzip.decompress(trace_path.read_bytes()))["traceEvents"]
-    slices = [one for one in trace if one["ph"] == "X"]
+    slices = [event for event in trace if event["ph"] == "X"]
     tracks: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for slice_ in slices:
         start_ns = round(1000 * slice_["ts"])
@@ -96,8 +96,8 @@ def _count_wrong_spans(run_dir: Path, trace_path: Path) -> int:
         (line.get("wait") or line["kind"], line["start_s"], line["end_s"] - line["start_s"]) for line in lines
     )
     differing = sum(
-        one[0] != other[0] or abs(one[1] - other[1]) > US or abs(one[2] - other[2]) > US
-        for one, other in zip(drawn, known, strict=False)
+        span[0] != other[0] or abs(span[1] - other[1]) > US or abs(span[2] - other[2]) > US
+        for span, other in zip(drawn, known, strict=False)
     )
     wrong: int = overlaps + differing + abs(len(drawn) - len(known))
     return wrong

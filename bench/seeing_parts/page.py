@@ -76,7 +76,7 @@ async def effects(browser: Browser, texts: Sequence[str]) -> list[str]:
     plain = DrawnRun(steps=40)
     run.events = [{**event, "text": texts[at % len(texts)]} for at, event in enumerate(plain.events)]
     tab = await browser.tab()
-    found: list[str] = []
+    changes: list[str] = []
     async with serving(run) as server:
         await tab.open(server.url)
         await tab.until(COMPLETE, 60)
@@ -87,19 +87,19 @@ async def effects(browser: Browser, texts: Sequence[str]) -> list[str]:
             for start in range(offset, min(offset + 200, len(texts)), 50):
                 await tab.evaluate(SHOW % start)
             await tab.evaluate(OPEN)
-            found += await _changes(tab, title, names)
+            changes += await _changes(tab, title, names)
         for at in range(0, len(texts), 500):
             server_texts = texts[at : at + 500]
             for number, text in enumerate(server_texts, at):
                 server.push("event", run.add_event("gone", "", 1, float(number)) | {"text": text, "worker": text})
             await tab.until(f"run.events.length >= {len(run.events)}", 60)
             await tab.evaluate("events()")
-            found += await _changes(tab, title, names)
+            changes += await _changes(tab, title, names)
         hosts = {urlsplit(url).netloc for url in tab.requests} - {f"127.0.0.1:{server.port}"}
-        found += [f"a request to {host}" for host in hosts]
-        found += tab.problems
+        changes += [f"a request to {host}" for host in hosts]
+        changes += tab.problems
     await tab.close()
-    return found
+    return changes
 
 
 ELEMENTS = "[...new Set([...document.querySelectorAll('*')].map((one) => one.tagName))]"
@@ -116,13 +116,13 @@ OPEN = """(async () => {
 
 async def _changes(tab: Tab, title: str, names: set[str]) -> list[str]:
     """Changes of the title and new elements of the page since before the texts."""
-    found = []
+    changes = []
     if (now := await tab.evaluate("document.title")) != title:
-        found.append(f"the title is {now!r}")
+        changes.append(f"the title is {now!r}")
     if await tab.evaluate("Boolean(document.getElementById('planted'))"):
-        found.append("an element was added")
+        changes.append("an element was added")
     more = set(await tab.evaluate(ELEMENTS)) - names - {"B", "DL", "DT", "DD", "PRE", "BUTTON", "H3", "I"}
-    return [*found, *(f"an element {name} was added" for name in sorted(more))]
+    return [*changes, *(f"an element {name} was added" for name in sorted(more))]
 
 
 async def paints(browser: Browser, run: DrawnRun, loads: int) -> list[tuple[float, float]]:

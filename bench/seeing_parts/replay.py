@@ -112,7 +112,7 @@ def _observed(place: Path, instants: int) -> dict[str, float]:
             folders = [place / f"real-{runs + index}" for index in range(at_a_time)]
             for run_dir, statuses in zip(folders, threads.map(_watched_run, folders), strict=True):
                 missing = not_replayed(run_dir, statuses)
-                sys.stderr.write("".join(f"{run_dir.name}: not in its replay: {one}\n" for one in missing))
+                sys.stderr.write("".join(f"{run_dir.name}: not in its replay: {status}\n" for status in missing))
                 seen, lacking, runs = seen + len(statuses), lacking + len(missing), runs + 1
     return {"observed_runs": float(runs), "observed_instants": float(seen), "observed_wrong": float(lacking)}
 
@@ -140,10 +140,10 @@ def _watched_run(run_dir: Path) -> list[Status]:
                 if not victims:
                     del statuses[-UNWRITTEN:]  # a killed controller has not written the events since its last tick
                 running = psutil.Process(process.pid).children(recursive=True)
-                found = next((one for one in running if victim in " ".join(one.cmdline())), None)
-                if found is None:
+                worker = next((child for child in running if victim in " ".join(child.cmdline())), None)
+                if worker is None:
                     raise RuntimeError(f"{run_dir.name} has no process {victim} in step {statuses[-1]['step']}")
-                found.kill()
+                worker.kill()
     if process.returncode or victims:
         raise RuntimeError(f"`{' '.join(words)}` ended with {process.returncode}; not killed: {victims}")
     return statuses
@@ -174,8 +174,8 @@ def _job(place: Path, quick: bool) -> dict[str, float]:
         return run_job(place / f"{turn}-{limit_mb}", *words)
 
     jobs = by_turns({"off": partial(job, 0), "on": partial(job, 1024)}, turns)
-    off, on = ([one.samples_per_s for one in jobs[side]] for side in ("off", "on"))
-    size, events = _bytes_and_events(one.run_dir for one in jobs["on"])
+    off, on = ([run.samples_per_s for run in jobs[side]] for side in ("off", "on"))
+    size, events = _bytes_and_events(run.run_dir for run in jobs["on"])
     return {
         "recorder_bytes": size / events,
         "recorder_ratio": median_ratio(on, off),

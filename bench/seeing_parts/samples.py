@@ -90,12 +90,12 @@ def _store(quick: bool) -> dict[str, float]:
                         data=(prompt_text, text, ids),
                     )
                     trained = TrainedSample(step, 0, prompt, member, 0, 0.5, (logprobs, logprobs))
-                    records += [(encode_record(one) or b"", step) for one in (scored, trained)]
+                    records += [(encode_record(sample) or b"", step) for sample in (scored, trained)]
                 outcomes += [GroupEnd(0, step * ROWS + group, step) for group in range(ROWS // MEMBERS)]
             start_s = time.monotonic()
             assert not writer.write(records, outcomes)
             written_s += time.monotonic() - start_s
-            largest = max(largest, sum(one.stat().st_size for one in path.iterdir()))
+            largest = max(largest, sum(file.stat().st_size for file in path.iterdir()))
             memory = max(memory, process.memory_info().rss)
         writer.close()
         kept = SampleReader(path).query(SampleFilter(reason="timeout"), limit=1).total

@@ -196,7 +196,7 @@ async def first_load_bytes(run_dir: Path) -> int:
             base = f"http://127.0.0.1:{port}"
             async with browser.get(f"{base}/?token={TOKEN}") as answer:
                 await answer.read()
-            for path in (*STATIC, *(f"/api/{one}" for one in asked)):
+            for path in (*STATIC, *(f"/api/{name}" for name in asked)):
                 async with browser.get(f"{base}{path}", headers={"Accept-Encoding": "gzip, deflate"}) as answer:
                     assert answer.status == 200, path
                     total += len(await answer.read())
@@ -294,9 +294,9 @@ def kill_all(pid: int) -> None:
     """Kill a process and all that it has started, at once."""
     with contextlib.suppress(psutil.NoSuchProcess):
         first = psutil.Process(pid)
-        for one in (first, *first.children(recursive=True)):
+        for process in (first, *first.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
 
 
 def cost_figures(quick: bool) -> dict[str, float]:
@@ -310,8 +310,8 @@ def cost_figures(quick: bool) -> dict[str, float]:
             flags = ["--steps", steps, "--seed", str(turn), "--model", str(model), *(() if is_on else PLAIN)]
             return default_job(folder / f"{turn}-{is_on}", *flags, clients=3 if is_on else 0)
 
-        found = by_turns({"on": partial(job, True), "off": partial(job, False)}, turns)
-    rates, memory_mb = ({side: [one[at] for one in found[side]] for side in found} for at in (0, 1))
+        runs = by_turns({"on": partial(job, True), "off": partial(job, False)}, turns)
+    rates, memory_mb = ({side: [run[at] for run in runs[side]] for side in runs} for at in (0, 1))
     return {
         "cost_samples_per_s": statistics.median(rates["on"]),
         "cost_ratio": median_ratio(rates["on"], rates["off"]),
@@ -444,7 +444,7 @@ async def hostile_requests(run_dir: Path) -> tuple[int, int]:
     server = PageServer(RunReader(run_dir), Access(TOKEN))
     port = await server.start("127.0.0.1", 0)
     base, name = f"http://127.0.0.1:{port}", f"flowrt_{port}"
-    apis = [f"/api/{one}" for one in ("run", "series", "events", "timeline", "samples", "ledger", "logs", "stream")]
+    apis = [f"/api/{api}" for api in ("run", "series", "events", "timeline", "samples", "ledger", "logs", "stream")]
     escapes = [
         "/../secret",
         "/%2e%2e/secret",

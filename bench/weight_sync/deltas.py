@@ -66,8 +66,8 @@ def measure(full_bytes: int, repeats: int) -> dict[str, float]:
         "apply_spare": lambda: Delta.from_buffers(delta.buffers()).apply(old, spare),
         "whole": lambda: whole(old, new, old_sum, spare),
     }
-    found = {f"delta_{name}_gbps": gbps(full_bytes, repeats, call) for name, call in rates.items()}
-    return {"delta_fraction": delta.fraction, **found}
+    figures = {f"delta_{name}_gbps": gbps(full_bytes, repeats, call) for name, call in rates.items()}
+    return {"delta_fraction": delta.fraction, **figures}
 
 
 def whole(old: Snapshot, new: Snapshot, old_sum: int, spare: Snapshot) -> Snapshot:

@@ -84,7 +84,7 @@ def trainer_orders() -> Orders:
             size = 1_000_000 * megabytes // 16
             tensors = {str(part): torch.randint(0, 256, (size,), dtype=torch.uint8) for part in range(16)}
         else:
-            tensors = {name: one.detach().clone() for name, one in named_parameters(small_model()).items()}
+            tensors = {name: parameter.detach().clone() for name, parameter in named_parameters(small_model()).items()}
         return sum(tensor.nbytes for tensor in tensors.values())
 
     async def publish(version: int) -> float:

@@ -49,11 +49,11 @@ def statistics(rewards_Pn: Sequence[Sequence[float]], solved_reward: float, ks: 
         ValueError: if a k is not from 1 to n.
     """
     answers = len(rewards_Pn[0])
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     of_prompts = {f"avg@{answers}": [math.fsum(rewards) / answers for rewards in rewards_Pn]}
     for k in ks:
         solved = [sum(reward >= solved_reward for reward in rewards) for rewards in rewards_Pn]
         of_prompts[f"pass@{k}"] = [pass_at_k(answers, count, k) for count in solved]
     for name, values in of_prompts.items():
-        found[name], found[f"{name}_error"] = mean_and_error(values)
-    return found
+        metrics[name], metrics[f"{name}_error"] = mean_and_error(values)
+    return metrics

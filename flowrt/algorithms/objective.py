@@ -142,7 +142,7 @@ class Rejection:
     @property
     def keeps_all(self) -> bool:
         """Whether no sample is ever masked."""
-        return self.low == 0 and all(math.isinf(one) for one in (self.high, self.negative_kl, self.binary_kl))
+        return self.low == 0 and all(math.isinf(limit) for limit in (self.high, self.negative_kl, self.binary_kl))
 
     def __call__(self, tokens: Tokens) -> Tensor:
         """[T], 1 for tokens of samples that are kept, else 0."""
@@ -151,7 +151,9 @@ class Rejection:
         kept_N = (ratio_N >= self.low) & (ratio_N <= self.high)
         kept_N &= (tokens.advantages_N >= 0) | (-mean_N <= self.negative_kl)
         if not math.isinf(self.binary_kl):
-            rollout_T, policy_T = (one.detach().to(mean_N.dtype).exp() for one in (tokens.rollout_T, tokens.logprobs_T))
+            rollout_T, policy_T = (
+                logprobs_T.detach().to(mean_N.dtype).exp() for logprobs_T in (tokens.rollout_T, tokens.logprobs_T)
+            )
             kept_N &= tokens.mean_N(bernoulli_kl_T(rollout_T, policy_T)) <= self.binary_kl
         return kept_N[tokens.sample_T].to(mean_N.dtype)
 

@@ -34,10 +34,10 @@ class EvaluationNews:
 
     async def take_next(self) -> list[Evaluated]:
         """Wait until there are results that were not taken yet, and take them."""
-        while not (found := self.take()):
+        while not (results := self.take()):
             self._changed.clear()
             await wait_until(self._changed.wait(), UNTIL_SESSION_END, "the results of an evaluation", CONTROLLER)
-        return found
+        return results
 
     def take_dropped(self, groups: Iterable[int]) -> dict[int, str]:
         """Those of these groups that were dropped, and why; they are forgotten."""

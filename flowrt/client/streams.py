@@ -139,8 +139,8 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
         leftover = [batch] if batch is not None else []
         if following.done() and not following.cancelled() and following.exception() is None:
             leftover += [following.result()]
-        for one in leftover:
-            session.give_back(stage, one)
+        for unused in leftover:
+            session.give_back(stage, unused)
         ends: list[asyncio.Future[Any]] = [committing] if committing is not None else []
         ends += [asyncio.create_task(session.commit(stage, done.slots, done.leases))] if done is not None else []
         for end in ends:

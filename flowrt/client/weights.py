@@ -164,16 +164,16 @@ class WeightTransfers:
 
     async def wait_staged(self, model: str = "") -> StagedWeights:
         """Wait until a version of a model (without a name: of any model) is staged, and return it."""
-        while (found := self.staged(model)) is None:
+        while (staged := self.staged(model)) is None:
             self._changed.clear()
             await wait_until(self._changed.wait(), UNTIL_SESSION_END, "a newer version", CONTROLLER)
-        return found
+        return staged
 
     def applied(self, model: str, version: int) -> None:
         """Report that this worker generates with ``version`` of a model from now on, which is no longer staged then."""
         staged = self._staged.get(model)
-        found = -1 if staged is None else staged.snapshot.version
-        if staged is not None and (found == version or (found < version and not staged.older)):
+        staged_version = -1 if staged is None else staged.snapshot.version
+        if staged is not None and (staged_version == version or (staged_version < version and not staged.older)):
             del self._staged[model]
             if staged.snapshot.device.type != "cpu":
                 self._devices[model] = staged.snapshot.device

@@ -83,7 +83,7 @@ class Dataflow:
                 "trained, or of all flows, take whole groups"
             )
         tensors = {column.name for column in self.columns}
-        readers = [one for one in self.stages if set(stage.makes) & set(one.needs)]
+        readers = [reader for reader in self.stages if set(stage.makes) & set(reader.needs)]
         if (
             stage.generates
             or not stage.makes
@@ -142,7 +142,7 @@ class Dataflow:
             there.update(column for stage in ready for column in stage.makes)
             waiting = [stage for stage in waiting if stage not in ready]
         if waiting:
-            cycle = ", ".join(f"{one.name!r} needs {sorted(set(one.needs) - there)}" for one in waiting)
+            cycle = ", ".join(f"{stage.name!r} needs {sorted(set(stage.needs) - there)}" for stage in waiting)
             raise ConfigError(f"stages{of_flow} wait for each other's columns: {cycle}; remove the cycle")
 
 

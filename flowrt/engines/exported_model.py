@@ -40,7 +40,7 @@ def write_weights(
     """
     plain = meta_model(source, dtype)
     names = {name for name, _ in plain.named_parameters()}
-    full = {name: one.to(dtype) if name in names else one for name, one in tensors.items()}
+    full = {name: tensor.to(dtype) if name in names else tensor for name, tensor in tensors.items()}
     plain.load_state_dict(full, assign=True, strict=False)
     plain.tie_weights()
     plain.save_pretrained(directory, max_shard_size=int(file_gb * 1e9))
@@ -79,14 +79,16 @@ def write_checkpoint(
         ConfigError: if peft is missing.
         OSError, SafetensorError: if writing fails.
     """
-    state = {name.removeprefix(MODEL): one for name, one in read_tensors(checkpoint, MODEL).items()}
-    wide = next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
+    state = {name.removeprefix(MODEL): tensor for name, tensor in read_tensors(checkpoint, MODEL).items()}
+    wide = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
     model = load_model(source, dtype=wide)
     if lora.rank:
         model = add_adapters(model, lora)
-    own = {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    if not trained <= state.keys() <= own.keys() or any(own[name].shape != one.shape for name, one in state.items()):
+    own = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained <= state.keys() <= own.keys() or any(
+        own[name].shape != tensor.shape for name, tensor in state.items()
+    ):
         raise EngineError(f"{checkpoint} is no checkpoint of the model {source}; was the run's model changed?")
     tensors = own | state
     full = merge_adapters(model, tensors) if lora.rank else tensors

@@ -193,8 +193,8 @@ def unloadable(path: str | os.PathLike[str], what: str, error: Exception) -> str
 
 def missing_package(error: Exception) -> str:
     """The package whose absence transformers reports with this error; empty: none, or it is installed."""
-    found = _REQUIRED.search(str(error))
-    name = (isinstance(error, ModuleNotFoundError) and error.name) or (found and (found[1] or found[2])) or ""
+    match = _REQUIRED.search(str(error))
+    name = (isinstance(error, ModuleNotFoundError) and error.name) or (match and (match[1] or match[2])) or ""
     name = name.split(".")[0].lower()
     try:
         return "" if not name or distribution(name) else name

@@ -63,9 +63,9 @@ def _scaled_positions(text: Mapping[str, Any]) -> int | None:
     rope = next((text[name] for name in ROPE if text.get(name)), None)
     if declared is None or not isinstance(rope, dict):
         return declared
-    of_layers = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    of_layers = [layer for layer in (rope, *rope.values()) if isinstance(layer, dict)]
     if any(layer.get("rope_type", layer.get("type")) in CALL_TYPES for layer in of_layers):
-        originals = [one.get("original_max_position_embeddings") for one in (text, *of_layers)]
+        originals = [table.get("original_max_position_embeddings") for table in (text, *of_layers)]
         return min([declared, *(length for length in originals if isinstance(length, int))])
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
     # The factor of Gemma 3 applies to some layers, and its max_position_embeddings is the length after scaling.
@@ -88,8 +88,8 @@ def parse_overrides(text: str) -> dict[str, Any]:
         raise ConfigError(f"model_overrides is {text!r:.80}, which is not JSON: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"model_overrides is {text!r:.80}; make it a JSON object of fields of config.json")
-    nested = [one for name in TEXT_TABLES if isinstance(one := table.get(name), dict)]
-    if fixed := next((name for name in FIXED for one in (table, *nested) if name in one), ""):
+    nested = [inner for name in TEXT_TABLES if isinstance(inner := table.get(name), dict)]
+    if fixed := next((name for name in FIXED for fields in (table, *nested) if name in fields), ""):
         raise ConfigError(f"model_overrides has {fixed!r}, which says what the weights are; leave it out")
     return table
 
@@ -111,15 +111,15 @@ def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
     check_numbers(overrides, {**table, **text_table(table)})
     of_text: dict[str, Any] = {}
     for name in TEXT_TABLES:
-        if isinstance(one := overrides.get(name), dict):
-            of_text |= one
+        if isinstance(nested := overrides.get(name), dict):
+            of_text |= nested
     flat = {key: value for key, value in overrides.items() if not isinstance(value, dict) or key not in TEXT_TABLES}
     name = next((name for name in TEXT_TABLES if isinstance(table.get(name), dict)), "")
     if name:
         own = {key: value for key, value in flat.items() if key in table}
         of_text = {key: value for key, value in flat.items() if key not in table} | of_text
         return {**_merged(table, own), name: with_overrides(table[name], of_text)}
-    rope = next((one for one in ROPE if table.get(one)), "")
+    rope = next((key for key in ROPE if table.get(key)), "")
     merged = dict(table)
     for key, value in (flat | of_text).items():
         if rope and key in ROPE:
@@ -163,25 +163,25 @@ def _with_rope(present: Any, key: str, value: Any) -> Any:
     """
     if not isinstance(present, dict):
         return value
-    layers = [name for name, one in present.items() if isinstance(one, dict)]
+    layers = [name for name, layer in present.items() if isinstance(layer, dict)]
     if layers and not (isinstance(value, dict) and set(value) <= set(layers)):
         raise ConfigError(
             f"model_overrides has {key!r}, and the model has rotary positions by type of layer; give a table for "
             f"{' or '.join(layers)}: {{{key!r}: {{{layers[0]!r}: {{…}}}}}}"
         )
     if layers:
-        return present | {name: _with_rope(present[name], key, one) for name, one in value.items()}
+        return present | {name: _with_rope(present[name], key, layer) for name, layer in value.items()}
     if value is None:
         value = {"rope_type": "default"}
     if not isinstance(value, dict):
         return value
     if "type" in value:
-        value = {"rope_type": value["type"]} | {name: one for name, one in value.items() if name != "type"}
+        value = {"rope_type": value["type"]} | {name: setting for name, setting in value.items() if name != "type"}
     own = dict(present)
     if "type" in own:
         own.setdefault("rope_type", own.pop("type"))
     if value.get("rope_type", own.get("rope_type")) != own.get("rope_type"):
-        own = {name: one for name, one in own.items() if name in OF_ALL_TYPES}
+        own = {name: setting for name, setting in own.items() if name in OF_ALL_TYPES}
     return _merged(own, value)
 
 

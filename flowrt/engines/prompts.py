@@ -125,7 +125,7 @@ def tools_text(value: object) -> str:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise ValueError("is no list of JSON objects, the schemas of the tools")
     try:
         text = json.dumps(value)
@@ -209,10 +209,10 @@ class PromptEncoder:
 
         Raises ConfigError if the prompt needs a template that is missing or excluded, or the template raises.
         """
-        one = DataPrompt(prompt, messages, tools)
-        if not self.applies_template(one):
+        data_prompt = DataPrompt(prompt, messages, tools)
+        if not self.applies_template(data_prompt):
             return self._plain(prompt)
-        conversation, options = self.conversation(one), self._options(one)
+        conversation, options = self.conversation(data_prompt), self._options(data_prompt)
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
                 conversation, tokenize=True, return_dict=False, **options
@@ -257,11 +257,11 @@ class PromptEncoder:
         messages = prompt.messages or (("user", prompt.text),)
         if self._form.system_prompt and messages[0][0] not in ("system", "developer"):
             messages = (("system", self._form.system_prompt), *messages)
-        found = [as_message(message) for message in messages]
-        for message, fields in zip(messages, found, strict=True):
+        conversation = [as_message(message) for message in messages]
+        for message, fields in zip(messages, conversation, strict=True):
             if len(message) > len(USUAL):
                 self._check_fields(fields, self._template_of(prompt))
-        return found
+        return conversation
 
     def encode_all(self, prompts: Sequence[DataPrompt]) -> list[list[int]]:
         """The token ids of many prompts: results and errors of `__call__`, but faster."""
@@ -275,8 +275,8 @@ class PromptEncoder:
                 rendered.add(place)
                 alike.setdefault((self._is_prefilled(prompt.messages), prompt.tools), []).append(place)
         for places in alike.values():
-            found = self._render_all([prompts[place] for place in places])
-            for place, text in zip(places, found, strict=True):
+            group_texts = self._render_all([prompts[place] for place in places])
+            for place, text in zip(places, group_texts, strict=True):
                 texts[place] = text
         if not texts:
             return []
@@ -302,8 +302,8 @@ class PromptEncoder:
         """The first control token in the texts of a prompt; empty if there is none. See `control_tokens`."""
         if self._controls is None:
             return ""
-        found = (self._controls.search(text) for text in prompt_texts(prompt))
-        return next((match[0] for match in found if match is not None), "")
+        matches = (self._controls.search(text) for text in prompt_texts(prompt))
+        return next((match[0] for match in matches if match is not None), "")
 
     def render(self, prompt: DataPrompt) -> str:
         """The text of a prompt rendered by the template. Raises ConfigError if the template raises."""
@@ -409,28 +409,28 @@ def control_tokens(tokenizer: Any, template: str) -> re.Pattern[str] | None:
     Returns:
         A pattern of special tokens, and of added tokens that the template writes; None if there are none.
     """
-    found = {str(token) for token in tokenizer.all_special_tokens}
+    tokens = {str(token) for token in tokenizer.all_special_tokens}
     for token in tokenizer.added_tokens_decoder.values():
         if token.special or (str(token).strip() and str(token) in template):
-            found.add(str(token))
-    longest_first = sorted((token for token in found if token.strip()), key=len, reverse=True)
+            tokens.add(str(token))
+    longest_first = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def prompt_texts(prompt: DataPrompt) -> list[str]:
     """The texts of a prompt: its messages with all their fields, and its tools."""
-    found = [prompt.text, *(message[1] for message in prompt.messages)]
+    texts = [prompt.text, *(message[1] for message in prompt.messages)]
     values: list[object] = [json.loads(message[2]) for message in prompt.messages if len(message) == 3]
     values += [json.loads(prompt.tools)] if prompt.tools else []
     while values:
         value = values.pop()
         if isinstance(value, str):
-            found.append(value)
+            texts.append(value)
         elif isinstance(value, Mapping):
             values += [*value.keys(), *value.values()]
         elif isinstance(value, list):
             values += value
-    return found
+    return texts
 
 
 def _added_after(tokenizer: Any) -> tuple[int, ...]:

@@ -43,16 +43,16 @@ def stop_token_ids(
         with reading(path, "has no generation_config.json"):
             generation = GenerationConfig.from_pretrained(path, local_files_only=True)
         sources["generation_config.json"] = generation.eos_token_id
-    found: set[int] = set()
+    stop_ids: set[int] = set()
     for name, value in sources.items():
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if not all(type(id_) is int and id_ >= 0 for id_ in ids):
             raise EngineError(f"{name} of {path} has eos_token_id {value!r:.80}; make it a token id, or a list of them")
-        found.update(ids)
+        stop_ids.update(ids)
     for template in [chat_template] if isinstance(chat_template, str) else chat_template:
         for text in {template_text(tokenizer, template, with_tools=with_tools) for with_tools in (False, True)}:
-            found.update(end_of_turn_ids(tokenizer, text))
-    return tuple(sorted(found))
+            stop_ids.update(end_of_turn_ids(tokenizer, text))
+    return tuple(sorted(stop_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,9 +75,13 @@ class TurnsOfForms:
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """The tokens that decoding leaves out, by id."""
-    found = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    added = {token: one.content for token, one in tokenizer.added_tokens_decoder.items() if one.special}
-    return {int(token): str(text) for token, text in (found | added).items()}
+    tokens = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = {
+        token: added_token.content
+        for token, added_token in tokenizer.added_tokens_decoder.items()
+        if added_token.special
+    }
+    return {int(token): str(text) for token, text in (tokens | added).items()}
 
 
 def opened_text(tokenizer: Any, template: str, form: PromptFormat) -> str:
@@ -102,5 +106,5 @@ def opened_text(tokenizer: Any, template: str, form: PromptFormat) -> str:
         return ""
     added = after.removeprefix(before) if after.startswith(before) else ""
     special = {*special_tokens(tokenizer).values()}
-    tags = (found for found in TAG.finditer(added) if found[0] not in special or THINKING.fullmatch(found[0]))
-    return added[next((found.start() for found in tags), len(added)) :]
+    tags = (tag for tag in TAG.finditer(added) if tag[0] not in special or THINKING.fullmatch(tag[0]))
+    return added[next((tag.start() for tag in tags), len(added)) :]

@@ -58,14 +58,14 @@ class ExportOptions:
 
     def processes(self) -> list[tuple[str, Path]]:
         """Name and target directory of each exporter that runs as a process."""
-        found: list[tuple[str, Path]] = []
+        processes: list[tuple[str, Path]] = []
         if self.tensorboard is not None:
-            found.append((TENSORBOARD, self.tensorboard))
+            processes.append((TENSORBOARD, self.tensorboard))
         if self.wandb:
-            found.append((WANDB, self.wandb_dir or target_of(WANDB, self.run_dir)))
+            processes.append((WANDB, self.wandb_dir or target_of(WANDB, self.run_dir)))
         if self.exporter:
-            found.append((self.exporter, self.run_dir))
-        return found
+            processes.append((self.exporter, self.run_dir))
+        return processes
 
 
 def export(options: ExportOptions, console: Console) -> int:
@@ -103,7 +103,7 @@ def export(options: ExportOptions, console: Console) -> int:
 
 def _check(options: ExportOptions) -> tuple[int, int | None]:
     """The first and last step to export. Raises ConfigError for options without effect, and unusable files."""
-    found = parse_steps(options.steps)
+    steps = parse_steps(options.steps)
     processes = options.processes()
     formats = (options.perfetto, options.prometheus, options.html, options.model)
     if not processes and all(format_ is None for format_ in formats):
@@ -126,7 +126,7 @@ def _check(options: ExportOptions) -> tuple[int, int | None]:
             check_target(path)
     if options.html is not None and importlib.util.find_spec(HTML) is None:
         raise ConfigError("this flowrt cannot write a run as one HTML file")
-    return found
+    return steps
 
 
 def _check_range(options: ExportOptions, reader: RunReader, first: int, last: int | None) -> None:
@@ -158,17 +158,19 @@ def _run_processes(options: ExportOptions) -> int:
         )
     codes: list[int] = []
     try:
-        codes += [blocking(one.wait, EXPORT, "the end of an exporter", "the run that it follows") for one in running]
+        codes += [
+            blocking(process.wait, EXPORT, "the end of an exporter", "the run that it follows") for process in running
+        ]
     except KeyboardInterrupt:
-        for one in running:
-            one.terminate()
+        for process in running:
+            process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            for one in running:
-                blocking(partial(one.wait, GRACE_S), GRACE_S, "the end of an exporter", "its process")
+            for process in running:
+                blocking(partial(process.wait, GRACE_S), GRACE_S, "the end of an exporter", "its process")
         return EXIT_INTERRUPTED
     finally:
-        for one in running:  # with their descendants
+        for process in running:  # with their descendants
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(one.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
     code = next((code for code in codes if code), EXIT_OK)
     return code if code in (EXIT_OK, EXIT_BAD_INPUT) else EXIT_FAILED

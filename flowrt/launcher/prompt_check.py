@@ -97,16 +97,16 @@ class _PromptCheck:
             return
         first = self._overlong[0]
         if self._limits.overlong == "drop":
-            counts = Counter(one.data_set for one in self._overlong)
-            for one in self._overlong:
-                if counts[one.data_set] == self._seen[one.data_set]:
-                    of_set = f" of data set {one.data_set!r}" if one.data_set else ""
+            counts = Counter(prompt.data_set for prompt in self._overlong)
+            for prompt in self._overlong:
+                if counts[prompt.data_set] == self._seen[prompt.data_set]:
+                    of_set = f" of data set {prompt.data_set!r}" if prompt.data_set else ""
                     raise ConfigError(
-                        f"{one.where}: {self._limits.refusal(one.tokens, self._what)}, as every prompt{of_set}; "
+                        f"{prompt.where}: {self._limits.refusal(prompt.tokens, self._what)}, as every prompt{of_set}; "
                         "data.overlong is drop, and none is left"
                     )
             return
-        longest = max(self._overlong, key=lambda one: one.tokens)
+        longest = max(self._overlong, key=lambda prompt: prompt.tokens)
         more = (
             f"; {len(self._overlong)} prompts are too long, the longest ({longest.where}) with {longest.tokens} tokens"
             if len(self._overlong) > 1

@@ -284,12 +284,12 @@ def _seconds(time: str) -> int | None:
     """The seconds of a time limit of SLURM; None without a limit. Raises ConfigError for another text."""
     if time.upper() in NO_LIMIT:
         return None
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         raise ConfigError(f"--time {time!r} is no time limit of SLURM; write HOURS:MINUTES:SECONDS, as 24:00:00")
-    days, *rest = (int(value) if value else 0 for value in found.group("days", "first", "second", "third"))
+    days, *rest = (int(value) if value else 0 for value in match.group("days", "first", "second", "third"))
     # "a" and "a:b" are minutes and seconds, but with days hours and minutes.
-    hours, minutes, seconds = rest if found["days"] or found["third"] else (0, *rest[:2])
+    hours, minutes, seconds = rest if match["days"] or match["third"] else (0, *rest[:2])
     return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -392,7 +392,7 @@ def fill(text: str, values: Mapping[str, str]) -> str:
         optional = line.startswith("#SBATCH") or _PLACEHOLDER.fullmatch(line)
         if optional and names and not all(values[name] for name in names):
             continue
-        lines.append(_PLACEHOLDER.sub(lambda found: values[found[1]], line))
+        lines.append(_PLACEHOLDER.sub(lambda match: values[match[1]], line))
     return "\n".join(lines) + "\n"
 
 

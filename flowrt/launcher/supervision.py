@@ -42,12 +42,12 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
     A damaged file counts as missing: all of its content is in the ledger, and the next end of the run rewrites it.
     """
     try:
-        found: object = json.loads((run_dir / "summary.json").read_bytes())
+        summary: object = json.loads((run_dir / "summary.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not SUMMARY.keys() <= found.keys():
+    if not isinstance(summary, dict) or not SUMMARY.keys() <= summary.keys():
         return None
-    return found if all(isinstance(found[name], kind) for name, kind in SUMMARY.items()) else None
+    return summary if all(isinstance(summary[name], kind) for name, kind in SUMMARY.items()) else None
 
 
 def recorded_end(run_dir: Path) -> dict[str, Any] | None:
@@ -269,8 +269,8 @@ NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 def present(status: Mapping[str, Any]) -> Collection[str]:
     """The workers in the run, of those that this launcher follows; those listed, in a status without "followed"."""
-    found: Collection[str] = status.get("followed", {"present": status["workers"]})["present"]
-    return found
+    workers: Collection[str] = status.get("followed", {"present": status["workers"]})["present"]
+    return workers
 
 
 class Vacancies:
@@ -345,14 +345,14 @@ def has_joined(run_dir: Path, role: str) -> bool:
 
     Also True if a step was closed since then, or if the file cannot be read.
     """
-    first, found = None, False
+    first, joined = None, False
     if not os.access(run_dir / EVENTS, os.R_OK):
         return True
     for line in _events(run_dir):
         if line.get("kind") in ("started", "resumed"):
-            first, found = line.get("step"), False
-        found = found or line.get("role") == role or line.get("step") != first
-    return found
+            first, joined = line.get("step"), False
+        joined = joined or line.get("role") == role or line.get("step") != first
+    return joined
 
 
 class Supervisor:

@@ -24,8 +24,8 @@ def printable(text: str, *, one_line: bool = False) -> str:
     return _CONTROL.sub(_escape, text.translate(_TAB_OR_LINE_END) if one_line else text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
     if 0xDC80 <= code <= 0xDCFF:  # an undecodable byte of a file name (PEP 383)
         return f"\\x{code - 0xDC00:02x}"
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

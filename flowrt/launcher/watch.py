@@ -179,9 +179,9 @@ def run_token(run_dir: Path) -> str:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(24))
     with contextlib.suppress(OSError, ValueError):
-        found = path.stat()
+        status = path.stat()
         token = path.read_text("ascii")
-        if found.st_uid == os.getuid() and not found.st_mode & 0o077 and len(token) == 32 and token.isprintable():
+        if status.st_uid == os.getuid() and not status.st_mode & 0o077 and len(token) == 32 and token.isprintable():
             return token
     return secrets.token_urlsafe(24)
 

@@ -145,15 +145,15 @@ class ReceiveBacklog:
 
     def find_excessive(self) -> list[int]:
         """Descriptors with more than MAX_UNDELIVERED_BYTES undelivered; each call checks the next BATCH connections."""
-        found = []
+        excessive = []
         for _ in range(BATCH):
             descriptor = next(self._unchecked, None)
             if descriptor is None:
                 self._unchecked = iter(list(self._descriptors))
                 break
             if descriptor in self._descriptors and self.undelivered(descriptor) > MAX_UNDELIVERED_BYTES:
-                found.append(descriptor)
-        return found
+                excessive.append(descriptor)
+        return excessive
 
 
 class ConnectionGuard:
@@ -335,12 +335,12 @@ class ConnectionGuard:
 
     def _check_next_batch(self) -> None:
         assert self._liveness_round is not None
-        found = next(self._liveness_round, None)
-        if found is None:
+        descriptors = next(self._liveness_round, None)
+        if descriptors is None:
             self._liveness_round = None
             return
         loop = asyncio.get_running_loop()
-        for descriptor in found:
+        for descriptor in descriptors:
             loop.call_later(RECHECK_MS / 1000, self._close_if_stopped, descriptor)
         loop.call_later(BATCH_PAUSE_S, self._check_next_batch)
 

@@ -133,8 +133,8 @@ def _own(directory: Path, worker: str) -> Path:
     others = [path for path in sorted(directory.glob("*.key")) if path.stem != CONTROLLER]
     if len(others) == 1:
         return others[0]
-    found = ", ".join(path.name for path in others) or "none"
-    raise ConfigError(f"keys {directory} has no key for {worker} (there is {found}); copy one to {worker}.key there")
+    names = ", ".join(path.name for path in others) or "none"
+    raise ConfigError(f"keys {directory} has no key for {worker} (there is {names}); copy one to {worker}.key there")
 
 
 def _pair(path: Path) -> Pair:

@@ -33,7 +33,7 @@ def merged(lines: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]
 
 def _sum(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     times = add_up(lines)
-    found = {
+    total = {
         "step": lines[-1]["step"],
         "from_s": times.from_s,
         "to_s": times.to_s,
@@ -49,15 +49,15 @@ def _sum(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
     }
     if resources := _sum_resources(lines):
-        found["resources"] = resources
-    return found
+        total["resources"] = resources
+    return total
 
 
 def _sum_resources(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The resources of several lines as one; empty if none has any, or a line is damaged."""
-    found = [line["resources"] for line in lines if isinstance(line.get("resources"), dict)]
+    resources = [line["resources"] for line in lines if isinstance(line.get("resources"), dict)]
     try:
-        return merged_use(found) if found else {}
+        return merged_use(resources) if resources else {}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return {}
 
@@ -105,11 +105,11 @@ class Times:
 
     def root(self, role: str, kind: str) -> tuple[str, float]:
         """The root with the most seconds of a kind in a role, and its share of them (0 to 1); ("", 0.0) without one."""
-        found = {root: seconds for (of, cause, root), seconds in self.roots.items() if (of, cause) == (role, kind)}
-        if not found:
+        roots = {root: seconds for (of, cause, root), seconds in self.roots.items() if (of, cause) == (role, kind)}
+        if not roots:
             return "", 0.0
-        first = max(found, key=lambda root: found[root])
-        return first, min(found[first] / max(self.roles[role].get(kind, 0.0), 1e-9), 1.0)
+        first = max(roots, key=lambda root: roots[root])
+        return first, min(roots[first] / max(self.roles[role].get(kind, 0.0), 1e-9), 1.0)
 
     def sentence(self, role: str) -> str:
         """The largest share of a role's time other than work, or its share of work if no other reaches `MIN_SHARE`.
@@ -119,7 +119,7 @@ class Times:
         """
         of = self.shares()[role]
         waits = {kind: of[kind] for kind in WAITS if of[kind] >= MIN_SHARE}
-        kind = max(waits, key=lambda one: waits[one], default="")
+        kind = max(waits, key=lambda wait: waits[wait], default="")
         if not kind:
             return f"{role}: {of[Kind.BUSY.value]:.0%} busy".replace("%", " %")
         return f"{role}: {waits[kind]:.0%} {WAITS[kind]}{self._because(role, kind)}".replace("%", " %")
@@ -152,9 +152,9 @@ def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
     A step that was rolled back has the line of its last repetition. Raises OSError if the file is unreadable.
     """
     path = run_dir / ATTRIBUTION
-    found, damaged = read_lines(path, is_attribution) if path.is_file() else ([], 0)
+    all_lines, damaged = read_lines(path, is_attribution) if path.is_file() else ([], 0)
     lines: list[dict[str, Any]] = []
-    for line in found:
+    for line in all_lines:
         drop_repeated(lines, line["step"])
         lines.append(line)
     return lines, damaged
@@ -178,8 +178,8 @@ def add_up(lines: Sequence[Mapping[str, Any]]) -> Times:
             workers[role] = max(workers.get(role, 0), of.get("workers", 0))
         for role, cause, root, seconds in line["roots"]:
             roots[role, cause, root] += seconds
-        for kind, found in line["worst"].items():
-            worst.setdefault(kind, Sums()).add(dict(found))
+        for kind, pairs in line["worst"].items():
+            worst.setdefault(kind, Sums()).add(dict(pairs))
     return Times(
         steps=(lines[0]["step"], lines[-1]["step"]),
         from_s=lines[0]["from_s"],
@@ -218,10 +218,10 @@ def of_worker(run_dir: Path, worker: str, from_s: float, to_s: float) -> Times |
     bounds = [(span.start_s, span.end_s) for span in spans] + [(wait.start_s, wait.end_s) for wait in waits]
     first_s = max(min(start_s for start_s, _ in bounds), from_s)
     last_s = min(max(end_s for _, end_s in bounds), to_s)
-    found = sweep(spans, waits, first_s, last_s)
+    lengths_s = sweep(spans, waits, first_s, last_s)
     seconds: Sums[str] = Sums()
     roots: Sums[tuple[str, str, str]] = Sums()
-    for (kind, root), length_s in found.items():
+    for (kind, root), length_s in lengths_s.items():
         seconds[kind] += length_s
         if root:
             roots[worker, kind, root] += length_s

@@ -45,12 +45,12 @@ class ComparedRuns:
 
     def series(self, axis: Axis, low: float, high: float, points: int) -> dict[str, Any]:
         """The curves of each run between two steps or times, with its name and state; see `Series.window`."""
-        found = []
+        runs = []
         for name, reader in zip(self.names, self._readers, strict=True):
             reader.read_new()
             window = reader.series_window(axis, low, high, points)
-            found.append({"name": name, "state": reader.run()["state"], **window})
-        return {"runs": found}
+            runs.append({"name": name, "state": reader.run()["state"], **window})
+        return {"runs": runs}
 
     def differences(self) -> dict[str, Any]:
         """The settings in which the runs differ, as ``settings``; see `differing`."""

@@ -177,8 +177,8 @@ class TimelineLanes:
         segments = [segment for segment in self._segments.values() if segment.first_s <= t1 and segment.last_s >= t0]
         spans = self._gather([segment.spans for segment in segments], place, t0, t1)
         waits = self._gather([segment.waits for segment in segments], place, t0, t1)
-        found = len(spans[0]) + len(waits[0])
-        is_whole = found <= MAX_SPANS and len(shown) <= rows
+        count = len(spans[0]) + len(waits[0])
+        is_whole = count <= MAX_SPANS and len(shown) <= rows
         names = self._workers.names
         return {
             "t0": t0,
@@ -193,7 +193,7 @@ class TimelineLanes:
             "spans": _span_rows(spans) if is_whole else [],
             "waits": _wait_rows(waits) if is_whole else [],
             "matrix": None if is_whole else _matrix(spans, len(shown), t0, t1),
-            "left_out": 0 if is_whole else found,
+            "left_out": 0 if is_whole else count,
             **({} if first is None else {"first": first}),
         }
 
@@ -205,8 +205,8 @@ class TimelineLanes:
     @staticmethod
     def _gather(tables: Sequence[_Table], place: Integers, t0: float, t1: float) -> list[npt.NDArray[Any]]:
         """The columns of all tables within [t0, t1], of lanes with ``place`` >= 0, which replaces their number."""
-        found = [table.within(t0, t1) for table in tables] or [_Table().within(t0, t1)]
-        columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+        windows = [table.within(t0, t1) for table in tables] or [_Table().within(t0, t1)]
+        columns = [np.concatenate(parts) for parts in zip(*windows, strict=True)]
         columns[0] = place[columns[0]] if len(columns[0]) else columns[0].astype(np.int64)
         chosen = columns[0] >= 0
         return [column[chosen] for column in columns]

@@ -134,11 +134,11 @@ class PromptDecisions:
 
     def _members(self, slots: Sequence[int]) -> list[tuple[int, str]]:
         """(epoch, description) of the prompt's samples among these slots."""
-        found: dict[int, list[int]] = {}
+        by_epoch: dict[int, list[int]] = {}
         for number in slots:
             if (slot := self._slots.get(SlotId(number))) is not None:
-                found.setdefault(slot.group.epoch, []).append(slot.member)
-        return [(epoch, _named(members)) for epoch, members in found.items()]
+                by_epoch.setdefault(slot.group.epoch, []).append(slot.member)
+        return [(epoch, _named(members)) for epoch, members in by_epoch.items()]
 
     def _forget_closed(self) -> None:
         live = self._core.state.table.slots

@@ -156,20 +156,20 @@ class Recordings:
         if not run_dir.is_dir():
             raise ConfigError(f"there is no run directory {run_dir}; name the directory of a run")
         directory = run_dir / DIRECTORY
-        found: dict[int, dict[int, Path]] = {}
+        segments: dict[int, dict[int, Path]] = {}
         for path in sorted(directory.glob("*.fr")):
             if name := _SEGMENT.fullmatch(path.name):
-                found.setdefault(int(name[1]), {})[int(name[2])] = path
-        if not found:
+                segments.setdefault(int(name[1]), {})[int(name[2])] = path
+        if not segments:
             raise ConfigError(
                 f"{run_dir} has no recording: it is no run, its controller has not started, or it ran with "
                 "recorder.mb 0"
             )
         terms: dict[int, TermRecording] = {}
         unreadable: dict[int, str] = {}
-        for term in sorted(found):
+        for term in sorted(segments):
             try:
-                terms[term] = TermRecording(term, found[term])
+                terms[term] = TermRecording(term, segments[term])
             except (FlowError, OSError) as error:
                 unreadable[term] = str(error)
         if not terms:
@@ -198,11 +198,11 @@ class Recordings:
             first_s = 0.0 if number == FIRST_TERM else extents[number].first_s
             if extents[number].events and first_s <= at_s <= extents[number].last_s:
                 return self.terms[number]
-        known = [(number, one) for number, one in extents.items() if one.events]
+        known = [(number, extent) for number, extent in extents.items() if extent.events]
         if not known:
             raise ConfigError("the recording has no event yet")
-        before = [(one.last_s, number) for number, one in known if one.last_s < at_s]
-        after = [(one.first_s, number) for number, one in known if one.first_s > at_s]
+        before = [(extent.last_s, number) for number, extent in known if extent.last_s < at_s]
+        after = [(extent.first_s, number) for number, extent in known if extent.first_s > at_s]
         bounds = [f"term {max(before)[1]} ends at {max(before)[0]:.3f} s"] if before else []
         bounds += [f"term {min(after)[1]} begins at {min(after)[0]:.3f} s"] if after else []
         raise ConfigError(f"nothing is recorded at {at_s:g} s of the run: {', '.join(bounds)}")

@@ -206,13 +206,13 @@ class Replay:
 def slots_by_stage(core: Core) -> dict[str, dict[str, int]]:
     """For each stage, the numbers of live slots for which it is done, at work (leased) and not begun."""
     table = core.state.table
-    found = {stage: {"done": 0, "at_work": 0, "not_begun": 0} for stage in table.stages}
+    counts = {stage: {"done": 0, "at_work": 0, "not_begun": 0} for stage in table.stages}
     for slot in table.slots.values():
         for stage in table.flows.of(slot.group.flow):
             is_done = table.is_done(slot, stage.name)
             name = "done" if is_done else "at_work" if stage.name in slot.leases else "not_begun"
-            found[stage.name][name] += 1
-    return found
+            counts[stage.name][name] += 1
+    return counts
 
 
 def describe(event: Event) -> str:
@@ -308,13 +308,13 @@ _CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|==|>|<)\s*([0-9]+(?:\.[0-9]*)?)\s*")
 
 def condition(text: str) -> Callable[[Replay], bool]:
     """The condition that a text states, as a function of a replay. Raises ConfigError if it is malformed."""
-    found = _CONDITION.fullmatch(text)
-    if found is None:
+    match = _CONDITION.fullmatch(text)
+    if match is None:
         raise ConfigError(
             f"--until {text!r:.80} is no condition; write NAME > NUMBER (or >=, <, <=, ==), with NAME one of "
             f"{', '.join(MEASUREMENTS)}"
         )
-    if found[1] not in MEASUREMENTS:
-        raise ConfigError(f"--until {text!r:.80}: {found[1]!r:.80} is not measured{suggested(found[1], MEASUREMENTS)}")
-    measure, compare, bound = MEASUREMENTS[found[1]], _COMPARISONS[found[2]], float(found[3])
+    if match[1] not in MEASUREMENTS:
+        raise ConfigError(f"--until {text!r:.80}: {match[1]!r:.80} is not measured{suggested(match[1], MEASUREMENTS)}")
+    measure, compare, bound = MEASUREMENTS[match[1]], _COMPARISONS[match[2]], float(match[3])
     return lambda replay: compare(measure(replay), bound)

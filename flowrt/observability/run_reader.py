@@ -115,8 +115,8 @@ class RunReader:
         return is_behind
 
     def _read_metrics(self) -> list[FileUpdate]:
-        found, is_replaced = self._metrics.read_new()
-        lines = [line for line in found if _is_numbered(line, "wall_s")]
+        new_lines, is_replaced = self._metrics.read_new()
+        lines = [line for line in new_lines if _is_numbered(line, "wall_s")]
         updates: list[FileUpdate] = []
         if is_replaced:
             before, self._series = self._series, Series()
@@ -138,8 +138,8 @@ class RunReader:
         return [*updates, *(FileUpdate("step", line, line["step"]) for line in lines)]
 
     def _read_events(self) -> list[FileUpdate]:
-        found, is_replaced = self._events.read_new()
-        lines = [line for line in found if isinstance(line.get("text"), str) and isinstance(line.get("kind"), str)]
+        new_lines, is_replaced = self._events.read_new()
+        lines = [line for line in new_lines if isinstance(line.get("text"), str) and isinstance(line.get("kind"), str)]
         if is_replaced and self._event_lines:  # thinned: lines after the last known one are new
             count = self._thinned + len(self._event_lines)
             last = self._event_lines[-1]
@@ -245,10 +245,10 @@ class RunReader:
         wanted, order = _filter(asked), _order(asked, ORDERS)
         if not self._has_samples:
             return {"samples": [], "total": 0}
-        found = SampleReader(self.run_dir).query(wanted, order, limit, offset, _number(asked, "seed") or 0)
+        page = SampleReader(self.run_dir).query(wanted, order, limit, offset, _number(asked, "seed") or 0)
         name = self._sample_settings(asked).prompt_name
-        lines = [_sample_line(one) | {"name": name(one.prompt, one.eval_name)} for one in found.samples]
-        return {"samples": lines, "total": found.total}
+        lines = [_sample_line(sample) | {"name": name(sample.prompt, sample.eval_name)} for sample in page.samples]
+        return {"samples": lines, "total": page.total}
 
     def groups(self, asked: Mapping[str, str], limit: int, offset: int = 0) -> dict[str, Any]:
         """Groups of samples; see `SampleStatistics.groups`, and `samples` for the arguments.
@@ -285,20 +285,20 @@ class RunReader:
 
     def sample(self, number: int) -> dict[str, Any]:
         """A sample with its tokens. Raises ConfigError if it is not there or unreadable."""
-        found = SampleReader(self.run_dir).get(number)
-        if found is None:
+        sample = SampleReader(self.run_dir).get(number)
+        if sample is None:
             raise ConfigError(f"{SAMPLES} has no sample {number}; it may have been left out since, to save space")
         if self._token_texts is None:
             self._token_texts = TokenTexts(self._model_dirs())
-        columns = found.ids, found.logprobs, found.trainer_logprobs, found.versions()
-        texts = self._token_texts.of(found.ids)
+        columns = sample.ids, sample.logprobs, sample.trainer_logprobs, sample.versions()
+        texts = self._token_texts.of(sample.ids)
         tokens = [
             {"text": None if texts is None else texts[at], "id": token, "logprob": _at(columns[1], at)}
             | {"trainer_logprob": _at(columns[2], at), "version": _at(columns[3], at)}
-            for at, token in enumerate(found.ids)
+            for at, token in enumerate(sample.ids)
         ]
-        row = {**dataclasses.asdict(found.row), "staleness": found.row.staleness, "parts": dict(found.row.parts)}
-        return {**row, "count": found.row.tokens, "tokens": tokens}
+        row = {**dataclasses.asdict(sample.row), "staleness": sample.row.staleness, "parts": dict(sample.row.parts)}
+        return {**row, "count": sample.row.tokens, "tokens": tokens}
 
     def _model_dirs(self) -> list[Path]:
         """Directories in which the model of the run may be; the first one with a tokenizer is used."""
@@ -333,8 +333,8 @@ class RunReader:
         Raises ConfigError if the ledger cannot be read.
         """
         with LedgerReader(self.run_dir / LEDGER) as ledger:
-            found, total = ledger.prompts(state, reason, limit, offset)
-        return {"prompts": [one._asdict() for one in found], "total": total}
+            prompts, total = ledger.prompts(state, reason, limit, offset)
+        return {"prompts": [prompt._asdict() for prompt in prompts], "total": total}
 
     def ledger(self) -> dict[str, Any]:
         """The number of prompts by state, and of dropped ones by reason; empty if the ledger cannot be read."""
@@ -369,14 +369,14 @@ class RunReader:
 
     def _summary(self) -> tuple[dict[str, Any] | None, str]:
         try:
-            found: object = json.loads((self.run_dir / SUMMARY).read_bytes())
+            summary: object = json.loads((self.run_dir / SUMMARY).read_bytes())
         except FileNotFoundError:
             return None, MISSING
         except (OSError, ValueError, RecursionError) as error:
             return None, f"{SUMMARY} cannot be read: {error}"
-        if not isinstance(found, dict):
+        if not isinstance(summary, dict):
             return None, f"{SUMMARY} is not the summary of a run"
-        return found, PRESENT
+        return summary, PRESENT
 
 
 def is_run_dir(path: Path) -> bool:

@@ -84,7 +84,7 @@ class RunsFolder:
             names = list(self._runs)
         runs = {name: self._runs.get(name) or _RunFiles(self.folder / name) for name in names}
         locks, now = locked_files(), time.time()
-        lines = {name: one.line(locks, now) for name, one in runs.items()}
+        lines = {name: run.line(locks, now) for name, run in runs.items()}
         self._runs = {name: runs[name] for name, line in lines.items() if line is not None}
         return sorted(filter(None, lines.values()), key=lambda line: (-line.started_unix_s, line.name))
 
@@ -154,10 +154,10 @@ class _RunFiles:
         known = self._known.get(name)
         if known is None or known[0] != version:
             try:
-                found = read(path)
+                content = read(path)
             except (OSError, ValueError, RecursionError):
-                found = None
-            known = self._known[name] = version, found
+                content = None
+            known = self._known[name] = version, content
         value: Found | None = known[1]
         return value
 
@@ -213,21 +213,21 @@ def _read_config(path: Path) -> tuple[str, int] | None:
 def _read_progress(path: Path) -> _Progress | None:
     """The last steps of metrics.jsonl; None if the file has lines, and none of them is a step."""
     texts = _last_bytes(path).split(b"\n")
-    found = [line for text in texts if (line := parse_line(text)) is not None and type(line.get("step")) is int]
-    if not found:
+    lines = [line for text in texts if (line := parse_line(text)) is not None and type(line.get("step")) is int]
+    if not lines:
         return None if any(texts) else _Progress(0, None, None)
-    rewards = [_finite(line.get("reward")) for line in found[-REWARD_STEPS:]]
+    rewards = [_finite(line.get("reward")) for line in lines[-REWARD_STEPS:]]
     known = [reward for reward in rewards if reward is not None]
     return _Progress(
-        done=max(found[-1]["step"] + 1, 0),
+        done=max(lines[-1]["step"] + 1, 0),
         reward=sum(known) / len(known) if known else None,
-        samples_per_s=_finite(found[-1].get("samples_per_s")),
+        samples_per_s=_finite(lines[-1].get("samples_per_s")),
     )
 
 
 def _read_summary(path: Path) -> dict[str, Any] | None:
-    found: object = json.loads(path.read_bytes())
-    return found if isinstance(found, dict) and type(found.get("exit_code")) is int else None
+    summary: object = json.loads(path.read_bytes())
+    return summary if isinstance(summary, dict) and type(summary.get("exit_code")) is int else None
 
 
 def _read_first_time(path: Path) -> float | None:
@@ -257,10 +257,10 @@ def _files(directory: Path) -> Iterable[Path]:
 def _version(path: Path) -> FileVersion | None:
     """The version of a file; None if there is none that can be read without waiting (a pipe, a directory)."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return None
-    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+    return (status.st_ino, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def _is_name(name: str) -> bool:

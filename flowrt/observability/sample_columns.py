@@ -189,11 +189,11 @@ def _order(keys: Sequence[Ints]) -> Ints:
 
 def _is_new(keys: Sequence[Ints], order: Ints) -> Bools:
     """[N], in this order: whether a sample differs in a key from the one before it."""
-    found = np.zeros(len(order), np.bool_)
-    found[:1] = True
+    is_new = np.zeros(len(order), np.bool_)
+    is_new[:1] = True
     for key in keys:
-        found[1:] |= key[order[1:]] != key[order[:-1]]
-    return found
+        is_new[1:] |= key[order[1:]] != key[order[:-1]]
+    return is_new
 
 
 def _sums(values: Floats | Ints | Bools, starts: Ints) -> Floats:

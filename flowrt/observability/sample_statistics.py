@@ -98,8 +98,8 @@ class SampleSettings:
 
 
 def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = table.get(name)
-    return found if isinstance(found, dict) else {}
+    value = table.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,9 @@ class SampleStatistics:
         page = places[offset : offset + limit].tolist()
         texts = SampleReader(self._path).prompt_texts([int(groups.id_G[place]) for place in page])
         # A sample that is not there was deleted meanwhile.
-        found = [(place, texts[number]) for place in page if (number := int(groups.id_G[place])) in texts]
+        prompts = [(place, texts[number]) for place in page if (number := int(groups.id_G[place])) in texts]
         return {
-            "groups": [group_line(groups, place, settings, *prompt) for place, prompt in found],
+            "groups": [group_line(groups, place, settings, *prompt) for place, prompt in prompts],
             "total": len(places),
             "from_step": from_step,
             "right_from": settings.right_from,
@@ -179,8 +179,8 @@ class SampleStatistics:
         samples = samples.only(is_counted & ~samples.is_rolled_back_N & self._matching(samples, wanted))
         everything = everything.only(~everything.is_rolled_back_N)
         # If there are too many, they may lack the prompts of early steps.
-        found = distribution_lines(samples, everything if is_cut is None else samples, settings, wanted.eval_name)
-        return {**found, "from_step": from_step}
+        answer = distribution_lines(samples, everything if is_cut is None else samples, settings, wanted.eval_name)
+        return {**answer, "from_step": from_step}
 
     # ---- parts
 
@@ -306,10 +306,10 @@ def _class_lines(samples: SampleColumns, class_N: Ints, names: Sequence[str], se
 
 
 def _histogram(values_N: Floats | Ints, samples: SampleColumns) -> Answer:
-    found = histogram(values_N, samples)
+    bins = histogram(values_N, samples)
     return {
-        "edges": found.edges.tolist(),
-        "count": found.count_B.tolist(),
-        "truncated": found.truncated_B.tolist(),
-        "reward": found.reward_B.tolist(),
+        "edges": bins.edges.tolist(),
+        "count": bins.count_B.tolist(),
+        "truncated": bins.truncated_B.tolist(),
+        "reward": bins.reward_B.tolist(),
     }

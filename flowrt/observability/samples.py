@@ -128,9 +128,9 @@ class Sample:
     def versions(self) -> tuple[int | None, ...]:
         """The weight version that generated each response token; None where it is unknown."""
         pairs = zip(self.spans[::2], self.spans[1::2], strict=False)
-        found = [version for version, count in pairs for _ in range(min(count, self.row.tokens))]
-        missing = max(self.row.tokens - len(found), 0)
-        return (*found[: self.row.tokens], *(None,) * missing)
+        versions = [version for version, count in pairs for _ in range(min(count, self.row.tokens))]
+        missing = max(self.row.tokens - len(versions), 0)
+        return (*versions[: self.row.tokens], *(None,) * missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ class SampleFilter:
             ("tokens <= ?", self.max_tokens),
             ("eval_name = ?", self.eval_name if self.eval_name not in ("", ANY_EVALUATION) else None),
         ]
-        found = [(clause, value) for clause, value in columns if value is not None]
-        clauses += [clause for clause, _ in found]
-        values += [min(value, LARGEST_PROMPT) if isinstance(value, int) else value for _, value in found]
+        given = [(clause, value) for clause, value in columns if value is not None]
+        clauses += [clause for clause, _ in given]
+        values += [min(value, LARGEST_PROMPT) if isinstance(value, int) else value for _, value in given]
         if self.reason:
             clauses.append("(reason = ? OR substr(reason, 1, ?) = ?)")
             values += [self.reason, len(self.reason) + 1, f"{self.reason}:"]
@@ -236,11 +236,11 @@ class SampleReader:
     def reasons(self) -> dict[str, int]:
         """Number of samples by the first word of their reason."""
         rows = self._rows("SELECT reason, COUNT(*) FROM samples WHERE reason != '' GROUP BY reason")
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for reason, count in rows:
             word = str(reason).partition(":")[0]
-            found[word] = found.get(word, 0) + int(count)
-        return found
+            counts[word] = counts.get(word, 0) + int(count)
+        return counts
 
     def left_out(self) -> dict[str, int]:
         """Number of samples that were not stored, by reason."""
@@ -275,14 +275,14 @@ class SampleReader:
         with self._database() as database:
             if pattern is None:
                 ids = database.execute(f"{statement} LIMIT ? OFFSET ?", [*values, *order_values, limit, offset])
-                found = list(_rows_of(database, [number for (number,) in ids]))
+                rows = list(_rows_of(database, [number for (number,) in ids]))
                 [(total,)] = database.execute(_select("COUNT(*)", where), values)
-                return SamplePage(tuple(found), int(total))
+                return SamplePage(tuple(rows), int(total))
             containing = _containing(database, pattern, where, values)
             ids = database.execute(statement, [*values, *order_values])
             matching = [number for (number,) in ids if number in containing]
-            found = list(_rows_of(database, matching[offset : offset + limit]))
-        return SamplePage(tuple(found), len(matching))
+            rows = list(_rows_of(database, matching[offset : offset + limit]))
+        return SamplePage(tuple(rows), len(matching))
 
     def matching(self, wanted: SampleFilter) -> set[int]:
         """The ids of the samples that match a filter. Raises ConfigError as `query`."""
@@ -344,7 +344,7 @@ class SampleReader:
         for *row, spans, ids, logprobs, trainer_logprobs in self._rows(statement, [sample]):
             return Sample(
                 _row(row),
-                tuple(int(one) for one in _json(spans, [])),
+                tuple(int(number) for number in _json(spans, [])),
                 _numbers(ids, "i"),
                 _numbers(logprobs, "e"),
                 _numbers(trainer_logprobs, "e"),
@@ -353,12 +353,12 @@ class SampleReader:
 
     def prompt_texts(self, samples: Sequence[int]) -> dict[int, tuple[str, str]]:
         """(data set of the evaluation, text of the prompt) of each of these samples that is there, by its id."""
-        found: dict[int, tuple[str, str]] = {}
+        texts: dict[int, tuple[str, str]] = {}
         with self._database() as database:
             for number in samples:
                 for name, text in database.execute(_select("eval_name, prompt_text", "id = ?"), [number]):
-                    found[number] = str(name), unpack_text(text or "")
-        return found
+                    texts[number] = str(name), unpack_text(text or "")
+        return texts
 
     def run_attempts(self) -> tuple[tuple[int, int], ...]:
         """(number, first step) of each start or resume of the run."""
@@ -447,8 +447,8 @@ _COLUMNS = tuple(name.strip() for name in _ROW.split(", prompt_text")[0].split("
 
 
 def _json(text: Any, default: Any) -> Any:
-    found = json.loads(text or "null")
-    return found if isinstance(found, type(default)) else default
+    value = json.loads(text or "null")
+    return value if isinstance(value, type(default)) else default
 
 
 def _numbers(data: Any, code: str) -> tuple[Any, ...]:

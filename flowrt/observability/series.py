@@ -142,14 +142,14 @@ def _extremes(values: Values, places: Indices) -> Values:
 
 def _derived(columns: Mapping[str, Values]) -> dict[str, Values]:
     """Columns that are drawn and not in metrics.jsonl; each is computed from other columns."""
-    found: dict[str, Values] = {}
+    derived: dict[str, Values] = {}
     if all(name in columns for name in ("tokens", "samples", "samples_per_s")):
         samples = np.where(columns["samples"] > 0, columns["samples"], NAN)
-        found["tokens_per_s"] = columns["tokens"] * columns["samples_per_s"] / samples
+        derived["tokens_per_s"] = columns["tokens"] * columns["samples_per_s"] / samples
     if "reward" in columns and "reward_std" in columns:
-        found["reward - std"] = columns["reward"] - columns["reward_std"]
-        found["reward + std"] = columns["reward"] + columns["reward_std"]
-    return found
+        derived["reward - std"] = columns["reward"] - columns["reward_std"]
+        derived["reward + std"] = columns["reward"] + columns["reward_std"]
+    return derived
 
 
 def _numbers(values: Values) -> list[float | None]:

@@ -62,13 +62,15 @@ class LineTail:
     def _poll(self, most_bytes: int) -> Appended:
         with self.path.open("rb") as file:
             self.is_present = True
-            found = _identity(file.fileno())
+            identity = _identity(file.fileno())
             start = max(self._reached - len(self._mark), 0)
             file.seek(start)
-            is_replaced = self._file is not None and (found != self._file or file.read(len(self._mark)) != self._mark)
+            is_replaced = self._file is not None and (
+                identity != self._file or file.read(len(self._mark)) != self._mark
+            )
             if is_replaced:
                 self._reached, self._mark, self.problem, self._is_skipping = 0, b"", "", False
-            self._file = found
+            self._file = identity
             file.seek(self._reached)
             lines: list[bytes] = []
             rest = b""
@@ -121,14 +123,14 @@ class JsonTail:
         new = self._tail.read_new(most_bytes)
         if new.is_replaced:
             self._damaged = 0
-        found = []
+        lines = []
         for text in new.lines:
             line = parse_line(text)
             if line is not None:
-                found.append(line)
+                lines.append(line)
             elif text.strip():
                 self._damaged += 1
-        return found, new.is_replaced
+        return lines, new.is_replaced
 
 
 class GzipTail:
@@ -157,13 +159,13 @@ class GzipTail:
 
     def _poll(self) -> Appended:
         with self.path.open("rb") as file:
-            found = _identity(file.fileno())
+            identity = _identity(file.fileno())
             size = file.seek(0, 2)
-            is_replaced = self._file is not None and (found != self._file or size < self._reached)
+            is_replaced = self._file is not None and (identity != self._file or size < self._reached)
             if is_replaced:
                 self._reached, self._rest, self.problem = 0, b"", ""
                 self._unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
-            self._file = found
+            self._file = identity
             lines: list[bytes] = []
             file.seek(self._reached)
             while not self.problem and (data := file.read(READ_BYTES)):
@@ -204,14 +206,14 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def file_version(path: Path) -> object:
     """A value that changes when a file does; None if there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

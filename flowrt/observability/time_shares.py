@@ -45,10 +45,10 @@ class TimeShares:
 
     def read_new(self, most_bytes: int = UNLIMITED) -> bool:
         """Read lines that were appended, about ``most_bytes`` of them; returns whether more are left."""
-        found, is_replaced = self._tail.read_new(most_bytes)
+        lines, is_replaced = self._tail.read_new(most_bytes)
         if is_replaced:
             self.clear()
-        for line in found:
+        for line in lines:
             if is_attribution(line):
                 self._add(line)
         return self._tail.is_behind
@@ -59,10 +59,10 @@ class TimeShares:
             return merged([line for line in self._lines if line["step"] >= from_step], MAX_LINES)
         size = self._steps_per_sum
         recent = [merged(self._lines[at : at + size], 1)[0] for at in range(0, len(self._lines), size)]
-        found = [*(line for line in self._sums if line["step"] >= from_step), *recent]
-        while len(found) > MAX_LINES:
-            found = _pairs(found)
-        return found
+        lines = [*(line for line in self._sums if line["step"] >= from_step), *recent]
+        while len(lines) > MAX_LINES:
+            lines = _pairs(lines)
+        return lines
 
     def _add(self, line: dict[str, Any]) -> None:
         for role, of in line["roles"].items():

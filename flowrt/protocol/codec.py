@@ -178,8 +178,8 @@ def record_decoder(kind: type) -> Decoder:
 def _encoder_shortcuts(hint: Any, number: int, scope: dict[str, Any]) -> str:
     """Conditional expressions for the most frequent values: an empty tuple, one number, one text or one record."""
     if get_origin(hint) is Annotated:
-        one = f"pack_{hint.__metadata__[0]}(item[0]) if type(item) is tuple and len(item) == 1 else "
-        return f"no_bytes if item is no_values else {one}"
+        single = f"pack_{hint.__metadata__[0]}(item[0]) if type(item) is tuple and len(item) == 1 else "
+        return f"no_bytes if item is no_values else {single}"
     if get_args(hint)[-1:] != (Ellipsis,):
         return ""
     inner = get_args(hint)[0]
@@ -195,8 +195,8 @@ def _encoder_shortcuts(hint: Any, number: int, scope: dict[str, Any]) -> str:
 def _decoder_shortcuts(hint: Any) -> str:
     """The counterparts of `_encoder_shortcuts` for encoded values."""
     if get_origin(hint) is Annotated:
-        one = f"unpack_{hint.__metadata__[0]}(item) if type(item) is bytes and len(item) == {_ITEM_BYTES} else "
-        return f"no_values if item is no_bytes else {one}"
+        single = f"unpack_{hint.__metadata__[0]}(item) if type(item) is bytes and len(item) == {_ITEM_BYTES} else "
+        return f"no_values if item is no_bytes else {single}"
     if get_args(hint)[-1:] != (Ellipsis,):
         return ""
     empty = "item if item is no_values else "
@@ -224,7 +224,10 @@ def _scalar_to_constant(hint: Any, names: list[str]) -> str:
 
 
 def _same_length_field(hint: Any) -> str | None:
-    return next((one.field for one in getattr(hint, "__metadata__", ()) if isinstance(one, SameLength)), None)
+    return next(
+        (annotation.field for annotation in getattr(hint, "__metadata__", ()) if isinstance(annotation, SameLength)),
+        None,
+    )
 
 
 def _fields(kind: type) -> list[tuple[str, Any]]:
@@ -285,7 +288,7 @@ def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
     if arguments[-1] is not Ellipsis:
         encoders = [_encoder(argument) for argument in arguments]
         return lambda values, references: [
-            one(value, references) for one, value in zip(encoders, _sequence(values), strict=True)
+            encoder(value, references) for encoder, value in zip(encoders, _sequence(values), strict=True)
         ]
     inner = _encoder(arguments[0])
     if arguments[0] is str:
@@ -295,9 +298,9 @@ def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
         )
     if get_origin(arguments[0]) is Annotated:
         return lambda values, references: [
-            _NO_BYTES if one is _NO_VALUES else inner(one, references) for one in _sequence(values)
+            _NO_BYTES if value is _NO_VALUES else inner(value, references) for value in _sequence(values)
         ]
-    return lambda values, references: [inner(one, references) for one in _sequence(values)]
+    return lambda values, references: [inner(value, references) for value in _sequence(values)]
 
 
 def _scalar_error(raw: Any, hint: type) -> DecodeError:
@@ -356,8 +359,8 @@ def _many_decoder(item: Any) -> Decoder:
         before = len(references)
         try:
             if is_packed:
-                return tuple([_NO_VALUES if one is _NO_BYTES else inner(one, references) for one in raw])
-            return tuple([inner(one, references) for one in raw])
+                return tuple([_NO_VALUES if encoded is _NO_BYTES else inner(encoded, references) for encoded in raw])
+            return tuple([inner(encoded, references) for encoded in raw])
         except DecodeError:
             del references[before:]
             return _one_by_one([inner] * len(raw), raw, references)
@@ -379,9 +382,9 @@ def _fixed_decoder(arguments: tuple[Any, ...]) -> Decoder:
 def _one_by_one(decoders: list[Decoder], raw: tuple[Any, ...], references: References) -> tuple[Any, ...]:
     """Decode the items in a loop, so that an error names the index of its item."""
     items = []
-    for index, (decoder, one) in enumerate(zip(decoders, raw, strict=True)):
+    for index, (decoder, encoded) in enumerate(zip(decoders, raw, strict=True)):
         try:
-            items.append(decoder(one, references))
+            items.append(decoder(encoded, references))
         except DecodeError as error:
             raise error.within(f"[{index}]") from None
     return tuple(items)

@@ -205,11 +205,11 @@ def pack(pairs: Iterable[tuple[int, int]]) -> tuple[Passed, ...]:
 
 def pack_words(words: Iterable[tuple[int, int, int]]) -> tuple[Passed, ...]:
     """Pack words (epoch, index of the word, bits) as bitmaps; the bits of words that come more than once are joined."""
-    found: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    by_epoch: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for epoch, word, bits in words:
         if bits:
-            found[epoch][word] |= bits
-    return tuple(_in_runs(epoch, of_epoch) for epoch, of_epoch in sorted(found.items()))
+            by_epoch[epoch][word] |= bits
+    return tuple(_in_runs(epoch, of_epoch) for epoch, of_epoch in sorted(by_epoch.items()))
 
 
 def _in_runs(epoch: int, words: dict[int, int]) -> Passed:
@@ -254,14 +254,20 @@ class PromptSet(Set[int]):
 
 def unpack(passed: Iterable[Passed]) -> dict[int, PromptSet]:
     """The prompts of each epoch. Raises RemoteProtocolError for bitmaps that `pack` does not produce."""
-    found: dict[int, PromptSet] = {}
-    for one in passed:
-        fits = len(one.starts) == len(one.counts) and min(one.counts, default=1) > 0 <= min(one.starts, default=0)
-        if not fits or sum(one.counts) != len(one.words) or any(not 0 <= word < 1 << WORD_BITS for word in one.words):
-            raise RemoteProtocolError(f"the prompts of epoch {one.epoch} are not packed {WORD_BITS} a word")
-        places = (start + at for start, count in zip(one.starts, one.counts, strict=True) for at in range(count))
-        found[one.epoch] = PromptSet(dict(zip(places, one.words, strict=True)))
-    return found
+    prompts: dict[int, PromptSet] = {}
+    for bitmap in passed:
+        fits = len(bitmap.starts) == len(bitmap.counts) and min(bitmap.counts, default=1) > 0 <= min(
+            bitmap.starts, default=0
+        )
+        if (
+            not fits
+            or sum(bitmap.counts) != len(bitmap.words)
+            or any(not 0 <= word < 1 << WORD_BITS for word in bitmap.words)
+        ):
+            raise RemoteProtocolError(f"the prompts of epoch {bitmap.epoch} are not packed {WORD_BITS} a word")
+        places = (start + at for start, count in zip(bitmap.starts, bitmap.counts, strict=True) for at in range(count))
+        prompts[bitmap.epoch] = PromptSet(dict(zip(places, bitmap.words, strict=True)))
+    return prompts
 
 
 # ---- messages

@@ -127,7 +127,7 @@ def _is_plain(text: str) -> bool:
     """Whether SQLite stores the text unchanged: valid Unicode without NUL, at which SQLite's functions end a text."""
     if text.isascii():
         return "\0" not in text
-    return not any(one == "\0" or "\ud800" <= one <= "\udfff" for one in text)
+    return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
 
 
 def stored_text(packed: bytes) -> bytes | str:
@@ -177,7 +177,9 @@ def encode_record(record: SampleRecord) -> bytes | None:
         record.data = prompt, completion, b""
         data = kind + to_blob(record)
         if len(data) > MAX_RECORD_BYTES:
-            short = [pack_text(_cut(unpack_text(stored_text(one)), SHORT_TEXT_CHARS)) for one in (prompt, completion)]
+            short = [
+                pack_text(_cut(unpack_text(stored_text(packed)), SHORT_TEXT_CHARS)) for packed in (prompt, completion)
+            ]
             record.data = short[0], short[1], b""
             data = kind + to_blob(record)
     elif len(data) > MAX_RECORD_BYTES and isinstance(record, TrainedSample):
@@ -214,7 +216,7 @@ def decode_record(data: bytes) -> SampleRecord:
         case b"t":
             trained = from_blob(TrainedSample, blob)
             _check_key(trained)
-            if trained.step < 0 or not isfinite(trained.advantage) or any(len(one) % 2 for one in trained.data):
+            if trained.step < 0 or not isfinite(trained.advantage) or any(len(column) % 2 for column in trained.data):
                 raise FlowError("a record of a trained sample has an impossible step, advantage or log-probability")
             return trained
     raise FlowError(f"{len(data)} bytes are not a record of a sample")

@@ -34,10 +34,10 @@ def damage(directory: Path) -> str:
     for name, expected in sums.items():
         path = directory / name
         try:
-            found = [path.stat().st_size, _crc32(path)]
+            actual = [path.stat().st_size, _crc32(path)]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if found != expected:
+        if actual != expected:
             return f"{name} has other bytes than were written"
     return ""
 
@@ -51,18 +51,18 @@ def check_newest(run_dir: Path) -> None:
 def check_checkpoint(run_dir: Path, step: int) -> None:
     """Raise ConfigError if the checkpoint after ``step`` steps is damaged; the message names the newest intact one."""
     checkpoint = checkpoint_dir(run_dir, step)
-    found = damage(checkpoint)
-    if not found:
+    problem = damage(checkpoint)
+    if not problem:
         return
     earlier = [checkpoint_step for checkpoint_step in checkpoint_steps(run_dir) if checkpoint_step < step]
-    intact = next((one for one in reversed(earlier) if not damage(checkpoint_dir(run_dir, one))), None)
+    intact = next((saved for saved in reversed(earlier) if not damage(checkpoint_dir(run_dir, saved))), None)
     if intact is None:
         fix = "there is no intact one before it: restore it from a copy, or start again in another run directory"
     else:
         fix = (
             f"{checkpoint_dir(run_dir, intact).name} before it is intact: remove {checkpoint.name} to resume from that"
         )
-    raise ConfigError(f"checkpoint {checkpoint} is damaged: {found}; {fix}")
+    raise ConfigError(f"checkpoint {checkpoint} is damaged: {problem}; {fix}")
 
 
 def _crc32(path: Path) -> int:

@@ -41,14 +41,14 @@ def parse_data(flags: Sequence[str]) -> tuple[str, list[dict[str, str | float]]]
     """
     if empty := [flag for flag in flags if not flag or flag.startswith("--")]:
         raise ConfigError(f"--data needs a value, a path or {FORM}, not {empty[0]!r:.40}")
-    found = [split_options(flag, f"--data {flag!r:.80}") for flag in flags]
-    without_name = [at for at, (text, _) in enumerate(found) if not _is_set(text)]
+    entries = [split_options(flag, f"--data {flag!r:.80}") for flag in flags]
+    without_name = [at for at, (text, _) in enumerate(entries) if not _is_set(text)]
     if not without_name:
-        return "", [{**_table(text), **options} for text, options in found]
+        return "", [{**_table(text), **options} for text, options in entries]
     at = without_name[0]
     if len(flags) > 1:
         raise ConfigError(f"--data {flags[at]!r:.80} is one of {len(flags)} data sets and has no name; use {FORM}")
-    path, options = found[at]
+    path, options = entries[at]
     if options:
         key = next(iter(options))
         raise ConfigError(
@@ -79,21 +79,21 @@ def split_options(text: str, what: str) -> tuple[str, dict[str, str]]:
     return head, dict(zip(names, rest[1::2], strict=True))
 
 
-def options_text(one: DataSetConfig) -> str:
+def options_text(data_set: DataSetConfig) -> str:
     """The options of a data set as `split_options` reads them, each after a space."""
-    given = {name: getattr(one, name) for name in OPTIONS}
+    given = {name: getattr(data_set, name) for name in OPTIONS}
     return "".join(f" {name}={value}" for name, value in given.items() if value is not None)
 
 
-def set_data(data: DataConfig, one: DataSetConfig) -> DataConfig:
+def set_data(data: DataConfig, data_set: DataSetConfig) -> DataConfig:
     """The options by which the rows of one of several data sets are read."""
-    own = {name: value for name in OPTIONS if (value := getattr(one, name)) is not None}
+    own = {name: value for name in OPTIONS if (value := getattr(data_set, name)) is not None}
     return replace(data, **own) if own else data
 
 
-def has_own_format(one: DataSetConfig) -> bool:
+def has_own_format(data_set: DataSetConfig) -> bool:
     """Whether the prompts of a data set become tokens in another way than those of the run."""
-    return any(getattr(one, name) is not None for name in FORMAT)
+    return any(getattr(data_set, name) is not None for name in FORMAT)
 
 
 def _is_set(flag: str) -> bool:
@@ -122,8 +122,8 @@ def set_names(data: DataConfig) -> tuple[str, ...]:
 
 def described(sets: Sequence[DataSetConfig]) -> str:
     """The sets as values of ``--data``, separated by spaces; "none" if there are none."""
-    found = [(f"{set_.name}={set_.path}:{set_.weight:g}", options_text(set_)) for set_ in sets]
-    return " ".join(f'"{text}{options}"' if options else text for text, options in found) or "none"
+    entries = [(f"{set_.name}={set_.path}:{set_.weight:g}", options_text(set_)) for set_ in sets]
+    return " ".join(f'"{text}{options}"' if options else text for text, options in entries) or "none"
 
 
 def check_sets(data: DataConfig, recipe: str, *, mixes: bool) -> None:

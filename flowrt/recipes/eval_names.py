@@ -23,18 +23,18 @@ def eval_data_sets(config: RunConfig) -> dict[str, DataSetConfig]:
 
     Raises ConfigError for an entry that is not NAME=PATH with options, and for two entries with the same name.
     """
-    found: dict[str, DataSetConfig] = {}
-    for one in config.eval.data:
-        head, options = split_options(one, f"eval.data {one!r:.80}")
+    data_sets: dict[str, DataSetConfig] = {}
+    for text in config.eval.data:
+        head, options = split_options(text, f"eval.data {text!r:.80}")
         name, equals, path = head.partition("=")
         if not equals or not path or not _NAME.fullmatch(name):
             raise ConfigError(
-                f"eval.data has {one!r:.80}; give NAME=PATH, with a name of letters, digits, and _ . - between them"
+                f"eval.data has {text!r:.80}; give NAME=PATH, with a name of letters, digits, and _ . - between them"
             )
-        if name in found:
+        if name in data_sets:
             raise ConfigError(f"eval.data has two data sets of the name {name!r}; give one another name")
-        found[name] = DataSetConfig(name, path, 1.0, *[options.get(key) for key in OPTIONS])
-    return found
+        data_sets[name] = DataSetConfig(name, path, 1.0, *[options.get(key) for key in OPTIONS])
+    return data_sets
 
 
 def chat_templates(config: RunConfig) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def eval_sets(config: RunConfig, task: Task) -> dict[str, Sequence[Example]]:
     Raises ConfigError for data that cannot be read.
     """
     limit = config.eval.limit or None
-    sets = {name: _problems(config, one) for name, one in eval_data_sets(config).items()}
+    sets = {name: _problems(config, data_set) for name, data_set in eval_data_sets(config).items()}
     if not sets and config.data.eval_prompts:
         sets = {HELD_OUT: task.held_out_problems()}
     return {name: problems[:limit] for name, problems in sets.items()}
@@ -44,9 +44,9 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
     """
     if not config.eval.data:
         return
-    found = eval_sets(config, task)
+    sets = eval_sets(config, task)
     evaluated = {
-        folded(*problem.as_prompt): (name, problem.where) for name, problems in found.items() for problem in problems
+        folded(*problem.as_prompt): (name, problem.where) for name, problems in sets.items() for problem in problems
     }
     if not takes_reward(config.recipe) or config.data.allow_overlap or config.eval.only:
         return
@@ -59,12 +59,12 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
         )
 
 
-def _problems(config: RunConfig, one: DataSetConfig) -> Sequence[Example]:
+def _problems(config: RunConfig, data_set: DataSetConfig) -> Sequence[Example]:
     """All rows of the split of a data set, without the run's selection and order of rows."""
     default = DataConfig()
     data = dataclasses.replace(
         config.data,
-        path=one.path,
+        path=data_set.path,
         sets=(),
         eval_prompts=0,
         order=default.order,
@@ -72,12 +72,12 @@ def _problems(config: RunConfig, one: DataSetConfig) -> Sequence[Example]:
         min_difficulty=default.min_difficulty,
         max_difficulty=default.max_difficulty,
     )
-    data = set_data(data, one)
-    data = dataclasses.replace(data, split=held_out_split(Path(one.path), one.split or config.eval.split))
+    data = set_data(data, data_set)
+    data = dataclasses.replace(data, split=held_out_split(Path(data_set.path), data_set.split or config.eval.split))
     try:
-        found = task_of(dataclasses.replace(config, data=data)).training_problems()
-        if len(found) > MAX_EVAL_ROWS and not 0 < config.eval.limit <= MAX_EVAL_ROWS:
-            raise ConfigError(f"it has {len(found):,} prompts; take at most {MAX_EVAL_ROWS:,} with eval.limit")
-        return Formed.of(found, data.prompt_format if has_own_format(one) else None)
+        problems = task_of(dataclasses.replace(config, data=data)).training_problems()
+        if len(problems) > MAX_EVAL_ROWS and not 0 < config.eval.limit <= MAX_EVAL_ROWS:
+            raise ConfigError(f"it has {len(problems):,} prompts; take at most {MAX_EVAL_ROWS:,} with eval.limit")
+        return Formed.of(problems, data.prompt_format if has_own_format(data_set) else None)
     except ConfigError as error:
-        raise ConfigError(f"data set {one.name} of eval.data: {error}") from error
+        raise ConfigError(f"data set {data_set.name} of eval.data: {error}") from error

@@ -155,7 +155,7 @@ def print_help(command: str, base: Any, topic: str, text: HelpText) -> NoReturn:
 
 def meanings(kind: type) -> dict[str, str]:
     """The sentence below each field of a dataclass and of its bases, on one line."""
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
@@ -164,8 +164,8 @@ def meanings(kind: type) -> dict[str, str]:
         for field, below in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(field.target, ast.Name):
                 assert isinstance(below.value, ast.Constant)
-                found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
+                sentences[field.target.id] = " ".join(str(below.value.value).split())
+    return sentences
 
 
 def _lines(command: str, base: Any, topic: str, text: HelpText, width: int) -> Iterator[str]:
@@ -202,8 +202,8 @@ def _sections(table: Any, is_listed: Callable[[str], bool], name: str = "", abou
         elif is_listed(own):
             keys.append(key)
     yield _Section(name, about, keys)
-    for one in tables:
-        yield from _sections(one.value, is_listed, one.name, one.meaning)
+    for section in tables:
+        yield from _sections(section.value, is_listed, section.name, section.meaning)
 
 
 def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:

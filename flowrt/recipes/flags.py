@@ -63,8 +63,8 @@ def parse_flags(
             if not equals and (not rest or _FLAG_WORD.fullmatch(rest[0])):
                 raise ConfigError(f"{command}: {flag} needs a value; one that begins with - is given as {flag}=VALUE")
             values[name] = _converted(hints[name], value if equals else rest.popleft(), f"{command}: {flag}")
-    found: Config = _replaced(base, values)
-    return found
+    config: Config = _replaced(base, values)
+    return config
 
 
 def _fields(base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -84,9 +84,12 @@ def _flag(name: str) -> str:
 
 def _suggestion(flag: str, known: Sequence[str], command: str) -> str:
     """The end of a message about an unknown flag: the most similar ones, those of training before others."""
-    scores = {one: _similarity(flag.lstrip("-").replace("_", "-"), one.lstrip("-")) for one in known}
+    scores = {candidate: _similarity(flag.lstrip("-").replace("_", "-"), candidate.lstrip("-")) for candidate in known}
     best = max(scores.values(), default=0.0)
-    close = sorted((one for one in known if best and scores[one] == best), key=lambda one: one.startswith(SELDOM))
+    close = sorted(
+        (candidate for candidate in known if best and scores[candidate] == best),
+        key=lambda candidate: candidate.startswith(SELDOM),
+    )
     return f"; did you mean {' or '.join(close[:3])}?" if close else f"; {command} --help all lists the flags"
 
 

@@ -38,19 +38,19 @@ TEXT = ("action", "relative")
 def guard_rules(config: RunConfig) -> tuple[GuardRule, ...]:
     """All rules of a run, in order."""
     rules = default_rules(config)
-    for one in config.guard:
-        if one.action == "off":
-            rules = [rule for rule in rules if rule.metric != one.metric]
+    for guard in config.guard:
+        if guard.action == "off":
+            rules = [rule for rule in rules if rule.metric != guard.metric]
         else:
             rules.append(
                 GuardRule(
-                    metric=one.metric,
-                    above=one.above,
-                    below=one.below,
-                    steps=one.steps,
-                    action=one.action,
-                    hold_steps=one.hold_steps,
-                    median_of=one.window if one.relative == "median" else 0,
+                    metric=guard.metric,
+                    above=guard.above,
+                    below=guard.below,
+                    steps=guard.steps,
+                    action=guard.action,
+                    hold_steps=guard.hold_steps,
+                    median_of=guard.window if guard.relative == "median" else 0,
                 )
             )
     return tuple(rules)
@@ -81,17 +81,17 @@ def check_guards(config: RunConfig, own_metrics: Collection[str] | None = None) 
     if len(config.guard) > MAX_GUARDS:
         raise ConfigError(f"there are {len(config.guard)} guards; use at most {MAX_GUARDS}")
     named = [rule.metric for rule in default_rules(config)]
-    for one in config.guard:
-        _check_metric(one.metric, config, own_metrics)
-        if one.action == "off":
-            if replace(one, action="warn") != GuardConfig(one.metric):
-                raise ConfigError(f"guard on {one.metric} is off and has a limit; leave one of them out")
-            if one.metric not in named:
-                raise ConfigError(f"guard on {one.metric} is off, and there is none before it; leave it out")
-            named = [name for name in named if name != one.metric]
+    for guard in config.guard:
+        _check_metric(guard.metric, config, own_metrics)
+        if guard.action == "off":
+            if replace(guard, action="warn") != GuardConfig(guard.metric):
+                raise ConfigError(f"guard on {guard.metric} is off and has a limit; leave one of them out")
+            if guard.metric not in named:
+                raise ConfigError(f"guard on {guard.metric} is off, and there is none before it; leave it out")
+            named = [name for name in named if name != guard.metric]
         else:
-            _check_rule(one, config)
-            named.append(one.metric)
+            _check_rule(guard, config)
+            named.append(guard.metric)
 
 
 def _check_metric(metric: str, config: RunConfig, own_metrics: Collection[str] | None) -> None:
@@ -111,44 +111,44 @@ def _check_metric(metric: str, config: RunConfig, own_metrics: Collection[str] |
     )
 
 
-def _check_rule(one: GuardConfig, config: RunConfig) -> None:
-    if (one.above is None) == (one.below is None):
-        both = "neither above nor below" if one.above is None else "both above and below"
-        raise ConfigError(f"guard on {one.metric} has {both}; give exactly one")
-    limit = one.below if one.above is None else one.above
-    if one.relative == "none":
-        if one.window != GuardConfig.window:
+def _check_rule(guard: GuardConfig, config: RunConfig) -> None:
+    if (guard.above is None) == (guard.below is None):
+        both = "neither above nor below" if guard.above is None else "both above and below"
+        raise ConfigError(f"guard on {guard.metric} has {both}; give exactly one")
+    limit = guard.below if guard.above is None else guard.above
+    if guard.relative == "none":
+        if guard.window != GuardConfig.window:
             raise ConfigError(
-                f"guard on {one.metric} has window {one.window}, which changes nothing without relative median; add "
-                "it, or leave the window out"
+                f"guard on {guard.metric} has window {guard.window}, which changes nothing without relative median; "
+                "add it, or leave the window out"
             )
     elif limit is not None and not limit > 0:
         raise ConfigError(
-            f"guard on {one.metric} is relative to a median, and its limit is {limit:g} of it; use one above 0"
+            f"guard on {guard.metric} is relative to a median, and its limit is {limit:g} of it; use one above 0"
         )
-    elif one.window + one.steps > config.steps:
+    elif guard.window + guard.steps > config.steps:
         raise ConfigError(
-            f"guard on {one.metric} is relative to the median of {one.window} steps and has steps {one.steps}, and "
-            f"the run has {config.steps}: it would never fire; use fewer"
+            f"guard on {guard.metric} is relative to the median of {guard.window} steps and has steps {guard.steps}, "
+            f"and the run has {config.steps}: it would never fire; use fewer"
         )
-    if one.steps > config.steps:
+    if guard.steps > config.steps:
         raise ConfigError(
-            f"guard on {one.metric} has steps {one.steps}, and the run has {config.steps}: it would never fire; use "
-            "fewer"
+            f"guard on {guard.metric} has steps {guard.steps}, and the run has {config.steps}: it would never fire; "
+            "use fewer"
         )
-    if one.action == "hold":
+    if guard.action == "hold":
         if config.max_staleness == 0:
             raise ConfigError(
-                f"guard on {one.metric} has action hold, and max_staleness is 0 already; use warn or stop"
+                f"guard on {guard.metric} has action hold, and max_staleness is 0 already; use warn or stop"
             )
-    elif one.hold_steps != GuardConfig.hold_steps:
+    elif guard.hold_steps != GuardConfig.hold_steps:
         raise ConfigError(
-            f"guard on {one.metric} has hold_steps {one.hold_steps}, which changes nothing with action {one.action}; "
-            "use action hold, or leave it out"
+            f"guard on {guard.metric} has hold_steps {guard.hold_steps}, which changes nothing with action "
+            f"{guard.action}; use action hold, or leave it out"
         )
-    if one.action == "stop" and not (config.checkpoint.every and config.checkpoint.preemption_save_timeout_s):
+    if guard.action == "stop" and not (config.checkpoint.every and config.checkpoint.preemption_save_timeout_s):
         raise ConfigError(
-            f"guard on {one.metric} has action stop, which saves a checkpoint, and checkpoint.every or "
+            f"guard on {guard.metric} has action stop, which saves a checkpoint, and checkpoint.every or "
             "checkpoint.preemption_save_timeout_s is 0; set both, or use action warn"
         )
 

@@ -20,7 +20,8 @@ class PromptForms:
         self._of_run = data.prompt_format
         self._trained = [set_data(data, set_).prompt_format for set_ in data.sets]
         self._evaluated = {
-            first_number(name): set_data(data, one).prompt_format for name, one in eval_data_sets(config).items()
+            first_number(name): set_data(data, data_set).prompt_format
+            for name, data_set in eval_data_sets(config).items()
         }
         # The held-out rows follow each other in the order of the sets.
         shares = largest_remainder(data.eval_prompts, [set_.weight for set_ in data.sets]) if data.sets else []

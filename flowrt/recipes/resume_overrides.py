@@ -91,7 +91,7 @@ def apply_overrides(config: RunConfig, words: Sequence[str], help_notes: str = "
     changed = read_flags("flowrt resume", words, config, text)
     for name in _changes(dataclasses.asdict(config), dataclasses.asdict(changed)):
         if not may_change(name):
-            was, now = (_shown(attrgetter(name)(one)) for one in (config, changed))
+            was, now = (_shown(attrgetter(name)(settings)) for settings in (config, changed))
             raise ConfigError(
                 f"{name} is {was} in {config.run_dir}, and stays that when the run is resumed, not {now}: where a "
                 "run is, and on how much, may change (flowrt resume --help all), but not what it computes; for that "
@@ -106,7 +106,7 @@ def apply_overrides(config: RunConfig, words: Sequence[str], help_notes: str = "
 
 def _shown(value: object) -> str:
     """A value as text of an error message."""
-    if isinstance(value, tuple) and all(isinstance(one, DataSetConfig) for one in value):
+    if isinstance(value, tuple) and all(isinstance(member, DataSetConfig) for member in value):
         return described(value)
     return repr(value)
 

@@ -148,7 +148,7 @@ def best_steps(run_dir: Path) -> list[int]:
     """The versions of the best weights, best first, from "best.json"; empty if that is missing or damaged."""
     try:
         listed = json.loads((run_dir / "best" / "best.json").read_text())
-        versions = [int(one["version"]) for one in listed]
+        versions = [int(entry["version"]) for entry in listed]
     except (OSError, ValueError, TypeError, KeyError):
         return []
     return [version for version in versions if best_dir(run_dir, version).is_dir()]

@@ -75,8 +75,8 @@ class AsyncCalls:
     def fail(self, error: BaseException) -> None:
         """Let those who wait for an outcome raise ``error``."""
         self._waiting.fail(error)
-        for one in self._running.values():
-            one.fail(error)
+        for call in self._running.values():
+            call.fail(error)
 
     async def run(self) -> None:
         """Make calls until cancelled. Raises ConfigError if a child cannot load the functions."""

@@ -42,7 +42,7 @@ class RewardCall:
         """The call for a child, with those facts of the samples that the function takes."""
         samples = [sample for scoring in self.scorings for sample in scoring.samples]
         taken = [{name: sample.facts[name] for name in facts if name in sample.facts} for sample in samples]
-        rows = [[one.response, one.row, of] for one, of in zip(samples, taken, strict=True)]
+        rows = [[sample.response, sample.row, of] for sample, of in zip(samples, taken, strict=True)]
         return [number, self.function, rows]
 
     def finish(self, outcomes: Sequence[RewardOutcome]) -> None:
@@ -98,9 +98,9 @@ class CallQueue:
     def take(self) -> RewardCall | None:
         """The next call, with the samples of others of its batch function; None if none waits that is not cancelled."""
         while self._calls:
-            one = self._joined(self._calls.popleft())
-            if not one.is_done:
-                return one
+            call = self._joined(self._calls.popleft())
+            if not call.is_done:
+                return call
         return None
 
     def finish(self, call: RewardCall, rows: Sequence[Sequence[Any]], seconds: float) -> None:
@@ -128,12 +128,12 @@ class CallQueue:
         while self._calls:
             self._calls.popleft().fail(error)
 
-    def _joined(self, one: RewardCall) -> RewardCall:
+    def _joined(self, call: RewardCall) -> RewardCall:
         """A call with the samples of others of its batch function, which are taken out of the queue."""
-        if self._form(one.function).form != "batch" or one.attempts or one.is_part:
-            return one
-        others = [of for of in self._calls if of.function == one.function and not (of.attempts or of.is_part)]
+        if self._form(call.function).form != "batch" or call.attempts or call.is_part:
+            return call
+        others = [of for of in self._calls if of.function == call.function and not (of.attempts or of.is_part)]
         for other in others[: self._batch_size - 1]:
             self._calls.remove(other)
-            one.scorings += other.scorings
-        return one
+            call.scorings += other.scorings
+        return call

@@ -76,11 +76,11 @@ async def _check(
             tried += 1
             response = as_text(decode_row(row).get("answer"))
             samples = [RewardSample(text, row, facts(text)) for text in (response, "")[: 1 + bool(scorer.of_groups)]]
-            for one, outcome in zip(scorer.functions, (await scorer.outcomes_of(samples))[0], strict=True):
+            for function, outcome in zip(scorer.functions, (await scorer.outcomes_of(samples))[0], strict=True):
                 if outcome.is_failure:
-                    raise ConfigError(f"{scorer.failures([outcome], response, row, [one])[0]}; {FIX}")
-                applied[one.name] += outcome.result is Result.OK
-                parts |= dict.fromkeys(f"{one.name}/{part}" for part in outcome.parts)
+                    raise ConfigError(f"{scorer.failures([outcome], response, row, [function])[0]}; {FIX}")
+                applied[function.name] += outcome.result is Result.OK
+                parts |= dict.fromkeys(f"{function.name}/{part}" for part in outcome.parts)
             is_late = monotonic() - begin_s > MAX_S
             if min(applied.values()) >= CALLS or (is_late and any(applied.values())):
                 break

@@ -130,10 +130,10 @@ def with_paths(text: str, absolute: Callable[[str], str]) -> str:
 
 def _split(text: str) -> tuple[str, str, str]:
     """The name and the weight in front of a function, each empty if there is none, and the rest."""
-    found = _NAME.fullmatch(text)
-    name, rest = (found[1], found[2]) if found else ("", text)
-    found = _WEIGHT.fullmatch(rest)
-    weight, rest = (found[1], found[2]) if found else ("", rest)
+    match = _NAME.fullmatch(text)
+    name, rest = (match[1], match[2]) if match else ("", text)
+    match = _WEIGHT.fullmatch(rest)
+    weight, rest = (match[1], match[2]) if match else ("", rest)
     return name, weight, rest
 
 

@@ -142,21 +142,21 @@ def _line_in(stack: str, path: str) -> int:
     """The innermost line of this file in a stack of faulthandler: of the main or the crashed thread; 0 if unknown."""
     main = stack.find(f"hread 0x{threading.get_ident():016x}")
     pattern = re.compile(rf'File "{re.escape(path)}", line (\d+)')
-    found = pattern.search(stack, max(main, 0)) or pattern.search(stack)
-    return int(found[1]) if found else 0
+    match = pattern.search(stack, max(main, 0)) or pattern.search(stack)
+    return int(match[1]) if match else 0
 
 
 def _reaped(child: int) -> int | None:
     """The exit status of the child if it has ended, else None. Reaps adopted processes that have ended, too."""
-    found: int | None = None
+    exit_status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid == child:
-                found = status
-    return found
+                exit_status = status
+    return exit_status
 
 
 def _kill_all(child: int) -> None:

@@ -16,7 +16,7 @@ class WithFunction(OnlyIf):
     def holds_for(self, value: Value) -> bool:
         """Whether one of the texts of functions is of these kinds; without any the task has a reward of its own."""
         assert isinstance(value, tuple)
-        kinds = {parse_function(one).kind for one in value} or {"task"}
+        kinds = {parse_function(text).kind for text in value} or {"task"}
         return not kinds.isdisjoint(self.have)
 
     @property

@@ -82,23 +82,23 @@ class RewardPool:
             samples: the samples.
         """
         scoring = Scoring(samples, asyncio.get_running_loop().create_future())
-        one = RewardCall(function, [scoring])
+        call = RewardCall(function, [scoring])
         if self._failure is not None or self._is_closed:
-            one.fail(self._failure or FlowError("the reward functions' processes are closed"))
+            call.fail(self._failure or FlowError("the reward functions' processes are closed"))
         elif self.form(function).is_async:
-            self._async_calls.add(one)
+            self._async_calls.add(call)
             if not self._async_calls.is_started:
                 self._async_calls.is_started = True
                 self._start_worker(self._work_async())
         else:
-            self._waiting.add([one])
+            self._waiting.add([call])
             self._start_workers()
         return scoring.outcomes
 
     def _call_one_by_one(self, calls: Sequence[RewardCall]) -> None:
         """Make calls of async functions one after the other, as those of other functions."""
-        for one in calls:
-            one.is_part = True
+        for call in calls:
+            call.is_part = True
         self._waiting.add(calls)
         self._start_workers()
 
@@ -156,8 +156,8 @@ class RewardPool:
         except FlowError as error:
             self._fail(error)
         finally:  # also when the pool is closed
-            for one in calls:
-                one.fail(self._failure or FlowError("the processes of reward functions failed"))
+            for call in calls:
+                call.fail(self._failure or FlowError("the processes of reward functions failed"))
 
     async def _work_async(self) -> None:
         """Make calls of async functions."""
@@ -171,9 +171,9 @@ class RewardPool:
         most = max(1, min(CALLS_PER_MESSAGE, len(self._waiting) // (2 * self._options.workers)))
         taken: list[RewardCall] = []
         left = MAX_SENT_BYTES
-        while len(taken) < most and left > 0 and (one := self._waiting.take()) is not None:
-            taken.append(one)
-            left -= sum(len(sample.row) for scoring in one.scorings for sample in scoring.samples)
+        while len(taken) < most and left > 0 and (call := self._waiting.take()) is not None:
+            taken.append(call)
+            left -= sum(len(sample.row) for scoring in call.scorings for sample in scoring.samples)
         return taken
 
     def _on_end(self, worker: asyncio.Task[None]) -> None:
@@ -191,12 +191,12 @@ class RewardPool:
         left = dict(enumerate(calls))
         if not left:
             return True
-        message = packed([one.message(index, self.form(one.function).facts) for index, one in left.items()])
+        message = packed([call.message(index, self.form(call.function).facts) for index, call in left.items()])
         began, began_s, is_hung, has_begun = 0, monotonic(), False, False
         await process.send(message, self._options.timeout_s + GRACE_S)
         is_worn = False
         limit_s = self._options.timeout_s
-        if any(self.form(one.function).is_async for one in calls):
+        if any(self.form(call.function).is_async for call in calls):
             limit_s += GRACE_S  # the child ends calls of async functions itself
         while left:
             deadline_s = began_s + limit_s - monotonic()

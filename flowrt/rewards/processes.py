@@ -93,5 +93,5 @@ class RewardProcess:
             await asyncio.to_thread(blocking, wait, GRACE_S, "the end of a guard", "it")
         except subprocess.TimeoutExpired:
             self.guard.kill()
-        found: dict[str, Any] = json.loads(report) if report.endswith(b"\n") else {"guard": self.guard.returncode}
-        return found
+        content: dict[str, Any] = json.loads(report) if report.endswith(b"\n") else {"guard": self.guard.returncode}
+        return content

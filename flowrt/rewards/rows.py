@@ -28,8 +28,8 @@ def encode_row(columns: Mapping[str, object]) -> str:
 
 def decode_row(row: str | bytes) -> dict[str, Any]:
     """The columns of a row that `encode_row` has written."""
-    found: dict[str, Any] = json.loads(row, object_hook=_decoded)
-    return found
+    columns: dict[str, Any] = json.loads(row, object_hook=_decoded)
+    return columns
 
 
 def json_text(value: object, *, sort_keys: bool = False) -> str:
@@ -48,11 +48,13 @@ def _plain(value: object) -> object:
     if kind in PLAIN:
         return value
     if isinstance(value, list):
-        return value if set(map(type, value)) <= PLAIN else [_plain(one) for one in value]
+        return value if set(map(type, value)) <= PLAIN else [_plain(element) for element in value]
     if isinstance(value, dict):
         if TAG in value or not all(type(name) is str for name in value):
-            return _tagged("dict", [[_plain(name), _plain(one)] for name, one in value.items()])
-        return value if set(map(type, value.values())) <= PLAIN else {name: _plain(one) for name, one in value.items()}
+            return _tagged("dict", [[_plain(name), _plain(field)] for name, field in value.items()])
+        return (
+            value if set(map(type, value.values())) <= PLAIN else {name: _plain(field) for name, field in value.items()}
+        )
     if (written := ENCODED.get(kind.__name__)) is None or not isinstance(value, written[0]):
         raise NoColumnType(kind.__name__)
     return _tagged(kind.__name__, written[1](value))
@@ -69,7 +71,7 @@ def _moment(value: Any) -> list[str]:
 
 ENCODED: Mapping[str, tuple[type, Callable[[Any], object]]] = {
     "bytes": (bytes, lambda value: base64.b64encode(value).decode()),
-    "tuple": (tuple, lambda value: [_plain(one) for one in value]),
+    "tuple": (tuple, lambda value: [_plain(element) for element in value]),
     "datetime": (datetime, _moment),
     "Timestamp": (datetime, _moment),  # of pandas, for nanoseconds
     "date": (date, date.isoformat),

@@ -62,14 +62,14 @@ def reward_columns(options: RewardOptions) -> tuple[str, ...]:
     if not functions:
         return ()
     parts = [part for part in options.parts if not part.endswith("/")]
-    names = [f"{REWARD}/{one}" for one in (*(function.name for function in functions), *parts)]
+    names = [f"{REWARD}/{name}" for name in (*(function.name for function in functions), *parts)]
     names += [f"{APPLIES}/{function.name}" for function in functions] if len(functions) > 1 else []
     can_fail = {Result.NOT_APPLICABLE}
     if any(function.is_remote for function in functions):
         can_fail |= {Result.HTTP, Result.INVALID, Result.TIMEOUT}
     if not all(function.is_remote for function in functions):
         can_fail |= {*FAILURES} - {Result.HTTP}
-    return (*names, *(f"{FAILED}/{one}" for one in Result if one in can_fail))
+    return (*names, *(f"{FAILED}/{result}" for result in Result if result in can_fail))
 
 
 def combined(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutcome]) -> float:
@@ -78,14 +78,14 @@ def combined(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutco
     Their weights are scaled up so that they sum to those of all functions.
     """
     pairs = list(zip(functions, outcomes, strict=True))
-    applying = [(one, outcome) for one, outcome in pairs if outcome.result is not Result.NOT_APPLICABLE]
-    weight = sum(one.weight for one, _ in applying)
+    applying = [(function, outcome) for function, outcome in pairs if outcome.result is not Result.NOT_APPLICABLE]
+    weight = sum(function.weight for function, _ in applying)
     if len(applying) == len(pairs):
-        return sum(one.weight * outcome.value for one, outcome in pairs)
+        return sum(function.weight * outcome.value for function, outcome in pairs)
     if not weight:
         return 0.0
     return sum(function.weight for function in functions) * sum(
-        one.weight / weight * outcome.value for one, outcome in applying
+        function.weight / weight * outcome.value for function, outcome in applying
     )
 
 
@@ -117,7 +117,7 @@ class RewardScorer:
         self._is_deterministic = is_deterministic
         self._columns = reward_columns(options)
         local = [function for function in self.functions if not function.is_remote]
-        self._numbers = {one.name: index for index, one in enumerate(local)}
+        self._numbers = {function.name: index for index, function in enumerate(local)}
         rate = Rate(options.rate_per_s)
         self._pool = RewardPool(local, options, output, task, model, rate) if local else None
         remote = [function for function in self.functions if function.is_remote]
@@ -175,8 +175,8 @@ class RewardScorer:
             raise
         if error := next(filter(None, [call.exception() for call in calls]), None):
             raise error
-        found = [[outcome for call in calls for outcome in call.result()] for calls in of_functions]
-        return [list(of_sample) for of_sample in zip(*found, strict=True)]
+        by_function = [[outcome for call in calls for outcome in call.result()] for calls in of_functions]
+        return [list(of_sample) for of_sample in zip(*by_function, strict=True)]
 
     def _calls(
         self, function: RewardFunction, samples: Sequence[RewardSample]
@@ -197,9 +197,9 @@ class RewardScorer:
         """The sample with that part of its turn as the response which the function scores."""
         if not self._options.after or function.kind in WHOLE_TURN:
             return sample
-        _, found, rest = sample.response.rpartition(self._options.after)
-        is_whole = not found and self._options.without_after == "whole"
-        return sample if is_whole else replace(sample, response=rest if found else "")
+        _, separator, rest = sample.response.rpartition(self._options.after)
+        is_whole = not separator and self._options.without_after == "whole"
+        return sample if is_whole else replace(sample, response=rest if separator else "")
 
     async def score(self, response: str, row: bytes) -> SampleReward:
         """The reward of a response; ``row`` as for `outcomes`, errors as for `score_all`."""
@@ -210,8 +210,8 @@ class RewardScorer:
 
         Raises ConfigError if a failure, or the share of failures, ends the run.
         """
-        found = await self.outcomes_of(samples)
-        return [self._scored(sample, outcomes) for sample, outcomes in zip(samples, found, strict=True)]
+        all_outcomes = await self.outcomes_of(samples)
+        return [self._scored(sample, outcomes) for sample, outcomes in zip(samples, all_outcomes, strict=True)]
 
     def _scored(self, sample: RewardSample, outcomes: Sequence[RewardOutcome]) -> SampleReward:
         response, row = sample.response, sample.row
@@ -222,7 +222,9 @@ class RewardScorer:
         if failure and (self._options.on_failure == "stop" or self._stops(outcomes)):
             raise ConfigError(f"{failure}; {FIX}")
         numbers = self._numbers_of(outcomes)
-        reasons = [name.partition("/")[2] for name, one in numbers.items() if one and name.startswith(f"{FAILED}/")]
+        reasons = [
+            name.partition("/")[2] for name, number in numbers.items() if number and name.startswith(f"{FAILED}/")
+        ]
         seconds = sum(outcome.seconds for outcome in outcomes)
         return SampleReward(combined(self.functions, outcomes), numbers, failure, "".join(reasons[:1]), seconds)
 

@@ -51,10 +51,10 @@ class Listed:
 def read_list(run_dir: Path) -> list[Listed]:
     """The versions in best.json whose directories exist, best first; empty if it cannot be read."""
     try:
-        found = [Listed(**load) for load in json.loads((run_dir / "best" / LIST).read_text())]
+        listed = [Listed(**load) for load in json.loads((run_dir / "best" / LIST).read_text())]
     except (OSError, ValueError, TypeError):
         return []
-    return [one for one in found if best_dir(run_dir, one.version).is_dir()]
+    return [entry for entry in listed if best_dir(run_dir, entry.version).is_dir()]
 
 
 def to_keep(listed: list[Listed], keep: int, saved_step: int) -> list[Listed]:
@@ -62,10 +62,10 @@ def to_keep(listed: list[Listed], keep: int, saved_step: int) -> list[Listed]:
 
     The latter are those that a run resumed from its checkpoint of ``saved_step`` has.
     """
-    order = sorted(listed, key=lambda one: (-one.value, one.version))
-    resumable = [one for one in order if one.version <= saved_step]
-    kept = {one.version for one in (*order[:keep], *resumable[:keep])}
-    return [one for one in order if one.version in kept]
+    order = sorted(listed, key=lambda entry: (-entry.value, entry.version))
+    resumable = [entry for entry in order if entry.version <= saved_step]
+    kept = {entry.version for entry in (*order[:keep], *resumable[:keep])}
+    return [entry for entry in order if entry.version in kept]
 
 
 class BestDirectory:
@@ -81,15 +81,15 @@ class BestDirectory:
         self._config = config
         self._run_dir = Path(config.run_dir)
         shapes = parameter_shapes(model_dir(config))
-        if [one.shape for one in layout.values()] != list(shapes.values()):
+        if [tensor.shape for tensor in layout.values()] != list(shapes.values()):
             raise EngineError(
                 f"the trainer's weights are not the parameters of {model_dir(config)}; leave out checkpoint.best"
             )
         self._layout = {
-            name: (shape, one.dtype) for (name, shape), one in zip(shapes.items(), layout.values(), strict=True)
+            name: (shape, tensor.dtype) for (name, shape), tensor in zip(shapes.items(), layout.values(), strict=True)
         }
         (self._run_dir / "best").mkdir(mode=0o700, exist_ok=True)
-        self._set_list([one for one in self.listed() if one.version <= first_step])
+        self._set_list([entry for entry in self.listed() if entry.version <= first_step])
 
     def listed(self) -> list[Listed]:
         """The versions that are kept, best first."""
@@ -116,9 +116,9 @@ class BestDirectory:
             snapshot.restore(tensors)
             save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
             stored = load_file(partial / WEIGHTS)
-            found = Snapshot.take(snapshot.version, {name: stored[name] for name in self._layout}).checksum()
-            if found != checksum:
-                raise EngineError(f"{partial / WEIGHTS} has checksum {found}, version {snapshot.version} {checksum}")
+            actual = Snapshot.take(snapshot.version, {name: stored[name] for name in self._layout}).checksum()
+            if actual != checksum:
+                raise EngineError(f"{partial / WEIGHTS} has checksum {actual}, version {snapshot.version} {checksum}")
             new = Listed(snapshot.version, value, checksum)
             atomic_write(partial / "version.json", json.dumps(asdict(new)) + "\n")
             fsync_tree(partial)
@@ -126,16 +126,16 @@ class BestDirectory:
                 delete_directory(path)
             partial.rename(path)
             fsync(path.parent)
-            self._set_list([*(one for one in self.listed() if one.version != new.version), new])
+            self._set_list([*(entry for entry in self.listed() if entry.version != new.version), new])
 
     def _set_list(self, listed: list[Listed]) -> None:
         """Write best.json, then delete all directories that it does not list."""
         saved = max(checkpoint_steps(self._run_dir), default=0)
         kept = to_keep(listed, self._config.checkpoint.keep_best, saved)
         directory = self._run_dir / "best"
-        atomic_write(directory / LIST, json.dumps([asdict(one) for one in kept], indent=1) + "\n")
+        atomic_write(directory / LIST, json.dumps([asdict(entry) for entry in kept], indent=1) + "\n")
         fsync(directory)
-        names = {best_dir(self._run_dir, one.version).name for one in kept}
+        names = {best_dir(self._run_dir, entry.version).name for entry in kept}
         for path in [*directory.glob("step-*"), *directory.glob(".step-*")]:
             if path.name not in names:
                 shutil.rmtree(path)
@@ -171,8 +171,8 @@ class BestWeights:
         self._snapshots[version] = snapshot
         # The oldest versions are being evaluated; of the others, only the newest can still be evaluated.
         running = 1 + (MAX_WAITING if self._config.eval.overlap == "wait" else 0)
-        for one in sorted(self._snapshots)[running:-1]:
-            del self._snapshots[one]
+        for unneeded in sorted(self._snapshots)[running:-1]:
+            del self._snapshots[unneeded]
 
     async def run(self) -> None:
         """Write the best weights as results arrive, until no evaluation follows.
@@ -180,25 +180,25 @@ class BestWeights:
         Raises EngineError if writing fails.
         """
         while True:
-            for one in await self._session.unless_ended(self._session.evaluations.take_next()):
-                if not one.name:
+            for result in await self._session.unless_ended(self._session.evaluations.take_next()):
+                if not result.name:
                     await asyncio.to_thread(self._directory.prune)
                     return
-                if one.name == self._name:
-                    await self._take(one)
+                if result.name == self._name:
+                    await self._take(result)
 
-    async def _take(self, one: Evaluated) -> None:
-        snapshot, value = self._snapshots.pop(one.version, None), dict(one.numbers).get(self._metric)
-        if snapshot is None and self._newest is not None and self._newest.version == one.version:
+    async def _take(self, result: Evaluated) -> None:
+        snapshot, value = self._snapshots.pop(result.version, None), dict(result.numbers).get(self._metric)
+        if snapshot is None and self._newest is not None and self._newest.version == result.version:
             snapshot = self._newest
         listed = self._directory.listed()
-        if value is None or any(other.version == one.version for other in listed):
+        if value is None or any(other.version == result.version for other in listed):
             return
         if sum(other.value >= value for other in listed) >= self._config.checkpoint.keep_best:
             return
         if snapshot is None:
-            log.warning("version %d is among the best, and its weights are not kept any more", one.version)
+            log.warning("version %d is among the best, and its weights are not kept any more", result.version)
             return
         with self._session.timeline.busy("save"):
             await asyncio.to_thread(self._directory.write, snapshot, value)
-        log.info("version %d is among the best: %s is %.4g", one.version, self._config.checkpoint.best, value)
+        log.info("version %d is among the best: %s is %.4g", result.version, self._config.checkpoint.best, value)

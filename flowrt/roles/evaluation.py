@@ -57,11 +57,15 @@ class EvalSet:
     ) -> "EvalSet | None":
         """The prompts for which ``columns`` returns columns; None if there is no such prompt."""
         first = first_number(name)
-        rows = [(first + row, found) for row, one in enumerate(problems) if (found := columns(one)) is not None]
+        rows = [
+            (first + row, tensors) for row, problem in enumerate(problems) if (tensors := columns(problem)) is not None
+        ]
         if not rows:
             return None
         names = rows[0][1].keys()
-        return cls(name, tuple(number for number, _ in rows), {key: [found[key] for _, found in rows] for key in names})
+        return cls(
+            name, tuple(number for number, _ in rows), {key: [tensors[key] for _, tensors in rows] for key in names}
+        )
 
     def parts(self, prompts: int) -> Iterator["EvalSet"]:
         """The set in parts of this many prompts."""
@@ -212,13 +216,13 @@ class Evaluations:
         ``summary``: name under which the average of the first data set is reported; empty: it is not.
         """
         missing = [set_ for set_ in self._sets if (set_.name, version) not in self._known]
-        tasks = [asyncio.create_task(self._evaluate_set(one, version, training_is_over)) for one in missing]
+        tasks = [asyncio.create_task(self._evaluate_set(eval_set, version, training_is_over)) for eval_set in missing]
         try:
             for task in tasks:
-                found = await wait_until(task, SESSION, f"the results of version {version}", CONTROLLER)
-                if found is None:
+                result = await wait_until(task, SESSION, f"the results of version {version}", CONTROLLER)
+                if result is None:
                     continue
-                name, of_version, numbers = found
+                name, of_version, numbers = result
                 self._note(name, of_version, numbers)
                 version = of_version
         finally:
@@ -237,14 +241,14 @@ class Evaluations:
             self.is_target_reached = True
 
     async def _evaluate_set(
-        self, one: EvalSet, version: int, training_is_over: asyncio.Event | None
+        self, eval_set: EvalSet, version: int, training_is_over: asyncio.Event | None
     ) -> tuple[str, int, dict[str, float]] | None:
         """(name, version, numbers) of a version on a data set.
 
         None if the version is not published, or no worker has it any more, or prompts were dropped.
         """
         options = self._config.eval
-        collected = await self._collect(one, version, training_is_over)
+        collected = await self._collect(eval_set, version, training_is_over)
         if collected is None:
             return None
         begin_s, answers = collected
@@ -252,15 +256,15 @@ class Evaluations:
         dropped = self._session.evaluations.take_dropped(groups)
         if missing := [group for group in groups if len(answers[group]) < options.samples]:
             reason = next(iter(dropped.values()), "it was given up while the controller was restarted")
-            self._note_skipped(one, version, f"{len(missing)} of {len(groups)} prompts were dropped: {reason}")
+            self._note_skipped(eval_set, version, f"{len(missing)} of {len(groups)} prompts were dropped: {reason}")
             return None
         rows = [answer for group in groups for answer in answers[group].values()]
         versions = {number for row in rows for number in row.spans[::2]}
         if len(versions) != 1 or version not in (LATEST, *versions):
-            raise RemoteProtocolError(f"answers to {one.name} of version {version} are of {sorted(versions)}")
+            raise RemoteProtocolError(f"answers to {eval_set.name} of version {version} are of {sorted(versions)}")
         scored = [group for group in groups if not all(answer.is_unscored for answer in answers[group].values())]
         if not scored:
-            self._note_skipped(one, min(versions), "no reward function applies to any of its prompts")
+            self._note_skipped(eval_set, min(versions), "no reward function applies to any of its prompts")
             return None
         rewards = [[answer.reward for answer in answers[group].values()] for group in scored]
         numbers = {
@@ -271,42 +275,42 @@ class Evaluations:
         }
         if unscored := sum(row.is_unscored for row in rows):
             numbers["not_applicable"] = unscored / len(rows)
-        return one.name, min(versions), numbers
+        return eval_set.name, min(versions), numbers
 
     async def _collect(
-        self, one: EvalSet, version: int, training_is_over: asyncio.Event | None
+        self, eval_set: EvalSet, version: int, training_is_over: asyncio.Event | None
     ) -> tuple[float, Answers] | None:
         """When the prompts were open, and the answers to them by group, in their order; None as `_offer`."""
         collecting: list[asyncio.Task[Answers]] = []
         begin_s = 0.0
         try:
-            for part in one.parts(max(MAX_PART_ROWS // self._config.eval.samples, 1)):
+            for part in eval_set.parts(max(MAX_PART_ROWS // self._config.eval.samples, 1)):
                 groups = await self._offer(part, version, None if collecting else training_is_over)
                 if groups is None:
                     return None
                 begin_s = begin_s or monotonic()
                 collecting.append(asyncio.create_task(self._collector.collect(groups)))
-            found: Answers = {}
+            answers: Answers = {}
             for task in collecting:
-                found |= await wait_until(task, SESSION, "the answers of an evaluation", CONTROLLER)
-            return begin_s, found
+                answers |= await wait_until(task, SESSION, "the answers of an evaluation", CONTROLLER)
+            return begin_s, answers
         finally:
             await cancel_and_wait(collecting, CANCEL_S)
 
-    def _note_skipped(self, one: EvalSet, version: int, reason: str) -> None:
-        log.warning("version %d is not evaluated on %s: %s", version, one.name, reason)
+    def _note_skipped(self, eval_set: EvalSet, version: int, reason: str) -> None:
+        log.warning("version %d is not evaluated on %s: %s", version, eval_set.name, reason)
         if version >= 0:
-            self._session.evaluated(one.name, version, {})
+            self._session.evaluated(eval_set.name, version, {})
 
-    async def _offer(self, one: EvalSet, version: int, training_is_over: asyncio.Event | None) -> range | None:
+    async def _offer(self, eval_set: EvalSet, version: int, training_is_over: asyncio.Event | None) -> range | None:
         """Offer the prompts once the version is published; None if training ends before, or the version is gone."""
         while True:
             offer = asyncio.create_task(
                 self._session.offer_many(
                     EVAL,
-                    one.prompts,
+                    eval_set.prompts,
                     members=self._config.eval.samples,
-                    tensors=one.columns,
+                    tensors=eval_set.columns,
                     at_least=version,
                     at_most=version,
                 )
@@ -317,7 +321,7 @@ class Evaluations:
                 if not offer.done():
                     return None
                 if (groups := offer.result()) is None:
-                    self._note_skipped(one, version, "another evaluation ran until it was gone")
+                    self._note_skipped(eval_set, version, "another evaluation ran until it was gone")
                 return groups
             except WaitExpired:
                 continue  # the interval may take longer than the deadline of a request
@@ -332,4 +336,6 @@ async def _wait_set(event: asyncio.Event | None) -> None:
 
 def eval_sets_of(sets: Mapping[str, Sequence[Example]], columns: Callable[[Example], Columns | None]) -> list[EvalSet]:
     """The data sets with their columns, without those that have no usable prompt."""
-    return [one for name, problems in sets.items() if (one := EvalSet.of(name, problems, columns)) is not None]
+    return [
+        eval_set for name, problems in sets.items() if (eval_set := EvalSet.of(name, problems, columns)) is not None
+    ]

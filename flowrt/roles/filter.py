@@ -27,9 +27,9 @@ def with_filter(role: Role) -> Role:
             return
         drained: list[Drained] = []
 
-        async def until_drained(one: Role) -> None:
+        async def until_drained(run_role: Role) -> None:
             try:
-                await one(session, config)
+                await run_role(session, config)
             except Drained as left:
                 drained.append(left)
 

@@ -313,12 +313,12 @@ class KeptJournals:
         for path in map(self._run_dir.joinpath, journals.splitlines()):
             with _unreadable(path):
                 files += sorted(path.glob(f"*{SUFFIX}"), key=number_of, reverse=True) if path.is_dir() else [path]
-        found: list[tuple[Path, WrittenSample[RecordPlace]]] = []
+        matches: list[tuple[Path, WrittenSample[RecordPlace]]] = []
         for file in files:  # of equals, the one that was written last comes first
             with _unreadable(file):
                 if (sample := self._samples(file).get(key)) is not None and sample.last.prompt_crc == prompt_crc:
-                    found.append((file, sample))
-        for file, sample in sorted(found, key=lambda one: one[1].last.rank, reverse=True):
+                    matches.append((file, sample))
+        for file, sample in sorted(matches, key=lambda match: match[1].last.rank, reverse=True):
             with _unreadable(file):
                 if (tokens := read_sample(file, sample)) is not None:
                     return tokens
@@ -363,8 +363,8 @@ def read_sample(path: Path, sample: WrittenSample[RecordPlace]) -> KeptTokens | 
             if values is None or (last is not None and values.keys() != columns.keys()):
                 log.warning("journal %s is damaged: a part of sample %s is generated again", path, part.key)
                 break
-            for name, one in values.items():
-                columns.setdefault(name, []).append(one)
+            for name, value in values.items():
+                columns.setdefault(name, []).append(value)
             last = part
     if last is None:
         return None

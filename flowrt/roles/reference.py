@@ -79,14 +79,14 @@ def score_by_refresh(
     ``steps`` has the step of the refresh of each sample; 0: the initial weights. Raises EngineError if weights cannot
     be loaded.
     """
-    found: dict[int, torch.Tensor] = {}
+    logprobs: dict[int, torch.Tensor] = {}
     for step in sorted(set(steps)):
         device.use()
         refreshed.use(step)
-        rows = [row for row, one in enumerate(steps) if one == step]
+        rows = [row for row, row_step in enumerate(steps) if row_step == step]
         some = [prompts[row] for row in rows], [responses[row] for row in rows]
-        found |= dict(zip(rows, score_on(device, refreshed.model, *some, temperature, budget_tokens), strict=True))
-    return [found[row] for row in range(len(steps))]
+        logprobs |= dict(zip(rows, score_on(device, refreshed.model, *some, temperature, budget_tokens), strict=True))
+    return [logprobs[row] for row in range(len(steps))]
 
 
 def load_reference(config: RunConfig, device: Device) -> Any:
@@ -111,7 +111,7 @@ def score_on(
 ) -> list[torch.Tensor]:
     """Log-probabilities of each response ([T] float32, in nats, on the CPU), computed in any thread; see `score`."""
     device.use()
-    return [one.cpu() for one in score(model, prompts, responses, temperature, budget_tokens)]
+    return [logprobs.cpu() for logprobs in score(model, prompts, responses, temperature, budget_tokens)]
 
 
 def start() -> None:

@@ -63,7 +63,7 @@ def write_refresh(config: RunConfig, step: int, policy: Mapping[str, torch.Tenso
     """
     run_dir, average = Path(config.run_dir), config.reference.average
     shapes = parameter_shapes(model_dir(config))
-    if [one.shape for one in policy.values()] != list(shapes.values()):
+    if [tensor.shape for tensor in policy.values()] != list(shapes.values()):
         raise EngineError(
             f"the trainer's weights of step {step} are not the parameters of {model_dir(config)}; set "
             "reference.refresh to 0"
@@ -88,9 +88,9 @@ def delete_unneeded(config: RunConfig, step: int) -> None:
     run_dir = Path(config.run_dir)
     oldest = min([step, *checkpoint_steps(run_dir)])
     needed = refresh_step(max(oldest - config.max_staleness, 0), config.reference.refresh)
-    for one in refresh_steps(run_dir):
-        if one < needed:
-            refresh_file(run_dir, one).unlink()
+    for refresh in refresh_steps(run_dir):
+        if refresh < needed:
+            refresh_file(run_dir, refresh).unlink()
 
 
 def resume_refreshes(config: RunConfig, step: int) -> None:
@@ -99,9 +99,9 @@ def resume_refreshes(config: RunConfig, step: int) -> None:
     Raises EngineError if the refresh that ``step`` needs is missing.
     """
     run_dir = Path(config.run_dir)
-    for one in refresh_steps(run_dir):
-        if one > step:
-            refresh_file(run_dir, one).unlink()
+    for refresh in refresh_steps(run_dir):
+        if refresh > step:
+            refresh_file(run_dir, refresh).unlink()
     needed = refresh_step(step, config.reference.refresh)
     if needed and not refresh_file(run_dir, needed).is_file():
         raise EngineError(missing(config, needed))

@@ -145,12 +145,12 @@ class FunctionRewards:
 
     def _check_groups(self) -> None:
         """Raise ConfigError if other functions take whole groups than those found before the run began."""
-        found, known = self._scorer.of_groups, list(self._config.reward.of_groups)
-        if found != known:
-            one = next(name for name in (*found, *known) if (name in found) != (name in known))
+        present, known = self._scorer.of_groups, list(self._config.reward.of_groups)
+        if present != known:
+            function = next(name for name in (*present, *known) if (name in present) != (name in known))
             raise ConfigError(
-                f"reward function {one} has changed since the run began: it did {'not ' * (one in found)}take a group "
-                "then; restore the file, or start another run"
+                f"reward function {function} has changed since the run began: it did {'not ' * (function in present)}"
+                "take a group then; restore the file, or start another run"
             )
 
     async def _score(self, batch: Batch) -> None:
@@ -168,13 +168,13 @@ class FunctionRewards:
                 while scoring:
                     with self._session.progress.expected(self._call_s):  # each call has a deadline of its own
                         done = await wait_any(scoring.keys(), CALLS, "rewards", "reward functions")
-                    found: dict[int, SampleReward] = {}
-                    for one in [one for one in scoring if one in done]:
-                        found |= zip(scoring.pop(one), one.result(), strict=True)
-                    await self._commit(batch, dict(sorted(found.items())))
+                    rewards: dict[int, SampleReward] = {}
+                    for task in [task for task in scoring if task in done]:
+                        rewards |= zip(scoring.pop(task), task.result(), strict=True)
+                    await self._commit(batch, dict(sorted(rewards.items())))
             finally:
-                for one in scoring:
-                    one.cancel()
+                for task in scoring:
+                    task.cancel()
 
     def _samples_of(self, batch: Batch) -> list[RewardSample]:
         """What the functions are called with, for each row of a batch."""
@@ -215,38 +215,40 @@ class FunctionRewards:
         prompt = decode_row(row)["prompt"]
         return turns.beginning(prompt if isinstance(prompt, list) else ())
 
-    async def _commit(self, batch: Batch, found: dict[int, SampleReward]) -> None:
+    async def _commit(self, batch: Batch, rewards: dict[int, SampleReward]) -> None:
         """Commit the rewards of these rows of a batch, and report samples that are dropped as lost."""
-        for one in found.values():
-            if one.failure:
-                self._warn(one.failure)
-        lost = self._lost(batch, found)
+        for reward in rewards.values():
+            if reward.failure:
+                self._warn(reward.failure)
+        lost = self._lost(batch, rewards)
         for index, reason in lost.items():
             self._session.lost("reward", [batch.slots[index]], [batch.leases[index]], reason)
-        kept = [index for index in found if index not in lost]
+        kept = [index for index in rewards if index not in lost]
         refused: Sequence[int] = ()
         if kept:
-            inline = {name: [found[index].numbers[name] for index in kept] for name in found[kept[0]].numbers}
-            inline["reward"] = [found[index].reward for index in kept]
+            inline = {name: [rewards[index].numbers[name] for index in kept] for name in rewards[kept[0]].numbers}
+            inline["reward"] = [rewards[index].reward for index in kept]
             slots, leases = [batch.slots[index] for index in kept], [batch.leases[index] for index in kept]
             refused = await self._session.commit("reward", slots, leases, inline=inline)
-        shown = {index: _score(one) for index, one in found.items() if index not in lost or one.failure}
+        shown = {index: _score(reward) for index, reward in rewards.items() if index not in lost or reward.failure}
         self._samples.send(batch, shown, refused)
-        self._open -= len(found)
+        self._open -= len(rewards)
         self._has_room.set()
 
-    def _lost(self, batch: Batch, found: Mapping[int, SampleReward]) -> dict[int, str]:
+    def _lost(self, batch: Batch, rewards: Mapping[int, SampleReward]) -> dict[int, str]:
         """The rows that ``reward.on_failure`` drops, each with the reason.
 
         Of functions that take whole groups a group is scored at once, and as a whole: a failure drops all its rows.
         """
         if not self._drops:
             return {}
-        failed = {index: one.reason for index, one in found.items() if one.failure and batch.flows[index] != EVAL}
+        failed = {
+            index: reward.reason for index, reward in rewards.items() if reward.failure and batch.flows[index] != EVAL
+        }
         if not self._of_groups:
             return failed
         reasons = {batch.groups[index]: reason for index, reason in failed.items()}
-        return {index: reasons[batch.groups[index]] for index in found if batch.groups[index] in reasons}
+        return {index: reasons[batch.groups[index]] for index in rewards if batch.groups[index] in reasons}
 
     def _warn(self, failure: str) -> None:
         self._warnings += 1
@@ -258,8 +260,13 @@ class FunctionRewards:
             )
 
 
-def _score(one: SampleReward) -> Score:
-    return Score(one.reward, one.numbers, f"{one.reason}: {one.failure}" if one.failure else one.reason, one.seconds)
+def _score(reward: SampleReward) -> Score:
+    return Score(
+        reward.reward,
+        reward.numbers,
+        f"{reward.reason}: {reward.failure}" if reward.failure else reward.reason,
+        reward.seconds,
+    )
 
 
 def most_slots(config: RunConfig, forms: Sequence[CallForm] = ()) -> int:

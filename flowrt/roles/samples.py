@@ -189,15 +189,15 @@ class GeneratedSamples:
         """Note that the engine has returned these sequences."""
         now = monotonic()
         for key in keys:
-            if (one := self._running.get(key)) is not None:
-                self._running[key] = replace(one, seconds=now - one.at_s)
+            if (sample := self._running.get(key)) is not None:
+                self._running[key] = replace(sample, seconds=now - sample.at_s)
 
     def send(self, keys: Iterable[int], refused: Collection[int]) -> None:
         """Send the generation times of finished sequences, without those of the slots in ``refused``."""
         records = [
-            encode_record(GeneratedSample(one.epoch, one.prompt, one.member, one.attempt, one.seconds))
+            encode_record(GeneratedSample(sample.epoch, sample.prompt, sample.member, sample.attempt, sample.seconds))
             for key in keys
-            if (one := self._running.pop(key, None)) is not None and one.slot not in refused
+            if (sample := self._running.pop(key, None)) is not None and sample.slot not in refused
         ]
         _send(self._session, records)
 
@@ -226,16 +226,16 @@ class TrainedSamples:
         ``advantages_N`` ([N]) has the advantage of each row.
         """
         is_chosen = self._is_chosen
-        found: list[Capture | None] = [None] * len(batch)
+        captures: list[Capture | None] = [None] * len(batch)
         if is_chosen is None:
-            return found
+            return captures
         grant = batch.grant
         for row in range(len(batch)):
             if is_chosen(grant.epochs[row], grant.prompts[row]):
-                capture = found[row] = Capture(float(advantages_N[row]))
+                capture = captures[row] = Capture(float(advantages_N[row]))
                 key = grant.epochs[row], grant.prompts[row], grant.members[row], grant.attempts[row]
                 self._samples.append(_Trained(*key, batch.tensors["logprobs"][row], capture))
-        return found
+        return captures
 
     def send(self, step: int) -> None:
         """Send the records of a complete step."""
@@ -247,16 +247,16 @@ class TrainedSamples:
         self._samples.clear()
 
 
-def _trained(one: _Trained, step: int) -> TrainedSample:
-    trainer_T = one.capture.logprobs_T
+def _trained(sample: _Trained, step: int) -> TrainedSample:
+    trainer_T = sample.capture.logprobs_T
     return TrainedSample(
         step=step,
-        epoch=one.epoch,
-        prompt=one.prompt,
-        member=one.member,
-        attempt=one.attempt,
-        advantage=one.capture.advantage,
-        data=(_half(one.logprobs_T), b"" if trainer_T is None else _half(trainer_T)),
+        epoch=sample.epoch,
+        prompt=sample.prompt,
+        member=sample.member,
+        attempt=sample.attempt,
+        advantage=sample.capture.advantage,
+        data=(_half(sample.logprobs_T), b"" if trainer_T is None else _half(trainer_T)),
     )
 
 

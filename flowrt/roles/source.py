@@ -138,10 +138,10 @@ async def offer_all(
     seed = config.seed if config.data.order == "shuffled" else None
     pending: deque[asyncio.Task[int | None]] = deque()
     try:
-        for one in mixture(sizes, seed, config.data.epochs, offer):
-            if one.row is None:
+        for prompt in mixture(sizes, seed, config.data.epochs, offer):
+            if prompt.row is None:
                 continue
-            accepted = session.offer(TRAIN, one.number, one.epoch, config.group_size, one.row)
+            accepted = session.offer(TRAIN, prompt.number, prompt.epoch, config.group_size, prompt.row)
             pending.append(asyncio.create_task(accepted))
             while len(pending) >= config.prompts_per_step:
                 if await pending.popleft() is None:

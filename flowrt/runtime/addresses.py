@@ -42,11 +42,11 @@ def bracketed(host: str) -> str:
 
 def split_endpoint(text: str) -> Endpoint:
     """Parse ``HOST:PORT``. Raises ConfigError if it is none."""
-    found = _ENDPOINT.fullmatch(text)
+    match = _ENDPOINT.fullmatch(text)
     # ZeroMQ would read port 70000 as 4464.
-    if found is None or int(found[3]) > MAX_PORT or (found[1] and not is_ipv6(found[1])):
+    if match is None or int(match[3]) > MAX_PORT or (match[1] and not is_ipv6(match[1])):
         raise ConfigError(f"{text!r} is not HOST:PORT; write an IPv6 address in brackets, as [::1]:5555")
-    return Endpoint(found[1] or found[2], int(found[3]))
+    return Endpoint(match[1] or match[2], int(match[3]))
 
 
 def parse_address(text: str) -> Endpoint:
@@ -80,9 +80,9 @@ def unmapped(host: str) -> str:
     A name is returned unchanged.
     """
     with contextlib.suppress(ValueError):
-        found = ipaddress.ip_address(host)
-        mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-        return str(mapped or found)
+        address = ipaddress.ip_address(host)
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return str(mapped or address)
     return host
 
 
@@ -91,9 +91,9 @@ def source_address(endpoint: Endpoint) -> tuple[socket.AddressFamily, str]:
 
     Raises OSError if there is no such host, or no route to it.
     """
-    found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
+    addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
     failure = OSError(f"{endpoint.host} has no address")
-    for family, _, _, _, destination in sorted(found, key=lambda info: info[0] != socket.AF_INET):
+    for family, _, _, _, destination in sorted(addresses, key=lambda info: info[0] != socket.AF_INET):
         try:
             return family, _source(family, destination)
         except OSError as error:

@@ -13,5 +13,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in message)
+        shown = "".join(
+            character if character.isprintable() else character.encode("unicode_escape").decode()
+            for character in message
+        )
         raise ConfigError(f"{shown}; {self.prog} --help lists the arguments")

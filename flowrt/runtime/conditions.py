@@ -43,7 +43,7 @@ class OnlyIf:
         """What to do where the condition does not hold, as the end of a sentence."""
         if self.have in (("",), ((),)):
             return "leave one of them out"
-        values = f" to {' or '.join(str(one) for one in self.have)}" if self.have else ""
+        values = f" to {' or '.join(str(value) for value in self.have)}" if self.have else ""
         return f"set {' or '.join(self.keys)}{values}, or leave it out"
 
 

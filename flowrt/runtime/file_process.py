@@ -84,11 +84,11 @@ def ask(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also kills processes that the file has started
             _wait(process, END_S)
-        found = _last_line(_tail(output))
-        if "error" in found:
-            raise ConfigError(str(found["error"]))
-        if code == EXIT_OK and found:
-            return found
+        content = _last_line(_tail(output))
+        if "error" in content:
+            raise ConfigError(str(content["error"]))
+        if code == EXIT_OK and content:
+            return content
         written = _tail(errors) or _tail(output)
         at = _line_in(written, what)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended its process with code {code}"
@@ -96,11 +96,11 @@ def ask(
         raise ConfigError(f"{what}{at} {how}: {last if last and not at else 'without an answer'}; correct it")
 
 
-def answer(found: dict[str, object]) -> NoReturn:
+def answer(content: dict[str, object]) -> NoReturn:
     """Answer `ask` with an object that JSON can hold, and end this process. ``error``: a mistake in the user's file."""
     sys.stdout.flush()
-    os.write(1, f"\n{json.dumps(found)}\n".encode())
-    os._exit(EXIT_BAD_INPUT if "error" in found else EXIT_OK)
+    os.write(1, f"\n{json.dumps(content)}\n".encode())
+    os._exit(EXIT_BAD_INPUT if "error" in content else EXIT_OK)
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -122,17 +122,17 @@ def _tail(file: IO[bytes]) -> str:
 def _last_line(output: str) -> dict[str, object]:
     """The JSON object in the last line; empty if there is none."""
     try:
-        found = json.loads(output.strip().rpartition("\n")[2])
+        content = json.loads(output.strip().rpartition("\n")[2])
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _line_in(stack: str, what: str) -> str:
     """The innermost line of the user's file in a stack, as ``:LINE``; empty if the file is not in the stack."""
-    for found in re.finditer(r'^  File "([^"]*)", line (\d+) in ', stack, re.MULTILINE):
-        if what.endswith(found[1]):
-            return f":{found[2]}"
+    for match in re.finditer(r'^  File "([^"]*)", line (\d+) in ', stack, re.MULTILINE):
+        if what.endswith(match[1]):
+            return f":{match[2]}"
     return ""
 
 

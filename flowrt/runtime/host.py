@@ -33,15 +33,15 @@ def check_address(address: str, keyed: bool) -> None:
 
 def interfaces() -> dict[str, str]:
     """The address of each network interface that has one, by the interface's name: IPv4, else IPv6 beyond its link."""
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[: _NAME_BYTES - 1])
             with contextlib.suppress(OSError):
-                found[name] = socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
+                addresses[name] = socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
     for name, address in _inet6_addresses():
-        found.setdefault(name, address)
-    return found
+        addresses.setdefault(name, address)
+    return addresses
 
 
 def interface_of(address: str) -> str:
@@ -124,17 +124,19 @@ def _namespace(kind: str, prefix: str) -> str:
 
 def _addresses_of_own_name() -> list[str]:
     with contextlib.suppress(OSError):
-        found = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-        return [address for address in found if "%" not in address]
+        addresses = [
+            str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        ]
+        return [address for address in addresses if "%" not in address]
     return []
 
 
 def _default_routes() -> list[str]:
-    found = []
+    addresses = []
     for endpoint in _DOCUMENTATION_ADDRESSES:
         with contextlib.suppress(OSError):
-            found.append(source_address(endpoint)[1])
-    return [address for address in found if "%" not in address]
+            addresses.append(source_address(endpoint)[1])
+    return [address for address in addresses if "%" not in address]
 
 
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -154,5 +156,5 @@ def is_on_network(path: Path) -> bool:
     for line in lines:  # a later mount hides an earlier one at the same place
         left, _, right = line.partition(" - ")
         kinds[Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), left.split()[4]))] = right.split()[0]
-    kind = next((kinds[one] for one in (place, *place.parents) if one in kinds), "")
+    kind = next((kinds[folder] for folder in (place, *place.parents) if folder in kinds), "")
     return kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse.")

@@ -51,7 +51,7 @@ def _group_limits() -> list[tuple[int, int]]:
         groups = [line.split(":", 2) for line in GROUPS.read_text().splitlines()]
     except OSError:
         return []
-    found = []
+    limits = []
     for _, controllers, path in groups:
         if controllers in ("", "memory"):  # version 2, version 1
             version_2 = not controllers
@@ -63,8 +63,8 @@ def _group_limits() -> list[tuple[int, int]]:
             for folder in {root, own, *(parent for parent in own.parents if parent.is_relative_to(root))}:
                 limit, used = (_number(folder / name) for name in names)
                 if limit is not None and limit < UNLIMITED:
-                    found.append((limit, used or 0))
-    return found
+                    limits.append((limit, used or 0))
+    return limits
 
 
 def _number(file: Path) -> int | None:

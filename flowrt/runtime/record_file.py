@@ -55,9 +55,9 @@ class RecordHeaders:
 
 def read_headers(path: Path, kind: bytes) -> RecordHeaders:
     """Read the headers of a file; no records for a file of another kind. Raises OSError if it cannot be read."""
-    found = list(iterate_headers(path, kind))
-    records = [one for one in found if one is not None]
-    return RecordHeaders(records, len(found) - len(records))
+    headers = list(iterate_headers(path, kind))
+    records = [header for header in headers if header is not None]
+    return RecordHeaders(records, len(headers) - len(records))
 
 
 def iterate_headers(path: Path, kind: bytes) -> Iterator[tuple[bytes, RecordPlace] | None]:
@@ -66,10 +66,10 @@ def iterate_headers(path: Path, kind: bytes) -> Iterator[tuple[bytes, RecordPlac
     A file of another kind is damaged. Raises OSError if the file cannot be read.
     """
     with _open_regular(path) as file:
-        found = file.read(len(kind))
-        if found == kind:
+        actual = file.read(len(kind))
+        if actual == kind:
             yield from _records(file, len(kind), os.fstat(file.fileno()).st_size)
-        elif len(found) == len(kind):
+        elif len(actual) == len(kind):
             yield None
 
 
@@ -120,9 +120,9 @@ def _next_mark(file: BinaryIO, at: int) -> int:
     file.seek(at)
     block = b""
     while more := file.read(SEARCH_BYTES):
-        found = (block := block + more).find(MARK)
-        if found >= 0:
-            return at + found
+        offset = (block := block + more).find(MARK)
+        if offset >= 0:
+            return at + offset
         rest = block[1 - len(MARK) :]  # a mark may begin in it
         at += len(block) - len(rest)
         block = rest

@@ -74,11 +74,11 @@ def mapped_names(session: int) -> frozenset[tuple[Path, int]]:
 
     Found by inode, because a semaphore is mapped under a temporary name.
     """
-    found: set[int] = set()
+    inodes: set[int] = set()
     for process in _running(session):
         with suppress(OSError):
-            found |= _mapped_inodes(process)
-    return frozenset((path, inode) for path, inode in _shared_names() if inode in found)
+            inodes |= _mapped_inodes(process)
+    return frozenset((path, inode) for path, inode in _shared_names() if inode in inodes)
 
 
 def remove_unused(names: frozenset[tuple[Path, int]]) -> None:

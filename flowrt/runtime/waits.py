@@ -85,7 +85,7 @@ _numbers = itertools.count()
 
 def open_waits() -> list[Wait]:
     """The open waits of this process, oldest first."""
-    return [one.as_wait() for one in _open.copy().values()]
+    return [wait.as_wait() for wait in _open.copy().values()]
 
 
 class tracked:  # noqa: N801

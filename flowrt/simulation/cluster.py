@@ -215,30 +215,30 @@ class ClusterSimulation:
     # ---- rollout workers
 
     def _pull(self, worker: WorkerId) -> None:
-        one = self._rollouts[worker]
-        slots = self.plan.rows - one.decoder.running
-        if slots and not one.pulling and one.staged == one.version:
-            one.pulling = True
+        rollout = self._rollouts[worker]
+        slots = self.plan.rows - rollout.decoder.running
+        if slots and not rollout.pulling and rollout.staged == rollout.version:
+            rollout.pulling = True
             self._send(worker, m.Pull(request=next(self._requests), stage="rollout", slots=slots, tokens=0, step=-1))
 
     def _generate(self, worker: WorkerId, grant: m.Grant) -> None:
-        one, plan = self._rollouts[worker], self.plan
-        one.pulling = False
+        rollout, plan = self._rollouts[worker], self.plan
+        rollout.pulling = False
         self._advance(worker)
         for slot, prompt, epoch, member in zip(grant.slots, grant.prompts, grant.epochs, grant.members, strict=True):
             length = plan.lengths.draw(str(prompt).encode(), (epoch * plan.prompts + prompt) * plan.members + member)
-            one.leases[slot], one.lengths[slot] = grant.lease, length
-            one.decoder.add(slot, length)
+            rollout.leases[slot], rollout.lengths[slot] = grant.lease, length
+            rollout.decoder.add(slot, length)
         self._set_timer(worker)
         self._pull(worker)
 
     def _advance(self, worker: WorkerId) -> None:
         """Commit the sequences that have ended."""
-        one = self._rollouts[worker]
-        for slot, _ in one.decoder.advance(self.now_s):
-            length = one.lengths.pop(slot)
-            part, spans = Part("response", (slot,), (length,)), ((one.version, length),)
-            lease = one.leases.pop(slot)
+        rollout = self._rollouts[worker]
+        for slot, _ in rollout.decoder.advance(self.now_s):
+            length = rollout.lengths.pop(slot)
+            part, spans = Part("response", (slot,), (length,)), ((rollout.version, length),)
+            lease = rollout.leases.pop(slot)
             self._send(
                 worker,
                 m.Commit(
@@ -260,11 +260,11 @@ class ClusterSimulation:
         return (Values(REWARD, (float(int.from_bytes(digest) < self.plan.solve_rate * 2**56),)),)
 
     def _set_timer(self, worker: WorkerId) -> None:
-        one = self._rollouts[worker]
-        one.timer += 1
-        if one.decoder.running:
-            timer = one.timer
-            self._at(one.decoder.next_finish(), partial(self._on_timer, worker, timer))
+        rollout = self._rollouts[worker]
+        rollout.timer += 1
+        if rollout.decoder.running:
+            timer = rollout.timer
+            self._at(rollout.decoder.next_finish(), partial(self._on_timer, worker, timer))
 
     def _on_timer(self, worker: WorkerId, timer: int) -> None:
         if self._rollouts[worker].timer == timer:
@@ -274,8 +274,8 @@ class ClusterSimulation:
             self._pull(worker)
 
     def _stage(self, worker: WorkerId, version: int) -> None:
-        one = self._rollouts[worker]
-        one.staged = max(one.staged, version)
+        rollout = self._rollouts[worker]
+        rollout.staged = max(rollout.staged, version)
         self._send(worker, m.WeightsStaged("policy", version))
         self._advance(worker)
         self._set_timer(worker)
@@ -283,11 +283,11 @@ class ClusterSimulation:
 
     def _swap(self, worker: WorkerId) -> None:
         """Swap weights once no sequence is running. While a version is staged, `_pull` starts no sequence."""
-        one = self._rollouts[worker]
-        if one.staged > one.version and not one.decoder.running:
-            one.version = one.staged
-            one.decoder.stall(self.plan.decode.load_s)
-            self._send(worker, m.WeightsActivated("policy", one.version))
+        rollout = self._rollouts[worker]
+        if rollout.staged > rollout.version and not rollout.decoder.running:
+            rollout.version = rollout.staged
+            rollout.decoder.stall(self.plan.decode.load_s)
+            self._send(worker, m.WeightsActivated("policy", rollout.version))
             self._pull(worker)
 
     # ---- the trainer

@@ -17,7 +17,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = 
     memmove needs a fifth less time than one thread of torch. numpy is not used: torch never resizes memory that numpy
     has a view of, and FSDP frees its weights by resizing them.
     """
-    if torch.get_num_threads() == 1 and all(one.is_cpu and one.is_contiguous() for one in (target, source)):
+    if torch.get_num_threads() == 1 and all(tensor.is_cpu and tensor.is_contiguous() for tensor in (target, source)):
         if target.shape != source.shape:
             raise ValueError(f"{tuple(source.shape)} bytes do not fill {tuple(target.shape)}")
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
@@ -51,10 +51,10 @@ class BufferPool:
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         self._collect()
-        fitting = [one for one in self._idle if size <= len(one) <= MAX_OVERSIZE_FACTOR * capacity(size)]
+        fitting = [mapping for mapping in self._idle if size <= len(mapping) <= MAX_OVERSIZE_FACTOR * capacity(size)]
         if fitting:
             memory = min(fitting, key=len)
-            self._idle = [one for one in self._idle if one is not memory]
+            self._idle = [mapping for mapping in self._idle if mapping is not memory]
         else:
             memory = mmap.mmap(-1, capacity(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             huge_bytes = size // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES

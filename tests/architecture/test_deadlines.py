@@ -14,7 +14,11 @@ def limits_on_elapsed_time(tree: ast.AST) -> Iterator[int]:
     """Lines that assert that a difference of two times is below something."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
-            yield from (node.lineno for one in ast.walk(node.test) if isinstance(one, ast.Compare) and _is_limit(one))
+            yield from (
+                node.lineno
+                for comparison in ast.walk(node.test)
+                if isinstance(comparison, ast.Compare) and _is_limit(comparison)
+            )
 
 
 def _is_limit(compare: ast.Compare) -> bool:

@@ -22,14 +22,14 @@ def names(requirements: list[str]) -> set[str]:
 
 def imported(folder: Path) -> set[str]:
     """The top-level names that the files of a folder import."""
-    found = set()
+    packages = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                packages |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                found.add(node.module.partition(".")[0])
-    return found - sys.stdlib_module_names - {"flowrt"}
+                packages.add(node.module.partition(".")[0])
+    return packages - sys.stdlib_module_names - {"flowrt"}
 
 
 def test_what_is_imported_is_a_dependency() -> None:

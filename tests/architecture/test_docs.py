@@ -71,8 +71,8 @@ def exists(word: str) -> bool:
 @each_page
 def test_links_resolve(page: Path) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
-    found = [wrong_link(page, target) for target in targets if not re.match(r"https?:|mailto:", target)]
-    assert [wrong for wrong in found if wrong] == []
+    problems = [wrong_link(page, target) for target in targets if not re.match(r"https?:|mailto:", target)]
+    assert [wrong for wrong in problems if wrong] == []
 
 
 @each_page

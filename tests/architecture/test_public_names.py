@@ -15,7 +15,7 @@ def test_all_public_names_are_listed_once_and_exist(name: str) -> None:
     module = importlib.import_module(name)
     listed: list[str] = list(module.__all__)
     assert len(listed) == len(set(listed)), "a name is listed twice"
-    assert [one for one in listed if not hasattr(module, one)] == []
+    assert [member for member in listed if not hasattr(module, member)] == []
     assert module.__file__ is not None
     defined = {
         node.name
@@ -28,6 +28,6 @@ def test_all_public_names_are_listed_once_and_exist(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_listed_classes_and_functions_have_docstrings(name: str) -> None:
     module = importlib.import_module(name)
-    found = {one: getattr(module, one) for one in module.__all__}
-    definitions = {one for one, it in found.items() if inspect.isclass(it) or inspect.isfunction(it)}
-    assert [definition for definition in sorted(definitions) if not found[definition].__doc__] == []
+    exported = {member: getattr(module, member) for member in module.__all__}
+    definitions = {member for member, it in exported.items() if inspect.isclass(it) or inspect.isfunction(it)}
+    assert [definition for definition in sorted(definitions) if not exported[definition].__doc__] == []

@@ -191,16 +191,16 @@ def _is_rank_call(node: ast.AST) -> TypeGuard[ast.Call]:
 
 @pytest.mark.slow
 def test_collectives_are_called_only_where_a_deadline_is_known() -> None:
-    found = {
+    calls = {
         (str(path.relative_to(ROOT)), call): line
         for path in PRODUCT
         for line, call in collectives(ast.parse(path.read_text()))
     }
-    new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in COLLECTIVES]
+    new = [f"{path}:{line} {call}" for (path, call), line in calls.items() if (path, call) not in COLLECTIVES]
     assert not new, (
         f"ranks wait for each other here: use flowrt.ranks.barrier, or list the deadline that ends it: {new}"
     )
-    assert not COLLECTIVES.keys() - set(found), "exceptions that are not needed any more"
+    assert not COLLECTIVES.keys() - set(calls), "exceptions that are not needed any more"
 
 
 def test_trainer_roles_run_no_engine_method_by_plain_to_thread() -> None:
@@ -221,15 +221,15 @@ def awaited(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_every_awaited_task_has_a_known_end() -> None:
-    found = {
+    awaits = {
         (str(path.relative_to(ROOT)), name): line
         for path in PRODUCT
         if path != PRIMITIVE
         for line, name in awaited(ast.parse(path.read_text()))
     }
-    new = [f"{path}:{line} {name}" for (path, name), line in found.items() if (path, name) not in ALLOWED_AWAITS]
+    new = [f"{path}:{line} {name}" for (path, name), line in awaits.items() if (path, name) not in ALLOWED_AWAITS]
     assert not new, f"use flowrt.runtime.waits.wait_until, or list what ends these: {new}"
-    assert not ALLOWED_AWAITS.keys() - set(found), "exceptions that are not needed any more"
+    assert not ALLOWED_AWAITS.keys() - set(awaits), "exceptions that are not needed any more"
 
 
 @pytest.mark.parametrize(
@@ -253,15 +253,15 @@ def test_the_check_detects_collectives(code: str, detected: bool) -> None:
 
 @pytest.mark.slow
 def test_every_wait_goes_through_the_primitive() -> None:
-    found = {
+    calls = {
         (str(path.relative_to(ROOT)), call): line
         for path in PRODUCT
         if path != PRIMITIVE
         for line, call in waits(ast.parse(path.read_text()))
     }
-    new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in ALLOWED_WAITS]
+    new = [f"{path}:{line} {call}" for (path, call), line in calls.items() if (path, call) not in ALLOWED_WAITS]
     assert not new, f"these waits bypass flowrt.runtime.waits: {new}"
-    assert not ALLOWED_WAITS - set(found), "exceptions that are not needed any more"
+    assert not ALLOWED_WAITS - set(calls), "exceptions that are not needed any more"
 
 
 @pytest.mark.parametrize(

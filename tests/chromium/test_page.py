@@ -370,9 +370,9 @@ async def test_groups_are_sorted_by_their_heads_and_open_to_their_samples(tab: T
         assert await tab.evaluate(f"{first}.ariaExpanded") == "true"
         await tab.evaluate(f"document.querySelector('{inner} th [data-by=advantage]').click()")
         await tab.until(f"document.querySelector('{inner} th [data-by=advantage]').closest('th').ariaSort !== 'none'")
-        found = await tab.evaluate(advantages)
-        assert len(set(found)) > 1
-        assert found == sorted(found, reverse=True)
+        values = await tab.evaluate(advantages)
+        assert len(set(values)) > 1
+        assert values == sorted(values, reverse=True)
         await tab.evaluate(f"document.querySelector('{inner} tr.open').click()")
         await tab.until("document.querySelectorAll('#samples .group pre').length === 8")
         await tab.evaluate(f"{first}.click()")

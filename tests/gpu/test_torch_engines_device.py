@@ -24,8 +24,8 @@ from tests.unit.engines.device_programs import KINDS, After, model, prompts, sam
 ROWS, NEW = 4, 80
 
 
-def engine(one: Any, **options: Any) -> TorchRollout:
-    return TorchRollout(one, stop=StopConditions((1,)), rows=ROWS, max_new_tokens=NEW, temperature=0.9, **options)
+def engine(network: Any, **options: Any) -> TorchRollout:
+    return TorchRollout(network, stop=StopConditions((1,)), rows=ROWS, max_new_tokens=NEW, temperature=0.9, **options)
 
 
 def finish(rollout: TorchRollout, pending: list[Prompt]) -> dict[int, Response]:
@@ -33,7 +33,7 @@ def finish(rollout: TorchRollout, pending: list[Prompt]) -> dict[int, Response]:
     while pending or rollout.running:
         while pending and rollout.room:
             rollout.add([pending.pop(0)])
-        done |= {one.key: one for one in rollout.run(threading.Event())}
+        done |= {response.key: response for response in rollout.run(threading.Event())}
     return done
 
 
@@ -49,14 +49,16 @@ def rescored(device: Device, kind: str, responses: dict[int, Response]) -> float
         0.9,
         256,
     )
-    return max(float((one - responses[key].logprobs).abs().max()) for key, one in zip(keys, scored, strict=True))
+    return max(
+        float((logprobs - responses[key].logprobs).abs().max()) for key, logprobs in zip(keys, scored, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generated_log_probabilities_are_those_of_the_cpu(kind: str, accelerator: Device) -> None:
-    found = finish(engine(model(kind).to(accelerator.torch)), prompts())
-    assert rescored(Device("cpu"), kind, found) < 1e-2
-    assert rescored(accelerator, kind, found) < 1e-2
+    responses = finish(engine(model(kind).to(accelerator.torch)), prompts())
+    assert rescored(Device("cpu"), kind, responses) < 1e-2
+    assert rescored(accelerator, kind, responses) < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -67,22 +69,22 @@ def test_cuda_graphs_give_the_results_of_the_plain_step(kind: str, accelerator: 
     assert isinstance(rollout._cached, CachedModel)
     assert isinstance(rollout._cached.step, GraphedStep)
     rollout.add(prompts()[:ROWS])
-    done = {one.key: one for one in rollout.run(After(5))}
+    done = {response.key: response for response in rollout.run(After(5))}
     snapshot = Snapshot.take(7, named_parameters(model(kind, 1)))
     while (work := rollout.prepare(snapshot)) is not None:
         thread = threading.Thread(target=work)  # in parallel with decoding, as in the role
         thread.start()
-        done |= {one.key: one for one in rollout.run(After(3))}
+        done |= {response.key: response for response in rollout.run(After(3))}
         thread.join(60.0)
     rollout.swap(snapshot)
     done |= finish(rollout, [])
-    assert all(bool(one.logprobs.isfinite().all()) for one in done.values())
+    assert all(bool(response.logprobs.isfinite().all()) for response in done.values())
     again = finish(rollout, prompts())  # with the weights of version 7
     plain = engine(model(kind, 1).to(accelerator.torch))
     expected = finish(plain, prompts())
-    for key, one in expected.items():
-        length = min(len(one.tokens), len(again[key].tokens), 3)
-        assert torch.allclose(one.logprobs[:length], again[key].logprobs[:length], atol=1e-3)
+    for key, response in expected.items():
+        length = min(len(response.tokens), len(again[key].tokens), 3)
+        assert torch.allclose(response.logprobs[:length], again[key].logprobs[:length], atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,28 +87,28 @@ class Launch:
 
     def processes(self) -> list[psutil.Process]:
         """Every running process that descends from this command."""
-        found = []
+        members = []
         for process in psutil.process_iter():
             try:
                 # A forked process shows the environment of the one that it was forked from.
                 is_own = process.environ().get(TOKEN) == self._token or process.cwd() == self._directory
                 if is_own and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    members.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
-        return found
+        return members
 
     def find(self, *words: str) -> list[psutil.Process]:
         """The running processes whose command line has all these words."""
-        found = []
+        matches = []
         for process in self.processes():
             try:
                 line = " ".join(process.cmdline()).split()  # a forked process has it as one string
             except psutil.NoSuchProcess:
                 continue
             if all(word in line for word in words):
-                found.append(process)
-        return found
+                matches.append(process)
+        return matches
 
     def wait_for(self, condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
         """Wait for something to happen in the run; an end of the command before that fails the test."""
@@ -145,9 +145,9 @@ class Launch:
         wait_until(lambda: not self.processes(), within_s, lambda: f"still there: {_names(self.processes())}")
         wait_until(lambda: not self._leaked(), 5.0, lambda: f"shared memory left: {self._leaked()}")
 
-    def kill_all(self, found: Sequence[psutil.Process] | None = None) -> None:
-        """Send SIGKILL to every process of the run, or to those in ``found``, which saves the time of a search."""
-        for process in self.processes() if found is None else found:
+    def kill_all(self, processes: Sequence[psutil.Process] | None = None) -> None:
+        """Send SIGKILL to every process of the run, or to those in ``processes``, which saves the time of a search."""
+        for process in self.processes() if processes is None else processes:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -211,8 +211,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
         return launched[-1]
 
     yield start
-    for one in launched:
-        one.close()
+    for run in launched:
+        run.close()
 
 
 def prepare(run_dir: Path, **sft: int) -> Path:

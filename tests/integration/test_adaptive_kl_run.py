@@ -27,10 +27,10 @@ def test_kl_coefficient_follows_the_kl_on_two_ranks_and_across_a_resume(
     assert run.wait(180.0) == 0, run.output
     resumed = launch("--steps", "8", resume=run.run_dir)
     assert resumed.wait(180.0) == 0, resumed.output
-    found = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in found] == list(range(8))
+    metrics = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(8))
     adaptive, coef = AdaptiveKl(TARGET, HORIZON), COEF
-    for line in found:
+    for line in metrics:
         assert line["kl_coef"] == pytest.approx(coef, rel=1e-4), line["step"]
         coef = adaptive.next_coef(coef, line["kl"], PROMPTS * SIZE)
-    assert len({line["kl_coef"] for line in found}) > 4
+    assert len({line["kl_coef"] for line in metrics}) > 4

@@ -69,24 +69,24 @@ def test_gpu_script_without_a_gpu_exits_with_a_message(tmp_path: Path) -> None:
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("part", ["weights", "training", "overlap", "job"])
 def test_part_of_the_gpu_script_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
-    found = metrics_of("gpu", tmp_path, "--device", "cpu", "--parts", part)
-    assert found[f"{part}_exit_code"] == 0
-    assert part == "weights" or len(found) > 2
+    metrics = metrics_of("gpu", tmp_path, "--device", "cpu", "--parts", part)
+    assert metrics[f"{part}_exit_code"] == 0
+    assert part == "weights" or len(metrics) > 2
 
 
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("name", SELF_CONTAINED)
 def test_script_writes_finite_metrics(name: str, tmp_path: Path) -> None:
-    found = metrics_of(name, tmp_path)
-    assert found
-    assert [key for key, value in found.items() if not math.isfinite(value)] == []
+    metrics = metrics_of(name, tmp_path)
+    assert metrics
+    assert [key for key, value in metrics.items() if not math.isfinite(value)] == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_gsm8k_script_trains_prompts(tmp_path: Path) -> None:
-    pairs = [(one, other) for one in range(10) for other in range(10)]
+    pairs = [(first, second) for first in range(10) for second in range(10)]
     rows = [{"question": f"What is {a} plus {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in pairs]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

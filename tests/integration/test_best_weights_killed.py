@@ -46,12 +46,12 @@ def test_listed_weights_are_complete_after_their_writer_is_killed(tmp_path: Path
         assert version > newest
         newest = version
         [listed] = read_list(run_dir)
-        found = Snapshot.take(version, named_parameters(load_model(best_dir(run_dir, version))))
-        assert found.checksum() == listed.checksum == Snapshot.take(version, weights_of(layout, version)).checksum()
+        snapshot = Snapshot.take(version, named_parameters(load_model(best_dir(run_dir, version))))
+        assert snapshot.checksum() == listed.checksum == Snapshot.take(version, weights_of(layout, version)).checksum()
 
 
 def test_best_weights_up_to_the_newest_checkpoint_are_kept_for_a_resume() -> None:
     listed = [Listed(4, 0.5, 0), Listed(2, 0.6, 0), Listed(8, 0.9, 0), Listed(6, 0.4, 0)]
-    assert [one.version for one in to_keep(listed, 1, saved_step=6)] == [8, 2]
-    assert [one.version for one in to_keep(listed, 1, saved_step=8)] == [8]
-    assert [one.version for one in to_keep(listed, 2, saved_step=4)] == [8, 2, 4]
+    assert [weights.version for weights in to_keep(listed, 1, saved_step=6)] == [8, 2]
+    assert [weights.version for weights in to_keep(listed, 1, saved_step=8)] == [8]
+    assert [weights.version for weights in to_keep(listed, 2, saved_step=4)] == [8, 2, 4]

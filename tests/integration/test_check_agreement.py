@@ -13,8 +13,8 @@ LINES = 24
 @pytest.mark.slow
 def test_checks_and_runs_agree_on_drawn_command_lines(tmp_path: Path) -> None:
     write_files(tmp_path)
-    found = [verdicts(tmp_path, number) for number in range(LINES)]
-    for one in found:
-        assert one.agree, (one.flags, one.codes, one.outputs)
-    assert {code for one in found for code in one.codes.values()} == {EXIT_OK, EXIT_BAD_INPUT}
+    results = [verdicts(tmp_path, number) for number in range(LINES)]
+    for verdict in results:
+        assert verdict.agree, (verdict.flags, verdict.codes, verdict.outputs)
+    assert {code for verdict in results for code in verdict.codes.values()} == {EXIT_OK, EXIT_BAD_INPUT}
     assert not list(tmp_path.glob("run-*"))  # nothing is written

@@ -13,7 +13,7 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from tests.proofs.programs import CHEATS, DOUBLE, HONEST, LONG, TESTS, Case, outcomes, passing
 
-SHORT = [one for one in HONEST if one.name not in LONG]
+SHORT = [case for case in HONEST if case.name not in LONG]
 
 
 def has_bwrap() -> bool:
@@ -38,21 +38,21 @@ def outcome(
 @sandboxes
 def test_programs_that_solve_nothing_score_0(sandbox: str) -> None:
     assert len(CHEATS) >= 40
-    found = outcomes(CHEATS, sandbox, 3.0)
-    assert {name: one for name, one in found.items() if one.value or one.result is not Result.OK} == {}
+    results = outcomes(CHEATS, sandbox, 3.0)
+    assert {name: scored for name, scored in results.items() if scored.value or scored.result is not Result.OK} == {}
 
 
 @pytest.mark.slow
 @sandboxes
 def test_programs_that_solve_their_task_score_1(sandbox: str) -> None:
     assert len(HONEST) >= 40
-    assert {one.name for one in SHORT} - passing(SHORT, sandbox, 30.0) == set()
+    assert {case.name for case in SHORT} - passing(SHORT, sandbox, 30.0) == set()
 
 
 @pytest.mark.slow
 @sandboxes
 def test_tests_may_have_10_megabytes(sandbox: str) -> None:
-    assert LONG - passing([one for one in HONEST if one.name in LONG], sandbox, 120.0) == set()
+    assert LONG - passing([case for case in HONEST if case.name in LONG], sandbox, 120.0) == set()
 
 
 @pytest.mark.parametrize("length", [126, 127, 128, 129, 1000])
@@ -100,11 +100,11 @@ def test_nothing_that_a_program_starts_survives_its_call(tmp_path: Path, kind: s
         alive.extend(pid for pid in map(int, path.read_text().split()) if is_alive(pid))
 
     cases = [Case("daemon", f"{program}\n{right}", tests), Case("next", right, tests)]
-    found = outcomes(cases, "limits", 20.0, after=check)
+    results = outcomes(cases, "limits", 20.0, after=check)
     assert path.read_text()
     assert alive == []
-    assert found["next"].value == 1.0
-    assert found["daemon"].value == float(then == "pass")
+    assert results["next"].value == 1.0
+    assert results["daemon"].value == float(then == "pass")
 
 
 @pytest.mark.skipif(not has_bwrap(), reason="needs bubblewrap and user namespaces")
@@ -141,7 +141,7 @@ def names(): return sorted(os.listdir("/tmp"))
 """
     seeing = "import os\ndef names(): return sorted(os.listdir('/tmp'))"
     cases = [Case("1", leaving, "assert names() == ['a', 'd', 'e']"), Case("2", seeing, "assert names() == []")]
-    assert {name: one.value for name, one in outcomes(cases, "bwrap", 20.0).items()} == {"1": 1.0, "2": 1.0}
+    assert {name: scored.value for name, scored in outcomes(cases, "bwrap", 20.0).items()} == {"1": 1.0, "2": 1.0}
 
 
 def test_memory_of_a_program_is_limited() -> None:
@@ -155,16 +155,16 @@ def test_a_sandbox_that_cannot_be_started_is_an_error_and_no_0(tmp_path: Path, m
     bwrap.write_text("#!/bin/sh\necho 'bwrap: no space left' >&2\nexit 1\n")
     bwrap.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = outcome(DOUBLE, TESTS, "bwrap")
-    assert (found.result, found.value) == (Result.ERROR, 0.0)
-    assert "no process for programs could be started: bwrap: no space left" in found.detail
+    failure = outcome(DOUBLE, TESTS, "bwrap")
+    assert (failure.result, failure.value) == (Result.ERROR, 0.0)
+    assert "no process for programs could be started: bwrap: no space left" in failure.detail
 
 
 @pytest.mark.parametrize("tests", ["assert double(4 == 8", "x = 1\nif x:\n", "x = \0"])
 def test_tests_that_are_no_python_are_an_error_of_the_row(tests: str) -> None:
-    found = outcome(DOUBLE, tests, "limits")
-    assert found.result is Result.ERROR
-    assert "the tests are no Python in line" in found.detail
+    failure = outcome(DOUBLE, tests, "limits")
+    assert failure.result is Result.ERROR
+    assert "the tests are no Python in line" in failure.detail
     row = json.dumps({"answer": "", "tests": tests}).encode()
     with pytest.raises(ConfigError, match="the tests are no Python in line"):
         check_rewards(RewardOptions(functions=("code",), code_sandbox="limits"), [row], print)

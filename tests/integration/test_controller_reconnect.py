@@ -58,8 +58,8 @@ class Controllers:
     def events(self, state: str) -> Counter[int]:
         """Number of times that each prompt entered this state."""
         with LedgerReader(self._run_dir / "ledger.sqlite") as ledger:
-            found = ledger.query(f"SELECT prompt FROM events WHERE state = '{state}'")
-        return Counter(prompt for (prompt,) in found)
+            rows = ledger.query(f"SELECT prompt FROM events WHERE state = '{state}'")
+        return Counter(prompt for (prompt,) in rows)
 
 
 @pytest.fixture

@@ -66,15 +66,15 @@ def test_killed_and_resumed_run_of_two_data_sets_trains_in_the_seeded_order(
     sizes = [SetSize(name, weight, TRAINING_ROWS[name]) for name, (_, weight) in ROWS.items()]
     order = list(islice(mixture(sizes, SEED, 0, lambda place: place), STEPS * PROMPTS))
     expected = [
-        sorted((one.epoch, prompt_number(one.data_set, one.row)) for one in order[step * PROMPTS :][:PROMPTS])
+        sorted((place.epoch, prompt_number(place.data_set, place.row)) for place in order[step * PROMPTS :][:PROMPTS])
         for step in range(STEPS)
     ]
     with LedgerReader(run_dir / "ledger.sqlite") as ledger:
         trained = ledger.query("SELECT step, epoch, prompt FROM prompts WHERE state = 'trained'")
-    found = [sorted((epoch, prompt) for at, epoch, prompt in trained if at == step) for step in range(STEPS)]
-    assert found == expected
-    assert max(one.epoch for one in order if one.data_set == 1) >= 3  # the small set was repeated
-    assert max(one.epoch for one in order if one.data_set == 0) >= 2
+    actual = [sorted((epoch, prompt) for at, epoch, prompt in trained if at == step) for step in range(STEPS)]
+    assert actual == expected
+    assert max(place.epoch for place in order if place.data_set == 1) >= 3  # the small set was repeated
+    assert max(place.epoch for place in order if place.data_set == 0) >= 2
     assert len(set(trained)) == len(trained) == STEPS * PROMPTS
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
@@ -83,7 +83,7 @@ def test_killed_and_resumed_run_of_two_data_sets_trains_in_the_seeded_order(
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(STEPS))
     for step, line in enumerate(lines):
-        counts = Counter(one.data_set for one in order[step * PROMPTS :][:PROMPTS])
+        counts = Counter(place.data_set for place in order[step * PROMPTS :][:PROMPTS])
         assert [line[f"groups_of/{name}"] for name in ROWS] == [counts[0], counts[1]]
         means = [line.get(f"reward_of/{name}", 0.0) for name in ROWS]
         mixed = sum(counts[at] * mean for at, mean in enumerate(means)) / PROMPTS
@@ -112,8 +112,10 @@ def test_as_is_order_is_kept_and_changed_data_sets_are_refused_on_resume(
         trained = ledger.query("SELECT epoch, prompt FROM prompts WHERE state = 'trained' ORDER BY epoch, prompt")
     sizes = [SetSize(name, weight, TRAINING_ROWS[name]) for name, (_, weight) in ROWS.items()]
     order = list(islice(mixture(sizes, None, 0, lambda place: place), 2 * PROMPTS))
-    assert trained == sorted((one.epoch, prompt_number(one.data_set, one.row)) for one in order)
-    assert {one.row for one in order if one.data_set == 0} == set(range(sum(one.data_set == 0 for one in order)))
+    assert trained == sorted((place.epoch, prompt_number(place.data_set, place.row)) for place in order)
+    assert {place.row for place in order if place.data_set == 0} == set(
+        range(sum(place.data_set == 0 for place in order))
+    )
     resumed = launch("--data", f"sevens={tmp_path / 'sevens.jsonl'}:1", resume=run.run_dir)
     assert resumed.wait(60.0) == 2
     assert "data.sets is sevens=" in resumed.words

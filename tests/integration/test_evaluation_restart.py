@@ -37,7 +37,9 @@ async def generate(session: Session) -> None:
     while True:
         batch = await session.pull("rollout", slots=2)
         grant = batch.grant
-        places = [prompt % PROMPTS * SAMPLES + one for prompt, one in zip(grant.prompts, grant.members, strict=True)]
+        places = [
+            prompt % PROMPTS * SAMPLES + member for prompt, member in zip(grant.prompts, grant.members, strict=True)
+        ]
         tensors = {"response": [torch.tensor([float(place)]) for place in places]}
         inline = {"truncated": [0.0] * len(batch)}
         await session.commit("rollout", batch.slots, batch.leases, tensors, inline, [(0, 1)] * len(batch))

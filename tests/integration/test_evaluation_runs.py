@@ -36,8 +36,8 @@ def evaluate(run_dir: Path, *arguments: str) -> dict[str, Any]:
     out = run_dir.parent / "results.json"
     completed = run_flowrt("eval", str(run_dir), "--json", str(out), *arguments)
     assert completed.returncode == 0, completed.stdout
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +62,14 @@ def test_answers_of_evaluations_may_be_longer_than_responses(launch: Callable[..
 
 @pytest.mark.slow
 def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) -> None:
-    found = lines(evaluated / "evaluations.jsonl")
-    assert [line["version"] for line in found] == [0, 2, 4, 6]
-    assert {line["name"] for line in found} == {"held_out"}
+    evaluations = lines(evaluated / "evaluations.jsonl")
+    assert [line["version"] for line in evaluations] == [0, 2, 4, 6]
+    assert {line["name"] for line in evaluations} == {"held_out"}
     summary = json.loads((evaluated / "summary.json").read_text())
     assert summary["evaluations"]["held_out"]["version"] == 6
     assert summary["evaluations"]["held_out"]["evaluations"] == 4
-    assert (summary["eval_first"], summary["eval_last"]) == (found[0]["avg@4"], found[3]["avg@4"])
-    for line in found:
+    assert (summary["eval_first"], summary["eval_last"]) == (evaluations[0]["avg@4"], evaluations[3]["avg@4"])
+    for line in evaluations:
         assert 0 <= line["avg@4"] == line["pass@1"] <= line["pass@2"] <= line["pass@4"] <= 1
     # The line of the next closed step has the results, too; after the last step there is no line.
     steps = lines(evaluated / "metrics.jsonl")
@@ -77,7 +77,7 @@ def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) ->
     in_steps = {step["eval/held_out/version"]: step for step in steps if "eval/held_out/version" in step}
     assert 0 in in_steps
     for version, step in in_steps.items():
-        line = next(one for one in found if one["version"] == version)
+        line = next(evaluation for evaluation in evaluations if evaluation["version"] == version)
         assert step["eval/held_out/pass@4"] == line["pass@4"]
 
 
@@ -86,9 +86,9 @@ def test_evaluating_a_checkpoint_reproduces_the_results_of_the_run(evaluated: Pa
     in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
     before = sorted(path.name for path in evaluated.iterdir())
     for arguments, version in ((("--step", "4"), 4), ((), 6)):
-        found = evaluate(evaluated, *arguments)
-        assert found["version"] == version
-        assert without_time(found["results"]["held_out"]) == without_time(in_run[version])
+        report = evaluate(evaluated, *arguments)
+        assert report["version"] == version
+        assert without_time(report["results"]["held_out"]) == without_time(in_run[version])
     assert sorted(path.name for path in evaluated.iterdir()) == before
 
 
@@ -102,9 +102,9 @@ def test_best_weights_are_those_with_the_best_evaluation(evaluated: Path) -> Non
     assert [path.name for path in (evaluated / "best").glob("*step-*")] == [directory.name]
     weights = Snapshot.take(best["version"], named_parameters(load_model(directory)))
     assert weights.checksum() == listed["checksum"]
-    found = evaluate(evaluated, "--best")
-    assert found["version"] == best["version"]
-    assert without_time(found["results"]["held_out"]) == without_time(best)
+    report = evaluate(evaluated, "--best")
+    assert report["version"] == best["version"]
+    assert without_time(report["results"]["held_out"]) == without_time(best)
 
 
 @pytest.mark.slow
@@ -128,10 +128,10 @@ def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., La
     assert stopped.wait(200) == 0, stopped.output
     summary = json.loads((stopped.run_dir / "summary.json").read_text())
     assert 2 <= summary["steps"] < 40
-    found = lines(stopped.run_dir / "evaluations.jsonl")
-    assert found[0]["avg@8"] >= 0.001
+    evaluations = lines(stopped.run_dir / "evaluations.jsonl")
+    assert evaluations[0]["avg@8"] >= 0.001
     # The last version is always evaluated.
-    assert found[-1]["version"] == summary["steps"]
+    assert evaluations[-1]["version"] == summary["steps"]
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
 
 
@@ -163,8 +163,8 @@ def test_evaluations_are_completed_after_a_pinned_worker_was_killed(
         process.kill()
     assert run.wait(250) == 0, run.output
     assert "rollout-0 is gone" in run.log("controller")
-    found = lines(run.run_dir / "evaluations.jsonl")
-    assert sorted(line["version"] for line in found) == [8, 16, 24, 30], run.log("source")
+    evaluations = lines(run.run_dir / "evaluations.jsonl")
+    assert sorted(line["version"] for line in evaluations) == [8, 16, 24, 30], run.log("source")
 
 
 @pytest.mark.slow

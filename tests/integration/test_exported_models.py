@@ -144,10 +144,10 @@ def samples(run_dir: Path) -> list[Sample]:
     """The samples of the last step, all of the version before it."""
     reader = SampleReader(run_dir)
     rows = reader.query(SampleFilter(first_step=LAST, last_step=LAST), limit=1000).samples
-    found = [one for row in rows if (one := reader.get(row.id)) is not None]
-    assert len(found) == 16
+    stored = [sample for row in rows if (sample := reader.get(row.id)) is not None]
+    assert len(stored) == 16
     assert all(row.version_min == row.version_max == LAST for row in rows)
-    return found
+    return stored
 
 
 def assert_policy(
@@ -163,33 +163,33 @@ def assert_policy(
         recorded: those of the rollout worker (logprobs), of the trainer (trainer_logprobs), or both.
     """
     of_run = samples(run_dir)
-    numbers = [int(one.row.prompt_text.split()[3]) for one in of_run]
+    numbers = [int(sample.row.prompt_text.split()[3]) for sample in of_run]
     output = reader(
         directory=str(directory),
         adapter="" if adapter is None else str(adapter),
-        answers=[[conversation(n), list(one.ids)] for n, one in zip(numbers, of_run, strict=True)],
+        answers=[[conversation(n), list(sample.ids)] for n, sample in zip(numbers, of_run, strict=True)],
     )
     prompts = [torch.tensor(prompt) for _, prompt, _ in output["found"]]
-    responses = [torch.tensor(one.ids) for one in of_run]
+    responses = [torch.tensor(sample.ids) for sample in of_run]
     scored = score(load_model(directory).eval(), prompts, responses, 1.0, 8192)
-    for one, passes, (text, _, logprobs) in zip(of_run, scored, output["found"], strict=True):
-        assert one.row.prompt_text == text
+    for sample, passes, (text, _, logprobs) in zip(of_run, scored, output["found"], strict=True):
+        assert sample.row.prompt_text == text
         torch.testing.assert_close(torch.tensor(logprobs), passes, atol=TOLERANCE_NATS, rtol=0.0)
         for name in recorded:
             torch.testing.assert_close(
-                torch.tensor(logprobs), torch.tensor(getattr(one, name)), atol=STORED_NATS, rtol=0.0
+                torch.tensor(logprobs), torch.tensor(getattr(sample, name)), atol=STORED_NATS, rtol=0.0
             )
     return output
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
-    return found
+    tensors: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
+    return tensors
 
 
-def assert_equal_weights(one: Path, other: Path) -> None:
-    assert weights(one).keys() == weights(other).keys()
-    assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(one).items())
+def assert_equal_weights(first: Path, second: Path) -> None:
+    assert weights(first).keys() == weights(second).keys()
+    assert all(torch.equal(tensor, weights(second)[name]) for name, tensor in weights(first).items())
 
 
 def assert_trained(start: Path, directory: Path) -> None:
@@ -231,13 +231,15 @@ def test_written_models_are_the_trained_policy(
     assert generation["top_p"] == 0.5
     assert_trained(start, final)
     assert hf_steps(run.run_dir) == [LAST - 1, LAST, STEPS]
-    assert any(not torch.equal(one, weights(last)[name]) for name, one in weights(final).items())
+    assert any(not torch.equal(tensor, weights(last)[name]) for name, tensor in weights(final).items())
     assert_equal_weights(run.run_dir / "hf" / f"step-{STEPS:06}", final)
     assert main(["export", str(run.run_dir), "--hf", str(tmp_path / "newest")]) == 0
     assert_equal_weights(tmp_path / "newest", final)
     assert sorted(path.name for path in (tmp_path / "newest").iterdir()) == sorted(p.name for p in final.iterdir())
     assert main(["export", str(run.run_dir), "--hf", str(tmp_path / "earlier"), "--step", "2"]) == 0
-    moved = [name for name, one in weights(tmp_path / "earlier").items() if not torch.equal(one, weights(final)[name])]
+    moved = [
+        name for name, tensor in weights(tmp_path / "earlier").items() if not torch.equal(tensor, weights(final)[name])
+    ]
     assert moved
     if "--checkpoint.best" in flags:
         assert main(["export", str(run.run_dir), "--hf", str(tmp_path / "best"), "--best"]) == 0
@@ -281,14 +283,14 @@ def test_the_evaluation_of_a_run_with_adapters_is_that_of_its_model(
     adapters: Any, start: Path, settings: list[str], tmp_path: Path
 ) -> None:
     """Answers are drawn with the same numbers, and their rewards differ between the start and the trained model."""
-    found = {}
+    reports = {}
     for step in (2, STEPS):
         out = tmp_path / f"{step}.json"
         words = ["eval", str(adapters.run_dir), "--step", str(step), *DRAWN, "--json", str(out)]
         evaluated = run_flowrt(*words)
         assert evaluated.returncode == 0, evaluated.stdout
-        found[step] = json.loads(out.read_text())
-        assert found[step]["version"] == step
+        reports[step] = json.loads(out.read_text())
+        assert reports[step]["version"] == step
     by_model = {}
     for name, model in (("start", start), ("final", adapters.run_dir / "final")):
         words = ["run", "custom", *settings[2:], "--run-dir", str(tmp_path / name), "--model", str(model)]
@@ -297,9 +299,9 @@ def test_the_evaluation_of_a_run_with_adapters_is_that_of_its_model(
         completed = run_flowrt(*words, "--checkpoint.every", "0")
         assert completed.returncode == 0, completed.stdout
         by_model[name] = json.loads((tmp_path / name / "summary.json").read_text())["evaluations"]["held_out"]
-    results = found[STEPS]["results"]["held_out"]
+    results = reports[STEPS]["results"]["held_out"]
     assert results["avg@8"] == by_model["final"]["avg@8"] != by_model["start"]["avg@8"]
-    assert results["avg@8"] != found[2]["results"]["held_out"]["avg@8"]
+    assert results["avg@8"] != reports[2]["results"]["held_out"]["avg@8"]
 
 
 @pytest.mark.long

@@ -88,16 +88,16 @@ def test_exporters_follow_a_run_and_failing_ones_do_not_end_it(
     assert written[-1] == '"closed"'
     assert "exporter-dies exited with exit code 7" in run.words
     assert "exporter-hangs did not end within 15 s and is killed" in run.words
-    found = events(run.run_dir)
-    assert any(one["kind"] == "exporter" and "exporter-dies exited" in one["text"] for one in found)
-    assert found[0]["kind"] == "started"
-    assert found[-1]["kind"] == "ended"
-    joined = {one["worker"] for one in found if one["kind"] == "joined"}
+    recorded = events(run.run_dir)
+    assert any(event["kind"] == "exporter" and "exporter-dies exited" in event["text"] for event in recorded)
+    assert recorded[0]["kind"] == "started"
+    assert recorded[-1]["kind"] == "ended"
+    joined = {event["worker"] for event in recorded if event["kind"] == "joined"}
     assert {"source", "trainer", "rollout", "reward"} <= {name.partition("-")[0] for name in joined}
-    assert len([one for one in found if one["kind"] == "published"]) >= 59
-    assert not [one for one in found if one["kind"] == "warning"]
+    assert len([event for event in recorded if event["kind"] == "published"]) >= 59
+    assert not [event for event in recorded if event["kind"] == "warning"]
     # The model is untrained: all rewards are equal, and no response ends.
-    assert {one["text"].split()[1] for one in found if one["kind"] == "guard"} <= {
+    assert {event["text"].split()[1] for event in recorded if event["kind"] == "guard"} <= {
         "zero_variance_fraction",
         "truncated",
     }

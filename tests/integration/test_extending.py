@@ -36,8 +36,8 @@ LONG = ("role", "engine", "message")
 
 
 def blocks(section: str) -> list[Block]:
-    found = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    return [Block(*one) for one in found]
+    matches = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    return [Block(*match) for match in matches]
 
 
 def applied(source: str, diff: str) -> str:

@@ -56,10 +56,10 @@ def test_hanging_filter_function_drops_its_group_and_the_run_can_be_resumed(
     assert "it did not return in 2 s" in run.log("reward") + resumed.log("reward")
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
-    found = lines(run.run_dir)
-    assert [(line["step"], line["groups"]) for line in found] == [(step, PROMPTS) for step in range(STEPS)]
-    assert all(not line["zero_variance_groups"] for line in found if line["filtered_groups"] < TRIES)
-    assert all(line["filter_decision"] == 1 for line in found if line["filtered_groups"] < TRIES)
+    metrics = lines(run.run_dir)
+    assert [(line["step"], line["groups"]) for line in metrics] == [(step, PROMPTS) for step in range(STEPS)]
+    assert all(not line["zero_variance_groups"] for line in metrics if line["filtered_groups"] < TRIES)
+    assert all(line["filter_decision"] == 1 for line in metrics if line["filtered_groups"] < TRIES)
     with LedgerReader(run.run_dir / "ledger.sqlite") as ledger:
         dropped = ledger.query("SELECT step, reason, reward FROM prompts WHERE state = 'dropped'")
     reasons = Counter(reason for _, reason, _ in dropped)
@@ -67,7 +67,7 @@ def test_hanging_filter_function_drops_its_group_and_the_run_can_be_resumed(
     assert reasons["filtered: the filter function"] == len(dropped) - 1 > 0
     assert {reward for _, reason, reward in dropped if reason == "filtered: the filter function"} <= {0.0, 1.0}
     counts = Counter(step for step, _, _ in dropped)
-    assert [counts[step] for step in range(STEPS)] == [line["filtered_groups"] for line in found]
+    assert [counts[step] for step in range(STEPS)] == [line["filtered_groups"] for line in metrics]
 
 
 @pytest.mark.slow

@@ -170,12 +170,12 @@ async def test_stopped_fork_server_is_replaced_and_deaths_are_still_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with started(tmp_path) as server:
-        one, two = [await forked(server, tmp_path, "wait") for _ in range(2)]
+        first, second = [await forked(server, tmp_path, "wait") for _ in range(2)]
         assert server.process is not None
-        assert one is not None
+        assert first is not None
         server.process.send_signal(signal.SIGSTOP)
-        one.kill()
-        assert await ended(one) == await ended(two) == -signal.SIGKILL
+        first.kill()
+        assert await ended(first) == await ended(second) == -signal.SIGKILL
         assert await ended(await forked(server, tmp_path, "exit", "4")) == 4
     async with started(tmp_path) as server:
         assert await ended(await forked(server, tmp_path, "exit", "0")) == 0
@@ -222,9 +222,11 @@ def test_workers_are_forked_unless_disabled(launch: Callable[..., Launch], forks
     fewest = ("--rollout.workers", "1", "--algorithm.kl.coef", "0")
     run = launch("--steps", "4", *TINY, *fewest, "--launch.use-fork-server", str(forks))
     run.wait_for(lambda: run.find("flowrt.roles.trainer"), "trainer")
-    workers = [one for role in ("trainer", "source") for one in run.find(f"flowrt.roles.{role}")]
+    workers = [process for role in ("trainer", "source") for process in run.find(f"flowrt.roles.{role}")]
     parents = {worker.ppid() for worker in workers}
-    assert parents == ({one.pid for one in run.find("flowrt.launcher.fork_server.child")} if forks else {run.pid})
+    assert parents == (
+        {process.pid for process in run.find("flowrt.launcher.fork_server.child")} if forks else {run.pid}
+    )
     assert run.wait(120.0) == 0
     run.assert_gone(5.0)
 
@@ -244,7 +246,7 @@ def test_a_run_survives_the_death_of_its_fork_server(launch: Callable[..., Launc
         run.wait_for(lambda: run.find("flowrt.launcher.fork_server.child"), "another fork server")
         run.wait_for(lambda: run.find("flowrt.roles.trainer"), "trainer")
         [other] = run.find("flowrt.launcher.fork_server.child")
-        assert {one.ppid() for one in run.find("flowrt.roles.trainer")} == {other.pid}
+        assert {process.ppid() for process in run.find("flowrt.roles.trainer")} == {other.pid}
     assert run.wait(200.0) == 0, run.output
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"]) == (30, 0)

@@ -81,8 +81,8 @@ class Ranks:
         return dict(load_file(self.directory / f"{name}.safetensors"))
 
     def report(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.directory / f"{name}.json").read_text())
-        return found
+        report: dict[str, Any] = json.loads((self.directory / f"{name}.json").read_text())
+        return report
 
     def exported(self, name: str, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(self.directory / name, dtype=dtype)
@@ -135,10 +135,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return result
 
 
-def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def max_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """The largest difference of any weight."""
-    assert one.keys() == other.keys()
-    return max(float((tensor.double() - other[name].double()).abs().max()) for name, tensor in one.items())
+    assert first.keys() == second.keys()
+    return max(float((tensor.double() - second[name].double()).abs().max()) for name, tensor in first.items())
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_fused_head_reaches_the_same_weights(ranks: Ranks, name: str) -> None:
 
 def test_model_that_fails_on_packed_samples_stays_sharded_and_gets_padded_ones(ranks: Ranks) -> None:
     reports = [ranks.report(name) for name in ("lock_step", "stopped")]
-    assert [(one["packed"], one["unsharded"]) for one in reports] == [(True, 0), (False, 0)]
+    assert [(report["packed"], report["unsharded"]) for report in reports] == [(True, 0), (False, 0)]
     assert max_difference(ranks.weights("stopped"), ranks.weights("until_4")) < 1e-6
 
 
@@ -213,7 +213,7 @@ def test_compiled_layers_reach_the_same_weights(ranks: Ranks, compiled: Ranks) -
 
     How far that moves the few weights whose gradient is all rounding depends on the processor.
     """
-    assert [one.report(name)["compiled"] for one, name in ((compiled, "compiled"), (ranks, "until_4"))] == [2, 0]
+    assert [result.report(name)["compiled"] for result, name in ((compiled, "compiled"), (ranks, "until_4"))] == [2, 0]
     for name, tensor in compiled.weights("compiled").items():
         other = ranks.weights("until_4")[name]
         assert float(((tensor - other).abs() > 2e-6).double().mean()) < 1e-3, name
@@ -287,7 +287,7 @@ def test_exported_model_keeps_its_dtype_and_generation_settings(ranks: Ranks, na
     kept = {}
     for place in (Path(ranks.decoder(name)), Path(ranks.written(name))):
         config, generation = (
-            json.loads((place / f"{one}.json").read_text()) for one in ("config", "generation_config")
+            json.loads((place / f"{file}.json").read_text()) for file in ("config", "generation_config")
         )
         tensors = load_file(place / "model.safetensors")
         kept[place] = config["dtype"], generation["eos_token_id"], {key: t.dtype for key, t in tensors.items()}
@@ -309,10 +309,10 @@ def test_only_adapters_are_published_and_merged_into_the_final_model(ranks: Rank
 
 def test_bfloat16_weights_are_published_and_close_to_float64(ranks: Ranks, torch_engine: Any) -> None:
     """Passes in bfloat16 round, so an update has an error, of at most a quarter of its size."""
-    found, expected, start = ranks.weights("narrow"), torch_engine(2, torch.float64), load_model_weights(ranks)
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    actual, expected, start = ranks.weights("narrow"), torch_engine(2, torch.float64), load_model_weights(ranks)
+    assert {tensor.dtype for tensor in actual.values()} == {torch.bfloat16}
     for name, tensor in expected.items():
         rounding = start[name].double().abs().mean() * 2**-9
-        error = (found[name].double() - tensor.double()).abs().mean()
+        error = (actual[name].double() - tensor.double()).abs().mean()
         update = (tensor.double() - start[name].double()).abs().mean()
         assert error < 0.25 * update + rounding, name

@@ -100,5 +100,8 @@ def test_each_rank_sends_its_samples_and_no_sample_is_stored_twice(two_ranks: An
     assert len({(row.epoch, row.prompt, row.member) for row in rows}) == len(rows)
     assert {row.step for row in rows} == {*range(STEPS)}
     whole = [reader.get(row.id) for row in rows]
-    assert all(one is not None and len(one.trainer_logprobs) == len(one.logprobs) == one.row.tokens for one in whole)
+    assert all(
+        sample is not None and len(sample.trainer_logprobs) == len(sample.logprobs) == sample.row.tokens
+        for sample in whole
+    )
     assert reader.left_out() == {}

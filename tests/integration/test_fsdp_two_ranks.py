@@ -86,7 +86,7 @@ def test_the_model_of_the_shards_of_two_ranks_is_the_exported_one(
         ours, theirs = load_file(written / file), load_file(exported / file)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[our], theirs[our]) for our in ours), file
-    trained = {one: tensor.detach() for one, tensor in load_model(written).named_parameters()}
+    trained = {key: tensor.detach() for key, tensor in load_model(written).named_parameters()}
     assert max_difference(trained, load_model_weights(two_ranks)) > 0
 
 
@@ -115,7 +115,7 @@ def test_every_pass_runs_recomputed_layers_twice(two_ranks: Ranks) -> None:
 def test_an_adaptive_coefficient_is_the_same_on_all_ranks_and_after_a_checkpoint(two_ranks: Ranks) -> None:
     of_ranks = [json.loads((two_ranks.directory / f"adaptive.{rank}.numbers").read_text()) for rank in range(2)]
     assert of_ranks[0] == of_ranks[1]
-    coefs = [one["kl_coef"] for one in two_ranks.report("adaptive")["metrics"]]
+    coefs = [line["kl_coef"] for line in two_ranks.report("adaptive")["metrics"]]
     assert len(set(coefs)) == STEPS
     assert coefs[0] == 1e-3
     assert two_ranks.report("loaded")["metrics"] == two_ranks.report("adaptive")["metrics"][2:]

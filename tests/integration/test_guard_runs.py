@@ -40,14 +40,14 @@ def test_one_guard_warns_and_another_holds_the_run_on_policy(
         *("--guard", "lr above 0.00095 steps=2"),
     )
     assert run.wait(120.0) == 0, run.output
-    found = lines(run.run_dir)
+    metrics = lines(run.run_dir)
     # 0.0001 in step 0, 0.0005 in step 4, 0.001 from step 9 on.
-    assert {line["step"]: line["guard_lr"] for line in found if "guard_lr" in line} == {
+    assert {line["step"]: line["guard_lr"] for line in metrics if "guard_lr" in line} == {
         4: 5,
         **{step: step - 8 for step in range(10, 16)},
     }
-    assert [line["staleness_max"] for line in found[5:9]] == [0, 0, 0, 0]
-    assert max(line["staleness_max"] for line in found[9:]) > 0
+    assert [line["staleness_max"] for line in metrics[5:9]] == [0, 0, 0, 0]
+    assert max(line["staleness_max"] for line in metrics[9:]) > 0
     guard_log = [line for line in run.log("controller").splitlines() if "guard lr" in line]
     assert len(guard_log) == 2, guard_log
     assert "step 4: guard lr below 0.00055 for 5 steps (hold): lr is 0.0005" in guard_log[0]
@@ -128,6 +128,6 @@ def test_a_stop_outlives_the_controller(launch: Callable[..., Any], untrained_mo
 def test_a_learning_run_raises_no_false_alarm(launch: Callable[..., Any], arguments: tuple[str, ...]) -> None:
     run = launch("--exporters", "tensorboard", *arguments)
     assert run.wait(240.0) == 0, run.output
-    found = events(run.run_dir)
-    assert len([event for event in found if event["kind"] == "published"]) >= 11
-    assert [event["text"] for event in found if event["kind"] in ("guard", "warning", "exporter")] == []
+    recorded = events(run.run_dir)
+    assert len([event for event in recorded if event["kind"] == "published"]) >= 11
+    assert [event["text"] for event in recorded if event["kind"] in ("guard", "warning", "exporter")] == []

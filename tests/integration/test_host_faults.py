@@ -156,10 +156,10 @@ async def test_descriptor_exhaustion_refuses_new_connections_and_keeps_open_ones
         names = [f"more-{number}" for number in range(MAX_CLOSED)]
         joining = [asyncio.create_task(api.connect(address, name, "extra", DEADLINE_S)) for name in names]
         await controller.wait_until(lambda: "cannot accept more connections" in controller.log)
-        refused = [one for one in joining if not one.done()]
+        refused = [task for task in joining if not task.done()]
         assert refused
-        for one in refused:
-            one.cancel()
+        for task in refused:
+            task.cancel()
         for outcome in await asyncio.gather(*joining, return_exceptions=True):
             if isinstance(outcome, api.Session):
                 accepted.push_async_callback(outcome.close)

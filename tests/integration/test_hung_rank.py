@@ -25,8 +25,8 @@ SMALL = [
 
 
 def rank_of(run: Any, rank: int) -> psutil.Process:
-    [found] = [one for one in run.find("flowrt.roles.trainer") if one.environ().get("RANK") == str(rank)]
-    return found
+    [trainer] = [process for process in run.find("flowrt.roles.trainer") if process.environ().get("RANK") == str(rank)]
+    return trainer
 
 
 @pytest.mark.long

@@ -19,8 +19,8 @@ BOUND = 1e-11
 def test_one_rank_computes_the_gradient_of_a_plain_loop(name: str) -> None:
     torch.set_num_threads(1)
     algorithm = presets(LIMIT)[name]
-    found = distances(algorithm, {way: torch_engine(algorithm, way) for way in WAYS})
-    assert max(found.values()) <= BOUND, found
+    differences = distances(algorithm, {way: torch_engine(algorithm, way) for way in WAYS})
+    assert max(differences.values()) <= BOUND, differences
     assert plain_gradient(algorithm)[0].norm() > 1e-4
 
 
@@ -31,14 +31,14 @@ def test_the_model_supports_packing() -> None:
 def test_another_algorithm_has_another_gradient() -> None:
     """Otherwise the comparison would not distinguish algorithms."""
     algorithms = presets(LIMIT)
-    found = distances(algorithms["grpo"], {"padded": torch_engine(algorithms["dr_grpo"], "padded")})
-    assert found["padded"] > 1e-3
+    differences = distances(algorithms["grpo"], {"padded": torch_engine(algorithms["dr_grpo"], "padded")})
+    assert differences["padded"] > 1e-3
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_of_both_engines_compute_the_gradient_of_a_plain_loop() -> None:
     torch.set_num_threads(1)
-    found = measure_all(QUICK[:3])
-    assert all(len(ways) == len(WAYS) + 4 for ways in found.values())
-    assert max(value for ways in found.values() for value in ways.values()) <= BOUND, found
+    differences = measure_all(QUICK[:3])
+    assert all(len(ways) == len(WAYS) + 4 for ways in differences.values())
+    assert max(value for ways in differences.values() for value in ways.values()) <= BOUND, differences

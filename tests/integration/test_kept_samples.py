@@ -36,15 +36,15 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 def written(run_dir: Path, journals: str) -> dict[SampleKey, KeptTokens]:
     """What the journals of a start of the run have, or of one worker in it."""
-    found: dict[SampleKey, KeptTokens] = {}
+    samples: dict[SampleKey, KeptTokens] = {}
     damaged: Counter[str] = Counter()
     for path in sorted((run_dir / JOURNALS).glob(f"{journals}/*.journal")):
         for key, sample in read_journal(path, damaged).items():
             tokens = read_sample(path, sample)
             assert tokens is not None
-            found[key] = tokens
+            samples[key] = tokens
     assert not damaged
-    return found
+    return samples
 
 
 def trained(run_dir: Path) -> set[tuple[int, int]]:
@@ -91,8 +91,8 @@ def test_samples_and_prefixes_survive_a_preemption(
     assert run.wait(60.0) == 130, run.output
     [saved] = checkpoint_steps(run.run_dir)
     consumed = {key for key, sample in written(run.run_dir, "1/*").items() if min(sample.prefix.spans[::2]) < saved - 2}
-    before = {key: one for key, one in written(run.run_dir, "1/*").items() if key not in consumed}
-    assert any(not one.is_complete for one in before.values())
+    before = {key: sample for key, sample in written(run.run_dir, "1/*").items() if key not in consumed}
+    assert any(not sample.is_complete for sample in before.values())
     resumed = launch("--steps", str(saved + 4), "--rollout.workers", "1", resume=run.run_dir)
     assert resumed.wait(90.0) == 0, resumed.output
     assert_exact(run.run_dir, saved + 4)
@@ -124,7 +124,9 @@ def test_a_killed_run_takes_over_what_its_journals_have_and_no_damaged_part(
     run.kill_all()
     saved = max(checkpoint_steps(run.run_dir))
     before = {
-        key: one for key, one in written(run.run_dir, "1/*").items() if max(one.prefix.spans[::2], default=0) <= saved
+        key: sample
+        for key, sample in written(run.run_dir, "1/*").items()
+        if max(sample.prefix.spans[::2], default=0) <= saved
     }
     damaged = max((run.run_dir / JOURNALS).glob("1/*/*.journal"), key=lambda path: path.stat().st_size)
     data = bytearray(damaged.read_bytes())
@@ -152,7 +154,7 @@ def test_another_worker_continues_the_sequences_of_a_killed_one(
         before_kill = written(run.run_dir, "1/rollout-0")
         run.signal(signal.SIGKILL, killed)
         wait_for_steps(run, 4)
-        unfinished = {key: one for key, one in before_kill.items() if not one.is_complete}
+        unfinished = {key: sample for key, sample in before_kill.items() if not sample.is_complete}
         taken += assert_taken_over(unfinished, written(run.run_dir, "1/rollout-1"))
         if taken["prefix"]:
             break

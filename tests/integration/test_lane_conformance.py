@@ -73,11 +73,11 @@ async def start(ends: dict[str, Any], fork_server: None) -> AsyncIterator[Start]
 def test_the_named_memory_of_a_process_is_what_it_has_mapped() -> None:
     with tempfile.NamedTemporaryFile(dir=SHARED) as of_another_process:
         own = SharedMemory(create=True, size=1)
-        found = pairs.named_memory(os.getpid())
+        mapped = pairs.named_memory(os.getpid())
         own.close()
         own.unlink()
-    assert SHARED / own.name in found
-    assert Path(of_another_process.name) not in found
+    assert SHARED / own.name in mapped
+    assert Path(of_another_process.name) not in mapped
 
 
 async def test_every_dtype_with_ragged_and_empty_rows_is_exact(start: Start, transport: str) -> None:

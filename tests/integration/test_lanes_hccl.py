@@ -29,10 +29,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         download = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired:
         pytest.skip(f"{WHEEL} could not be downloaded within 60 s")
-    found = list(folder.glob("*.whl"))
-    if download.returncode or not found:
+    wheels = list(folder.glob("*.whl"))
+    if download.returncode or not wheels:
         pytest.skip(f"{WHEEL} cannot be downloaded: {download.stderr.strip().splitlines()[-1:]}")
-    return zipfile.ZipFile(found[0])
+    return zipfile.ZipFile(wheels[0])
 
 
 def source(wheel: zipfile.ZipFile, name: str) -> str:
@@ -125,11 +125,11 @@ def test_errors_of_a_group_do_not_end_the_process(wheel: zipfile.ZipFile) -> Non
 
 def test_rendezvous_keys_of_hccl_fit_into_a_message(wheel: zipfile.ZipFile) -> None:
     """The group stores its root info under one key."""
-    found = re.search(
+    match = re.search(
         r"HCCL_ROOT_INFO_BYTES *= *(\d+);", source(wheel, "include/third_party/hccl/inc/hccl/hccl_types.h")
     )
-    assert found is not None
-    assert 4096 < int(found.group(1)) <= MAX_SIGNAL_BYTES
+    assert match is not None
+    assert 4096 < int(match.group(1)) <= MAX_SIGNAL_BYTES
 
 
 def test_device_functions_exist_in_torch_npu(wheel: zipfile.ZipFile) -> None:

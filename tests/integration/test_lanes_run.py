@@ -99,7 +99,7 @@ async def test_rows_use_the_chosen_transport(tmp_path: Path, lanes: str) -> None
         reward = await run.join("reward")
         batch = await reward.pull("reward", ROWS, deadline_s=120)
         check(batch)
-        assert [one.turn.transport for one in batch.grant.incoming] == ["shm" if lanes == "auto" else lanes]
+        assert [incoming.turn.transport for incoming in batch.grant.incoming] == ["shm" if lanes == "auto" else lanes]
         packed = batch.tensors.packed("response")
         assert torch.equal(packed.values, torch.cat(batch.tensors["response"]))
         assert is_in_shared_memory(packed.values) == (lanes != "gloo")  # readers get views of the sender's segment
@@ -141,7 +141,7 @@ async def test_rows_of_a_hung_owner_come_from_another_worker(tmp_path: Path, lan
         async with asyncio.timeout(WORKER_TIMEOUT_S):
             batch = await reader.pull("read", ROWS, deadline_s=120)
         check(batch)
-        assert {one.turn.sender for one in batch.grant.incoming} == {"reward"}
+        assert {incoming.turn.sender for incoming in batch.grant.incoming} == {"reward"}
 
 
 @pytest.mark.parametrize("lanes", ["gloo", "shm"])
@@ -154,7 +154,7 @@ async def test_pull_over_the_budget_fails_and_smaller_pulls_work(tmp_path: Path,
             await reward.pull("reward", ROWS, deadline_s=120)
         for _ in range(ROWS):
             batch = await reward.pull("reward", 1, deadline_s=120)
-            assert {one.turn.transport for one in batch.grant.incoming} == {lanes}
+            assert {incoming.turn.transport for incoming in batch.grant.incoming} == {lanes}
             expected = lane_maker.response_of(batch.slots[0])
             assert torch.equal(batch.tensors["response"][0], expected)
             reward.store.free(("response",), batch.slots, ())

@@ -37,9 +37,9 @@ def watched(run_dir: Path, port: int) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found is not None
-        yield found[0]
+        match = re.search(r"http://\S+", process.stdout.readline())
+        assert match is not None
+        yield match[0]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

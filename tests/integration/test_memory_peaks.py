@@ -73,11 +73,11 @@ def test_no_process_exceeds_its_estimated_memory(flags: list[str], trainer: str,
     arguments = [*BUILD, *RUN, *flags]
     config = parse(arguments)
     needs: ResourceEstimate = estimate(config, built_shape(config))
-    found = peaks(launch(*arguments))
+    peak_bytes = peaks(launch(*arguments))
     estimated = {
         trainer: needs.trainer_rank + needs.trainer_first + needs.trainer_device,
         "flowrt.roles.rollout": needs.rollout,
         "flowrt.roles.reference": needs.reference + needs.reference_device,
     }
-    measured = {role: f"{found[role] / 1e6:.0f} MB of {bytes_ / 1e6:.0f}" for role, bytes_ in estimated.items()}
-    assert all(MIN_FRACTION * bytes_ < found[role] < bytes_ for role, bytes_ in estimated.items()), measured
+    measured = {role: f"{peak_bytes[role] / 1e6:.0f} MB of {bytes_ / 1e6:.0f}" for role, bytes_ in estimated.items()}
+    assert all(MIN_FRACTION * bytes_ < peak_bytes[role] < bytes_ for role, bytes_ in estimated.items()), measured

@@ -26,7 +26,7 @@ def scrape(configuration: Path) -> dict[str, Any]:
     Raises urllib.error.HTTPError for a refused request.
     """
     [job] = yaml.safe_load(configuration.read_text())["scrape_configs"]
-    [target] = [one for of in job["static_configs"] for one in of["targets"]]
+    [target] = [endpoint for of in job["static_configs"] for endpoint in of["targets"]]
     token = (configuration.parent / job["authorization"]["credentials_file"]).read_text().strip()
     address = f"http://{target}{job.get('metrics_path', '/metrics')}"
     request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
@@ -49,19 +49,19 @@ def configured(run_dir: Path, address: str) -> Path:
 
 def scraped(configuration: Path, step: int, steps: int) -> float:
     """The seconds at the gate when the last step is ``step``; asserts that they are those of this many steps."""
-    found: dict[str, Any] = {}
+    families: dict[str, Any] = {}
 
     def is_read() -> bool:
-        found.update(scrape(configuration))
-        last = found["flowrt_step"].samples[0].value
+        families.update(scrape(configuration))
+        last = families["flowrt_step"].samples[0].value
         return bool(last == step and seconds() == pytest.approx(0.6 * steps))
 
     def seconds() -> float:
-        samples = found["flowrt_worker_seconds"].samples if "flowrt_worker_seconds" in found else ()
+        samples = families["flowrt_worker_seconds"].samples if "flowrt_worker_seconds" in families else ()
         return float(sum(sample.value for sample in samples if sample.labels == {"role": "rollout", "cause": "gate"}))
 
     wait_until(is_read, LIMIT_S, lambda: f"the last scrape has {seconds()} s at the gate")
-    assert found["flowrt_worker_seconds"].type == "counter"
+    assert families["flowrt_worker_seconds"].type == "counter"
     return seconds()
 
 

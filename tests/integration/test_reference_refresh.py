@@ -23,8 +23,8 @@ TIMING_METRICS = {"wall_s", "samples_per_s"}
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return [{name: value for name, value in line.items() if name not in TIMING_METRICS} for line in found]
+    metrics = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [{name: value for name, value in line.items() if name not in TIMING_METRICS} for line in metrics]
 
 
 @pytest.mark.long
@@ -45,9 +45,9 @@ def test_an_averaged_reference_survives_a_kill_and_a_resume(launch: Callable[...
 def test_kl_is_zero_in_the_step_after_a_refresh(launch: Callable[..., Any]) -> None:
     run = launch(*SETTINGS)
     assert run.wait(120.0) == 0, run.output
-    found = [line["kl"] for line in lines(run.run_dir)]
-    assert max(found[0], found[2], found[4], found[6]) < 1e-9
-    assert min(found[1], found[3], found[5]) > 1e-9
+    divergences = [line["kl"] for line in lines(run.run_dir)]
+    assert max(divergences[0], divergences[2], divergences[4], divergences[6]) < 1e-9
+    assert min(divergences[1], divergences[3], divergences[5]) > 1e-9
 
 
 @pytest.mark.long

@@ -35,10 +35,10 @@ def test_two_fsdp_ranks_write_one_reference(launch: Callable[..., Any], sft_mode
         *("--trainer.engine", "fsdp", "--trainer.ranks", "2", "--trainer.micro-batch-tokens", "100"),
     )
     assert run.wait(180.0) == 0, run.output + run.log("trainer")
-    found = lines(run.run_dir)
-    assert [line["reference_version"] for line in found] == [newest_refresh(step) for step in range(steps)]
-    assert max(line["kl"] for line in found[::REFRESH_EVERY]) < ROUNDING
-    assert min(line["kl"] for line in found[1::REFRESH_EVERY]) > 10 * ROUNDING
+    metrics = lines(run.run_dir)
+    assert [line["reference_version"] for line in metrics] == [newest_refresh(step) for step in range(steps)]
+    assert max(line["kl"] for line in metrics[::REFRESH_EVERY]) < ROUNDING
+    assert min(line["kl"] for line in metrics[1::REFRESH_EVERY]) > 10 * ROUNDING
     run.assert_gone(10.0)
 
 
@@ -55,12 +55,12 @@ def test_stale_samples_are_scored_by_the_refresh_of_their_own_version(
     run.kill_all()
     resumed = launch(resume=run.run_dir)
     assert resumed.wait(180.0) == 0, resumed.output
-    found = lines(run.run_dir)
-    assert [line["step"] for line in found] == list(range(steps))
-    assert max(line["staleness_max"] for line in found) > 0
-    for line in found:
+    metrics = lines(run.run_dir)
+    assert [line["step"] for line in metrics] == list(range(steps))
+    assert max(line["staleness_max"] for line in metrics) > 0
+    for line in metrics:
         oldest, newest = line["step"] - line["staleness_max"], line["step"]
         assert newest_refresh(oldest) <= line["reference_version"] <= newest_refresh(newest)
-    assert found[-1]["reference_version"] >= newest_refresh(steps - 1 - bound) > 0
+    assert metrics[-1]["reference_version"] >= newest_refresh(steps - 1 - bound) > 0
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)

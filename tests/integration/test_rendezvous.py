@@ -34,10 +34,10 @@ def test_hosts_are_ranked_and_an_excess_host_is_rejected(store: TCPStore) -> Non
         rendezvous.CountingRendezvous(host="127.0.0.1", port=store.port, hosts=HOSTS, run_id="trainer", deadline_s=20.0)
         for _ in range(HOSTS + 1)
     ]
-    found = [handler.next_rendezvous() for handler in handlers[:HOSTS]]
-    assert [(one.rank, one.world_size) for one in found] == [(0, HOSTS), (1, HOSTS)]
-    stores = [one.bootstrap_store_info for one in found]
-    assert {one.master_port for one in stores if one is not None} == {store.port}
+    infos = [handler.next_rendezvous() for handler in handlers[:HOSTS]]
+    assert [(info.rank, info.world_size) for info in infos] == [(0, HOSTS), (1, HOSTS)]
+    stores = [info.bootstrap_store_info for info in infos]
+    assert {bootstrap.master_port for bootstrap in stores if bootstrap is not None} == {store.port}
     assert None not in stores
     with pytest.raises(RendezvousClosedError, match="2 hosts have already joined"):
         handlers[HOSTS].next_rendezvous()

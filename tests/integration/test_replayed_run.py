@@ -36,7 +36,7 @@ def stopped_with_samples(run: Launch, worker: psutil.Process, statuses: list[dic
     run.signal(signal.SIGSTOP, worker)
     for _ in range(2):  # the first may be older than the last messages of the worker
         status = observe(run, statuses)
-    if any("rollout" in one[4] for one in status["graph"]["workers"] if one[0] == "rollout-0"):
+    if any("rollout" in node[4] for node in status["graph"]["workers"] if node[0] == "rollout-0"):
         return True
     run.signal(signal.SIGCONT, worker)
     return False
@@ -86,10 +86,13 @@ def test_every_invariant_holds_and_both_terms_are_replayed(observed: tuple[Path,
     code, out = flowrt("replay", str(run_dir), "--check", "--json")
     assert code == 0, out
     status = json.loads(out)
-    assert [(one["term"], one["damage"], one["complete"]) for one in status["terms"]] == [(1, "", False), (2, "", True)]
+    assert [(term["term"], term["damage"], term["complete"]) for term in status["terms"]] == [
+        (1, "", False),
+        (2, "", True),
+    ]
     assert status["ended"] == ["the run is complete", 0]
     assert status["mismatch"] == ""
-    ends = [(one["from_s"], one["to_s"]) for one in status["terms"]]
+    ends = [(term["from_s"], term["to_s"]) for term in status["terms"]]
     assert ends[0][0] < ends[0][1] < ends[1][1], "the run clock continues across a restart of the controller"
 
 
@@ -101,7 +104,7 @@ def test_replay_why_names_the_killed_worker(observed: tuple[Path, list[dict[str,
     for done in replay.run():
         if isinstance(done.event, WorkerDisconnected) and done.event.worker.startswith("rollout"):
             break
-        held = {one["worker"]: one["samples"] for one in replay.status()["leases"] if one["stage"] == "rollout"}
+        held = {lease["worker"]: lease["samples"] for lease in replay.status()["leases"] if lease["stage"] == "rollout"}
     else:
         pytest.fail("no rollout worker was lost in term 1")
     worker = done.event.worker

@@ -114,6 +114,6 @@ def test_a_killed_trainer_rank_restarts_the_run_from_its_checkpoint(
 
 
 def rank_of(run: Any, rank: int) -> psutil.Process:
-    [found] = [one for one in run.find("flowrt.roles.trainer") if one.environ().get("RANK") == str(rank)]
-    assert found.pid != os.getpid()
-    return found
+    [trainer] = [process for process in run.find("flowrt.roles.trainer") if process.environ().get("RANK") == str(rank)]
+    assert trainer.pid != os.getpid()
+    return trainer

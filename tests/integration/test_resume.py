@@ -71,22 +71,22 @@ def busy_wait(seconds: float) -> None:
 
 def kill_at_a_random_moment(run: Any, rng: random.Random) -> None:
     wait_for_steps(run, rng.randint(EVERY + 1, STEPS // 2))
-    found = run.processes()
+    processes = run.processes()
     busy_wait(rng.uniform(0.0, 0.3))
-    run.kill_all(found)
+    run.kill_all(processes)
 
 
 def kill_while_saving(run: Any, after: int) -> None:
     """Stop the trainer while it writes a checkpoint, then kill every process."""
     run.wait_for(lambda: max(checkpoint_steps(run.run_dir), default=0) > after, "checkpoint")
-    found = run.processes()
+    processes = run.processes()
     [trainer] = run.find("flowrt.roles.trainer")
     end_s = time.monotonic() + 60.0
     while time.monotonic() < end_s:
         if partial := list((run.run_dir / "checkpoints").glob(".step-*.part")):
             os.kill(trainer.pid, signal.SIGSTOP)
             if partial[0].exists():
-                run.kill_all(found)
+                run.kill_all(processes)
                 assert partial[0].exists()
                 return
             os.kill(trainer.pid, signal.SIGCONT)
@@ -99,7 +99,7 @@ def kill_one(run: Any, victim: str, rng: random.Random) -> None:
     [killed] = run.find(victim)
     busy_wait(rng.uniform(0.0, 0.3))
     run.signal(signal.SIGKILL, killed)
-    run.wait_for(lambda: {one.pid for one in run.find(victim)} - {killed.pid}, f"another {victim}")
+    run.wait_for(lambda: {process.pid for process in run.find(victim)} - {killed.pid}, f"another {victim}")
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,10 @@ def parameters(path: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def max_difference(one: Path, other: Path) -> float:
+def max_difference(first: Path, second: Path) -> float:
     """The largest absolute difference of two corresponding weights."""
-    others = parameters(other)
-    return max(float((tensor - others[name]).abs().max()) for name, tensor in parameters(one).items())
+    others = parameters(second)
+    return max(float((tensor - others[name]).abs().max()) for name, tensor in parameters(first).items())
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

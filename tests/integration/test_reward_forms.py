@@ -34,9 +34,9 @@ def outcomes(function: Path | str, given: list[RewardSample], **options: Any) ->
             async with asyncio.timeout(LIMIT_S):
                 await scorer.load()
                 if scorer.of_groups:
-                    return [one[0] for one in await scorer.outcomes_of(given)]
-                found = await asyncio.gather(*(scorer.outcomes_of([sample]) for sample in given))
-            return [one[0][0] for one in found]
+                    return [answer[0] for answer in await scorer.outcomes_of(given)]
+                answers = await asyncio.gather(*(scorer.outcomes_of([sample]) for sample in given))
+            return [answer[0][0] for answer in answers]
         finally:
             await scorer.close()
 
@@ -69,9 +69,9 @@ async def reward(response, answer):
 
 def test_async_calls_are_in_progress_side_by_side_up_to_the_limit(tmp_path: Path) -> None:
     reward_file = written(tmp_path, TOGETHER.format(wanted=5))
-    found = outcomes(reward_file, samples(*"abcdefghijkl"), concurrency=5)
-    assert [one.result for one in found] == [Result.OK] * 12
-    assert max(one.value for one in found) == 5
+    results = outcomes(reward_file, samples(*"abcdefghijkl"), concurrency=5)
+    assert [outcome.result for outcome in results] == [Result.OK] * 12
+    assert max(outcome.value for outcome in results) == 5
 
 
 FAULTY = """
@@ -94,9 +94,9 @@ async def reward(response, answer):
 def test_a_faulty_async_call_fails_without_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrt.rewards.async_calls.GRACE_S", 1.0)
     responses = ["a", "waits", "bb", "blocks", "ccc", "dies", "raises", "exits", "times out", "is text", "dddd"]
-    found = dict(zip(responses, outcomes(written(tmp_path, FAULTY), samples(*responses), timeout_s=3.0), strict=True))
-    assert [found[one].value for one in ("a", "bb", "ccc", "dddd")] == [1.0, 2.0, 3.0, 4.0]
-    failed = {name: (one.result, one.line) for name, one in found.items() if one.is_failure}
+    results = dict(zip(responses, outcomes(written(tmp_path, FAULTY), samples(*responses), timeout_s=3.0), strict=True))
+    assert [results[response].value for response in ("a", "bb", "ccc", "dddd")] == [1.0, 2.0, 3.0, 4.0]
+    failed = {name: (outcome.result, outcome.line) for name, outcome in results.items() if outcome.is_failure}
     assert failed == {
         "waits": (Result.TIMEOUT, 6),
         "blocks": (Result.TIMEOUT, 7),
@@ -106,13 +106,15 @@ def test_a_faulty_async_call_fails_without_others(tmp_path: Path, monkeypatch: p
         "times out": (Result.ERROR, 11),
         "is text": (Result.INVALID, 4),
     }
-    assert "did not return in 3 s" in found["waits"].detail
+    assert "did not return in 3 s" in results["waits"].detail
 
 
 def test_the_rate_of_async_calls_is_limited(tmp_path: Path) -> None:
     begun = "import time\nasync def reward(response, answer):\n    return time.monotonic()\n"
-    found = sorted(outcome.value for outcome in outcomes(written(tmp_path, begun), samples(*"abcdef"), rate_per_s=20.0))
-    assert found[-1] - found[0] >= 5 / 20 - 0.02
+    times_s = sorted(
+        outcome.value for outcome in outcomes(written(tmp_path, begun), samples(*"abcdef"), rate_per_s=20.0)
+    )
+    assert times_s[-1] - times_s[0] >= 5 / 20 - 0.02
 
 
 def test_a_reward_worker_holds_as_many_samples_as_can_be_scored_side_by_side() -> None:
@@ -139,11 +141,11 @@ def reward(prompts, completions, answer, log_metric=None, trainer_state=None, **
 
 def test_a_function_of_trl_runs_unchanged(tmp_path: Path) -> None:
     given = samples("7", "8", "none", "7", step=3, completion_ids=[5])
-    found = outcomes(written(tmp_path, TRL), given)
-    assert [one.detail for one in found] == [""] * 4
-    assert [one.value for one in found] == [1.0, 0.0, 0.0, 1.0]
-    assert found[2].result is Result.NOT_APPLICABLE
-    assert found[0].parts == {"in_a_call": 4.0}
+    results = outcomes(written(tmp_path, TRL), given)
+    assert [outcome.detail for outcome in results] == [""] * 4
+    assert [outcome.value for outcome in results] == [1.0, 0.0, 0.0, 1.0]
+    assert results[2].result is Result.NOT_APPLICABLE
+    assert results[0].parts == {"in_a_call": 4.0}
 
 
 def test_a_function_of_trl_gets_messages_if_the_prompt_is_messages(tmp_path: Path) -> None:
@@ -154,8 +156,8 @@ def test_a_function_of_trl_gets_messages_if_the_prompt_is_messages(tmp_path: Pat
 
 def test_a_batch_has_at_most_the_configured_samples(tmp_path: Path) -> None:
     text = "async def reward(completions, log):\n    log('n', len(completions))\n    return [1] * len(completions)\n"
-    found = outcomes(written(tmp_path, text), samples(*"abcdefgh"), batch_size=3)
-    assert max(one.parts["n"] for one in found) == 3
+    results = outcomes(written(tmp_path, text), samples(*"abcdefgh"), batch_size=3)
+    assert max(outcome.parts["n"] for outcome in results) == 3
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -167,19 +169,19 @@ def test_only_the_sample_at_fault_fails_of_a_batch(tmp_path: Path, is_async: boo
         "    if 'dies' in completions: os._exit(1)\n"
         "    return [len(one) if one != 'text' else 'x' for one in completions]\n"
     )
-    found = outcomes(written(tmp_path, text), samples("a", "bb", "bad", "ccc", "dies", "text", "dddd"), retries=0)
-    assert [one.result for one in found] == [
+    results = outcomes(written(tmp_path, text), samples("a", "bb", "bad", "ccc", "dies", "text", "dddd"), retries=0)
+    assert [outcome.result for outcome in results] == [
         *(Result.OK, Result.OK, Result.ERROR, Result.OK, Result.DIED, Result.INVALID, Result.OK)
     ]
-    assert [one.value for one in found if one.result is Result.OK] == [1.0, 2.0, 3.0, 4.0]
+    assert [outcome.value for outcome in results if outcome.result is Result.OK] == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("returned", ["1.0", "[1.0]", "[]", "'ab'", "{'a': 1}"])
 def test_a_batch_function_that_does_not_return_a_list_of_as_many_is_invalid(tmp_path: Path, returned: str) -> None:
     text = f"def reward(completions): return {returned}\n"
-    found = outcomes(written(tmp_path, text), samples("a", "b"))
-    assert {one.result for one in found} == {Result.INVALID}
-    assert "not a list of 2 rewards" in found[0].detail
+    results = outcomes(written(tmp_path, text), samples("a", "b"))
+    assert {outcome.result for outcome in results} == {Result.INVALID}
+    assert "not a list of 2 rewards" in results[0].detail
 
 
 # ---- groups
@@ -194,9 +196,9 @@ def reward(group, answer, level, log):
 
 
 def test_a_group_function_gets_all_samples_of_a_prompt(tmp_path: Path) -> None:
-    found = outcomes(written(tmp_path, GROUP), samples("a", "bbb", "ccccc", truncated=True))
-    assert [one.value for one in found] == [-2.0, 0.0, 2.0]
-    assert found[0].parts == {"truncated": 1.0}
+    results = outcomes(written(tmp_path, GROUP), samples("a", "bbb", "ccccc", truncated=True))
+    assert [outcome.value for outcome in results] == [-2.0, 0.0, 2.0]
+    assert results[0].parts == {"truncated": 1.0}
 
 
 def test_the_check_finds_functions_of_groups(tmp_path: Path) -> None:
@@ -238,9 +240,9 @@ def test_functions_of_all_forms_score_a_run_and_its_evaluation(
         *("--reward.load-timeout-s", "300"),  # the tokenizer's library takes long on a busy machine
     )
     assert launched.wait(240.0) == 0, launched.output
-    found = [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert len(found) == 3
-    for line in found:
+    metrics = [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 3
+    for line in metrics:
         assert line["reward/group"] == pytest.approx(0.0, abs=1e-5)
         assert line["reward/batch"] == 0.5
         assert line["reward/single"] > 0

@@ -63,9 +63,9 @@ def lines(launched: Any) -> list[dict[str, Any]]:
 def test_metrics_have_each_function_part_and_failure_kind(launch: Callable[..., Any], flags: list[str]) -> None:
     launched = launch(*flags, "--guard", "reward_failures/timeout above 1")
     assert launched.wait(180.0) == 0, launched.output
-    found = lines(launched)
-    assert len(found) == STEPS
-    for line in found:
+    metrics = lines(launched)
+    assert len(metrics) == STEPS
+    for line in metrics:
         weighted = (
             line["reward/parts"] + 0.1 * line["reward/digits"] + line["reward/regex"] + 0.1 * line["reward/length"]
         ) + 2 * line["reward/exact"]
@@ -75,9 +75,9 @@ def test_metrics_have_each_function_part_and_failure_kind(launch: Callable[..., 
         if line["applies/sum"] == 1:  # else the other weights are scaled up where it does not apply
             assert line["reward"] == pytest.approx(weighted + 0.5 * line["reward/sum"], abs=1e-4)
     for kind in ("timeout", "error", "died"):
-        assert sum(line[f"reward_failures/{kind}"] for line in found) > 0, kind
-    assert all(line["reward_failures/memory"] == line["reward_failures/invalid"] == 0 for line in found)
-    assert min(line["applies/sum"] for line in found) < 1
+        assert sum(line[f"reward_failures/{kind}"] for line in metrics) > 0, kind
+    assert all(line["reward_failures/memory"] == line["reward_failures/invalid"] == 0 for line in metrics)
+    assert min(line["applies/sum"] for line in metrics) < 1
     assert "ValueError: no such thing, on the response" in launched.log("reward")
     launched.assert_gone(10.0)
 
@@ -89,9 +89,9 @@ def test_metrics_have_each_function_part_and_failure_kind(launch: Callable[..., 
 def test_a_dropped_sample_counts_as_lost(launch: Callable[..., Any], flags: list[str], policy: str) -> None:
     launched = launch(*flags, "--reward.on-failure", "drop", "--on-lost-sample", policy, "--steps", "2")
     assert launched.wait(180.0) == 0, launched.output
-    found = lines(launched)
-    assert len(found) == 2
-    assert all(line[f"reward_failures/{kind}"] == 0 for line in found for kind in ("timeout", "error", "died"))
+    metrics = lines(launched)
+    assert len(metrics) == 2
+    assert all(line[f"reward_failures/{kind}"] == 0 for line in metrics for kind in ("timeout", "error", "died"))
     summary = json.loads((launched.run_dir / "summary.json").read_text())
     assert {"reward failed: error", "reward failed: died"} & summary["dropped"].keys(), summary
     assert summary["prompts_trained_twice"] == 0

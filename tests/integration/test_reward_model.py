@@ -47,8 +47,8 @@ def outcomes(folder: Path, responses: list[str], prompt: object, batch_size: int
         row = json.dumps({"prompt": prompt}).encode()
         try:
             async with asyncio.timeout(120):
-                found = await asyncio.gather(*(scorer.outcomes(response, row) for response in responses))
-            return [one[0] for one in found]
+                answers = await asyncio.gather(*(scorer.outcomes(response, row) for response in responses))
+            return [answer[0] for answer in answers]
         finally:
             await scorer.close()
 
@@ -63,15 +63,15 @@ def test_the_reward_is_the_score_of_the_classifier_in_any_batch(tmp_path: Path) 
     for response in RESPONSES:
         messages = [*PROMPT, {"role": "assistant", "content": response}]
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-        model.config.pad_token_id = next(one for one in (0, 1) if one != ids[-1])
+        model.config.pad_token_id = next(token for token in (0, 1) if token != ids[-1])
         with torch.inference_mode():
             expected.append(float(model(torch.tensor([ids])).logits[0, 0]))
     for batch_size in (1, 8):
-        found = outcomes(folder, RESPONSES, PROMPT, batch_size)
-        assert [one.detail for one in found] == [""] * len(RESPONSES)
-        assert [one.value for one in found] == pytest.approx(expected, abs=1e-5)
+        results = outcomes(folder, RESPONSES, PROMPT, batch_size)
+        assert [outcome.detail for outcome in results] == [""] * len(RESPONSES)
+        assert [outcome.value for outcome in results] == pytest.approx(expected, abs=1e-5)
     long = outcomes(folder, ["2", "2 " * 200], PROMPT, 8)
-    assert [one.result for one in long] == [Result.OK, Result.INVALID]
+    assert [outcome.result for outcome in long] == [Result.OK, Result.INVALID]
     assert "and the reward model takes 64" in long[1].detail
 
 
@@ -84,7 +84,9 @@ def test_a_model_that_gives_no_reward_is_refused(tmp_path: Path, labels: int) ->
         config = json.loads((folder / "config.json").read_text())
         from safetensors.torch import load_file, save_file
 
-        tensors = {name: one for name, one in load_file(folder / "model.safetensors").items() if name != "score.weight"}
+        tensors = {
+            name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name != "score.weight"
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config))
         message = "lacks the weights score.weight: it is no sequence classifier"
@@ -93,8 +95,8 @@ def test_a_model_that_gives_no_reward_is_refused(tmp_path: Path, labels: int) ->
 
 
 def test_a_reward_model_is_named_by_its_directory() -> None:
-    one = parse_function("quality=model:some/dir:0.5")
-    assert (one.name, one.kind, one.argument, one.weight) == ("quality", "model", "some/dir", 0.5)
+    function = parse_function("quality=model:some/dir:0.5")
+    assert (function.name, function.kind, function.argument, function.weight) == ("quality", "model", "some/dir", 0.5)
     assert with_paths("quality=model:some/dir:0.5", lambda path: f"/root/{path}") == "quality=model:/root/some/dir:0.5"
     assert with_paths("2*model:dir", lambda path: f"/root/{path}") == "2*model:/root/dir"
     with pytest.raises(ConfigError, match="write model:DIR"):

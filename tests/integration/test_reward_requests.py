@@ -77,8 +77,8 @@ async def outcomes(options: RewardOptions, responses: list[str], cache: Path | N
     scorer = RewardScorer(options, cache=cache)
     try:
         async with asyncio.timeout(60.0):
-            found = await asyncio.gather(*(scorer.outcomes(response, ROW) for response in responses))
-        return [one[0] for one in found]
+            answers = await asyncio.gather(*(scorer.outcomes(response, ROW) for response in responses))
+        return [answer[0] for answer in answers]
     finally:
         await scorer.close()
 
@@ -98,8 +98,8 @@ def judge_reply(text: str) -> dict[str, Any]:
 
 async def test_a_request_has_the_row_and_its_answer_is_the_reward(server: Server) -> None:
     server.answer = lambda body, number: {"reward": {"a": 1, "b": len(body["completion"])}}
-    (found,) = await outcomes(http_options(server), ["xyz"])
-    assert (found.result, found.value, found.parts) == (Result.OK, 4.0, {"a": 1.0, "b": 3.0})
+    (outcome,) = await outcomes(http_options(server), ["xyz"])
+    assert (outcome.result, outcome.value, outcome.parts) == (Result.OK, 4.0, {"a": 1.0, "b": 3.0})
     assert server.requests == [{"prompt": "6+1=", "completion": "xyz", "answer": "7", "row": {"level": 2}}]
     server.answer = lambda body, number: {"reward": None}
     assert (await outcomes(http_options(server), ["z"]))[0].result is Result.NOT_APPLICABLE
@@ -115,7 +115,7 @@ async def test_requests_take_the_proxy_of_the_environment(
     monkeypatch.setenv("HTTP_PROXY", f"127.0.0.1:{server.port}")
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.port}")
     options = RewardOptions(functions=("http:http://far.invalid/reward",), retries=0, timeout_s=5.0)
-    assert [one.value for one in await outcomes(options, ["z"])] == [0.25]
+    assert [outcome.value for outcome in await outcomes(options, ["z"])] == [0.25]
     monkeypatch.setenv("no_proxy", "other.example,far.invalid")
     assert (await outcomes(options, ["z"]))[0].is_failure
     assert len(server.requests) == 1
@@ -127,8 +127,8 @@ async def test_requests_take_the_proxy_of_the_environment(
 
 async def test_the_last_number_of_a_judge_reply_is_the_reward(server: Server) -> None:
     server.answer = lambda body, number: judge_reply("From 0 to 1 I say 0.75")
-    (found,) = await outcomes(judge_options(server), ["{answer} xyz"])
-    assert found == RewardOutcome(Result.OK, 0.75)
+    (outcome,) = await outcomes(judge_options(server), ["{answer} xyz"])
+    assert outcome == RewardOutcome(Result.OK, 0.75)
     assert server.requests == [
         {
             "model": "judge",
@@ -157,9 +157,9 @@ async def test_the_last_number_of_a_judge_reply_is_the_reward(server: Server) ->
 )
 async def test_every_kind_of_answer_gives_an_outcome(server: Server, answer: Any, result: Result, detail: str) -> None:
     server.answer = lambda body, number: answer
-    (found,) = await outcomes(judge_options(server, timeout_s=1.0), ["x"])
-    assert found.result is result
-    assert detail in found.detail
+    (outcome,) = await outcomes(judge_options(server, timeout_s=1.0), ["x"])
+    assert outcome.result is result
+    assert detail in outcome.detail
     # Only a transient failure is retried.
     assert len(server.requests) == (2 if answer == 503 else 1)
 
@@ -167,22 +167,22 @@ async def test_every_kind_of_answer_gives_an_outcome(server: Server, answer: Any
 @pytest.mark.parametrize(("text", "value"), [("7.5 of 10: 0.75", 0.75), ("Score: -1e-2.", -0.01), ("2.5e1", 25.0)])
 async def test_the_last_number_of_the_reply_is_the_reward(server: Server, text: str, value: float) -> None:
     server.answer = lambda body, number: judge_reply(text)
-    (found,) = await outcomes(judge_options(server), ["x"])
-    assert (found.result, found.value) == (Result.OK, value)
+    (outcome,) = await outcomes(judge_options(server), ["x"])
+    assert (outcome.result, outcome.value) == (Result.OK, value)
 
 
 async def test_transient_failures_lose_no_reward(server: Server) -> None:
     server.answer = lambda body, number: {1: 429, 2: 500}.get(number % 4, {"reward": len(body["completion"])})
-    found = await outcomes(http_options(server, retries=20, concurrency=8), ["x" * n for n in range(1, 101)])
-    assert [one.value for one in found] == list(range(1, 101))
+    results = await outcomes(http_options(server, retries=20, concurrency=8), ["x" * n for n in range(1, 101)])
+    assert [outcome.value for outcome in results] == list(range(1, 101))
     assert server.max_concurrency <= 8
 
 
 async def test_an_unreachable_server_is_an_outcome_and_fails_the_check_before_a_run(server: Server) -> None:
     options = RewardOptions(functions=("http:http://127.0.0.1:1/x",), retries=2)
-    (found,) = await outcomes(options, ["x"])
-    assert found.result is Result.HTTP
-    assert "http://127.0.0.1:1/x cannot be reached: " in found.detail
+    (outcome,) = await outcomes(options, ["x"])
+    assert outcome.result is Result.HTTP
+    assert "http://127.0.0.1:1/x cannot be reached: " in outcome.detail
     with pytest.raises(ConfigError, match=r"reward function http: http://127\.0\.0\.1:1/x cannot be reached"):
         await asyncio.to_thread(check_rewards, options, [ROW], print)
 
@@ -193,8 +193,8 @@ async def test_a_second_run_with_the_same_cache_sends_no_request(server: Server,
     responses = [f"response {n % 20}" for n in range(60)]
     first = await outcomes(judge_options(server), responses, cache)
     assert len(server.requests) == 20  # equal requests are made once
-    assert [one.value for one in await outcomes(judge_options(server), responses, cache)] == [
-        one.value for one in first
+    assert [outcome.value for outcome in await outcomes(judge_options(server), responses, cache)] == [
+        outcome.value for outcome in first
     ]
     assert len(server.requests) == 20
     other = judge_options(server)
@@ -265,14 +265,14 @@ def scored(response: str, tests: object, sandbox: str = "limits", **options: Any
     ],
 )
 def test_a_program_is_run_against_the_tests_of_its_row(response: str, tests: object, value: float) -> None:
-    found = scored(response, tests, timeout_s=2.0 if "while" in response else 20.0)
-    assert (found.result, found.value) == (Result.OK, value), found
+    outcome = scored(response, tests, timeout_s=2.0 if "while" in response else 20.0)
+    assert (outcome.result, outcome.value) == (Result.OK, value), outcome
 
 
 def test_a_row_without_tests_fails_with_a_message() -> None:
-    found = scored(PROGRAM, "")
-    assert found.result is Result.ERROR
-    assert "function code needs the column 'tests'" in found.detail
+    outcome = scored(PROGRAM, "")
+    assert outcome.result is Result.ERROR
+    assert "function code needs the column 'tests'" in outcome.detail
     assert scored(PROGRAM, None).result is Result.NOT_APPLICABLE
 
 
@@ -394,11 +394,11 @@ def test_reward_check_shows_the_outcomes_of_a_task_file(tmp_path: Path, capsys: 
     assert empty[2:5] == ["0", "0", "0"]
     reward_file.write_text(text.replace("/ len(answer)", "/ len(response)"))
     assert main(["reward", "check", str(reward_file), "--limit", "3"]) == 2
-    found = capsys.readouterr()
-    assert "error 3" in found.out
-    assert "ZeroDivisionError" in found.err
-    assert f"{reward_file}:" in found.err
-    assert "Traceback" not in found.err
+    captured = capsys.readouterr()
+    assert "error 3" in captured.out
+    assert "ZeroDivisionError" in captured.err
+    assert f"{reward_file}:" in captured.err
+    assert "Traceback" not in captured.err
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def test_samples_without_an_applicable_function_are_counted_and_not_trained(
     words += ["--algorithm.kl.coef", "0", "--checkpoint.every", "0", "--samples.per-step", "1000"]
     launched = launch("--recipe", "custom", *words)
     assert launched.wait(240.0) == 0, launched.output
-    found = [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert sum(line["reward_failures/not_applicable"] for line in found) > 0
-    for line in found:
+    metrics = [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["reward_failures/not_applicable"] for line in metrics) > 0
+    for line in metrics:
         applies = line["applies/sums"] + line["applies/words"]
         assert applies + line["reward_failures/not_applicable"] == pytest.approx(1.0, abs=1e-6)
         total = 2 * (line["reward/sums"] + line["reward/words"])  # the weight of one is that of both
@@ -117,9 +117,9 @@ def outcome(function: str, row: dict[str, object], response: str = "7") -> Rewar
 def test_a_missing_answer_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("def reward(response, answer): return 1.0\n\ndef second(text, gold): return 1.0\n")
-    found = outcome(function, {"prompt": "3+4", "reward_model": {"ground_truth": "7"}}, "null")
-    assert found.result is Result.ERROR
-    assert "'answer', and the row has no such column (data.answer_key); it has prompt, reward_model" in found.detail
+    failure = outcome(function, {"prompt": "3+4", "reward_model": {"ground_truth": "7"}}, "null")
+    assert failure.result is Result.ERROR
+    assert "'answer', and the row has no such column (data.answer_key); it has prompt, reward_model" in failure.detail
     is_built_in = "mine" not in function
     null = outcome(function, {"prompt": "3+4", "answer": None}, "null")
     assert null.result is (Result.NOT_APPLICABLE if is_built_in else Result.OK)

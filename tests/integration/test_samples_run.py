@@ -95,10 +95,10 @@ def test_stored_samples_match_the_metrics_and_evaluations_of_a_run(
     for row in rows:
         by_step[row.step].append(row)
     metrics = read_metrics(run.run_dir)
-    assert {step: len(found) for step, found in by_step.items()} == dict.fromkeys(range(STEPS), PROMPTS * GROUP)
-    for step, found in by_step.items():
-        assert fmean(row.reward or 0.0 for row in found) == pytest.approx(metrics[step]["reward"], abs=1e-5)
-        failed = sum(row.reason.startswith("timeout") for row in found) / len(found)
+    assert {step: len(samples) for step, samples in by_step.items()} == dict.fromkeys(range(STEPS), PROMPTS * GROUP)
+    for step, samples in by_step.items():
+        assert fmean(row.reward or 0.0 for row in samples) == pytest.approx(metrics[step]["reward"], abs=1e-5)
+        failed = sum(row.reason.startswith("timeout") for row in samples) / len(samples)
         assert failed == pytest.approx(metrics[step]["reward_failures/timeout"], abs=1e-5)
     assert all(row.prompt_text.rstrip().endswith("+1=") for row in rows)
     assert all(row.advantage is not None and row.staleness == 0 for row in rows)
@@ -121,14 +121,14 @@ def test_stored_samples_match_the_metrics_and_evaluations_of_a_run(
     assert all(row.version_min == row.version_max == row.step and row.eval_name == "held_out" for row in evaluated)
     assert f"held_out:{EVAL_PROMPTS - 1}" in samples_output(run.run_dir, "--eval", "held_out", "--newest", "100")
 
-    one = samples_output(run.run_dir, "--eval", "held_out", "--prompt", "held_out:2", "--step", str(max(versions)))
-    assert "1 of 1 samples" in one
-    assert samples_output(run.run_dir, "--eval", "held_out", "--prompt", "2", "--step", str(max(versions))) == one
+    output = samples_output(run.run_dir, "--eval", "held_out", "--prompt", "held_out:2", "--step", str(max(versions)))
+    assert "1 of 1 samples" in output
+    assert samples_output(run.run_dir, "--eval", "held_out", "--prompt", "2", "--step", str(max(versions))) == output
     table = run.run_dir / "table.jsonl"
     samples_output(run.run_dir, "--jsonl", str(table))
     written = [json.loads(line) for line in table.read_text().splitlines()]
-    assert [list(one) for one in written] == [["step", "prompt", "completion", "mine", "advantage"]] * len(rows)
-    assert [(one["step"], one["completion"], one["advantage"]) for one in written] == [
+    assert [list(line) for line in written] == [["step", "prompt", "completion", "mine", "advantage"]] * len(rows)
+    assert [(line["step"], line["completion"], line["advantage"]) for line in written] == [
         (row.step, row.completion, row.advantage) for row in rows
     ]
     assert stat.S_IMODE(table.stat().st_mode) == stat.S_IMODE((run.run_dir / SAMPLES).stat().st_mode) == 0o600
@@ -158,11 +158,13 @@ def assert_groups_and_distributions_match(
             expected = ((row.reward or 0.0) - fmean(rewards)) / (stdev(rewards) + 1e-6)
             assert row.advantage == pytest.approx(expected, abs=1e-4)
     for step in range(STEPS):
-        found = reader.distributions({"step": str(step)})
-        assert found["samples"] == PROMPTS * GROUP
-        assert found["sets"][0]["reward"] == pytest.approx(metrics[step]["reward"], abs=1e-5)
-        assert found["sets"][0]["tokens"] == pytest.approx(metrics[step]["length_mean"], abs=1e-3)
-        assert found["truncated"] / found["samples"] == pytest.approx(metrics[step]["truncated"], abs=1e-5)
+        distributions = reader.distributions({"step": str(step)})
+        assert distributions["samples"] == PROMPTS * GROUP
+        assert distributions["sets"][0]["reward"] == pytest.approx(metrics[step]["reward"], abs=1e-5)
+        assert distributions["sets"][0]["tokens"] == pytest.approx(metrics[step]["length_mean"], abs=1e-3)
+        assert distributions["truncated"] / distributions["samples"] == pytest.approx(
+            metrics[step]["truncated"], abs=1e-5
+        )
     embedded = unpacked((run_dir / "run.html").read_text())
     assert embedded["api/distributions"] == json.loads(to_json(reader.distributions({})))
     assert embedded["api/groups?order=newest"] == json.loads(to_json(reader.groups({}, 100)))

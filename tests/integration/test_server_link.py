@@ -78,13 +78,13 @@ def round_trips(address: str) -> int:
             poller.register(client, zmq.POLLIN)
             client.send(encode(m.CancelRequest(ROUND_TRIPS)))
         while remaining and (ready := poller.poll(int(1000 * DEADLINE_S))):
-            for one, _ in ready:
-                remaining[one] -= 1
-                assert request_number(one.recv()) == remaining[one] + 1
-                if remaining[one]:
-                    one.send(encode(m.CancelRequest(remaining[one])))
+            for socket, _ in ready:
+                remaining[socket] -= 1
+                assert request_number(socket.recv()) == remaining[socket] + 1
+                if remaining[socket]:
+                    socket.send(encode(m.CancelRequest(remaining[socket])))
                 else:
-                    del remaining[one]
+                    del remaining[socket]
         for client in clients:
             client.close(0)
         return CLIENTS * ROUND_TRIPS - sum(remaining.values())

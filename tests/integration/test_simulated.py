@@ -23,8 +23,8 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "Traceback" not in completed.stderr, completed.stderr
     assert "never retrieved" not in completed.stderr, completed.stderr
-    found: dict[str, float] = json.loads(path.read_text())["metrics"]
-    return found
+    figures: dict[str, float] = json.loads(path.read_text())["metrics"]
+    return figures
 
 
 @pytest.mark.long

@@ -26,8 +26,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     completed = subprocess.run(program, capture_output=True, text=True, timeout=900, check=False)
     assert completed.returncode == 0, completed.stderr
     lines = [json.loads(line) for line in completed.stdout.splitlines()]
-    found = {(case, rank): (result, seconds) for case, rank, result, seconds in lines}
-    return lambda case, rank: found.get((case, rank), (f"no result: {completed.stderr[-2000:]}", 0.0))
+    by_case = {(case, rank): (result, seconds) for case, rank, result, seconds in lines}
+    return lambda case, rank: by_case.get((case, rank), (f"no result: {completed.stderr[-2000:]}", 0.0))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -26,8 +26,8 @@ SYNCHRONOUS = ["--max-staleness", "0", "--deterministic", "True"]
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(run.run_dir / "final" / "model.safetensors")
-    return found
+    tensors: dict[str, torch.Tensor] = load_file(run.run_dir / "final" / "model.safetensors")
+    return tensors
 
 
 def rewards(run: Any) -> list[float]:

@@ -39,7 +39,9 @@ def test_no_temporary_files_remain_after_the_agent_was_killed(
     run.wait_for(lambda: list((run.run_dir / "checkpoints").glob("step-*")), "a checkpoint")
     agent = agent_of(run)
     run.signal(signal.SIGKILL, agent)
-    run.wait_for(lambda: any(one.pid != agent.pid for one in run.find("flowrt.ranks.torchrun")), "another agent")
+    run.wait_for(
+        lambda: any(process.pid != agent.pid for process in run.find("flowrt.ranks.torchrun")), "another agent"
+    )
     assert run.wait(180.0) == 0, run.output
     run.assert_gone(10.0)
     assert os.listdir(temporary) == []

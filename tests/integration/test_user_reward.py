@@ -42,14 +42,14 @@ def no_process_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def marked_processes(marker: str) -> list[psutil.Process]:
     """The processes that this test has started, directly or indirectly."""
-    found = []
+    marked = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get("TEST_OF_REWARD") == marker:
-                found.append(process)
+                marked.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return marked
 
 
 def outcomes(reward_file: Path, responses: list[str], answer: str = "7", **options: Any) -> list[RewardOutcome]:
@@ -60,8 +60,8 @@ def outcomes(reward_file: Path, responses: list[str], answer: str = "7", **optio
         row = json.dumps({"answer": answer}).encode()
         try:
             async with asyncio.timeout(LIMIT_S):
-                found = await asyncio.gather(*(scorer.outcomes(response, row) for response in responses))
-            return [one[0] for one in found]
+                answers = await asyncio.gather(*(scorer.outcomes(response, row) for response in responses))
+            return [function_outcomes[0] for function_outcomes in answers]
         finally:
             await scorer.close()
 
@@ -264,29 +264,29 @@ def test_each_call_has_its_own_outcome(tmp_path: Path) -> None:
         "text": Result.INVALID,
         "none": Result.NOT_APPLICABLE,
     }
-    found = outcomes(reward_file, responses, workers=2, timeout_s=3.0, memory_mb=512)
-    for response, outcome in zip(responses, found, strict=True):
+    results = outcomes(reward_file, responses, workers=2, timeout_s=3.0, memory_mb=512)
+    for response, outcome in zip(responses, results, strict=True):
         assert outcome.result == expected.get(response, Result.OK), (response, outcome)
         if response.isdigit():
             assert outcome.value == float(response)
-    assert next(one for one in found if one.result is Result.TIMEOUT).line == 5
-    assert next(one for one in found if one.result is Result.ERROR).detail == "KeyError: 'no such thing'"
+    assert next(outcome for outcome in results if outcome.result is Result.TIMEOUT).line == 5
+    assert next(outcome for outcome in results if outcome.result is Result.ERROR).detail == "KeyError: 'no such thing'"
 
 
 def test_the_deadline_applies_to_a_call_and_not_to_a_message(tmp_path: Path) -> None:
     """A message of 32 calls of 0.1 s takes 3.2 s, but each call stays below its limit of 1 s."""
     reward_file = tmp_path / "mine.py"
     reward_file.write_text("import time\n" + function("time.sleep(0.1)", "return 1.0"))
-    found = outcomes(reward_file, ["x"] * 64, timeout_s=1.0)
-    assert [one.result for one in found] == [Result.OK] * 64
+    results = outcomes(reward_file, ["x"] * 64, timeout_s=1.0)
+    assert [outcome.result for outcome in results] == [Result.OK] * 64
 
 
 def test_a_hung_call_ends_at_its_deadline(tmp_path: Path) -> None:
     reward_file = tmp_path / "mine.py"
     reward_file.write_text("import time\n" + function("while response == 'hangs': pass", "return 1.0"))
-    found = outcomes(reward_file, ["ok", "hangs", "ok"], timeout_s=1.0)
-    assert [one.result for one in found] == [Result.OK, Result.TIMEOUT, Result.OK]
-    assert found[1].seconds >= 1.0, found[1]
+    results = outcomes(reward_file, ["ok", "hangs", "ok"], timeout_s=1.0)
+    assert [outcome.result for outcome in results] == [Result.OK, Result.TIMEOUT, Result.OK]
+    assert results[1].seconds >= 1.0, results[1]
 
 
 @pytest.mark.parametrize(("retries", "result"), [(0, Result.DIED), (1, Result.OK)])
@@ -294,8 +294,8 @@ def test_a_call_whose_process_dies_is_retried(tmp_path: Path, retries: int, resu
     reward_file = tmp_path / "mine.py"
     first = "if not os.path.exists(answer): open(answer, 'w').close(); os.kill(os.getpid(), 11)"
     reward_file.write_text("import os\n" + function(first, "return 0.5"))
-    found = outcomes(reward_file, ["some response", "another"], str(tmp_path / "called"), retries=retries)
-    assert [one.result for one in found] == [result, Result.OK]
+    results = outcomes(reward_file, ["some response", "another"], str(tmp_path / "called"), retries=retries)
+    assert [outcome.result for outcome in results] == [result, Result.OK]
 
 
 def test_a_hung_call_is_not_retried(tmp_path: Path) -> None:
@@ -457,5 +457,5 @@ def test_a_child_is_replaced_after_many_calls(tmp_path: Path, monkeypatch: pytes
     reward_file = tmp_path / "mine.py"
     reward_file.write_text("import os\n" + function("return float(os.getpid())"))
     monkeypatch.setattr("flowrt.rewards.children.MAX_CALLS", 50)
-    found = [outcome.value for outcome in outcomes(reward_file, ["x"] * 200)]
-    assert 2 <= len(set(found)) <= 4
+    pids = [outcome.value for outcome in outcomes(reward_file, ["x"] * 200)]
+    assert 2 <= len(set(pids)) <= 4

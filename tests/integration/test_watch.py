@@ -51,8 +51,8 @@ class Browser:
 
 
 def page_address(text: str) -> str:
-    found = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]+", text)
-    return found[0] if found else ""
+    match = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]+", text)
+    return match[0] if match else ""
 
 
 def flags(model: Path, steps: int = STEPS) -> list[str]:

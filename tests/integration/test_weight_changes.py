@@ -21,8 +21,8 @@ POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.De
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (_, found):
-        yield found
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (_, endpoint):
+        yield endpoint
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -56,9 +56,9 @@ class Receiver:
         async with asyncio.timeout(20):
             staged = await self.session.params.wait_staged()
         assert staged.snapshot.version == version
-        found = {"w": torch.zeros(ELEMENTS, dtype=torch.bfloat16)}
-        staged.snapshot.restore(found)
-        assert torch.equal(found["w"].view(torch.int16), weights(version)["w"].view(torch.int16))
+        target = {"w": torch.zeros(ELEMENTS, dtype=torch.bfloat16)}
+        staged.snapshot.restore(target)
+        assert torch.equal(target["w"].view(torch.int16), weights(version)["w"].view(torch.int16))
         self.session.params.applied("policy", version)
 
 

@@ -43,9 +43,9 @@ class Process:
     async def versions(self, model: str = POLICY) -> list[int]:
         """The versions used so far; each must have had the right contents."""
         used = []
-        for one, version, found in (await self.ask("state"))["used"]:
-            assert found == expected(one, version)
-            used += [version] if one == model else []
+        for name, version, contents in (await self.ask("state"))["used"]:
+            assert contents == expected(name, version)
+            used += [version] if name == model else []
         return used
 
     def signal(self, number: signal.Signals) -> None:
@@ -79,18 +79,18 @@ class Team:
     async def start(self, receivers: int) -> None:
         started = [Process(f"receiver{number}") for number in range(receivers)]
         self.receivers += started
-        for one in (self.trainer, *started):
-            await self.join(one)
+        for process in (self.trainer, *started):
+            await self.join(process)
 
-    async def join(self, one: Process) -> None:
+    async def join(self, process: Process) -> None:
         sizes = {model: SIZES[model] for model in self._models}
-        await one.ask(
+        await process.ask(
             "join",
             address=self._address,
-            name=one.name,
+            name=process.name,
             deadline_s=self._deadline_s,
             sizes=sizes,
-            receives=one is not self.trainer,
+            receives=process is not self.trainer,
         )
 
     async def restart_trainer(self) -> None:
@@ -101,25 +101,25 @@ class Team:
 
     async def add_receiver(self) -> Process:
         """Start another receiver."""
-        one = Process(f"receiver{len(self.receivers)}")
-        self.receivers.append(one)
-        await self.join(one)
-        return one
+        receiver = Process(f"receiver{len(self.receivers)}")
+        self.receivers.append(receiver)
+        await self.join(receiver)
+        return receiver
 
     async def publish(self, version: int, model: str = POLICY) -> None:
         await self.trainer.ask("publish", model=model, version=version)
 
-    async def sent(self, one: Process) -> float:
+    async def sent(self, process: Process) -> float:
         """Number of copies of the policy that a process has sent."""
-        return float((await one.ask("state"))["sent"] / SIZE)
+        return float((await process.ask("state"))["sent"] / SIZE)
 
     async def all_use(self, version: int, *others: Process, model: str = POLICY, within_s: float = 15.0) -> None:
         """Wait until every receiver uses this version (or each of ``others``, if given)."""
         for other in others or self.receivers:
             await wait_until(partial(self._uses, other, version, model), f"{other.name} at {model} {version}", within_s)
 
-    async def _uses(self, one: Process, version: int, model: str) -> bool:
-        return version in (await one.versions(model))
+    async def _uses(self, process: Process, version: int, model: str) -> bool:
+        return version in (await process.versions(model))
 
     async def publish_halfway(self, version: int) -> None:
         """Publish; return when every receiver has the first chunks and the transfers are held."""
@@ -128,8 +128,8 @@ class Team:
         for receiver in self.receivers:
             await wait_until(partial(self._has_pieces, receiver), f"{receiver.name} halfway")
 
-    async def _has_pieces(self, one: Process) -> bool:
-        return bool((await one.ask("state"))["arrived"] == PIECES_SENT)
+    async def _has_pieces(self, process: Process) -> bool:
+        return bool((await process.ask("state"))["arrived"] == PIECES_SENT)
 
     async def release_transfers(self) -> None:
         await self.trainer.ask("limit", pieces=None)
@@ -156,15 +156,15 @@ async def team(
             await group.start(receivers)
             yield group
         finally:
-            for one in (group.trainer, *group.receivers):
-                one.end()
+            for process in (group.trainer, *group.receivers):
+                process.end()
 
 
 async def test_relay_chain_is_exact_and_the_trainer_sends_once(tmp_path: Path) -> None:
     async with team(tmp_path, 4) as group:
         await group.publish(1)
         await group.all_use(1)
-        assert [await group.sent(one) for one in (group.trainer, *group.receivers)] == [1, 1, 1, 1, 0]
+        assert [await group.sent(process) for process in (group.trainer, *group.receivers)] == [1, 1, 1, 1, 0]
         late = await group.add_receiver()
         await group.all_use(1, late)
         assert await group.sent(group.trainer) == 1, "a late joiner is served by a neighbour"
@@ -188,8 +188,8 @@ async def test_old_versions_are_evicted_everywhere(tmp_path: Path) -> None:
             assert await receiver.ask("memory") <= 2.01 * SIZE
 
 
-async def holds_only(one: Process, version: int) -> bool:
-    return bool((await one.ask("state"))["held"] == [(POLICY, version, -1)])
+async def holds_only(process: Process, version: int) -> bool:
+    return bool((await process.ask("state"))["held"] == [(POLICY, version, -1)])
 
 
 async def test_killed_relay_stops_no_other_worker(tmp_path: Path) -> None:

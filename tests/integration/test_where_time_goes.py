@@ -38,14 +38,14 @@ def lines(run_dir: Path, name: str = "attribution.jsonl") -> list[dict[str, Any]
 def presence(run_dir: Path) -> dict[str, tuple[str, float, float]]:
     """Role, join time and leave time of each worker, from the event log."""
     roles = {line["worker"]: line["role"] for line in read_timeline(run_dir)}
-    found: dict[str, tuple[str, float, float]] = {}
+    intervals: dict[str, tuple[str, float, float]] = {}
     for event in lines(run_dir, "events.jsonl"):
         worker = event.get("worker", "")
         if event["kind"] in ("joined", "restarted") and worker in roles:
-            found[worker] = roles[worker], event["wall_s"], float("inf")
-        if event["kind"] == "gone" and worker in found:
-            found[worker] = roles[worker], found[worker][1], event["wall_s"]
-    return found
+            intervals[worker] = roles[worker], event["wall_s"], float("inf")
+        if event["kind"] == "gone" and worker in intervals:
+            intervals[worker] = roles[worker], intervals[worker][1], event["wall_s"]
+    return intervals
 
 
 def assert_adds_up(run_dir: Path, steps: list[dict[str, Any]]) -> None:
@@ -61,8 +61,8 @@ def assert_adds_up(run_dir: Path, steps: list[dict[str, Any]]) -> None:
                 for worker_role, joined_s, left_s in workers.values()
                 if worker_role == role
             )
-            found = sum(line["roles"].get(role, {}).get(kind, 0.0) for kind in KINDS)
-            assert found == pytest.approx(expected, abs=ROUNDED_S * len(workers)), (line["step"], role)
+            total = sum(line["roles"].get(role, {}).get(kind, 0.0) for kind in KINDS)
+            assert total == pytest.approx(expected, abs=ROUNDED_S * len(workers)), (line["step"], role)
 
 
 @pytest.fixture
@@ -129,19 +129,19 @@ def assert_resources(run_dir: Path) -> None:
     used = [line["resources"] for line in lines(run_dir) if "resources" in line]
     for before, after in pairwise(used):
         assert before["to_s"] <= after["from_s"]
-    rollout = [one["roles"]["rollout"] for one in used if "rollout" in one["roles"]]
-    assert max(one["workers"] for one in rollout) == 2
-    assert max(one["tokens_per_s"] for one in rollout) > 0
+    rollout = [window["roles"]["rollout"] for window in used if "rollout" in window["roles"]]
+    assert max(use["workers"] for use in rollout) == 2
+    assert max(use["tokens_per_s"] for use in rollout) > 0
     for role in ("rollout", "trainer", "reward"):
-        found = [one["roles"][role]["figures"] for one in used if role in one["roles"]]
-        assert max(figures["processors"][2] for figures in found) > 0
+        of_role = [window["roles"][role]["figures"] for window in used if role in window["roles"]]
+        assert max(figures["processors"][2] for figures in of_role) > 0
         assert all(
-            10e6 < least <= middle <= largest for figures in found for least, middle, largest in [figures["memory"]]
+            10e6 < least <= middle <= largest for figures in of_role for least, middle, largest in [figures["memory"]]
         )
-    shares = [share for one in rollout for share in one["figures"]["cache"]]
+    shares = [share for use in rollout for share in use["figures"]["cache"]]
     assert all(0 <= share <= 1 for share in shares)
     assert max(shares) > 0
-    assert "late" in {worker for one in used for worker, _ in one["worst"]["memory"]}
+    assert "late" in {worker for window in used for worker, _ in window["worst"]["memory"]}
 
 
 def test_a_completed_run_reports_the_time_shares_of_each_role(

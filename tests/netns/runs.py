@@ -99,9 +99,9 @@ class Run:
         """Start source and reward on the controller's host, a rollout worker and a trainer on a host each."""
         self.python(CONTROLLER, "source", "-m", "flowrt.roles.source")
         self.python(CONTROLLER, "reward", "-m", "flowrt.roles.reward")
-        one = ("--standalone", "--nproc-per-node", "1")
-        self.torchrun(ROLLOUT, "rollout", *one, f"{ROOT}/workers/rollout.py")
-        self.torchrun(TRAINER, "trainer", *one, f"{ROOT}/workers/trainer.py")
+        options = ("--standalone", "--nproc-per-node", "1")
+        self.torchrun(ROLLOUT, "rollout", *options, f"{ROOT}/workers/rollout.py")
+        self.torchrun(TRAINER, "trainer", *options, f"{ROOT}/workers/trainer.py")
 
     def status(self) -> dict[str, Any]:
         """The output of ``flowrt status`` on the controller's host."""

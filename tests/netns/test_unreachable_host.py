@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def process_tree(run: Run, name: str) -> list[psutil.Process]:
-    one = psutil.Process(run.processes[name].pid)
-    return [one, *one.children(recursive=True)]
+    process = psutil.Process(run.processes[name].pid)
+    return [process, *process.children(recursive=True)]
 
 
 def assert_exits(run: Run, name: str, deadline_s: float, processes: list[psutil.Process]) -> None:

@@ -169,7 +169,11 @@ def measure(quick: bool) -> dict[str, float]:
     torch.set_num_threads(1)
     names = ["k3 in the loss", "k2 in the loss"] if quick else list(METHODS)
     lags = STALENESS[:1] if quick else STALENESS
-    found = {(name, lag): total_variation(name, lag) for name in names for lag in lags}
+    variations = {(name, lag): total_variation(name, lag) for name in names for lag in lags}
     reference = policy(make_model(0))
     apart = float((forward_point(reference) - boltzmann(reference)).abs().sum() / 2)
-    return {"bandit_tv_max": max(found.values()), "bandit_runs": float(len(found)), "bandit_points_apart": apart}
+    return {
+        "bandit_tv_max": max(variations.values()),
+        "bandit_runs": float(len(variations)),
+        "bandit_points_apart": apart,
+    }

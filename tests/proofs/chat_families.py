@@ -88,15 +88,15 @@ class Case:
 
 def cases() -> list[Case]:
     """All combinations of a history, calls of tools, a late system message, tools, thinking and prefill."""
-    found = []
+    conversations = []
     parts = product(HISTORIES.items(), CALLS.items(), *[(False, True)] * 4)
     for (history, messages), (calls, called), late, with_tools, thinks, prefill in parts:
         whole = [*messages, *called]
         whole += [{"role": "system", "content": LATE}, {"role": "user", "content": "And now?"}] if late else []
         whole += [{"role": "assistant", "content": REPLY}] if prefill else []
         name = f"{history} {calls} late={late} tools={with_tools} thinks={thinks} prefill={prefill}"
-        found.append(Case(name, whole, TOOLS if with_tools else None, thinks, prefill))
-    return found
+        conversations.append(Case(name, whole, TOOLS if with_tools else None, thinks, prefill))
+    return conversations
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def templates_of_families(quick: bool) -> dict[str, int]:
     some = [case for case in cases() if not quick or case.name.startswith("system")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
-        rows = [{"prompt": one.messages, "tools": one.tools, "answer": "1"} for one in some]
+        rows = [{"prompt": case.messages, "tools": case.tools, "answer": "1"} for case in some]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = DataConfig(path=str(path), prompt_key="prompt", eval_prompts=0, prefill=True)
         [opened] = open_sets(data)
@@ -261,13 +261,13 @@ def templates_of_families(quick: bool) -> dict[str, int]:
         for thinks in (False, True):
             variables = family.on if thinks else family.off
             encoder = PromptEncoder(tokenizer, PromptFormat(variables=variables, prefill=True))
-            taken = [(one, prompt) for one, prompt in zip(some, prompts, strict=True) if one.thinks == thinks]
-            expected = [transformers_ids(tokenizer, family, one, variables) for one, _ in taken]
-            found = [flowrt_ids(encoder, prompt) for _, prompt in taken]
-            accepted = [place for place, ids in enumerate(found) if ids is not None]
+            taken = [(case, prompt) for case, prompt in zip(some, prompts, strict=True) if case.thinks == thinks]
+            expected = [transformers_ids(tokenizer, family, case, variables) for case, _ in taken]
+            token_ids = [flowrt_ids(encoder, prompt) for _, prompt in taken]
+            accepted = [place for place, ids in enumerate(token_ids) if ids is not None]
             batch = encoder.encode_all([taken[place][1] for place in accepted])
-            wrong += sum(ids != other for ids, other in zip(found, expected, strict=True))
-            wrong += sum(found[place] != ids for place, ids in zip(accepted, batch, strict=True))
+            wrong += sum(ids != other for ids, other in zip(token_ids, expected, strict=True))
+            wrong += sum(token_ids[place] != ids for place, ids in zip(accepted, batch, strict=True))
             refused += expected.count(None)
             checked += len(taken)
     return {"checked": checked, "wrong": wrong, "refused": refused}

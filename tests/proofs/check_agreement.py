@@ -61,7 +61,7 @@ def plain(n: int) -> Row:
 
 def changed(change: Callable[[int, Row], Row | str | None]) -> list[Row | str]:
     """Rows of which some are changed; None leaves a row out."""
-    return [found for n in range(ROWS) if (found := change(n, plain(n))) is not None]
+    return [row for n in range(ROWS) if (row := change(n, plain(n))) is not None]
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -192,9 +192,9 @@ FLAGS: list[list[str]] = [
 # Each has a reward function: `flowrt data check` takes a command line without one, too.
 REWARD_FLAGS = [
     *(["DIR/mine.py:right"],) * 4,
-    *([one] for one in ("exact", "length:20", "regex:x(.*)", "DIR/mine.py:column", "format:.*")),
+    *([function] for function in ("exact", "length:20", "regex:x(.*)", "DIR/mine.py:column", "format:.*")),
     ["exact", "length:20"],
-    *([f"DIR/mine.py:{one}"] for one in ("never", "fails", "text", "missing", "nothing")),
+    *([f"DIR/mine.py:{name}"] for name in ("never", "fails", "text", "missing", "nothing")),
     ["nowhere.py:reward"],
     ["regex:("],
     ["judge"],
@@ -312,13 +312,13 @@ def check_agreement(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_files(folder)
-        found = [verdicts(folder, number) for number in range(count)]
-    for one in found:
-        if not one.agree:
-            print(one.codes, " ".join(one.flags))
-    refused = sum(one.codes["run"] == EXIT_BAD_INPUT for one in found)
+        results = [verdicts(folder, number) for number in range(count)]
+    for verdict in results:
+        if not verdict.agree:
+            print(verdict.codes, " ".join(verdict.flags))
+    refused = sum(verdict.codes["run"] == EXIT_BAD_INPUT for verdict in results)
     return {
         "check_lines": float(count),
         "check_refused": float(refused),
-        "check_disagrees": float(sum(not one.agree for one in found)),
+        "check_disagrees": float(sum(not verdict.agree for verdict in results)),
     }

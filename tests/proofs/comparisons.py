@@ -92,7 +92,7 @@ def objective_error(
         passes: the samples of each pass.
         formula: the objective whose formula it is compared with; None: the same one.
     """
-    step = [one for drawn in passes for one in drawn]
+    step = [sample for drawn in passes for sample in drawn]
     total = objective_total(formula or objective, formula_of(loss, step), step)
     measured = objective.measure(step_of(passes))
     worst = 0.0
@@ -109,7 +109,7 @@ def worst_objective(cases: int) -> float:
     for _ in range(cases):
         objective, loss = draw_objective(rng)
         passes = [draw(rng), draw(rng)]
-        if any(one.policy for drawn in passes for one in drawn):
+        if any(sample.policy for drawn in passes for sample in drawn):
             worst = max(worst, objective_error(objective, loss, passes))
     return worst
 
@@ -118,7 +118,7 @@ def worst_preference(cases: int) -> float:
     """The largest error of online DPO over drawn samples that are chosen, rejected, or neither."""
     rng, worst = dice("preference"), 0.0
     for _ in range(cases):
-        samples = [dataclasses.replace(one, advantage=float(rng.choice((-1, 1, 0)))) for one in draw(rng)]
+        samples = [dataclasses.replace(sample, advantage=float(rng.choice((-1, 1, 0)))) for sample in draw(rng)]
         tokens = tokens_of(samples)
         for nll in (0.0, 0.7):
             (term,) = OnlineDpo(beta=0.3, nll=nll).terms(tokens)
@@ -140,10 +140,10 @@ def dice(name: str) -> random.Random:
 
 def parts() -> dict[str, Callable[[int], float]]:
     """The comparisons by name: functions from a number of cases to the largest error."""
-    found: dict[str, Callable[[int], float]] = {f"loss {name}": partial(worst_loss, name) for name in LOSSES}
-    found |= {f"kl {name}": partial(worst_estimate, name) for name in ESTIMATORS}
-    found |= {f"credit {name}": partial(worst_credit, name) for name in (*ADVANTAGES, *SELECTIONS)}
-    return {**found, "objective": worst_objective, "online_dpo": worst_preference}
+    worst: dict[str, Callable[[int], float]] = {f"loss {name}": partial(worst_loss, name) for name in LOSSES}
+    worst |= {f"kl {name}": partial(worst_estimate, name) for name in ESTIMATORS}
+    worst |= {f"credit {name}": partial(worst_credit, name) for name in (*ADVANTAGES, *SELECTIONS)}
+    return {**worst, "objective": worst_objective, "online_dpo": worst_preference}
 
 
 def measure(quick: bool) -> dict[str, float]:

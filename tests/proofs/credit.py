@@ -47,7 +47,7 @@ class DrawnStep:
 
 def draw_groups(rng: random.Random, least: int = 2) -> DrawnStep:
     """1 to 4 interleaved groups of ``least`` to 5 samples; rewards are 0 or 1, all 0.1, in [-10, 10], or in [1, 2]."""
-    group = [one for one in range(rng.randint(1, 4)) for _ in range(rng.randint(least, 5))]
+    group = [number for number in range(rng.randint(1, 4)) for _ in range(rng.randint(least, 5))]
     rng.shuffle(group)
     kind = rng.choice(("binary", "equal", "spread", "offset"))
     make: dict[str, Callable[[], float]] = {

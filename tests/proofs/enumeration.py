@@ -105,7 +105,7 @@ def draw_world(seed: int, spread: float) -> World:
     second = first + spread * noise()
     third = second + spread * noise()
     mixed = torch.cat([first[:1], second[1:]])
-    behaviour, policy, reference = (one.log_softmax(-1) for one in (mixed, third, third + spread * noise()))
+    behaviour, policy, reference = (logits.log_softmax(-1) for logits in (mixed, third, third + spread * noise()))
     rewards_Y = torch.randn(len(RESPONSES), generator=generator, dtype=torch.float64)
     return World(behaviour, policy, policy, reference, rewards_Y)
 

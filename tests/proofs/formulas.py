@@ -133,7 +133,7 @@ def luspo(sample: Sample) -> list[complex]:
 def gmpo(sample: Sample) -> list[complex]:
     """The geometric mean of clipped ratios (GMPO, arXiv 2507.20673, equation 5)."""
     if sample.advantage >= 0:
-        kept = [min(log, clamp(log, -0.4, 0.4), key=lambda one: complex(one).real) for log in log_ratios(sample)]
+        kept = [min(log, clamp(log, -0.4, 0.4), key=lambda value: complex(value).real) for log in log_ratios(sample)]
     else:
         kept = [largest(log, clamp(log, -0.4, 0.4)) for log in log_ratios(sample)]
     return [-sample.advantage * cmath.exp(mean(kept))] * len(sample.policy)
@@ -217,7 +217,7 @@ def surrogate(sample: Sample) -> list[complex]:
 
 def stale_quantile(share: float, step: Sequence[Sample]) -> float:
     """The quantile of the absolute log ratios, policy over rollout, of the tokens of a step; 0 of none."""
-    ranked = sorted(abs(drift) for one in step for drift in drifts(one))
+    ranked = sorted(abs(drift) for sample in step for drift in drifts(sample))
     if not ranked:
         return 0.0
     below = int(share * (len(ranked) - 1))
@@ -246,23 +246,23 @@ def sat(sample: Sample, quantile: float) -> list[complex]:
 
 LOSSES: dict[str, tuple[PolicyLoss, Callable[[Sample], list[complex]]]] = {
     "reinforce": (Reinforce(), reinforce),
-    "cross_entropy": (CrossEntropy(), lambda one: [-one.advantage * policy for policy in one.policy]),
+    "cross_entropy": (CrossEntropy(), lambda sample: [-sample.advantage * policy for policy in sample.policy]),
     "ppo": (Ppo(clip_low=0.2, clip_high=0.28), ppo),
-    "ppo_dual": (Ppo(clip_low=0.2, clip_high=0.28, dual_clip=3.0), lambda one: ppo(one, dual=3.0)),
+    "ppo_dual": (Ppo(clip_low=0.2, clip_high=0.28, dual_clip=3.0), lambda sample: ppo(sample, dual=3.0)),
     "ppo_delta": (Ppo(clip_low=0.2, clip_high=0.2, delta=1.5), ppo_delta),
     "cispo": (Cispo(), cispo),
     "gspo": (Gspo(), gspo),
     "luspo": (Gspo(length_weighted=True), luspo),
     "gmpo": (Gmpo(), gmpo),
     "sapo": (Sapo(), sapo),
-    "dppo_tv": (Dppo(), lambda one: dppo(one, "tv")),
-    "dppo_kl": (Dppo(distance="kl"), lambda one: dppo(one, "kl")),
+    "dppo_tv": (Dppo(), lambda sample: dppo(sample, "tv")),
+    "dppo_kl": (Dppo(distance="kl"), lambda sample: dppo(sample, "kl")),
     "vespo": (Vespo(), vespo),
-    "topr": (Topr(), lambda one: topr(one, "sequence")),
-    "topr_token": (Topr(level="token"), lambda one: topr(one, "token")),
+    "topr": (Topr(), lambda sample: topr(sample, "sequence")),
+    "topr_token": (Topr(level="token"), lambda sample: topr(sample, "token")),
     "aspo": (Aspo(), aspo),
     "surrogate": (Surrogate(), surrogate),
-    "sat": (Sat(), lambda one: sat(one, stale_quantile(0.9, [one]))),
+    "sat": (Sat(), lambda sample: sat(sample, stale_quantile(0.9, [sample]))),
 }
 
 
@@ -275,7 +275,7 @@ def formula_of(name: str, step: Sequence[Sample]) -> Formula:
     if name != "sat":
         return LOSSES[name][1]
     quantile = stale_quantile(0.9, step)
-    return lambda one: sat(one, quantile)
+    return lambda sample: sat(sample, quantile)
 
 
 def draw(rng: random.Random) -> list[Sample]:
@@ -285,7 +285,7 @@ def draw(rng: random.Random) -> list[Sample]:
     for _ in range(rng.randint(1, 4)):
         length = rng.choice((0, 1, 1, 2, 3, 6))
         policy: list[complex] = [-rng.expovariate(1.0) - 1e-3 for _ in range(length)]
-        noisy = [[min(one.real + rng.uniform(-spread, spread), -1e-4) for one in policy] for _ in range(3)]
+        noisy = [[min(log.real + rng.uniform(-spread, spread), -1e-4) for log in policy] for _ in range(3)]
         advantage = rng.choice((0.0, 1.0, -1.0, rng.gauss(0, 1), rng.gauss(0, 100)))
         samples.append(
             Sample(
@@ -328,7 +328,7 @@ def tokens_of(samples: Sequence[Sample], step: dict[str, float] | None = None) -
 
 def step_of(passes: Sequence[Sequence[Sample]]) -> StepTokens:
     """The tokens of a step of several passes."""
-    samples = [one for drawn in passes for one in drawn]
+    samples = [sample for drawn in passes for sample in drawn]
     return StepTokens(
         logprobs_T=flat([sample.policy for sample in samples]),
         anchor_T=flat([sample.anchor for sample in samples]),
@@ -347,7 +347,7 @@ def error(value: torch.Tensor, tokens: Tokens, samples: Sequence[Sample], total:
         samples: the same samples, as the arguments of the formula.
         total: the formula.
     """
-    inputs = [one for one in (tokens.logprobs_T, tokens.entropy_T) if one is not None]
+    inputs = [source for source in (tokens.logprobs_T, tokens.entropy_T) if source is not None]
     slopes = torch.autograd.grad(value, inputs, allow_unused=True) if value.requires_grad else [None] * len(inputs)
     expected = complex(total(samples)).real
     worst = abs(value.item() - expected) / max(1.0, abs(expected))
@@ -379,8 +379,8 @@ def loss_error(loss: PolicyLoss, formula: Formula, samples: Sequence[Sample]) ->
     weights = [1.0 + 0.1 * at for at in range(len(tokens.logprobs_T))]
 
     def total(drawn: Sequence[Sample]) -> complex:
-        losses = [one for sample in drawn for one in formula(sample)]
-        return sum((weight * one for weight, one in zip(weights, losses, strict=True)), 0j)
+        losses = [token_loss for sample in drawn for token_loss in formula(sample)]
+        return sum((weight * token_loss for weight, token_loss in zip(weights, losses, strict=True)), 0j)
 
     loss_T, _ = loss(tokens)
     return error((loss_T * torch.tensor(weights, dtype=torch.float64)).sum(), tokens, samples, total)

@@ -100,21 +100,23 @@ def gradients_of_ranks(names: Sequence[str], folder: Path) -> dict[str, Results]
     }
 
 
-def distances(algorithm: Algorithm, found: Mapping[str, tuple[list[Tensor], float]]) -> dict[str, float]:
+def distances(algorithm: Algorithm, computed: Mapping[str, tuple[list[Tensor], float]]) -> dict[str, float]:
     """The larger distance, of gradients or loss, of each way from the loop; with several updates, from the first."""
-    gradients, loss = next(iter(found.values()))
+    gradients, loss = next(iter(computed.values()))
     if algorithm.plan.optimizer_steps == 1:
         gradient, loss = plain_gradient(algorithm)
         gradients = [gradient]
     return {
-        way: max(_distance(gradients, recorded), abs(reported - loss)) for way, (recorded, reported) in found.items()
+        way: max(_distance(gradients, recorded), abs(reported - loss)) for way, (recorded, reported) in computed.items()
     }
 
 
 def _distance(expected: Sequence[Tensor], recorded: Sequence[Tensor]) -> float:
     if len(expected) != len(recorded):
         return float("inf")
-    return max(float((one - other).norm() / one.norm()) for one, other in zip(expected, recorded, strict=True))
+    return max(
+        float((gradient - other).norm() / gradient.norm()) for gradient, other in zip(expected, recorded, strict=True)
+    )
 
 
 def measure_all(names: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
@@ -132,9 +134,9 @@ def measure_all(names: Sequence[str] | None = None) -> dict[str, dict[str, float
 def measure(quick: bool) -> dict[str, float]:
     """The largest distance, and the numbers of objectives and of ways."""
     torch.set_num_threads(1)
-    found = measure_all(QUICK if quick else None)
+    differences = measure_all(QUICK if quick else None)
     return {
-        "invariance_max": max(value for ways in found.values() for value in ways.values()),
-        "invariance_methods": float(len(found)),
-        "invariance_ways": float(len(next(iter(found.values())))),
+        "invariance_max": max(value for ways in differences.values() for value in ways.values()),
+        "invariance_methods": float(len(differences)),
+        "invariance_ways": float(len(next(iter(differences.values())))),
     }

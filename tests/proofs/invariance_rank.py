@@ -61,7 +61,7 @@ def fsdp_engine(algorithm: Algorithm, model: Path, gather: Gather) -> tuple[list
 
     def record_gradients(optimizer: Any, *_: Any) -> None:
         """Record the reduced gradients before the optimiser uses them."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         recorded.append(torch.cat([whole(parameter).flatten() for parameter in parameters]))
 
     engine._optimizer.register_step_pre_hook(record_gradients)
@@ -85,9 +85,9 @@ def main(model: Path, out: Path, names: list[str]) -> None:
     gradients: dict[str, Tensor] = {}
     losses: dict[str, dict[str, float]] = {name: {} for name in names}
 
-    def record(name: str, way: str, found: tuple[list[Tensor], float]) -> None:
-        losses[name][way] = found[1]
-        gradients.update({f"{name}/{way}/{at:03}": gradient for at, gradient in enumerate(found[0])})
+    def record(name: str, way: str, computed: tuple[list[Tensor], float]) -> None:
+        losses[name][way] = computed[1]
+        gradients.update({f"{name}/{way}/{at:03}": gradient for at, gradient in enumerate(computed[0])})
 
     for phase, size in enumerate((ranks, 1)):
         if rank < size:

@@ -55,8 +55,8 @@ def clipped(values: Sequence[float], advantage: float, low: float, high: float) 
     """``ratio``, and the tokens that PPO clips: below ``low`` for A < 0, above ``high`` for A > 0."""
     return {
         "ratio": list(values),
-        "clipped_low": counted(values, lambda one: advantage < 0 and one < low),
-        "clipped_high": counted(values, lambda one: advantage > 0 and one > high),
+        "clipped_low": counted(values, lambda ratio: advantage < 0 and ratio < low),
+        "clipped_high": counted(values, lambda ratio: advantage > 0 and ratio > high),
     }
 
 
@@ -76,7 +76,10 @@ def of_topr(sample: Sample, level: str) -> dict[str, PerToken]:
     if level == "sequence":
         whole = sg(sum(sg(log) for log in log_ratios(sample)))
         weights = [math.exp(min(max(whole, -20.0), 20.0))] * len(sample.policy)
-    return {"ratio": ratios(sample), "clipped_high": counted(weights, lambda one: sample.advantage <= 0 and one > 1.0)}
+    return {
+        "ratio": ratios(sample),
+        "clipped_high": counted(weights, lambda weight: sample.advantage <= 0 and weight > 1.0),
+    }
 
 
 def of_gmpo(sample: Sample) -> dict[str, PerToken]:
@@ -84,8 +87,8 @@ def of_gmpo(sample: Sample) -> dict[str, PerToken]:
     logs = [sg(log) for log in log_ratios(sample)]
     return {
         "ratio": ratios(sample),
-        "clipped_low": counted(logs, lambda one: sample.advantage < 0 and one < -0.4),
-        "clipped_high": counted(logs, lambda one: sample.advantage >= 0 and one > 0.4),
+        "clipped_low": counted(logs, lambda log: sample.advantage < 0 and log < -0.4),
+        "clipped_high": counted(logs, lambda log: sample.advantage >= 0 and log > 0.4),
     }
 
 
@@ -93,7 +96,7 @@ def of_aspo(sample: Sample) -> dict[str, PerToken]:
     """PPO's, and the tokens whose ratio, for A > 0 the inverted one, exceeds 3."""
     values, advantage = ratios(sample), sample.advantage
     turned = [1 / value if advantage > 0 else value for value in values]
-    dual = counted(turned, lambda one: advantage != 0 and one > 3.0)
+    dual = counted(turned, lambda ratio: advantage != 0 and ratio > 3.0)
     return clipped(values, advantage, 0.8, 1.2) | {"clipped_dual": dual}
 
 
@@ -105,8 +108,8 @@ def of_sat(sample: Sample, quantile: float) -> dict[str, PerToken]:
     return {
         "ratio": ratios(sample),
         "clip_range_factor": scales,
-        "clipped_low": [float(advantage < 0 and one < 1 - 0.2 * scale) for one, scale in pairs],
-        "clipped_high": [float(advantage > 0 and one > 1 + 0.2 * scale) for one, scale in pairs],
+        "clipped_low": [float(advantage < 0 and ratio < 1 - 0.2 * scale) for ratio, scale in pairs],
+        "clipped_high": [float(advantage > 0 and ratio > 1 + 0.2 * scale) for ratio, scale in pairs],
     }
 
 
@@ -119,12 +122,12 @@ def of_loss(name: str, sample: Sample, step: Sequence[Sample]) -> dict[str, PerT
         case "ppo":
             return clipped(values, advantage, 0.8, 1.28)
         case "ppo_dual":
-            dual = counted(values, lambda one: advantage < 0 and one > 3.0)
+            dual = counted(values, lambda ratio: advantage < 0 and ratio > 3.0)
             return clipped(values, advantage, 0.8, 1.28) | {"clipped_dual": dual}
         case "ppo_delta":
             return clipped(values, advantage, 0.8, 1.2)
         case "cispo":
-            high = counted(values, lambda one: one > 5.0)
+            high = counted(values, lambda ratio: ratio > 5.0)
             return {"ratio": values, "clipped_low": [0.0] * len(values), "clipped_high": high}
         case "gspo" | "luspo":
             return clipped(geometric_ratio(sample), advantage, 1 - 3e-4, 1 + 4e-4)
@@ -182,37 +185,37 @@ def wrong_metrics(cases: int) -> dict[str, int]:
 
 def differing(objective: Objective, loss: str, passes: Sequence[Sequence[Sample]]) -> list[str]:
     """Names of the metrics of a step whose sum over its tokens differs from that of the definition, or is missing."""
-    step = [one for drawn in passes for one in drawn]
+    step = [member for drawn in passes for member in drawn]
     expected: dict[str, float] = {}
     for sample in step:
         for name, values in (of_loss(loss, sample, step) | of_masks(objective, sample, step)).items():
             expected[name] = expected.get(name, 0.0) + math.fsum(values)
     measured = objective.measure(step_of(passes))
-    found: dict[str, float] = {}
+    actual: dict[str, float] = {}
     for samples in passes:
         for term in objective.terms(tokens_of(samples, measured)):
             for name, value in term.metrics.items():
-                found[name] = found.get(name, 0.0) + float(value)
-    return _different(found, expected)
+                actual[name] = actual.get(name, 0.0) + float(value)
+    return _different(actual, expected)
 
 
 def differing_preference(rng: random.Random) -> list[str]:
     """As `differing`, of online DPO on one drawn pass: ``kl`` (k3) over tokens, ``margin`` over groups."""
-    samples = [one for one in draw(rng) if one.valid]
+    samples = [sample for sample in draw(rng) if sample.valid]
     if not samples:
         return []
     (term,) = OnlineDpo().terms(tokens_of(samples))
-    found = {name: float(value) for name, value in (*term.metrics.items(), *term.means.items())}
+    actual = {name: float(value) for name, value in (*term.metrics.items(), *term.means.items())}
     margins = [sample.advantage * sg(sum(sample.policy) - sum(sample.reference)) for sample in samples]
     kl = [sg(estimate) for sample in samples for estimate in estimates("k3", sample)]
-    return _different(found, {"kl": math.fsum(kl), "margin": math.fsum(margins)})
+    return _different(actual, {"kl": math.fsum(kl), "margin": math.fsum(margins)})
 
 
-def _different(found: dict[str, float], expected: dict[str, float]) -> list[str]:
-    names = sorted(found.keys() | expected.keys())
+def _different(actual: dict[str, float], expected: dict[str, float]) -> list[str]:
+    names = sorted(actual.keys() | expected.keys())
     return [
         name
         for name in names
-        if not abs(found.get(name, math.nan) - expected.get(name, math.nan))
+        if not abs(actual.get(name, math.nan) - expected.get(name, math.nan))
         <= TOLERANCE * max(1.0, abs(expected.get(name, 0.0)))
     ]

@@ -40,7 +40,7 @@ class DrawnStep:
 
     def members(self, at: int) -> list[int]:
         """The samples of the group of sample ``at``."""
-        return [other for other, one in enumerate(self.samples) if one.group == self.samples[at].group]
+        return [other for other, sample in enumerate(self.samples) if sample.group == self.samples[at].group]
 
 
 def draw_step(rng: random.Random, anchor: str) -> DrawnStep:
@@ -61,8 +61,8 @@ def draw_step(rng: random.Random, anchor: str) -> DrawnStep:
     for group in range(rng.randint(2, 3)):
         for _ in range(rng.randint(2, 4)):
             policy: list[complex] = [-rng.expovariate(1.0) - 1e-3 for _ in range(rng.randint(1, LIMIT))]
-            noisy = [[min(one.real + rng.uniform(-spread, spread), -1e-4) for one in policy] for _ in range(3)]
-            anchors = {"present": [one.real for one in policy], "rollout": noisy[1], "step": noisy[0]}
+            noisy = [[min(log.real + rng.uniform(-spread, spread), -1e-4) for log in policy] for _ in range(3)]
+            anchors = {"present": [log.real for log in policy], "rollout": noisy[1], "step": noisy[0]}
             samples.append(
                 Sample(policy, [0.0] * len(policy), anchors[anchor], noisy[1], noisy[2], math.nan, 1.0, group)
             )
@@ -103,8 +103,8 @@ def leave_one_out(step: DrawnStep, at: int) -> float:
 
 def penalised(step: DrawnStep, at: int) -> float:
     """r - 0.001 sum log(rollout / reference)."""
-    one = step.samples[at]
-    return step.rewards[at] - 1e-3 * math.fsum(a - b for a, b in zip(one.rollout, one.reference, strict=True))
+    sample = step.samples[at]
+    return step.rewards[at] - 1e-3 * math.fsum(a - b for a, b in zip(sample.rollout, sample.reference, strict=True))
 
 
 def optimal(step: DrawnStep, at: int) -> float:
@@ -130,7 +130,7 @@ def whitened(inner: Credit) -> Credit:
     """The advantages less their mean over the step, over their standard deviation (REINFORCE++, arXiv 2501.03262)."""
 
     def credit(step: DrawnStep, at: int) -> float:
-        values = [inner(step, one) for one in range(len(step.rewards))]
+        values = [inner(step, index) for index in range(len(step.rewards))]
         return float(Fraction(values[at]) - average(values)) / (statistics.stdev(map(Fraction, values)) + EPS)
 
     return credit
@@ -147,49 +147,49 @@ def less_step_mean(step: DrawnStep, at: int) -> float:
 def weighted_reinforce(weights: Callable[[Sample], list[float]]) -> Formula:
     """-w A log policy, with these weights of the tokens."""
 
-    def losses(one: Sample) -> list[complex]:
-        return [-w * one.advantage * policy for w, policy in zip(weights(one), one.policy, strict=True)]
+    def losses(sample: Sample) -> list[complex]:
+        return [-w * sample.advantage * policy for w, policy in zip(weights(sample), sample.policy, strict=True)]
 
     return losses
 
 
-def token_weights(one: Sample) -> list[float]:
+def token_weights(sample: Sample) -> list[float]:
     """min(anchor / rollout, 2) of each token."""
-    return [min(math.exp(a - b), 2.0) for a, b in zip(one.anchor, one.rollout, strict=True)]
+    return [min(math.exp(a - b), 2.0) for a, b in zip(sample.anchor, sample.rollout, strict=True)]
 
 
-def sample_weights(one: Sample) -> list[float]:
+def sample_weights(sample: Sample) -> list[float]:
     """min(product of anchor / rollout, 2) for each token."""
-    whole = math.fsum(a - b for a, b in zip(one.anchor, one.rollout, strict=True))
-    return [min(math.exp(whole), 2.0)] * len(one.policy)
+    whole = math.fsum(a - b for a, b in zip(sample.anchor, sample.rollout, strict=True))
+    return [min(math.exp(whole), 2.0)] * len(sample.policy)
 
 
 def corrected(losses: Formula) -> Formula:
     """The losses of a sample times the weights of its tokens."""
-    return lambda one: [w * loss for w, loss in zip(token_weights(one), losses(one), strict=True)]
+    return lambda sample: [w * loss for w, loss in zip(token_weights(sample), losses(sample), strict=True)]
 
 
 def with_kl(losses: Formula, divergence: Callable[[complex], complex]) -> Formula:
     """The losses plus 0.001 times a function of log(reference / policy) of each token."""
 
-    def total(one: Sample) -> list[complex]:
-        logs = [reference - policy for policy, reference in zip(one.policy, one.reference, strict=True)]
-        return [loss + 1e-3 * divergence(log) for loss, log in zip(losses(one), logs, strict=True)]
+    def total(sample: Sample) -> list[complex]:
+        logs = [reference - policy for policy, reference in zip(sample.policy, sample.reference, strict=True)]
+        return [loss + 1e-3 * divergence(log) for loss, log in zip(losses(sample), logs, strict=True)]
 
     return total
 
 
 def ppo(high: float = 0.2) -> Formula:
     """The clipped ratio (arXiv 1707.06347)."""
-    return lambda one: forms.ppo(one, 0.2, high)
+    return lambda sample: forms.ppo(sample, 0.2, high)
 
 
-def flash(one: Sample) -> list[complex]:
+def flash(sample: Sample) -> list[complex]:
     """-rho A, 0 for a sample whose mean KL(Bernoulli(rollout) || Bernoulli(policy)) exceeds 0.003 (FlashREINFORCE)."""
-    pairs = zip(one.rollout, one.policy, strict=True)
+    pairs = zip(sample.rollout, sample.policy, strict=True)
     distances = [forms.bernoulli_kl(math.exp(old), math.exp(sg(new))) for old, new in pairs]
     kept = math.fsum(distances) / len(distances) <= 3e-3
-    return [kept * loss for loss in forms.surrogate(one)]
+    return [kept * loss for loss in forms.surrogate(sample)]
 
 
 def m2po(step: DrawnStep) -> Formula:
@@ -199,10 +199,10 @@ def m2po(step: DrawnStep) -> Formula:
         squares.pop(0)
     largest = squares[0] if squares else -1.0
 
-    def losses(one: Sample) -> list[complex]:
+    def losses(sample: Sample) -> list[complex]:
         return [
             loss if drift**2 <= largest else 0.0
-            for drift, loss in zip(forms.drifts(one), forms.surrogate(one), strict=True)
+            for drift, loss in zip(forms.drifts(sample), forms.surrogate(sample), strict=True)
         ]
 
     return losses
@@ -220,7 +220,7 @@ def over_tokens(losses: list[list[complex]]) -> complex:
 
 def over_samples(losses: list[list[complex]]) -> complex:
     """The mean over samples of the mean over tokens (GRPO, equation 3)."""
-    return mean([mean(one) for one in losses])
+    return mean([mean(sample_losses) for sample_losses in losses])
 
 
 def over_limit(losses: list[list[complex]]) -> complex:
@@ -252,7 +252,7 @@ def preference(step: DrawnStep) -> complex:
     """-log sigmoid(0.1 margin) plus the mean -log policy of the best sample, over groups (2402.04792, 2404.19733)."""
     losses: list[complex] = []
     for group in {sample.group for sample in step.samples}:
-        members = [at for at, one in enumerate(step.samples) if one.group == group]
+        members = [at for at, sample in enumerate(step.samples) if sample.group == group]
         best = max(members, key=lambda at: (step.rewards[at], -at))
         worst = min(members, key=lambda at: (step.rewards[at], at))
         if step.rewards[best] > step.rewards[worst]:
@@ -265,7 +265,7 @@ def best_likelihood(step: DrawnStep) -> complex:
     """The mean -log policy over the tokens of the best sample of each group (RAFT, arXiv 2304.06767)."""
     tokens: list[complex] = []
     for group in {sample.group for sample in step.samples}:
-        members = [at for at, one in enumerate(step.samples) if one.group == group]
+        members = [at for at, sample in enumerate(step.samples) if sample.group == group]
         tokens += step.samples[max(members, key=lambda at: (step.rewards[at], -at))].policy
     return -mean(tokens)
 
@@ -287,9 +287,9 @@ PAPERS: dict[str, Paper | Callable[[DrawnStep], complex]] = {
     "luspo": Paper(grpo, corrected(forms.luspo), over_samples),
     "gmpo": Paper(grpo, forms.gmpo, over_samples),
     "sapo": Paper(grpo, forms.sapo, over_samples),
-    "dppo": Paper(less_group_mean, lambda one: forms.dppo(one, "tv")),
+    "dppo": Paper(less_group_mean, lambda sample: forms.dppo(sample, "tv")),
     "vespo": Paper(grpo, forms.vespo),
-    "topr": Paper(less_group_mean, lambda one: forms.topr(one, "sequence")),
+    "topr": Paper(less_group_mean, lambda sample: forms.topr(sample, "sequence")),
     "aspo": Paper(grpo, forms.aspo),
     "decoupled": Paper(grpo, corrected(ppo())),
     "m2po": Paper(grpo, of_step=m2po),
@@ -306,7 +306,7 @@ def wanted_gradient(name: str, step: DrawnStep) -> list[float]:
     paper = PAPERS[name]
     if isinstance(paper, Paper):
         scored = zip(step.samples, paper.advantages(step), strict=True)
-        step = DrawnStep([dataclasses.replace(one, advantage=value) for one, value in scored], step.rewards)
+        step = DrawnStep([dataclasses.replace(sample, advantage=value) for sample, value in scored], step.rewards)
 
     def total(samples: Sequence[Sample]) -> complex:
         whole = DrawnStep(list(samples), step.rewards)
@@ -320,17 +320,17 @@ def gradient(algorithm: Algorithm, step: DrawnStep) -> list[float]:
     samples = step.samples
     credit = algorithm.credit(_groups(step))
     advantages, trained = credit.advantages_N.tolist(), credit.trained_N.tolist()
-    scored = [dataclasses.replace(one, advantage=value) for one, value in zip(samples, advantages, strict=True)]
-    kept = [one for one, is_trained in zip(scored, trained, strict=True) if is_trained]
+    scored = [dataclasses.replace(sample, advantage=value) for sample, value in zip(samples, advantages, strict=True)]
+    kept = [sample for sample, is_trained in zip(scored, trained, strict=True) if is_trained]
     statistics_: Mapping[str, float] = {}
     if algorithm.needs.token_statistics:
         measured: StepTokens = forms.step_of([kept])
         statistics_ = algorithm.measure(measured)
-    groups = sorted({one.group for one in kept})
-    counts = {"token": sum(len(one.policy) for one in kept), "sample": len(kept), "group": len(groups)}
+    groups = sorted({sample.group for sample in kept})
+    counts = {"token": sum(len(sample.policy) for sample in kept), "sample": len(kept), "group": len(groups)}
     slopes: dict[int, list[float]] = {}
     for members in (groups[:1], groups[1:]):
-        rows = [at for at, one in enumerate(scored) if trained[at] and one.group in members]
+        rows = [at for at, sample in enumerate(scored) if trained[at] and sample.group in members]
         if not rows:
             continue
         tokens: Tokens = forms.tokens_of([scored[at] for at in rows], dict(statistics_))
@@ -340,7 +340,7 @@ def gradient(algorithm: Algorithm, step: DrawnStep) -> list[float]:
         (slope_T,) = torch.autograd.grad(loss, tokens.logprobs_T)
         parts = slope_T.split([len(scored[at].policy) for at in rows])
         slopes |= {at: part.tolist() for at, part in zip(rows, parts, strict=True)}
-    return [value for at, one in enumerate(samples) for value in slopes.get(at, [0.0] * len(one.policy))]
+    return [value for at, sample in enumerate(samples) for value in slopes.get(at, [0.0] * len(sample.policy))]
 
 
 def _groups(step: DrawnStep) -> Groups:

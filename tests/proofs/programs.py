@@ -816,7 +816,7 @@ HONEST = (
     ),
     _case("a long program", DOUBLE + f"text = {'z' * (MEGABYTES << 20)!r}\n"),
 )
-LONG = frozenset(one.name for one in HONEST if len(one.program) + len(str(one.tests)) > 1 << 20)
+LONG = frozenset(case.name for case in HONEST if len(case.program) + len(str(case.tests)) > 1 << 20)
 """Names of the honest programs that are long, or have long tests."""
 
 
@@ -834,23 +834,23 @@ def outcomes(
     options = RewardOptions(("code",), code_sandbox=sandbox, timeout_s=timeout_s, memory_mb=memory_mb)  # type: ignore[arg-type]
 
     async def all_outcomes() -> dict[str, RewardOutcome]:
-        scorer, found = RewardScorer(options), {}
+        scorer, results = RewardScorer(options), {}
         try:
             for case in cases:
                 row = json.dumps({"answer": "", "tests": case.tests}).encode()
-                found[case.name] = (await scorer.outcomes(case.program, row))[0]
+                results[case.name] = (await scorer.outcomes(case.program, row))[0]
                 after(case)
         finally:
             await scorer.close()
-        return found
+        return results
 
     return asyncio.run(all_outcomes())
 
 
 def passing(cases: Iterable[Case], sandbox: str, timeout_s: float) -> set[str]:
     """Names of the programs that score 1."""
-    found = outcomes(cases, sandbox, timeout_s)
-    return {name for name, one in found.items() if one.result is Result.OK and one.value == 1.0}
+    results = outcomes(cases, sandbox, timeout_s)
+    return {name for name, outcome in results.items() if outcome.result is Result.OK and outcome.value == 1.0}
 
 
 def code(quick: bool) -> dict[str, float]:
@@ -861,15 +861,15 @@ def code(quick: bool) -> dict[str, float]:
         sandboxes.append("bwrap")
     except ConfigError as error:
         print(f"row code is measured in limits only: {error}")
-    honest = [one for one in HONEST if not (quick and one.name in LONG)]
-    found = {"code_programs": float(len(CHEATS) + len(honest)), "code_cheats": 0.0, "code_refused": 0.0}
+    honest = [case for case in HONEST if not (quick and case.name in LONG)]
+    metrics = {"code_programs": float(len(CHEATS) + len(honest)), "code_cheats": 0.0, "code_refused": 0.0}
     for sandbox in sandboxes:
         passed = passing(CHEATS, sandbox, CHEAT_S)
-        refused = {one.name for one in honest} - passing(honest, sandbox, HONEST_S)
+        refused = {case.name for case in honest} - passing(honest, sandbox, HONEST_S)
         for name in sorted(passed | refused):
             print(f"{sandbox}: {name}")
-        found["code_cheats"] += len(passed)
-        found["code_refused"] += len(refused)
+        metrics["code_cheats"] += len(passed)
+        metrics["code_refused"] += len(refused)
         calls = outcomes([Case(str(n), DOUBLE, TESTS) for n in range(CALLS)], sandbox, HONEST_S)
-        found[f"code_{sandbox}_ms"] = 1e3 * statistics.median(call.seconds for call in calls.values())
-    return found
+        metrics[f"code_{sandbox}_ms"] = 1e3 * statistics.median(call.seconds for call in calls.values())
+    return metrics

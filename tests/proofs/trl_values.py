@@ -186,11 +186,11 @@ def main(requests: Path, values: Path) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     wanted: dict[str, dict[str, Any]] = json.loads(requests.read_text())
-    found = {
+    content = {
         name: loss_of_model(request, GRPOTrainer) if "model" in request else loss_of_tokens(request, GRPOTrainer)
         for name, request in wanted.items()
     }
-    values.write_text(json.dumps(found))
+    values.write_text(json.dumps(content))
 
 
 if __name__ == "__main__":

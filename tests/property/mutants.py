@@ -79,13 +79,13 @@ def a_commit_under_an_ended_lease_of_its_worker_is_accepted(right: Function) -> 
     ended: dict[Any, Any] = {}
 
     def find(self: SampleTable, lease_id: int, worker: Any) -> Any:
-        found = right(self, lease_id, worker)
-        if found is not None:
-            ended[id(self), lease_id] = found
+        lease = right(self, lease_id, worker)
+        if lease is not None:
+            ended[id(self), lease_id] = lease
         old = ended.get((id(self), lease_id))
         if old is None or old.slots or old.worker != worker:
-            return found
-        return next((one for one in self.leases.values() if one.stage == old.stage), found)
+            return lease
+        return next((candidate for candidate in self.leases.values() if candidate.stage == old.stage), lease)
 
     return find
 
@@ -166,9 +166,9 @@ def slots_of_two_groups_are_swapped(right: Function) -> Function:
     def open_swapped(self: SampleTable, **offer: Any) -> Any:
         groups = right(self, **offer)
         if len(groups) > 1:
-            (one, other), slots = groups[:2], [group.slots[-1] for group in groups[:2]]
-            one.slots[-1], other.slots[-1] = slots[1], slots[0]
-            slots[0].group, slots[1].group, slots[0].member = other, one, 0
+            (first, second), slots = groups[:2], [group.slots[-1] for group in groups[:2]]
+            first.slots[-1], second.slots[-1] = slots[1], slots[0]
+            slots[0].group, slots[1].group, slots[0].member = second, first, 0
         return groups
 
     return open_swapped
@@ -434,7 +434,7 @@ def a_sample_of_a_version_after_the_checkpoint_is_kept(right: Function) -> Funct
 
 @bug(ledger, "_ROLLBACK")
 def a_rollback_leaves_a_prompt_trained(right: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(one.replace("OR (state IN ('trained', 'dropped') AND step >= :step)", "") for one in right)
+    return tuple(statement.replace("OR (state IN ('trained', 'dropped') AND step >= :step)", "") for statement in right)
 
 
 @bug(Ledger, "resume")

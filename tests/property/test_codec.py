@@ -217,12 +217,12 @@ def test_a_small_message_cannot_allocate_much_memory() -> None:
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40), st.integers(-(2**63), 2**63 - 1))
-def test_a_column_of_equal_numbers_is_encoded_as_one_number(slots: list[int], one: int) -> None:
+def test_a_column_of_equal_numbers_is_encoded_as_one_number(slots: list[int], lease: int) -> None:
     same = m.Commit(
-        request=1, stage="make", slots=tuple(slots), leases=(one,) * len(slots), parts=(), inline=(), spans=()
+        request=1, stage="make", slots=tuple(slots), leases=(lease,) * len(slots), parts=(), inline=(), spans=()
     )
     other = m.Commit(
-        request=1, stage="make", slots=tuple(slots), leases=(*same.leases[1:], one ^ 1), parts=(), inline=(), spans=()
+        request=1, stage="make", slots=tuple(slots), leases=(*same.leases[1:], lease ^ 1), parts=(), inline=(), spans=()
     )
     assert decode(encode(same)) == same
     assert decode(encode(other)) == other
@@ -230,14 +230,14 @@ def test_a_column_of_equal_numbers_is_encoded_as_one_number(slots: list[int], on
         assert len(encode(same)) <= len(encode(other)) - 8 * (len(slots) - 1)
 
 
-@pytest.mark.parametrize("one", [2**63, True, 1.0, None])
-def test_the_number_of_a_column_of_equal_numbers_must_have_64_bits(one: Any) -> None:
+@pytest.mark.parametrize("lease", [2**63, True, 1.0, None])
+def test_the_number_of_a_column_of_equal_numbers_must_have_64_bits(lease: Any) -> None:
     raw = list(
         msgpack.unpackb(
             encode(m.Commit(request=1, stage="make", slots=(1, 2), leases=(3, 3), parts=(), inline=(), spans=()))
         )
     )
     assert raw[4] == 3
-    raw[4] = one
+    raw[4] = lease
     with pytest.raises(RemoteProtocolError, match="leases"):
         decode(msgpack.packb(raw))

@@ -73,8 +73,8 @@ def test_a_repeated_column_takes_few_bytes_and_decodes_to_one_object() -> None:
 
 
 def test_equal_columns_in_two_objects_round_trip() -> None:
-    one, other = (tuple(range(first, first + 100)) for first in (7, 7))
-    message = m.ReleaseTensors((), one, other)
+    left, right = (tuple(range(first, first + 100)) for first in (7, 7))
+    message = m.ReleaseTensors((), left, right)
     assert decode(encode(message)) == message
 
 

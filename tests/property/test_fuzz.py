@@ -198,9 +198,9 @@ def has_refused_more(server: api.Server, than: int) -> bool:
 
 def state_of(server: api.Server) -> dict[str, Any]:
     """The status without times and waits: the joined worker reports its own waits with its heartbeats."""
-    found = server.status()
+    status = server.status()
     of_waits = dict.fromkeys(("waits", "graph", "cut_off", "time", "counts"))
-    return found | of_waits | {"applying": found["counts"]["versions"]}
+    return status | of_waits | {"applying": status["counts"]["versions"]}
 
 
 def has_joined(server: api.Server, worker: str) -> bool:

@@ -78,7 +78,7 @@ def test_identity_settings_produce_the_same_event_log(name: str, scenario: Scena
 
 def without_counts(log: list[Any]) -> list[Any]:
     """The event log without the statistics of the filter."""
-    return [dataclasses.replace(one, counts=()) if hasattr(one, "counts") else one for one in log]
+    return [dataclasses.replace(command, counts=()) if hasattr(command, "counts") else command for command in log]
 
 
 @pytest.mark.slow
@@ -228,9 +228,9 @@ def test_a_resumed_run_has_the_same_outcomes(scenario: Scenario, crashes: list[i
         runs = run_with_crashes(scenario, crashes, Path(directory) / "ledger.sqlite")
         runs.ledger.flush()
         query = "SELECT epoch, prompt, state, step FROM prompts WHERE state != 'unread'"
-        found = {(epoch, prompt): (state, step) for epoch, prompt, state, step in runs.ledger._db.execute(query)}
+        resumed = {(epoch, prompt): (state, step) for epoch, prompt, state, step in runs.ledger._db.execute(query)}
         runs.ledger.close()
-    assert found == plain
+    assert resumed == plain
 
 
 # ---- effects on a run
@@ -258,4 +258,4 @@ def test_a_curriculum_skips_solved_prompts_and_no_new_ones() -> None:
     skipped = [record for record in cluster.records if record.reason == "skipped by the curriculum"]
     assert len(skipped) > 16
     assert sum(dict(closed.counts)["skipped_prompts"] for closed in cluster.steps) == len(skipped)
-    assert min(one.epoch for one in skipped) >= 1
+    assert min(prompt.epoch for prompt in skipped) >= 1

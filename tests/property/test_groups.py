@@ -57,12 +57,12 @@ def test_batches_are_whole_groups_in_any_order(
             ),
         )
         waiting += [
-            one
-            for _, one in driver.sent(
+            reward_grant
+            for _, reward_grant in driver.sent(
                 driver.send("reward0", m.Pull(request=3, stage="reward", slots=1, tokens=0, step=-1)), m.Grant
             )
         ]
-    leases = {one.slots[0]: one for one in waiting}
+    leases = {reward_grant.slots[0]: reward_grant for reward_grant in waiting}
     for slot in scored:
         reward = (Values("reward", (1.0,)),)
         commit = m.Commit(

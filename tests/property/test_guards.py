@@ -86,19 +86,19 @@ def test_a_restart_resets_only_the_violation_counts(
 ) -> None:
     """A restart causes no additional firing, and has no effect once enough steps have passed."""
     restarted = fired(drawn, lines[:at]) + fired(drawn, lines[at:])
-    for number, (found, whole) in enumerate(zip(restarted, fired(drawn, lines), strict=True)):
-        assert set(found) <= set(whole)
+    for number, (actual, whole) in enumerate(zip(restarted, fired(drawn, lines), strict=True)):
+        assert set(actual) <= set(whole)
         late = [index for index in whole if number - at + 1 >= drawn[index].steps or number < at]
-        assert set(late) <= set(found)
+        assert set(late) <= set(actual)
 
 
 def fired(drawn: Sequence[GuardRule], lines: Sequence[dict[str, float]]) -> list[list[int]]:
     """The rules that fire in each step."""
-    counts, found = [0] * len(drawn), []
+    counts, by_step = [0] * len(drawn), []
     for line in lines:
         counts, firings = count_violations(drawn, counts, line)
-        found.append([firing.index for firing in firings])
-    return found
+        by_step.append([firing.index for firing in firings])
+    return by_step
 
 
 def test_a_firing_names_the_rule_and_the_value() -> None:
@@ -121,11 +121,11 @@ def held_scenarios(draw: st.DrawFn, /, **faults: int) -> Scenario:
 def assert_held(closed: Sequence[StepClosed], rule: GuardRule) -> None:
     """No sample is stale in the steps after one in which the rule has fired."""
     until = 0
-    for one in closed:
-        if one.step < until:
-            assert set(one.lags) <= {0}, f"step {one.step} is stale, and is held until step {until}"
-        if one.fired:
-            until = one.step + 1 + rule.hold_steps
+    for step in closed:
+        if step.step < until:
+            assert set(step.lags) <= {0}, f"step {step.step} is stale, and is held until step {until}"
+        if step.fired:
+            until = step.step + 1 + rule.hold_steps
 
 
 @settings(RUNS, max_examples=examples(60))
@@ -136,7 +136,7 @@ def test_a_held_run_is_on_policy_and_completes(scenario: Scenario) -> None:
     [rule] = scenario.guards
     assert_held(cluster.steps, rule)
     stale = [{"staleness_max": float(max(step.lags))} for step in cluster.steps]
-    assert [bool(step.fired) for step in cluster.steps] == [bool(one) for one in fired(scenario.guards, stale)]
+    assert [bool(step.fired) for step in cluster.steps] == [bool(indices) for indices in fired(scenario.guards, stale)]
 
 
 @settings(RUNS, max_examples=examples(60))
@@ -154,9 +154,11 @@ def test_a_guard_that_only_warns_changes_nothing_but_the_statistics(scenario: Sc
     warned = SimulatedCluster(
         dataclasses.replace(scenario, guards=(GuardRule("staleness_max", below=1000.0, action="warn"),))
     ).run()
-    assert all(one.fired == (("staleness_max", number + 1),) for number, one in enumerate(warned.steps))
-    event_log = [dataclasses.replace(one, fired=()) if isinstance(one, StepClosed) else one for one in warned.log]
-    assert [one for one in event_log if not is_of_guards(one)] == plain.log
+    assert all(step.fired == (("staleness_max", number + 1),) for number, step in enumerate(warned.steps))
+    event_log = [
+        dataclasses.replace(command, fired=()) if isinstance(command, StepClosed) else command for command in warned.log
+    ]
+    assert [command for command in event_log if not is_of_guards(command)] == plain.log
 
 
 def is_of_guards(entry: Event | Command) -> bool:

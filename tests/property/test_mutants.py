@@ -263,9 +263,9 @@ def run_all(directory: Path, share: int = 1) -> None:
     ]
     turns = itertools.zip_longest(*([(run, seed) for seed in seeds] for seeds, run in kinds))
     for turn in itertools.islice(turns, 0, None, share):
-        for one in turn:
-            if one is not None:
-                run, seed = one
+        for case in turn:
+            if case is not None:
+                run, seed = case
                 run(seed)
 
 

@@ -74,4 +74,4 @@ def test_a_preempted_step_is_finished_abandoned_or_not_begun() -> None:
             cases["finished"] += 1
         else:
             cases["abandoned" if taken else "not begun"] += 1
-    assert min(cases[one] for one in ("nothing to save", "finished", "abandoned", "not begun")) > 2, cases
+    assert min(cases[case] for case in ("nothing to save", "finished", "abandoned", "not begun")) > 2, cases

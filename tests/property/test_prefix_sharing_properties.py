@@ -76,14 +76,14 @@ def test_the_gradient_of_a_token_sums_over_all_its_places(drawn: tuple[list[Tens
     upstream_ND = torch.randn_like(spread_ND)
     used = {int(place) for places in (packed.first_F, *packed.further) for place in places}
     upstream_ND[[place for place in range(len(upstream_ND)) if place not in used]] = 0
-    (found,) = torch.autograd.grad(spread_ND, value_FD, upstream_ND)
+    (gradient,) = torch.autograd.grad(spread_ND, value_FD, upstream_ND)
     (expected,) = torch.autograd.grad(value_FD.index_select(0, packed.source_N), value_FD, upstream_ND)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, expected)
     leaf_ND = torch.randn_like(spread_ND).requires_grad_()
     upstream_FD = torch.randn_like(value_FD)
-    (found,) = torch.autograd.grad(packed.gather(leaf_ND), leaf_ND, upstream_FD)
+    (gradient,) = torch.autograd.grad(packed.gather(leaf_ND), leaf_ND, upstream_FD)
     (expected,) = torch.autograd.grad(leaf_ND.index_select(0, packed.first_F), leaf_ND, upstream_FD)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, expected)
 
 
 @given(samples(), st.integers(1, 120))

@@ -16,13 +16,13 @@ GOOD = st.sampled_from([-1.0, -0.5, 0.0])
 @st.composite
 def columns(draw: st.DrawFn, lengths: list[int]) -> list[torch.Tensor]:
     """A value for each token; sometimes one that is unusable, or one too many."""
-    found = [draw(st.lists(GOOD, min_size=length, max_size=length)) for length in lengths]
+    drawn = [draw(st.lists(GOOD, min_size=length, max_size=length)) for length in lengths]
     if draw(st.booleans()) and any(lengths):
         row = draw(st.sampled_from([row for row, length in enumerate(lengths) if length]))
-        found[row][draw(st.integers(0, lengths[row] - 1))] = draw(VALUES)
-    if draw(st.integers(0, 5)) == 0 and found:
-        found[draw(st.integers(0, len(found) - 1))].append(-1.0)
-    return [torch.tensor(one, dtype=torch.float32) for one in found]
+        drawn[row][draw(st.integers(0, lengths[row] - 1))] = draw(VALUES)
+    if draw(st.integers(0, 5)) == 0 and drawn:
+        drawn[draw(st.integers(0, len(drawn) - 1))].append(-1.0)
+    return [torch.tensor(column, dtype=torch.float32) for column in drawn]
 
 
 @given(st.data(), st.lists(st.integers(0, 4), max_size=5), st.booleans())
@@ -39,10 +39,10 @@ def test_a_check_of_all_samples_equals_a_check_of_each(
         groups_N=torch.zeros(len(lengths), dtype=torch.int64),
     )
     rows = data.draw(st.permutations(range(len(lengths))))
-    found = all_recorded_logprobs(batch, rows)
+    actual = all_recorded_logprobs(batch, rows)
     expected = [recorded_logprobs(batch, row) for row in rows]
-    assert [one is None for one in found] == [one is None for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        if one is not None and other is not None:
-            assert one[0] is other[0]
-            assert one[1] is other[1]
+    assert [checked is None for checked in actual] == [checked is None for checked in expected]
+    for checked, other in zip(actual, expected, strict=True):
+        if checked is not None and other is not None:
+            assert checked[0] is other[0]
+            assert checked[1] is other[1]

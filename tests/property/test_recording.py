@@ -57,8 +57,8 @@ class Replayer:
 def replayers() -> Iterator[list[Replayer]]:
     started = [Replayer(seed) for seed in HASH_SEEDS]
     yield started
-    for one in started:
-        one.close()
+    for replayer in started:
+        replayer.close()
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -98,10 +98,10 @@ def test_a_process_that_is_killed_leaves_recordings_that_replay(replayers: list[
             assert replayers[0].states(Path(line["run_dir"])) == line["states"]
         for run_dir in place.iterdir():
             try:
-                found = Recordings.of(run_dir)
+                recordings = Recordings.of(run_dir)
             except ConfigError:
                 continue  # killed before the first block
             states = replayers[1].states(run_dir)
             assert "error" not in states
-            incomplete += not all(term.extent().is_complete for term in found.terms.values())
+            incomplete += not all(term.extent().is_complete for term in recordings.terms.values())
     assert incomplete > 0, "every kill came too late or too early"

@@ -91,7 +91,7 @@ def test_the_lease_of_a_hung_worker_expires_and_another_does_its_work() -> None:
 @pytest.mark.parametrize(
     "phase",
     [phase for phase in PHASES if phase not in (Phase.CANCEL, Phase.DEPARTURE)],
-    ids=lambda one: one.name.lower(),
+    ids=lambda phase: phase.name.lower(),
 )
 def test_a_slow_rollout_worker_does_not_slow_down_the_run(phase: Phase, seed: int) -> None:
     """One of two workers takes 400 times as long as the other: the run keeps the pace of the other."""

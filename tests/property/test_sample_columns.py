@@ -88,10 +88,10 @@ def columns(rows: Sequence[Row]) -> SampleColumns:
     )
 
 
-def close(found: float, expected: float, scale: float) -> bool:
+def close(actual: float, expected: float, scale: float) -> bool:
     if math.isnan(expected):
-        return math.isnan(found)
-    return abs(found - expected) <= 1e-9 * (abs(expected) + scale)
+        return math.isnan(actual)
+    return abs(actual - expected) <= 1e-9 * (abs(expected) + scale)
 
 
 def rewards_of(rows: Sequence[Row]) -> list[float]:
@@ -150,7 +150,7 @@ def test_bins_hold_every_value_and_are_few(values: list[float]) -> None:
     if not values:
         assert edges == []
         return
-    assert all(one < two for one, two in itertools.pairwise(edges))
+    assert all(low < high for low, high in itertools.pairwise(edges))
     assert edges[0] <= min(values)
     assert edges[-1] >= max(values)
     assert 1 <= len(edges) - 1 <= MAX_BINS + 2
@@ -172,39 +172,39 @@ def test_bins_begin_at_round_numbers() -> None:
 def test_histograms_count_each_sample_once(rows: list[Row]) -> None:
     samples = columns(rows)
     for name, values in (("tokens", samples.tokens_N), ("reward", samples.reward_N)):
-        found = histogram(values, samples)
+        actual = histogram(values, samples)
         counted = [row for row in rows if math.isfinite(getattr(row, name))]
-        assert found.count_B.sum() == len(counted)
-        assert found.truncated_B.sum() == sum(row.is_truncated for row in counted)
-        last = len(found.count_B) - 1
+        assert actual.count_B.sum() == len(counted)
+        assert actual.truncated_B.sum() == sum(row.is_truncated for row in counted)
+        last = len(actual.count_B) - 1
         for at in range(last + 1):
-            low, high = found.edges[at], found.edges[at + 1]
+            low, high = actual.edges[at], actual.edges[at + 1]
             of = [row for row in counted if low <= getattr(row, name) and (getattr(row, name) < high or at == last)]
-            assert found.count_B[at] == len(of)
-            assert found.truncated_B[at] == sum(row.is_truncated for row in of)
+            assert actual.count_B[at] == len(of)
+            assert actual.truncated_B[at] == sum(row.is_truncated for row in of)
             rewards = rewards_of(of)
             if all(abs(reward) < 1e100 for reward in rewards):
                 mean = statistics.fmean(rewards) if rewards else math.nan
-                assert close(float(found.reward_B[at]), mean, max(map(abs, rewards), default=0.0))
+                assert close(float(actual.reward_B[at]), mean, max(map(abs, rewards), default=0.0))
 
 
 @given(ROWS, st.data())
 def test_means_of_classes(rows: list[Row], data: st.DataObject) -> None:
     rows = [row for row in rows if not abs(row.reward) > 1e100]
     chosen = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
-    found = classes(columns(rows), np.array(chosen, np.int64), 3, 0.5)
+    means = classes(columns(rows), np.array(chosen, np.int64), 3, 0.5)
     for at in range(3):
-        of = [row for row, one in zip(rows, chosen, strict=True) if one == at]
+        of = [row for row, choice in zip(rows, chosen, strict=True) if choice == at]
         rewards = rewards_of(of)
         scale = max(map(abs, rewards), default=0.0)
-        assert found.samples_C[at] == len(of)
-        assert found.prompts_C[at] == len({row.key[0] for row in of})
-        assert close(float(found.reward_C[at]), statistics.fmean(rewards) if rewards else math.nan, scale)
+        assert means.samples_C[at] == len(of)
+        assert means.prompts_C[at] == len({row.key[0] for row in of})
+        assert close(float(means.reward_C[at]), statistics.fmean(rewards) if rewards else math.nan, scale)
         right = statistics.fmean(reward >= 0.5 for reward in rewards) if rewards else math.nan
-        assert close(float(found.right_C[at]), right, 0)
-        assert close(float(found.tokens_C[at]), statistics.fmean(row.tokens for row in of) if of else math.nan, 0)
+        assert close(float(means.right_C[at]), right, 0)
+        assert close(float(means.tokens_C[at]), statistics.fmean(row.tokens for row in of) if of else math.nan, 0)
         assert close(
-            float(found.truncated_C[at]), statistics.fmean(row.is_truncated for row in of) if of else math.nan, 0
+            float(means.truncated_C[at]), statistics.fmean(row.is_truncated for row in of) if of else math.nan, 0
         )
 
 

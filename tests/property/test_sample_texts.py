@@ -93,12 +93,12 @@ def terminal_output(path: Path, options: SampleOptions) -> bytes:
     attributes = termios.tcgetattr(slave)
     attributes[1] &= ~termios.OPOST  # keep line ends as written
     termios.tcsetattr(slave, termios.TCSANOW, attributes)
-    found: list[bytes] = []
+    chunks: list[bytes] = []
 
     def read() -> None:
         try:
             while data := os.read(master, 65536):
-                found.append(data)
+                chunks.append(data)
         except OSError:  # the other end is closed
             return
 
@@ -108,7 +108,7 @@ def terminal_output(path: Path, options: SampleOptions) -> bytes:
         show(path, options, PlainConsole(file=file, force_terminal=True, width=100))
     reader.join()
     os.close(master)
-    return b"".join(found)
+    return b"".join(chunks)
 
 
 def check(path: Path, texts: list[str]) -> None:

@@ -107,7 +107,7 @@ class WeightVersions(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: any(transfer.can_complete for transfer in self.world.moving))
     def arrive(self, data: st.DataObject) -> None:
-        self.complete(data.draw(st.sampled_from([one for one in self.world.moving if one.can_complete])))
+        self.complete(data.draw(st.sampled_from([transfer for transfer in self.world.moving if transfer.can_complete])))
 
     @rule(data=st.data())
     @precondition(lambda self: self.world.moving)
@@ -123,7 +123,9 @@ class WeightVersions(RuleBasedStateMachine):
         del self.world.whole[name]
         self.world.newest.pop(name, None)
         self.failed[name] = 0
-        for transfer in [one for one in self.world.moving if name in (one.holder, one.receiver)]:
+        for transfer in [
+            candidate for candidate in self.world.moving if name in (candidate.holder, candidate.receiver)
+        ]:
             if not (late and transfer.can_complete and transfer.holder == name):
                 transfer.broken = True
             if transfer.receiver == name:
@@ -213,8 +215,8 @@ class WeightVersions(RuleBasedStateMachine):
     def assert_can_serve(self, holder: WorkerId, turn: LaneTurn, version: int) -> None:
         has = version in self.world.whole.get(holder, ())
         receives = any(
-            one.receiver == holder and one.fetch.weights.version == version and one.fetch.turn != turn
-            for one in self.world.moving
+            transfer.receiver == holder and transfer.fetch.weights.version == version and transfer.fetch.turn != turn
+            for transfer in self.world.moving
         )
         assert has or receives, f"{holder} neither holds nor receives version {version}"
 
@@ -226,9 +228,9 @@ class WeightVersions(RuleBasedStateMachine):
             return
         assert version in self.world.whole[worker], f"{worker} does not hold version {version}"
         serves = [
-            one.receiver
-            for one in self.versions.fetching.values()
-            if (one.holder, one.weights.version) == (worker, version)
+            fetch.receiver
+            for fetch in self.versions.fetching.values()
+            if (fetch.holder, fetch.weights.version) == (worker, version)
         ]
         assert not serves, f"{worker} serves version {version} to {serves}"
         assert max(self.world.whole[worker]) > version, f"{worker} has nothing newer than version {version}"
@@ -243,7 +245,7 @@ class WeightVersions(RuleBasedStateMachine):
     def idle(self) -> set[WorkerId]:
         """Live workers that have an older version and fetch nothing."""
         older = {name for name, newest in self.world.newest.items() if newest < self.newest_alive()}
-        return older - {one.receiver for one in self.versions.fetching.values()}
+        return older - {fetch.receiver for fetch in self.versions.fetching.values()}
 
     @invariant()
     def the_latest_version_is_whole_at_a_live_worker(self) -> None:
@@ -261,21 +263,21 @@ class WeightVersions(RuleBasedStateMachine):
         if not hasattr(self, "versions"):
             return
         for fetch in self.versions.fetching.values():
-            one, met = fetch.receiver, set[WorkerId]()
-            while (link := self.versions.fetching.get(one)) is not None and link.weights == fetch.weights:
-                assert one not in met, f"{sorted(met)} fetch in a circle"
-                met.add(one)
-                one = link.holder
-                if fetch.weights.version in self.world.whole.get(one, ()):
+            worker, met = fetch.receiver, set[WorkerId]()
+            while (link := self.versions.fetching.get(worker)) is not None and link.weights == fetch.weights:
+                assert worker not in met, f"{sorted(met)} fetch in a circle"
+                met.add(worker)
+                worker = link.holder
+                if fetch.weights.version in self.world.whole.get(worker, ()):
                     break
             else:
-                assert met & self.versions.orphaned, f"{fetch} leads to {one}, who does not have it"
+                assert met & self.versions.orphaned, f"{fetch} leads to {worker}, who does not have it"
 
     @invariant()
     def no_worker_holds_an_unneeded_version(self) -> None:
         if not hasattr(self, "versions"):
             return
-        wanted = {(one.holder, one.weights.version) for one in self.versions.fetching.values()}
+        wanted = {(fetch.holder, fetch.weights.version) for fetch in self.versions.fetching.values()}
         for worker, whole in self.world.whole.items():
             spare = [version for version in whole if version < max(whole) and (worker, version) not in wanted]
             assert not spare, f"{worker} still holds {spare} of {whole}"
@@ -288,7 +290,7 @@ class WeightVersions(RuleBasedStateMachine):
             self.time_passes()
             if not self.world.moving:
                 break
-            coming = [one for one in self.world.moving if one.can_complete]
+            coming = [transfer for transfer in self.world.moving if transfer.can_complete]
             if coming:
                 self.complete(coming[0])
             else:
@@ -311,8 +313,8 @@ def test_the_publisher_sends_one_copy_when_the_head_of_a_chain_fails() -> None:
     for name in NAMES[3:]:
         machine.join(name)
     machine.publish()
-    assert [one.holder for one in machine.world.moving] == [TRAINER, *NAMES[:4]]
+    assert [transfer.holder for transfer in machine.world.moving] == [TRAINER, *NAMES[:4]]
     machine.die(NAMES[0])
     while broken := [transfer for transfer in machine.world.moving if transfer.broken]:
         machine.fail_fetch(broken[0])
-    assert sorted(one.holder for one in machine.world.moving if not one.broken) == [*NAMES[1:4], TRAINER]
+    assert sorted(transfer.holder for transfer in machine.world.moving if not transfer.broken) == [*NAMES[1:4], TRAINER]

@@ -36,17 +36,17 @@ def test_deadlocks_are_the_largest_set_that_waits_only_for_itself(
         for subset in itertools.combinations(blocked, size)
         if all(graph[worker] <= set(subset) for worker in subset)
     ]
-    found = find_deadlocks(edges_of(graph), working)
-    assert {worker for deadlock in found for worker in deadlock} == set().union(*closed_sets)
-    for deadlock in found:
+    deadlocks = find_deadlocks(edges_of(graph), working)
+    assert {worker for deadlock in deadlocks for worker in deadlock} == set().union(*closed_sets)
+    for deadlock in deadlocks:
         assert all(graph[worker] <= set(deadlock) for worker in deadlock)
-    assert len({worker for deadlock in found for worker in deadlock}) == sum(map(len, found))
+    assert len({worker for deadlock in deadlocks for worker in deadlock}) == sum(map(len, deadlocks))
 
 
 @given(graphs, st.sampled_from(NAMES))
 def test_a_worker_that_begins_to_work_creates_no_deadlock(graph: dict[str, set[str]], worker: str) -> None:
-    before = {one for deadlock in find_deadlocks(edges_of(graph), ()) for one in deadlock}
-    after = {one for deadlock in find_deadlocks(edges_of(graph), (worker,)) for one in deadlock}
+    before = {member for deadlock in find_deadlocks(edges_of(graph), ()) for member in deadlock}
+    after = {member for deadlock in find_deadlocks(edges_of(graph), (worker,)) for member in deadlock}
     assert after <= before - {worker}
 
 

@@ -87,7 +87,7 @@ def test_some_fetches_are_caused_by_the_policy_and_not_by_admission() -> None:
             FetchCheckingCluster(Scenario(seed=seed, refresh=policy, rollouts=4, bound=2, steps=6)).run()
             for seed in range(4)
         ]
-        assert sum(one.by_policy for one in watched if isinstance(one, FetchCheckingCluster)) > 10
+        assert sum(cluster.by_policy for cluster in watched if isinstance(cluster, FetchCheckingCluster)) > 10
 
 
 @given(data=st.data(), versions=st.integers(1, 4))

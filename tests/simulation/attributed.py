@@ -67,7 +67,7 @@ class AttributedSimulation(ClusterSimulation):
         held = {lease.worker for lease in self.core.state.table.leases.values() if lease.stage != "train"}
         if self.core.state.requests.first(WorkerId(TRAINER)) is None and self.steps_begun:
             held.add(WorkerId(TRAINER))
-        for worker in [one for one in self._busy_since_s if one not in held]:
+        for worker in [busy for busy in self._busy_since_s if busy not in held]:
             since_s = self._busy_since_s.pop(worker)
             if self.now_s > since_s:
                 span = Interval("work", since_s, self.now_s, self.now_s - since_s)

@@ -303,7 +303,7 @@ class SimulatedCluster:
     def _send(self, receiver: WorkerId, message: m.Message) -> None:
         match message:
             case m.Grant():
-                turns: list[LaneTurn] = [one.turn for one in message.incoming]
+                turns: list[LaneTurn] = [incoming.turn for incoming in message.incoming]
             case m.SendSamples(turn) | m.ReceiveWeights(turn) | m.SendWeights(turn):
                 turns = [turn]
             case m.RendezvousKey():
@@ -374,7 +374,7 @@ class SimulatedCluster:
 
     def open_sources(self) -> list[Worker]:
         """The sources that may die: those whose role is not completed."""
-        return [] if self._finished else [one for name in self._sources if (one := self.workers[name]).alive]
+        return [] if self._finished else [source for name in self._sources if (source := self.workers[name]).alive]
 
     def _welcome_source(self) -> None:
         """A new source is sent the prompts that it must not offer: all in the ledger that are not unread."""
@@ -386,6 +386,8 @@ class SimulatedCluster:
     def _rejoin(self, dead: Worker) -> None:
         if dead.role == "source":  # a new source offers the evaluations again whose results it does not have
             self.shared.evaluations = {
-                group: one for group, one in self.shared.evaluations.items() if one.is_closed or one.source != dead.id
+                group: evaluation
+                for group, evaluation in self.shared.evaluations.items()
+                if evaluation.is_closed or evaluation.source != dead.id
             }
         self.workers[dead.id] = RejoiningWorker(dead.id, dead.role, self.shared)

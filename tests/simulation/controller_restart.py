@@ -81,14 +81,14 @@ class RejoiningWorker(Worker):
         self.expected.clear()
         self.relays.clear()
         self.kept = None
-        self.forms = {form: one for form, one in self.forms.items() if form[0] in self.weights}
+        self.forms = {form: held for form, held in self.forms.items() if form[0] in self.weights}
         self.outbox.append(WorkerConnected(worker=self.id, role=self.role, host="host", lanes=(), term=term))
         if self.role == "rollout":
             super().send(m.WeightsActivated(MODEL, self.applied))
         for message in [*self.resync.renewals(), *self.resync.repeated_messages(), *self.open_requests.values()]:
             super().send(message)
         is_trainer = self.role == "trainer"
-        weights = tuple(one for (_, base), one in self.forms.items() if base == NO_BASE or is_trainer)
+        weights = tuple(held for (_, base), held in self.forms.items() if base == NO_BASE or is_trainer)
         super().send(m.Inventory(self._inventory(), weights))
 
     def _inventory(self) -> tuple[Part, ...]:

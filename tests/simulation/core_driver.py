@@ -17,7 +17,7 @@ from tests.simulation.cluster import make_core
 from tests.simulation.scenario import MODEL, Scenario, leases_of, offered_lengths
 from tests.simulation.state_dump import snapshot
 
-SHARED: dict[int, Any] = {id(one): one for one in (NO_TENSORS, NO_NUMBERS, NOTHING_KEPT)}
+SHARED: dict[int, Any] = {id(shared): shared for shared in (NO_TENSORS, NO_NUMBERS, NOTHING_KEPT)}
 """The objects that a copy of a core shares with it."""
 
 

@@ -148,7 +148,7 @@ class DegradedRun(SimulatedCluster):
 
     def _active_workers(self) -> list[Worker]:
         able = [worker for worker in super()._active_workers() if worker.alive and self._may_act(worker)]
-        return [one for one in able if not self._waits_for_last_offers(one)]
+        return [worker for worker in able if not self._waits_for_last_offers(worker)]
 
     def _step_is_complete(self) -> bool:
         return self._may_act(self._ranks[0]) and not self._ranks[0].hung and super()._step_is_complete()

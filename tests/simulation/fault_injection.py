@@ -117,10 +117,12 @@ class FaultInjection:
             case "withdraw" if waiting := [worker for worker in workers if worker.pulling]:
                 rng.choice(waiting).withdraw()
                 return True
-            case "terminate" if len(left := [one for one in working if one.role == "rollout" and not one.leaving]) > 1:
+            case "terminate" if (
+                len(left := [peer for peer in working if peer.role == "rollout" and not peer.leaving]) > 1
+            ):
                 rng.choice(left).terminate()
                 return True
-            case "drain" if len(left := [one for one in working if self._may_drain(one)]) > 1:
+            case "drain" if len(left := [peer for peer in working if self._may_drain(peer)]) > 1:
                 self._drain(rng.choice(left))
                 return True
             case "break" if lanes := [

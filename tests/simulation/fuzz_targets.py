@@ -70,10 +70,10 @@ def conversation(seed: int) -> bytes:
 
 
 def parse_conversation(data: bytes) -> list[tuple[str, bytes]]:
-    found: list[tuple[str, bytes]] = []
+    messages: list[tuple[str, bytes]] = []
     at = 0
-    while at + 2 <= len(data) and len(found) < MOST_MESSAGES:
+    while at + 2 <= len(data) and len(messages) < MOST_MESSAGES:
         sender, size = data[at], data[at + 1]
-        found.append((SPEAKERS[sender % len(SPEAKERS)], data[at + 2 : at + 2 + size]))
+        messages.append((SPEAKERS[sender % len(SPEAKERS)], data[at + 2 : at + 2 + size]))
         at += 2 + size
-    return found
+    return messages

@@ -42,17 +42,17 @@ class ResumedRuns:
         """What the journals of earlier executions have, as the controller reads it."""
         assert self.run_dir is not None
         starts, passed = self.ledger.starts(), unpack(self.positions[-1].passed)
-        found = read_journals(
+        samples = read_journals(
             self.run_dir, starts, passed, lambda oldest: StrictLag(scenario.bound).may_train(starts[-1], oldest)
         )
-        self.discarded.update(found.discarded)
-        for one in found.kept:
-            written = self.journals[one.journal][SampleKey(one.epoch, one.prompt, one.member, 0)]
-            later = self.positions[int(one.journal.split("/")[1]) :]
+        self.discarded.update(samples.discarded)
+        for sample in samples.kept:
+            written = self.journals[sample.journal][SampleKey(sample.epoch, sample.prompt, sample.member, 0)]
+            later = self.positions[int(sample.journal.split("/")[1]) :]
             newest = min(position.step for position in later)
-            assert max(written.spans[::2]) <= newest, f"{one} has tokens of versions that are gone"
-            assert one.prompt not in passed.get(one.epoch, ()), f"{one} is of a prompt that is trained"
-        return found
+            assert max(written.spans[::2]) <= newest, f"{sample} has tokens of versions that are gone"
+            assert sample.prompt not in passed.get(sample.epoch, ()), f"{sample} is of a prompt that is trained"
+        return samples
 
     def write(self, journals: Journals) -> None:
         """Write the journals of an execution to disk."""
@@ -64,9 +64,9 @@ class ResumedRuns:
                 continue  # of an earlier execution
             path.parent.mkdir(parents=True)
             writer = RecordWriter(path, KIND)
-            for key, one in samples.items():
-                tokens = sum(one.spans[1::2])
-                part = SamplePart(*key, 0, 0, tokens, one.spans, one.is_complete, False, ())
+            for key, sample in samples.items():
+                tokens = sum(sample.spans[1::2])
+                part = SamplePart(*key, 0, 0, tokens, sample.spans, sample.is_complete, False, ())
                 writer.append(to_blob(part), [])
             writer.close()
             self.journals[f"{name}/0.journal"] = samples
@@ -119,4 +119,4 @@ def newest_checkpoint(cluster: SimulatedCluster) -> int:
         if isinstance(event, MessageReceived) and isinstance(event.message, m.CheckpointWritten)
     ]
     unconfirmed = {message.request for message in trainer.inbox if isinstance(message, m.Committed)}
-    return max((one.step for one in written if one.request not in unconfirmed), default=0)
+    return max((checkpoint.step for checkpoint in written if checkpoint.request not in unconfirmed), default=0)

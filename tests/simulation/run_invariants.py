@@ -76,10 +76,10 @@ def assert_filtered(cluster: SimulatedCluster) -> None:
     scenario = cluster.scenario
     tries, group_filter = scenario.filter_tries, scenario.group_filter
     numbers: dict[int, dict[str, float]] = defaultdict(dict)
-    for one in cluster.log:
-        if isinstance(one, Send) and isinstance(one.message, m.Grant):
-            for column in one.message.inline:
-                for number, value in zip(one.message.slots, column.values, strict=True):
+    for command in cluster.log:
+        if isinstance(command, Send) and isinstance(command.message, m.Grant):
+            for column in command.message.inline:
+                for number, value in zip(command.message.slots, column.values, strict=True):
                     numbers[number][column.column] = value
     filtered = Counter(record.step for record in cluster.records if record.reason.startswith("filtered: "))
     for closed in cluster.steps:
@@ -132,11 +132,13 @@ def assert_evaluated(cluster: SimulatedCluster) -> None:
             dropped.update(dict.fromkeys(sent.message.groups, sent.message.reason))
     can_fail = cluster.scenario.attempts <= cluster.scenario.losses
     assert all(why == LOST_VERSION or (can_fail and "failed:" in why) for why in dropped.values()), dropped
-    for group, one in cluster.shared.evaluations.items():
+    for group, evaluation in cluster.shared.evaluations.items():
         rows = cluster.shared.answers[group].values()
-        assert one.is_closed, f"the source waits for group {group}, of which there are {len(rows)} answers"
-        assert all(set(row.spans[::2]) == {one.version} for row in rows)
-        assert len(rows) == one.members or group in dropped, f"{len(rows)} of {one.members} answers to group {group}"
+        assert evaluation.is_closed, f"the source waits for group {group}, of which there are {len(rows)} answers"
+        assert all(set(row.spans[::2]) == {evaluation.version} for row in rows)
+        assert len(rows) == evaluation.members or group in dropped, (
+            f"{len(rows)} of {evaluation.members} answers to group {group}"
+        )
     newest = cluster.core.state.models.policy.newest
     sources = [worker for worker in cluster.workers.values() if worker.role == "source"]
     assert not [offer for source in sources for offer in source.offers.values() if offer.at_most <= newest]
@@ -149,8 +151,8 @@ def assert_generated_kept(cluster: SimulatedCluster) -> None:
     """No prompt of which a sample has been generated becomes unread because its source dies; other workers live."""
     prompt_of: dict[int, tuple[int, int]] = {}
     generated: set[tuple[int, int]] = set()
-    for one in cluster.log:
-        match one:
+    for command in cluster.log:
+        match command:
             case AppendReplay(GroupsOpened(flow="train") as opened):
                 for index, prompt in enumerate(opened.prompts):
                     first = opened.slot + index * opened.members

@@ -11,11 +11,11 @@ from flowrt.controller.core import Core
 def canonical(value: Any) -> Any:
     """The value with its sets sorted: two equal sets may iterate in different orders, depending on the hash seed."""
     if isinstance(value, AbstractSet):
-        return ("set", sorted(repr(canonical(one)) for one in value))
+        return ("set", sorted(repr(canonical(member)) for member in value))
     if isinstance(value, Mapping):
-        return [(canonical(key), canonical(one)) for key, one in value.items()]
+        return [(canonical(key), canonical(content)) for key, content in value.items()]
     if isinstance(value, list | tuple):
-        return [canonical(one) for one in value]
+        return [canonical(member) for member in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [
             (field.name, canonical(getattr(value, field.name))) for field in dataclasses.fields(value) if field.repr

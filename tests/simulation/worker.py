@@ -111,9 +111,9 @@ class Worker:
                     self.closed = self.closed or group < 0
                 elif group >= 0:
                     self.shared.evaluations[group] = Evaluation(self.id, offer.at_most, offer.members)
-                for one in offer.lengths if group >= 0 else ():
-                    for item, length in enumerate(one.lengths, group):
-                        self.have[one.column, item] = (length, -1)
+                for column in offer.lengths if group >= 0 else ():
+                    for item, length in enumerate(column.lengths, group):
+                        self.have[column.column, item] = (length, -1)
             case m.Rejected(request) if request in self.offers:
                 self._rejected(self.offers.pop(request), message.reason)
             case m.Rejected(request):
@@ -225,7 +225,7 @@ class Worker:
         for key, length in keys_of(grant.parts).items():
             known = key in self.coming or self.have.get(key, (-1,))[0] == length
             assert known, f"{self.id} was granted slots {grant.slots}, but {key} is neither present nor in flight"
-        columns = {one.column: one.values for one in grant.inline}
+        columns = {column.column: column.values for column in grant.inline}
         self.rewards.update(zip(grant.slots, columns.get("reward", ()), strict=False))
         rows = list(rows_of(grant, "train" if self.role == "trainer" else self.role))
         # The old lease of a slot that is granted again has ended.
@@ -417,8 +417,8 @@ class Worker:
         if not row.kept or self.shared.rng.random() < 0.1:
             return None
         journals = [self.shared.journals[name] for name in row.kept.splitlines()]
-        found = [journal[_key(row)] for journal in journals if _key(row) in journal]
-        kept = max(found, key=lambda one: (one.is_complete, sum(one.spans[1::2])), default=None)
+        candidates = [journal[_key(row)] for journal in journals if _key(row) in journal]
+        kept = max(candidates, key=lambda sample: (sample.is_complete, sum(sample.spans[1::2])), default=None)
         if kept is not None:
             self.shared.taken["complete" if kept.is_complete else "prefix"] += 1
         return kept

@@ -58,7 +58,7 @@ MEMORY_MANAGED = f"CR_Core_Memory\nDefMemPerNode={MEMORY_MB // 2}"
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 class Cluster:
@@ -149,14 +149,14 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """Daemons, steps and jobs of this cluster, identified by a variable in their environment."""
-        found = []
+        members = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(TOKEN) == str(self.directory) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    members.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
-        return found
+        return members
 
     def close(self) -> None:
         """End jobs, then daemons; kill what is left."""

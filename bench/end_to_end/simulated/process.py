@@ -47,11 +47,11 @@ async def control(run_dir: Path, spec: RunSpec) -> None:
 
 async def work(address: str, workers: list[str]) -> None:
     """Run the workers concurrently, each with a session of its own; write their errors."""
-    errors = await asyncio.gather(*(one(address, worker) for worker in workers))
+    errors = await asyncio.gather(*(run_worker(address, worker) for worker in workers))
     reply("; ".join(error for error in errors if error))
 
 
-async def one(address: str, worker: str) -> str:
+async def run_worker(address: str, worker: str) -> str:
     role = worker.split("-")[0]
     session = await connect(address, worker, role, JOIN_S)
     error = ""

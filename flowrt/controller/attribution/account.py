@@ -197,7 +197,7 @@ class TimeAccount:
 
     def role(self, worker: str) -> str:
         """The role of a worker that is in the run, or gone with time not attributed yet; empty for any other."""
-        lane = self._lanes.get(worker) or next((one for one in self._left if one.worker == worker), None)
+        lane = self._lanes.get(worker) or next((lane for lane in self._left if lane.worker == worker), None)
         return lane.role if lane else ""
 
     def add_spans(self, worker: str, spans: Iterable[Interval]) -> None:
@@ -214,10 +214,10 @@ class TimeAccount:
         """Add waits of any workers that have ended."""
         for wait in waits:
             lane = self._lanes.get(wait.worker)
-            lanes = [lane] if lane else [one for one in self._left if one.worker == wait.worker]
-            for one in lanes:
-                if wait.end_s > one.swept_s:
-                    one.waits.append(wait)
+            lanes = [lane] if lane else [lane for lane in self._left if lane.worker == wait.worker]
+            for affected in lanes:
+                if wait.end_s > affected.swept_s:
+                    affected.waits.append(wait)
 
     def note_report(self, worker: str, until_s: float) -> None:
         """Record that a worker has reported all its spans up to ``until_s``."""

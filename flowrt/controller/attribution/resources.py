@@ -40,17 +40,17 @@ class _Report(NamedTuple):
 
 def figures_of(use: ResourceUse) -> dict[str, float]:
     """The figures of one worker; without those that it does not know or have."""
-    found = {"processors": use.processors, "memory": use.memory}
+    figures = {"processors": use.processors, "memory": use.memory}
     if use.tokens >= 0 and use.seconds > 0:
-        found["tokens_per_s"] = use.tokens / use.seconds
+        figures["tokens_per_s"] = use.tokens / use.seconds
     if use.cache_size > 0:
-        found["cache"] = use.cache_tokens / use.cache_size
+        figures["cache"] = use.cache_tokens / use.cache_size
     if use.device_total > 0:
-        found |= {"device_allocated": use.device_allocated, "device_reserved": use.device_reserved}
-        found["device_total"] = use.device_total
+        figures |= {"device_allocated": use.device_allocated, "device_reserved": use.device_reserved}
+        figures["device_total"] = use.device_total
     if use.device_use >= 0:
-        found["device_use"] = use.device_use
-    return {name: value for name, value in found.items() if math.isfinite(value) and value >= 0}
+        figures["device_use"] = use.device_use
+    return {name: value for name, value in figures.items() if math.isfinite(value) and value >= 0}
 
 
 class ResourceAccount:
@@ -88,7 +88,7 @@ class ResourceAccount:
         return {**line, "from_s": round(line["from_s"] - origin_s, 3), "to_s": round(line["to_s"] - origin_s, 3)}
 
     def _end_window(self, now: float) -> None:
-        self._reports = {worker: one for worker, one in self._reports.items() if now - one.at_s <= HOLD_S}
+        self._reports = {worker: report for worker, report in self._reports.items() if now - report.at_s <= HOLD_S}
         if self._reports:
             self.latest = _line(self._reports, self._from_s, now)
             self._pending = self.latest if self._pending is None else merged_use((self._pending, self.latest))
@@ -113,7 +113,7 @@ def _line(reports: Mapping[str, _Report], from_s: float, to_s: float) -> Line:
         if "tokens_per_s" in figures:
             roles[role]["tokens_per_s"] = _short(sum(figures["tokens_per_s"]))
     worst = {
-        name: _worst(name, ((w, one.figures[name]) for w, one in reports.items() if name in one.figures))
+        name: _worst(name, ((w, report.figures[name]) for w, report in reports.items() if name in report.figures))
         for name in WORST_IS_LEAST
     }
     return {"from_s": from_s, "to_s": to_s, "roles": roles, "worst": {name: of for name, of in worst.items() if of}}
@@ -121,37 +121,37 @@ def _line(reports: Mapping[str, _Report], from_s: float, to_s: float) -> Line:
 
 def _worst(name: str, values: Iterable[tuple[str, float]]) -> list[list[Any]]:
     sign = 1 if WORST_IS_LEAST[name] else -1
-    first = sorted(values, key=lambda one: (sign * one[1], one[0]))[:MAX_WORST]
+    first = sorted(values, key=lambda pair: (sign * pair[1], pair[0]))[:MAX_WORST]
     return [[worker, _short(value)] for worker, value in first]
 
 
 def merged_use(lines: Iterable[Line]) -> Line:
     """The numbers of consecutive lines as one: least, largest and worst over all of them, medians and rates as means
     over time, counts as the largest."""
-    found = list(lines)
+    all_lines = list(lines)
     roles: dict[str, Line] = {}
-    for role in sorted({role for line in found for role in line["roles"]}):
-        of = [(line["to_s"] - line["from_s"], line["roles"][role]) for line in found if role in line["roles"]]
+    for role in sorted({role for line in all_lines for role in line["roles"]}):
+        of = [(line["to_s"] - line["from_s"], line["roles"][role]) for line in all_lines if role in line["roles"]]
         figures: dict[str, list[tuple[float, list[float]]]] = {}
-        for seconds, one in of:
-            for name, values in one["figures"].items():
+        for seconds, use in of:
+            for name, values in use["figures"].items():
                 figures.setdefault(name, []).append((seconds, values))
         roles[role] = {
-            "workers": max(one["workers"] for _, one in of),
-            "devices": max(one["devices"] for _, one in of),
+            "workers": max(use["workers"] for _, use in of),
+            "devices": max(use["devices"] for _, use in of),
             "figures": {name: _merged_figure(values) for name, values in figures.items()},
         }
-        if rates := [(seconds, one["tokens_per_s"]) for seconds, one in of if "tokens_per_s" in one]:
+        if rates := [(seconds, use["tokens_per_s"]) for seconds, use in of if "tokens_per_s" in use]:
             roles[role]["tokens_per_s"] = _mean(rates)
     worst: dict[str, list[list[Any]]] = {}
     for name, is_least in WORST_IS_LEAST.items():
         extremes: dict[str, float] = {}
-        for worker, value in (pair for line in found for pair in line["worst"].get(name, ())):
+        for worker, value in (pair for line in all_lines for pair in line["worst"].get(name, ())):
             before = extremes.get(worker, value)
             extremes[worker] = min(before, value) if is_least else max(before, value)
         if extremes:
             worst[name] = _worst(name, extremes.items())
-    return {"from_s": found[0]["from_s"], "to_s": found[-1]["to_s"], "roles": roles, "worst": worst}
+    return {"from_s": all_lines[0]["from_s"], "to_s": all_lines[-1]["to_s"], "roles": roles, "worst": worst}
 
 
 def _merged_figure(values: list[tuple[float, list[float]]]) -> list[float]:

@@ -127,15 +127,15 @@ class WaitLog:
 
     def _changed(self, find: "Classifier", requests: ParkedRequests) -> list[WorkerId]:
         """The waiting workers whose reasons may differ from the recorded ones."""
-        found: dict[WorkerId, None] = {}
+        changed: dict[WorkerId, None] = {}
         known = self._open
         for stage, workers in requests.waiting_pullers():
             shared = find.shared(stage)
             for worker in workers:
                 before = known.get(worker)
                 if before is None or before.reason != (shared or find.of_version(worker)):
-                    found[worker] = None
-        return [*found, *requests.waiting_offerers()]
+                    changed[worker] = None
+        return [*changed, *requests.waiting_offerers()]
 
     # ---- what the server reads
 
@@ -147,7 +147,7 @@ class WaitLog:
 
     def open_waits(self, now: float) -> list[WaitInterval]:
         """The waits in progress at ``now``, with that as their end."""
-        return [WaitInterval(worker, *one.reason, one.start_s, now) for worker, one in self._open.items()]
+        return [WaitInterval(worker, *wait.reason, wait.start_s, now) for worker, wait in self._open.items()]
 
     def _end(self, worker: WorkerId, now: float) -> None:
         ended = self._open.pop(worker, None)
@@ -210,11 +210,11 @@ class Classifier:
             return Cause.SAMPLES, self._missing_root()
         if self._state.table.stages[stage].generates and self._state.table.count_ready(stage):
             return None
-        found = self._stages.get(stage)
-        if found is None:
+        reason = self._stages.get(stage)
+        if reason is None:
             self._stages[stage] = Cause.SAMPLES, ""  # where stages need each other in a cycle
-            found = self._stages[stage] = self._of_empty_stage(stage)
-        return found
+            reason = self._stages[stage] = self._of_empty_stage(stage)
+        return reason
 
     def of_version(self, worker: WorkerId) -> Reason:
         """The reason of a worker's pull of a generating stage, of whose ready slots it may start none."""
@@ -249,7 +249,7 @@ class Classifier:
             if root := self._leased(maker):
                 return Cause.SAMPLES, root
         for maker in makers:
-            parked = [one for one in self._state.requests.pullers[maker] if self._state.requests.first(one)]
+            parked = [worker for worker in self._state.requests.pullers[maker] if self._state.requests.first(worker)]
             if not parked:
                 return Cause.SAMPLES, self._at_work(maker)
             return self._of_stage(parked[0], maker)
@@ -282,7 +282,7 @@ class Classifier:
     def _at_work(self, stage: str) -> str:
         """The first worker that has pulled the stage and has no parked request; empty if there is none."""
         requests = self._state.requests
-        return next((one for one in requests.pullers.get(stage, ()) if requests.first(one) is None), "")
+        return next((worker for worker in requests.pullers.get(stage, ()) if requests.first(worker) is None), "")
 
     def _missing_root(self) -> str:
         """The worker that delays the oldest group which is not ready to be trained."""
@@ -296,7 +296,10 @@ class Classifier:
             table = self._state.table
             ready = table.ready_groups.get(self._env.flow.train_stage, ())
             oldest = islice(self._state.window.waiting, MAX_SEARCHED)
-            self._found = [table.groups[one] for one in islice((one for one in oldest if one not in ready), MAX_GROUPS)]
+            self._found = [
+                table.groups[group_id]
+                for group_id in islice((group_id for group_id in oldest if group_id not in ready), MAX_GROUPS)
+            ]
         return self._found
 
     def _group_root(self, group: Group) -> str:

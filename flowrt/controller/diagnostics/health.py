@@ -48,7 +48,7 @@ class Health:
         """
         if step < 1:
             return ""
-        worker, what, since_s = min(waits, key=lambda one: one[2], default=("", "", now))
+        worker, what, since_s = min(waits, key=lambda wait: wait[2], default=("", "", now))
         oldest_s = now - since_s
         usual_s = median(self._looks) if len(self._looks) >= MIN_LOOKS else None
         self._looks.append(oldest_s)
@@ -82,19 +82,19 @@ class Health:
             history: results of all evaluations, by (data set, version).
             step: the step in training.
         """
-        results = [line for (of, _), line in sorted(history.items(), key=lambda one: one[0][1]) if of == name]
+        results = [line for (of, _), line in sorted(history.items(), key=lambda entry: entry[0][1]) if of == name]
         key = next((key for key in (results[-1] if results else ()) if key.startswith(MEAN) and ERROR not in key), "")
-        found = [
+        means = [
             (line[key], line.get(f"{key}{ERROR}", 0.0), line.get("version", 0))
             for line in results
             if isinstance(line.get(key), int | float)
         ]
-        if len(found) < 3:
+        if len(means) < 3:
             return ""
-        best, best_error, best_version = max(found[:-2])
-        if any(best - value <= ERRORS * (best_error**2 + error**2) ** 0.5 for value, error, _ in found[-2:]):
+        best, best_error, best_version = max(means[:-2])
+        if any(best - value <= ERRORS * (best_error**2 + error**2) ** 0.5 for value, error, _ in means[-2:]):
             return ""
-        last, _, version = found[-1]
+        last, _, version = means[-1]
         return self._once(
             f"evaluation {name}",
             step,

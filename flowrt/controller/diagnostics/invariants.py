@@ -202,7 +202,7 @@ def _check_versions(versions: VersionTable, membership: Membership, over: bool) 
     assert latest == max(whole, default=0), f"latest of {model} is {latest}, but {sorted(whole)} are held whole"
     assert latest <= newest, f"latest of {model} is {latest}, but {newest} is the newest that was published"
     assert not latest or latest in versions.published, f"version {latest} of {model} was not published"
-    behind = {who for who, one in versions.receivers.items() if one.staged < latest} - set(versions.fetching)
+    behind = {who for who, receiver in versions.receivers.items() if receiver.staged < latest} - set(versions.fetching)
     assert set(versions.behind) == behind, f"{sorted(versions.behind)} count as behind, {sorted(behind)} are"
     applying = Counter(receiver.applied for receiver in versions.receivers.values())
     assert versions.applying == applying, f"receivers by version of {model} are {applying}, not {versions.applying}"
@@ -217,7 +217,7 @@ def _check_versions(versions: VersionTable, membership: Membership, over: bool) 
     for fetch in versions.fetching.values():
         served = versions.serving[fetch.holder, fetch.weights.version]
         assert served, f"{fetch.holder} serves {fetch.receiver}, but is not counted as serving"
-    gone = [] if over else [one for one in {*versions.held, *versions.receivers} if one not in membership]
+    gone = [] if over else [worker for worker in {*versions.held, *versions.receivers} if worker not in membership]
     assert not gone, f"{gone} hold or use versions of {model}, but are no members"
 
 
@@ -276,9 +276,11 @@ def _check_window(state: State, env: Environment) -> None:
     leases = [lease for lease in table.leases.values() if lease.stage == train_stage]
     leased = {slot.group.id for lease in leases for slot in lease.slots.values()}
     assert leased == taken, f"groups {sorted(leased ^ taken)} are leased to trainers or taken, but not both"
-    for one, oldest in window.oldest_versions.items():
-        group = table.groups[one]
-        assert one in table.regenerated or oldest == group.oldest_version(), f"group {one} has another oldest version"
+    for group_id, oldest in window.oldest_versions.items():
+        group = table.groups[group_id]
+        assert group_id in table.regenerated or oldest == group.oldest_version(), (
+            f"group {group_id} has another oldest version"
+        )
     assert window.oldest_versions.keys() == waiting, "not every waiting group has a version in the window, or another"
     for group in window.taken.values():
         assert all(train_stage in slot.leases for slot in group.slots), f"group {group.id} is leased in part"

@@ -50,7 +50,7 @@ def status(
     states: dict[str, dict[str, int]] = {}
     for (role, name), count in graph.counts.items():
         states.setdefault(role, {})[name] = count
-    found = {
+    content = {
         "step": state.window.step,
         "steps": state.window.steps,
         "live_groups": state.window.live,
@@ -64,7 +64,7 @@ def status(
         "drained": sorted(state.membership.drained),
         "waits": [(edge.who, edge.what, round(edge.age_s, 1)) for edge in graph.requests],
         "graph": graph.as_json(),
-        "guards": {"firing": state.guards.firing[:MAX_LOGGED], "log": [list(one) for one in state.guards.log]},
+        "guards": {"firing": state.guards.firing[:MAX_LOGGED], "log": [list(entry) for entry in state.guards.log]},
         "latest": dict(latest),
         "numbers": dict(numbers),
         "evaluated": {name: dict(line) for name, line in (evaluated or {}).items()},
@@ -74,20 +74,24 @@ def status(
         "others": sum(graph.counts.values()) - len(listed),
     }
     if brief:
-        found |= {name: _first(found[name], count) for name, count in MOST_BRIEF.items()}
-    return found
+        content |= {name: _first(content[name], count) for name, count in MOST_BRIEF.items()}
+    return content
 
 
-def brief_text(found: Mapping[str, Any]) -> str:
+def brief_text(content: Mapping[str, Any]) -> str:
     """A brief status as JSON. Above 40 KB, fewer entries of its tables are listed until it fits or none is left."""
-    text = json.dumps(found)
+    text = json.dumps(content)
     most = MAX_WORKERS
     while len(text) > MAX_BRIEF_BYTES and most:
         most = most * 7 // 8 * MAX_BRIEF_BYTES // len(text)
-        graph = {**found["graph"], "workers": found["graph"]["workers"][:most], "waits": found["graph"]["waits"][:most]}
-        cut = {name: _first(found[name], most) for name in ("workers", "versions", "waits", *MOST_BRIEF)}
-        others = found["others"] + len(found["workers"]) - len(cut["workers"])
-        text = json.dumps({**found, **cut, "graph": graph, "others": others})
+        graph = {
+            **content["graph"],
+            "workers": content["graph"]["workers"][:most],
+            "waits": content["graph"]["waits"][:most],
+        }
+        cut = {name: _first(content[name], most) for name in ("workers", "versions", "waits", *MOST_BRIEF)}
+        others = content["others"] + len(content["workers"]) - len(cut["workers"])
+        text = json.dumps({**content, **cut, "graph": graph, "others": others})
     return text
 
 
@@ -103,6 +107,6 @@ def followed(core: Core, names: Collection[str]) -> dict[str, list[str]]:
     }
 
 
-def _first(found: Any, count: int) -> Any:
+def _first(entries: Any, count: int) -> Any:
     """The first entries of a table or list."""
-    return dict(islice(found.items(), count)) if isinstance(found, dict) else found[:count]
+    return dict(islice(entries.items(), count)) if isinstance(entries, dict) else entries[:count]

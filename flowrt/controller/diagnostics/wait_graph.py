@@ -232,8 +232,8 @@ class WaitGraphBuilder:
         Empty if all that is in flight is ready for stages that no connected worker has ever pulled.
         """
         if stage not in self._upstream_of:
-            found, unpulled = self._search_upstream(stage)
-            workers = found if found or unpulled else self._state.requests.offerers
+            upstream, unpulled = self._search_upstream(stage)
+            workers = upstream if upstream or unpulled else self._state.requests.offerers
             self._upstream_of[stage] = tuple(workers)
         return self._upstream_of[stage]
 
@@ -245,7 +245,7 @@ class WaitGraphBuilder:
 
     def _searched(self, stage: str) -> tuple[dict[WorkerId, None], list[str]]:
         table = self._state.table
-        found: dict[WorkerId, None] = {}
+        upstream: dict[WorkerId, None] = {}
         pending = [stage]
         seen = {stage}
         unpulled: list[str] = []
@@ -256,14 +256,14 @@ class WaitGraphBuilder:
                     continue
                 seen.add(maker)
                 if maker in self._holders:
-                    found |= dict.fromkeys(self._holders[maker])
+                    upstream |= dict.fromkeys(self._holders[maker])
                 elif table.count_ready(maker):
-                    found |= dict.fromkeys(self._state.requests.pullers[maker])
+                    upstream |= dict.fromkeys(self._state.requests.pullers[maker])
                     if not self._state.requests.pullers[maker]:
                         unpulled.append(maker)
                 else:
                     pending.append(maker)
-        return found, unpulled
+        return upstream, unpulled
 
     def _workers_of(self, stage: str) -> tuple[WorkerId, ...]:
         """The workers that hold leases of a stage; if there are none, those that have pulled it."""
@@ -275,7 +275,7 @@ class WaitGraphBuilder:
 
     def requests(self, request_timeout_s: float) -> list[Edge]:
         """The oldest parked requests, at most `MAX_WAITS`."""
-        return [self._edge(one, request_timeout_s) for one in self._state.requests.oldest(MAX_WAITS)]
+        return [self._edge(request, request_timeout_s) for request in self._state.requests.oldest(MAX_WAITS)]
 
     def fetches(self) -> list[Edge]:
         """The weight transfers in flight, at most `MAX_WAITS` of each model."""
@@ -316,11 +316,11 @@ class WaitGraphBuilder:
         )
 
     def _fetches(self, versions: VersionTable) -> list[Edge]:
-        found = []
+        edges = []
         for worker, fetch in islice(versions.fetching.items(), MAX_WAITS):
             what = f"version {fetch.weights.version} of {versions.model}"
             since_s = self._state.models.ordered_s(versions.model, worker)
-            found.append(
+            edges.append(
                 Edge(
                     who=worker,
                     what=what,
@@ -330,7 +330,7 @@ class WaitGraphBuilder:
                     blocks=False,
                 )
             )
-        return found
+        return edges
 
     def worker_states(self, members: Sequence[Member], waiting: Collection[str]) -> list[WorkerState]:
         """The state and the leases of each of these workers."""
@@ -357,27 +357,27 @@ class WaitGraphBuilder:
         """Number of workers by role and state."""
         membership = self._state.membership
         finished = membership.finished()
-        found: dict[tuple[str, str], int] = {}
+        counts: dict[tuple[str, str], int] = {}
         for role, left in membership.of_role().items():
             if role == OBSERVER:
                 continue
             for is_in, state in ((self.at_work, AT_WORK), (waiting, WAITING), (finished, FINISHED), (left, IDLE)):
                 if chosen := left.intersection(is_in):
-                    found[role, state] = len(chosen)
+                    counts[role, state] = len(chosen)
                     left -= chosen
-        return found
+        return counts
 
     def listed(self, first: Collection[str], alarming: Collection[str]) -> list[Member]:
         """At most `MAX_WORKERS` members: those of ``first``, those of ``alarming``, then others; without observers."""
         membership = self._state.membership
-        found: dict[WorkerId, Member] = {}
-        named = (membership.find(WorkerId(one)) for one in (*sorted(first), *sorted(alarming)))
-        for member in chain((one for one in named if one is not None), membership.members()):
-            if len(found) == MAX_WORKERS:
+        members: dict[WorkerId, Member] = {}
+        named = (membership.find(WorkerId(name)) for name in (*sorted(first), *sorted(alarming)))
+        for member in chain((member for member in named if member is not None), membership.members()):
+            if len(members) == MAX_WORKERS:
                 break
             if member.role != OBSERVER:
-                found[member.id] = member
-        return list(found.values())
+                members[member.id] = member
+        return list(members.values())
 
     def state_of(self, member: Member, waiting: Collection[str]) -> str:
         """The state of a worker: `AT_WORK`, `WAITING`, `FINISHED` or `IDLE`."""

@@ -138,20 +138,20 @@ def compared(unscored: Sequence[float]) -> list[int]:
 
     ``unscored`` is 1 for each sample to which none applies. The only sample of a group of one needs no other.
     """
-    places = [place for place, one in enumerate(unscored) if not one]
+    places = [place for place, flag in enumerate(unscored) if not flag]
     return [] if len(places) == 1 < len(unscored) else places
 
 
 def mean_reward(group: Group) -> float | None:
     """The mean of `rewards`; None if there are none."""
-    found = rewards(group)
-    return sum(found) / len(found) if found else None
+    group_rewards = rewards(group)
+    return sum(group_rewards) / len(group_rewards) if group_rewards else None
 
 
 def has_equal_rewards(group: Group) -> bool:
     """Whether the group has `rewards`, and these are equal."""
-    found = rewards(group)
-    return bool(found) and min(found) == max(found)
+    group_rewards = rewards(group)
+    return bool(group_rewards) and min(group_rewards) == max(group_rewards)
 
 
 def zero_variance_groups(groups: Iterable[Group]) -> int:

@@ -83,17 +83,17 @@ def karmarkar_karp(weights: Sequence[int], ways: int) -> list[list[int]]:
     heapq.heapify(heap)
     age = len(heap)
     while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
+        _, _, first = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
-        parts = [_merge(heavy, light) for heavy, light in zip(one, reversed(other), strict=True)]
+        parts = [_merge(heavy, light) for heavy, light in zip(first, reversed(other), strict=True)]
         parts.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], age, parts))
         age += 1
     return [sorted(indices) for _, indices in heap[0][2]]
 
 
-def _merge(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> tuple[int, list[int]]:
+def _merge(part: tuple[int, list[int]], other: tuple[int, list[int]]) -> tuple[int, list[int]]:
     """The sum and the indices of two parts; appends the shorter list to the longer one, for speed."""
-    longer, shorter = sorted((one[1], other[1]), key=len, reverse=True)
+    longer, shorter = sorted((part[1], other[1]), key=len, reverse=True)
     longer.extend(shorter)
-    return one[0] + other[0], longer
+    return part[0] + other[0], longer

@@ -402,7 +402,7 @@ class Server:
             # It replaces a source that died while no controller was there. Prompts that only the dead source could send
             # become unread when recovery is over, and this source has to offer them: its welcome waits until then.
             self._admit(peer, hello, source)
-            self._awaiting_welcome = [*(one for one in self._awaiting_welcome if one != worker), worker]
+            self._awaiting_welcome = [*(other for other in self._awaiting_welcome if other != worker), worker]
             self._join(worker, hello)
             return
         try:
@@ -655,7 +655,7 @@ class Server:
 
     def status(self, *, brief: bool = False) -> dict[str, Any]:
         """The content of a Status message: progress, workers, and wait-for graph; ``brief``: parts of bounded size."""
-        found = status(
+        content = status(
             core=self._core,
             now=self._clock.now(),
             request_timeout_s=self._welcome.request_timeout_s,
@@ -670,5 +670,5 @@ class Server:
             "resources": self.times.resources,
             "unjoined": dict(pair for follow in self._followed.values() for pair in follow.unjoined),
         }
-        found["guards"]["log"] += [list(one) for one in self._health.log]
-        return found
+        content["guards"]["log"] += [list(entry) for entry in self._health.log]
+        return content

@@ -119,7 +119,9 @@ class ReportedResults:
 
     def add(self, message: Evaluated, step: int) -> None:
         """Note a message of a source; those on versions before ``step`` are dropped, since no trainer resumes there."""
-        self._messages = {key: one for key, one in self._messages.items() if not one.name or one.version >= step}
+        self._messages = {
+            key: earlier for key, earlier in self._messages.items() if not earlier.name or earlier.version >= step
+        }
         self._messages[message.name, message.version] = message
 
     def __iter__(self) -> Iterator[Evaluated]:

@@ -201,7 +201,7 @@ class ReplayedSamples:
             if slot is None:
                 continue  # its group is closed; the entry remains because of another group
             slot.done |= bit
-            slot.inline = {**slot.inline, **{one.column: one.values[row] for one in entry.inline}}
+            slot.inline = {**slot.inline, **{inline.column: inline.values[row] for inline in entry.inline}}
             for part in entry.parts:
                 slot.keep(part.column, ColumnLocation(part.lengths[row], set()))
                 self.claims[part.column, slot_id] = {worker}

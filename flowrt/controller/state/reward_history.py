@@ -40,12 +40,12 @@ class RewardHistory:
         """Add the outcomes of earlier controllers; ``step`` is the step in training."""
         if self._length:
             known = list(outcomes)
-            self._count_in([one for one in known if one.step < step])
-            self._in_training = [one for one in known if one.step >= step]
+            self._count_in([outcome for outcome in known if outcome.step < step])
+            self._in_training = [outcome for outcome in known if outcome.step >= step]
 
     def rewards(self, prompt: int) -> Sequence[float]:
         """Mean rewards of the prompt's last groups, oldest first."""
-        return [one.reward for one in self._of.get(prompt, ())]
+        return [outcome.reward for outcome in self._of.get(prompt, ())]
 
     def _count_in(self, outcomes: Iterable[Outcome]) -> None:
         new: dict[int, list[Outcome]] = defaultdict(list)

@@ -508,7 +508,7 @@ class SampleTable:
         group = slot.group
         if stage.flow not in ("", group.flow):
             return
-        if all(self.is_ready(one, stage) for one in (group.slots if stage.whole_groups else (slot,))):
+        if all(self.is_ready(member, stage) for member in (group.slots if stage.whole_groups else (slot,))):
             self._enqueue(stage, (group,), (slot,))
 
     def is_ready(self, slot: Slot, stage: Stage) -> bool:

@@ -66,7 +66,7 @@ class Kept:
 
     def after(self, journal: str, version: int) -> "Kept":
         """This, and what another worker may have written of the sample, which it generated with this version."""
-        others = [one for one in self.journals if one != journal]
+        others = [other for other in self.journals if other != journal]
         return Kept((journal, *others)[:MAX_JOURNALS], min(self.oldest, version))
 
 
@@ -167,7 +167,7 @@ class Slot:
         """Remove a column; returns its location if it was a tensor."""
         self.inline = {name: value for name, value in self.inline.items() if name != column}
         held = self.tensors.get(column)
-        self.tensors = {name: one for name, one in self.tensors.items() if name != column}
+        self.tensors = {name: location for name, location in self.tensors.items() if name != column}
         return held
 
     @property
@@ -177,7 +177,7 @@ class Slot:
 
     def note_kept(self, kept: Kept | None) -> None:
         """Replace what a journal has of this sample; None: nothing that can be used."""
-        others = {member: one for member, one in self.group.kept.items() if member != self.member}
+        others = {member: other for member, other in self.group.kept.items() if member != self.member}
         self.group.kept = others if kept is None else {**others, self.member: kept}
 
     def holding(self, column: str) -> ColumnLocation | None:
@@ -210,16 +210,17 @@ def new_groups(
     slot_ids = cast(Sequence[SlotId], range(slot_id, slot_id + rows))
     # Hot path: with keywords, creating a group takes three times as long.
     groups = [
-        Group(one, flow, prompt, epoch, at_least, at_most, source)
-        for one, prompt in zip(group_ids, prompts, strict=True)
+        Group(number, flow, prompt, epoch, at_least, at_most, source)
+        for number, prompt in zip(group_ids, prompts, strict=True)
     ]
     if members == 1:  # as in a stream
-        slots = [Slot(one, group, 0) for one, group in zip(slot_ids, groups, strict=True)]
+        slots = [Slot(number, group, 0) for number, group in zip(slot_ids, groups, strict=True)]
         for group, slot in zip(groups, slots, strict=True):
             group.slots = [slot]
         return groups, slots
     slots = [
-        Slot(one, group, member) for one, (group, member) in zip(slot_ids, product(groups, range(members)), strict=True)
+        Slot(number, group, member)
+        for number, (group, member) in zip(slot_ids, product(groups, range(members)), strict=True)
     ]
     for group, start in zip(groups, range(0, rows, members), strict=True):
         group.slots = slots[start : start + members]

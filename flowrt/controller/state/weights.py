@@ -131,10 +131,10 @@ class VersionTable:
     def regain(self, worker: WorkerId, held: Sequence[Weights]) -> None:
         """Add the versions that a rejoined worker holds; one that never said which it uses may be the publisher."""
         for weights in held:
-            forms = {one.base: one for one in (*self.published.get(weights.version, ()), weights)}
+            forms = {form.base: form for form in (*self.published.get(weights.version, ()), weights)}
             self.published[weights.version] = tuple(forms[base] for base in sorted(forms))
             self._hold(worker, weights.version, weights.base)
-        newest = max((one.version for one in held if one.base == NO_BASE), default=0)
+        newest = max((weights.version for weights in held if weights.base == NO_BASE), default=0)
         self.newest = max(self.newest, newest)
         self.is_changed = True
         if (receiver := self.receivers.get(worker)) is None:
@@ -513,9 +513,9 @@ class VersionTable:
             return False
         self.pin = None
         if version is not None:
-            found = [receiver for receiver in self.receivers.values() if receiver.worker not in leaving]
-            if found:
-                self.pin = Pin(min(found, key=lambda one: self._pin_order(one, version)).worker, version)
+            staying = [receiver for receiver in self.receivers.values() if receiver.worker not in leaving]
+            if staying:
+                self.pin = Pin(min(staying, key=lambda receiver: self._pin_order(receiver, version)).worker, version)
         if self.pin != pin:
             self.is_changed = True
         return self.pin != pin
@@ -598,9 +598,9 @@ class VersionTable:
             newest = max((version for version, _ in self.held.get(worker, ())), default=0)
             kept = self.kept if worker == self.publisher else ()
             for form in [
-                one
-                for one in self.held.get(worker, ())
-                if one[0] < newest and not self.serving[worker, one[0]] and one[0] not in kept
+                form
+                for form in self.held.get(worker, ())
+                if form[0] < newest and not self.serving[worker, form[0]] and form[0] not in kept
             ]:
                 self.held[worker].remove(form)
                 self._drop_form(worker, form)
@@ -632,10 +632,10 @@ class Models:
 
     def named(self, worker: WorkerId, model: str) -> VersionTable:
         """The versions of a model that the worker names. Raises RemoteProtocolError if there is none."""
-        found = self.of.get(model)
-        if found is None:
+        versions = self.of.get(model)
+        if versions is None:
             raise RemoteProtocolError(f"{worker} speaks of model {model!r}; this run has {sorted(self.of)}")
-        return found
+        return versions
 
     def note_order(self, fetch: Fetching, turn: LaneTurn, now: float) -> None:
         """Record the order to a receiver to fetch in this turn."""

@@ -157,7 +157,7 @@ def _thinned(lines: Sequence[bytes], wanted: int) -> list[bytes]:
 
 def _kind(line: bytes) -> str:
     try:
-        found = json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return ""
-    return str(found.get("kind", "")) if isinstance(found, Mapping) else ""
+    return str(event.get("kind", "")) if isinstance(event, Mapping) else ""

@@ -242,11 +242,11 @@ def last_step(path: Path) -> int | None:
         with closing(open_read_only(path)) as database:
             if is_empty(database):
                 return None
-            found = [step for (step,) in database.execute(LAST_STEP)]
-            found += [step for _, _, _, state, step, *_ in read_pending(database).records if state == "trained"]
+            steps = [step for (step,) in database.execute(LAST_STEP)]
+            steps += [step for _, _, _, state, step, *_ in read_pending(database).records if state == "trained"]
     except (sqlite3.Error, FlowError) as error:
         raise FlowError(f"ledger {path} cannot be read: {error}; {_IF_DAMAGED}") from error
-    return max(found, default=None)
+    return max(steps, default=None)
 
 
 def wal_path(path: Path) -> Path:
@@ -257,7 +257,7 @@ def wal_path(path: Path) -> Path:
 def ledger_bytes(run_dir: Path) -> int:
     """Size of the ledger and its write-ahead log; 0 if there is none."""
     path = run_dir / LEDGER
-    return sum(one.stat().st_size for one in (path, wal_path(path)) if one.exists())
+    return sum(file.stat().st_size for file in (path, wal_path(path)) if file.exists())
 
 
 def wal_corruption(path: Path) -> str:

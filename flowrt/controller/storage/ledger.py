@@ -408,10 +408,10 @@ class Ledger:
         if damage := self._integrity.damage:
             raise FlowError(damage)
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != self._file:
+            status = None
+        if status is None or (status.st_dev, status.st_ino) != self._file:
             raise FlowError(
                 f"ledger {self._path} was removed or replaced during the run; its content is lost: start in another "
                 "run directory"

@@ -44,8 +44,8 @@ def add_states(db: sqlite3.Connection, records: Sequence[Record]) -> None:
         word, bit = divmod(prompt, WORD_BITS)
         key = epoch, word
         if key not in before:
-            found: _Words | None = db.execute(_READ, key).fetchone()
-            before[key] = after[key] = found or (0, 0, 0, 0, 0)
+            row: _Words | None = db.execute(_READ, key).fetchone()
+            before[key] = after[key] = row or (0, 0, 0, 0, 0)
         after[key] = _with_state(after[key], 1 << bit, state)
     db.executemany(_WRITE, [(*key, *words) for key, words in after.items() if words != before[key]])
 

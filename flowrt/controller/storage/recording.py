@@ -213,7 +213,7 @@ class _SegmentWriter:
                 kinds=list(map(event_kind, events)),
                 workers=senders,
                 times=list(times),
-                data=[packed or event_data(one) for packed, one in zip(data, events, strict=True)],
+                data=[packed or event_data(event) for packed, event in zip(data, events, strict=True)],
                 counts=list(map(len, commands)),
             )
         )

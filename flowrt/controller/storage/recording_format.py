@@ -95,7 +95,11 @@ _ENTRIES: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUnd
 _ORDERS: tuple[type[Order], ...] = (WorkerDrained, RunPreempted)
 _REPORT = TAGS[Report]
 _OMITTED = {"spans": (), "resources": b""}
-_UNRECORDED = {1 + at: _OMITTED[one.name] for at, one in enumerate(fields(Report)) if one.name in _OMITTED}
+_UNRECORDED = {
+    1 + at: _OMITTED[report_field.name]
+    for at, report_field in enumerate(fields(Report))
+    if report_field.name in _OMITTED
+}
 """Fields of a `Report` that are not recorded, by their place: what is recorded instead."""
 
 
@@ -173,7 +177,7 @@ class EventBlock:
         arrays = list(unpacker)
         tags = [items[0] if kind == _MESSAGE else -kind for kind, items in zip(self.kinds, arrays, strict=True)]
         if _REPORT in tags:
-            arrays = [_recorded(one) if tag == _REPORT else one for tag, one in zip(tags, arrays, strict=True)]
+            arrays = [_recorded(array) if tag == _REPORT else array for tag, array in zip(tags, arrays, strict=True)]
         keys = list(zip(tags, self.workers, strict=True))
         pairs = sorted(set(keys))
         order = list(map(dict(zip(pairs, count())).__getitem__, keys))

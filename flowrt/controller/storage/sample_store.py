@@ -393,7 +393,7 @@ class SampleWriter:
         try:
             record = decode_record(data)
             if isinstance(record, ScoredSample):
-                texts = [stored_text(one) for one in record.data[:2]]
+                texts = [stored_text(part) for part in record.data[:2]]
         except FlowError:
             self._left_out[MALFORMED] += 1
             return

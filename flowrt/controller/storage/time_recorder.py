@@ -130,35 +130,40 @@ class TimeRecorder:
 
     def add_spans(self, worker: str, spans: Iterable[Span]) -> None:
         """Add spans that a worker has reported, except spans with times that are not finite or not in order."""
-        found = []
+        intervals = []
         for kind, start_s, end_s, worked_s, rows, root in spans:
             length_s = end_s - start_s
             if not 0 <= length_s < math.inf:  # neither is a NaN
                 continue
             if not 0 <= worked_s <= length_s:
                 worked_s = length_s
-            found.append(Interval(kind[:MAX_KIND_CHARS], start_s, end_s, worked_s, rows, root[:MAX_KIND_CHARS]))
-        self.account.add_spans(worker, found)
+            intervals.append(Interval(kind[:MAX_KIND_CHARS], start_s, end_s, worked_s, rows, root[:MAX_KIND_CHARS]))
+        self.account.add_spans(worker, intervals)
         role = self.account.role(worker)
-        for one in () if self._is_broken else found:
-            line = {"worker": worker, "role": role, "kind": one.kind, **self._times(one.start_s, one.end_s)}
-            if one.worked_s < one.end_s - one.start_s:
-                line["worked_s"] = round(one.worked_s, 6)
-            if 0 <= one.rows < math.inf:
-                line["rows"] = round(one.rows, 2)
-            if one.root:
-                line["root"] = one.root
+        for interval in () if self._is_broken else intervals:
+            line = {
+                "worker": worker,
+                "role": role,
+                "kind": interval.kind,
+                **self._times(interval.start_s, interval.end_s),
+            }
+            if interval.worked_s < interval.end_s - interval.start_s:
+                line["worked_s"] = round(interval.worked_s, 6)
+            if 0 <= interval.rows < math.inf:
+                line["rows"] = round(interval.rows, 2)
+            if interval.root:
+                line["root"] = interval.root
             self._timeline.add(line)
 
     def add_waits(self, waits: Iterable[WaitInterval]) -> None:
         """Add waits that have ended."""
-        found = list(waits)
-        for wait in () if self._is_broken else found:
+        ended = list(waits)
+        for wait in () if self._is_broken else ended:
             role = self.account.role(wait.worker)
             if role and wait.end_s - wait.start_s >= MIN_WAIT_S:
                 line = {"worker": wait.worker, "role": role, "wait": wait.cause.value, "root": wait.root}
                 self._timeline.add({**line, **self._times(wait.start_s, wait.end_s)})
-        self.account.add_waits(found)
+        self.account.add_waits(ended)
 
     def write(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
         """Write the steps that are complete, and the buffered spans and waits; called at each tick."""

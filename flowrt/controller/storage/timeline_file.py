@@ -46,11 +46,11 @@ def read_segment(path: Path) -> Iterator[dict[str, Any]]:
             *lines, rest = rest.split(b"\n")
             for line in lines:
                 try:
-                    found = json.loads(line)
+                    record = json.loads(line)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(found, dict):
-                    yield found
+                if isinstance(record, dict):
+                    yield record
 
 
 def read_timeline(run_dir: Path) -> Iterator[dict[str, Any]]:

@@ -52,7 +52,7 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
         slots = [lease.slots[slot_id] for slot_id in cast(Sequence[SlotId], pick(message.slots, rows))]
         # Most stages make either tensors or numbers.
         lengths = {part.column: pick(part.lengths, rows) for part in message.parts} if message.parts else {}
-        inline = {one.column: pick(one.values, rows) for one in message.inline} if message.inline else {}
+        inline = {entry.column: pick(entry.values, rows) for entry in message.inline} if message.inline else {}
         spans = pick(message.spans, rows) if message.spans else ()
         table.commit(lease, slots, lengths, inline, spans)
         if env.flow.train_stage:
@@ -144,12 +144,12 @@ def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> st
         latest: the newest published version of the policy; spans may not name a newer one.
     """
     count = len(message.slots)
-    tensors, numbers = [part.column for part in message.parts], [one.column for one in message.inline]
+    tensors, numbers = [part.column for part in message.parts], [entry.column for entry in message.inline]
     if sorted(tensors) != makes.tensors or sorted(numbers) != makes.numbers:
         return f"it brings tensors {tensors} and numbers {numbers}, the stage makes {makes.tensors} and {makes.numbers}"
     sizes = [len(message.leases)]
     sizes += [len(part.lengths) for part in message.parts]
-    sizes += [len(one.values) for one in message.inline]
+    sizes += [len(entry.values) for entry in message.inline]
     if sizes.count(count) != len(sizes):
         return f"its columns have {sizes} rows for {count} slots"
     if count > 1 and len(set(message.slots)) != count:
@@ -271,7 +271,7 @@ def committed_rows(worker: WorkerId, message: Commit, rows: Sequence[int]) -> St
         slots=slots,
         leases=tuple(pick(message.leases, rows)),
         parts=tuple(Part(part.column, slots, tuple(pick(part.lengths, rows))) for part in message.parts),
-        inline=tuple(Values(one.column, tuple(pick(one.values, rows))) for one in message.inline),
+        inline=tuple(Values(entry.column, tuple(pick(entry.values, rows))) for entry in message.inline),
         spans=tuple(pick(message.spans, rows)) if message.spans else (),
     )
 

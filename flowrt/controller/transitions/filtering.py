@@ -41,7 +41,7 @@ def _due(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Group
     """The groups among ``ready`` that are to be decided on now, in order of issue."""
     complete = state.table.ready_groups[env.flow.train_stage]
     due = state.window.due(ready, complete) if env.settings.strict_issue_order else ready
-    return [complete[one] for one in sorted(due) if one in complete]
+    return [complete[group_id] for group_id in sorted(due) if group_id in complete]
 
 
 def recheck(state: State, env: Environment, filtered: int) -> None:

@@ -330,4 +330,4 @@ def is_over(state: State, env: Environment, stage: str) -> bool:
     flow = state.table.stages[stage].flow
     if not flows or state.table.undone[stage] or (train_flow and flow in ("", train_flow)):
         return False
-    return all(is_exhausted(state, env, one) for one in ([flow] if flow else flows))
+    return all(is_exhausted(state, env, name) for name in ([flow] if flow else flows))

@@ -45,9 +45,9 @@ def advance(state: State, env: Environment, now: float) -> list[Command]:
         return state.end(f"{order.reason}; saved after {preemption.steps} steps", order.code)
     timeout_s = env.settings.preemption_save_timeout_s
     until_s = preemption.set_deadline(now + timeout_s)
-    if now < until_s or any(now < one.advanced_s + timeout_s for one in unsaved):
+    if now < until_s or any(now < member.advanced_s + timeout_s for member in unsaved):
         return []
-    waits = "; ".join(f"{one.id} has not saved" for one in unsaved)
+    waits = "; ".join(f"{member.id} has not saved" for member in unsaved)
     return state.end(
         f"no progress of it for {timeout_s:.0f} s (checkpoint.preemption_save_timeout_s): {waits}",
         order.code,

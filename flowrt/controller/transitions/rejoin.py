@@ -117,9 +117,9 @@ def _renew_step(state: State, worker: WorkerId, message: RenewLease) -> list[Com
         return []  # of a closed step
     ready = table.ready_groups[message.stage]
     slots = [table.slots.get(SlotId(slot_id)) for slot_id in message.slots]
-    found = [slot for slot in slots if slot is not None]
-    groups = list({slot.group.id: slot.group for slot in found}.values())
-    whole = sum(len(group.slots) for group in groups) == len(found) == len(slots)
+    known = [slot for slot in slots if slot is not None]
+    groups = list({slot.group.id: slot.group for slot in known}.values())
+    whole = sum(len(group.slots) for group in groups) == len(known) == len(slots)
     # After recovery, samples of the step may have been made again.
     fits = state.recovery.is_active and len(groups) <= window.places and message.step == window.step
     if not (whole and fits and all(group.id in ready for group in groups)):
@@ -127,7 +127,7 @@ def _renew_step(state: State, worker: WorkerId, message: RenewLease) -> list[Com
         reason = f"{worker}: it came back too late, its work on step {message.step} is not its own"
         return state.end(reason, EXIT_FAILED)
     window.take(groups)
-    table.lease(message.stage, found, worker, float("inf"), 0, message.step, number=LeaseId(message.lease))
+    table.lease(message.stage, known, worker, float("inf"), 0, message.step, number=LeaseId(message.lease))
     return []
 
 
@@ -168,7 +168,9 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
     state.models.wake(worker)
     for versions in state.models.of.values():
         versions.recheck()
-    state.work.add_stages(one.request.stage for one in state.requests.of(worker) if isinstance(one.request, Pull))
+    state.work.add_stages(
+        parked.request.stage for parked in state.requests.of(worker) if isinstance(parked.request, Pull)
+    )
     return commands
 
 
@@ -189,21 +191,21 @@ def _check_versions(state: State, worker: WorkerId, held: Sequence[Weights], *, 
 
     A worker that may publish may hold a newer version.
     """
-    for one in held:
-        newest = state.models.named(worker, one.model).newest
-        if one.version > newest and not may_publish:
+    for weights in held:
+        newest = state.models.named(worker, weights.model).newest
+        if weights.version > newest and not may_publish:
             raise RemoteProtocolError(
-                f"{worker} holds version {one.version} of {one.model}, but {newest} is the newest"
+                f"{worker} holds version {weights.version} of {weights.model}, but {newest} is the newest"
             )
 
 
 def _regain_versions(state: State, worker: WorkerId, held: Sequence[Weights]) -> list[Command]:
     """Take over the weights that a rejoining worker holds."""
     commands: list[Command] = []
-    for name in dict.fromkeys(one.model for one in held):
+    for name in dict.fromkeys(weights.model for weights in held):
         versions = state.models.named(worker, name)
         before = versions.newest
-        versions.regain(worker, [one for one in held if one.model == name])
+        versions.regain(worker, [weights for weights in held if weights.model == name])
         if versions.newest != before:
             commands.append(AppendReplay(CounterSet(LATEST + name, versions.newest)))
     return commands

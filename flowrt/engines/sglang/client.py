@@ -112,23 +112,23 @@ class SglangClient:
         except aiohttp.ClientError as error:
             raise EngineGone(f"{self.url}{route} broke off: {error or type(error).__name__}") from error
         try:
-            found = json.loads(text) if text else {}
+            content = json.loads(text) if text else {}
         except json.JSONDecodeError:
-            found = {}
+            content = {}
         if status >= SERVER_ERRORS:
-            raise EngineGone(f"{self.url}{route} failed (HTTP {status}): {_message(found, text)}")
-        if status != 200 or (isinstance(found, dict) and found.get("success") is False):
-            raise EngineError(f"{self.url}{route} refused (HTTP {status}): {_message(found, text)}")
-        return found
+            raise EngineGone(f"{self.url}{route} failed (HTTP {status}): {_message(content, text)}")
+        if status != 200 or (isinstance(content, dict) and content.get("success") is False):
+            raise EngineError(f"{self.url}{route} refused (HTTP {status}): {_message(content, text)}")
+        return content
 
 
 def _timeout(deadline_s: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=deadline_s)
 
 
-def _message(found: Any, text: str) -> str:
+def _message(content: Any, text: str) -> str:
     """The server's error message, on one line."""
-    message = found
+    message = content
     for key in ("message", "error", "detail"):
         while isinstance(message, dict) and key in message:
             message = message[key]

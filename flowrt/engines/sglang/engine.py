@@ -272,7 +272,7 @@ class SglangRollout:
         self._run_in_loop(self._return_unfinished())
         has_support = self._sampling.truncation.is_active
         unfinished = [sequence for sequence in list(self._sequences) if sequence.tokens and sequence.end is None]
-        return {one.prompt.key: one.prefix(with_support=has_support) for one in unfinished}
+        return {sequence.prompt.key: sequence.prefix(with_support=has_support) for sequence in unfinished}
 
     async def _return_unfinished(self) -> None:
         """Have the server return what it has of the running sequences, and wait until that is here."""

@@ -36,7 +36,7 @@ class Layout:
         remaining = list(self._shapes.items())[::-1]
         buckets = []
         for bucket in snapshot.buckets:
-            found: list[tuple[Parameter, torch.Tensor]] = []
+            views: list[tuple[Parameter, torch.Tensor]] = []
             offset = 0
             while offset < bucket.numel() and remaining:
                 name, shape = remaining.pop()
@@ -44,9 +44,9 @@ class Layout:
                 if end > bucket.numel():
                     raise TransferError(f"{name} does not fit into its bucket of version {snapshot.version}")
                 parameter = Parameter(name, str(dtype).removeprefix("torch."), shape)
-                found.append((parameter, bucket[offset:end].view(dtype).view(shape)))
+                views.append((parameter, bucket[offset:end].view(dtype).view(shape)))
                 offset = end
-            buckets.append(found)
+            buckets.append(views)
         return buckets
 
     def _dtype(self, snapshot: Snapshot) -> torch.dtype:
@@ -71,7 +71,7 @@ class ExpectedChecksums:
 
     def __init__(self, layout: Layout, snapshot: Snapshot) -> None:
         self._version = snapshot.version
-        self._tensors = {one.name: view for bucket in layout.buckets(snapshot) for one, view in bucket}
+        self._tensors = {parameter.name: view for bucket in layout.buckets(snapshot) for parameter, view in bucket}
         self._known: dict[str, str] = {}
 
     def prepare(self) -> None:
@@ -96,8 +96,8 @@ class ExpectedChecksums:
                 "it with the checkpoint of the run"
             )
         expected = {name: self._checksum(name) for name in held}
-        compared = sum(one is not None for one in expected.values())
-        wrong = [name for name, one in expected.items() if one is not None and one != held[name]]
+        compared = sum(checksum is not None for checksum in expected.values())
+        wrong = [name for name, checksum in expected.items() if checksum is not None and checksum != held[name]]
         if wrong or not compared:
             what = (
                 f"{len(wrong)} of {compared} tensors differ ({', '.join(wrong[:3])})"
@@ -117,7 +117,7 @@ class ExpectedChecksums:
 
 def _layers(names: Iterable[str]) -> set[str]:
     """The numbers of the layers that these tensors belong to."""
-    return {found[1] for name in names if (found := _LAYER.search(name))}
+    return {match[1] for name in names if (match := _LAYER.search(name))}
 
 
 def _parts(name: str) -> list[str]:

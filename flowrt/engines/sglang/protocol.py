@@ -62,10 +62,10 @@ class Capabilities:
 
 def capabilities(version: str) -> Capabilities:
     """The capabilities of a version of the server. Raises EngineError if it is too old or not a release number."""
-    found = _NUMBERS.match(version)
-    if found is None:
+    match = _NUMBERS.match(version)
+    if match is None:
         raise EngineError(f"the SGLang server reports version {version!r}; {release(OLDEST)} or newer is needed")
-    numbers = tuple(int(number) for number in found.groups())
+    numbers = tuple(int(number) for number in match.groups())
     if numbers < OLDEST:
         raise EngineError(f"the SGLang server has version {version}; {release(OLDEST)} or newer is needed")
     return Capabilities(
@@ -196,9 +196,9 @@ def load_from_broadcast(
     """Receive buckets by broadcast from rank 0 of a group; the tensors of a bucket are contiguous bytes."""
     bodies = [
         {
-            "names": [one.name for one in bucket],
-            "dtypes": [one.dtype for one in bucket],
-            "shapes": [list(one.shape) for one in bucket],
+            "names": [parameter.name for parameter in bucket],
+            "dtypes": [parameter.dtype for parameter in bucket],
+            "shapes": [list(parameter.shape) for parameter in bucket],
             "group_name": group,
             "load_format": "flattened_bucket",
         }
@@ -291,8 +291,8 @@ def parse_generated(answer: Any, can: Capabilities, version: int, *, with_suppor
         supports = None
         if with_supports:
             # The field output_token_logprobs has log-probabilities over the whole distribution.
-            logprobs = tuple(float(one) for one in meta.get("output_token_sampling_logprobs") or [])
-            supports = tuple(tuple(map(int, one)) for one in meta.get("output_token_sampling_mask") or [])
+            logprobs = tuple(float(logprob) for logprob in meta.get("output_token_sampling_logprobs") or [])
+            supports = tuple(tuple(map(int, support)) for support in meta.get("output_token_sampling_mask") or [])
         finish = meta["finish_reason"]
         spans: list[int] = []
         if not can.token_versions:

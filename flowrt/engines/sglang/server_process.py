@@ -72,10 +72,10 @@ def check_installed(python: str) -> None:
         check=False,
     )
     try:
-        found = blocking(call, FIND_TIMEOUT_S, "a Python to find SGLang", "that Python").stdout.strip()
-        if found == "True":
+        answer = blocking(call, FIND_TIMEOUT_S, "a Python to find SGLang", "that Python").stdout.strip()
+        if answer == "True":
             return
-        state = "has no SGLang" if found == "False" else "is no Python"
+        state = "has no SGLang" if answer == "False" else "is no Python"
     except OSError as error:
         state = f"cannot be started: {error.strerror}"
     except subprocess.TimeoutExpired:

@@ -124,7 +124,7 @@ class DiskWeights:
     async def close(self, client: SglangClient) -> None: ...
 
     def _write(self, snapshot: Snapshot, file: Path) -> None:
-        tensors = {one.name: view for bucket in self._layout.buckets(snapshot) for one, view in bucket}
+        tensors = {parameter.name: view for bucket in self._layout.buckets(snapshot) for parameter, view in bucket}
         save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -181,7 +181,10 @@ class TensorWeights:
     async def close(self, client: SglangClient) -> None: ...
 
     def _serialize(self, snapshot: Snapshot) -> list[str]:
-        return [serialized([(one.name, view) for one, view in bucket]) for bucket in self._layout.buckets(snapshot)]
+        return [
+            serialized([(parameter.name, view) for parameter, view in bucket])
+            for bucket in self._layout.buckets(snapshot)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +235,7 @@ class BroadcastWeights:
 
     def parameters(self, snapshot: Snapshot) -> list[list[protocol.Parameter]]:
         """The parameters of each bucket."""
-        return [[one for one, _ in bucket] for bucket in self._layout.buckets(snapshot)]
+        return [[parameter for parameter, _ in bucket] for bucket in self._layout.buckets(snapshot)]
 
     async def _joined(self, client: SglangClient) -> "_Group":
         if self._group is None:
@@ -246,10 +249,10 @@ class BroadcastWeights:
             ]
             for task in connecting:
                 task.add_done_callback(_ignore_result)
-            while pending := [one for one in connecting if not one.done()]:
+            while pending := [task for task in connecting if not task.done()]:
                 done = await wait_any(pending, options.update_s, f"all ranks of group {group.name}", client.url)
-                for one in done:
-                    one.result()  # if one fails, the other never completes
+                for finished in done:
+                    finished.result()  # if one fails, the other never completes
             self._group = group
         return self._group
 

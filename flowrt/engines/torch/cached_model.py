@@ -291,9 +291,9 @@ class CachedModel:
         if self._adds_mask:
             least = torch.finfo(torch.float32).min
             masks = {
-                kind: torch.zeros(one.shape, device=one.device).masked_fill_(~one, least)
-                for kind, one in masks.items()
-                if one is not None
+                kind: torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, least)
+                for kind, allowed in masks.items()
+                if allowed is not None
             }
         if not self._window or "sliding_attention" not in self._kinds:
             return masks["full_attention"]
@@ -322,7 +322,7 @@ class CachedModel:
 
     def fill(self, sequences: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         """Prefill these sequences into these rows, chunk by chunk."""
-        waiting = sorted(zip(sequences, rows, strict=True), key=lambda one: len(one[0]))
+        waiting = sorted(zip(sequences, rows, strict=True), key=lambda pair: len(pair[0]))
         while waiting:
             count = self.chunk([len(sequence) for sequence, _ in waiting])
             some, places = zip(*waiting[:count], strict=True)
@@ -373,7 +373,7 @@ class CachedModel:
         """Compute the last ``tokens`` tokens of each of the first rows. Returns logits [R, V] after the last one."""
         longest = max(map(len, sequences))
         if tokens > self.piece(longest):
-            return torch.cat([self._advance_to_end(one, row, tokens) for row, one in enumerate(sequences)])
+            return torch.cat([self._advance_to_end(sequence, row, tokens) for row, sequence in enumerate(sequences)])
         count = self.rows_at_once(tokens, longest)
         blocks = range(0, len(sequences), count)
         return torch.cat([self.extend_block(sequences[first : first + count], tokens, first) for first in blocks])
@@ -383,7 +383,7 @@ class CachedModel:
         lengths_R1 = torch.tensor([len(sequence) for sequence in sequences]).unsqueeze(1)
         # A shorter sequence repeats its first token, with the same result each time.
         positions_RT = (lengths_R1 - tokens + torch.arange(tokens)).clamp(min=0)
-        tokens_RT = torch.stack([one[at_T] for one, at_T in zip(sequences, positions_RT, strict=True)])
+        tokens_RT = torch.stack([sequence[at_T] for sequence, at_T in zip(sequences, positions_RT, strict=True)])
         return self._extend_rows(tokens_RT, positions_RT.to(self.device), int(lengths_R1.max()), first)
 
     def rows_at_once(self, tokens: int, longest: int) -> int:

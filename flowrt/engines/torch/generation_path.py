@@ -157,14 +157,16 @@ def _beyond_windows(model: Any) -> list[Sample]:
     positions = position_limit(config.to_dict()) or sys.maxsize
     if getattr(config, "layer_types", None):
         return []
-    found = {value for name, value in vars(config).items() if WINDOW.search(name) and type(value) is int}
+    windows = {value for name, value in vars(config).items() if WINDOW.search(name) and type(value) is int}
     samples: list[Sample] = []
-    for window in sorted(found):
+    for window in sorted(windows):
         length = window + 2 * STEPS
         if not max(LENGTHS) < length <= min(positions, MAX_WINDOW + 2 * STEPS):
             continue
         generator = torch.Generator().manual_seed(0)
-        sequences = [torch.randint(int(config.vocab_size), (one,), generator=generator) for one in (LENGTHS[0], length)]
+        sequences = [
+            torch.randint(int(config.vocab_size), (size,), generator=generator) for size in (LENGTHS[0], length)
+        ]
         has_head = model.get_output_embeddings() is not None
         with head_on(model, lambda hidden_BLD: hidden_BLD[:, -STEPS - 1 :]) if has_head else nullcontext():
             samples.append((sequences, plain_logprobs(model, sequences)))
@@ -185,16 +187,16 @@ def disagreement(
     rows = range(len(sequences))
     count = generating.chunk([len(prompt) for prompt in prompts])
     chunks = [rows[first : first + count] for first in range(0, len(rows), count)]
-    found = [torch.cat([generating.prefill([prompts[row] for row in chunk], chunk) for chunk in chunks])]
+    outputs = [torch.cat([generating.prefill([prompts[row] for row in chunk], chunk) for chunk in chunks])]
     lengths_N = torch.tensor([len(prompt) for prompt in prompts], device=generating.device)
     for step in range(STEPS - 2):
         tokens_N = torch.stack([sequence[step - STEPS] for sequence in sequences]).to(generating.device)
-        found.append(generating.decode(tokens_N, lengths_N + step, int(lengths_N.max()) + step + 1))
-    found.append(generating.extend([sequence[:-1] for sequence in sequences], 1))
+        outputs.append(generating.decode(tokens_N, lengths_N + step, int(lengths_N.max()) + step + 1))
+    outputs.append(generating.extend([sequence[:-1] for sequence in sequences], 1))
     generating.fill([sequence[:-2] for sequence in sequences], rows)
-    found.append(generating.extend(list(sequences), 2))
-    wanted = [torch.stack([one[place - STEPS - 1] for one in plain]) for place in range(STEPS + 1)]
+    outputs.append(generating.extend(list(sequences), 2))
+    wanted = [torch.stack([logits_LV[place - STEPS - 1] for logits_LV in plain]) for place in range(STEPS + 1)]
     return max(
         expected_difference(logits.float().log_softmax(-1), plain_NV)
-        for logits, plain_NV in zip(found, wanted, strict=True)
+        for logits, plain_NV in zip(outputs, wanted, strict=True)
     )

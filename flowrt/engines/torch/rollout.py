@@ -160,7 +160,7 @@ class TorchRollout:
 
     @property
     def running(self) -> int:
-        return len(self._running) + sum(len(one.prompts) for one in self._waiting)
+        return len(self._running) + sum(len(waiting.prompts) for waiting in self._waiting)
 
     @property
     def room(self) -> int:
@@ -183,7 +183,7 @@ class TorchRollout:
                 continue
             by_tokens.setdefault(tokens_L.numpy().tobytes(), _Waiting(tokens_L, [])).prompts.append(prompt)
         # In order of length, so that a chunk needs little padding.
-        self._waiting += sorted(by_tokens.values(), key=lambda one: len(one.tokens_L))
+        self._waiting += sorted(by_tokens.values(), key=lambda waiting: len(waiting.tokens_L))
 
     def prepare(self, snapshot: Snapshot) -> Callable[[], None] | None:
         """Work on the shadow model that shortens an in-flight update, or None (see `SupportsInFlightUpdate`).
@@ -262,7 +262,7 @@ class TorchRollout:
 
         Returns whether there are any.
         """
-        count = 1 if self._prefilled else self._cached.chunk([len(one.tokens_L) for one in self._waiting])
+        count = 1 if self._prefilled else self._cached.chunk([len(waiting.tokens_L) for waiting in self._waiting])
         chunk, first = self._waiting[:count], len(self._running)
         if count == 1:
             tokens_L = chunk[0].tokens_L
@@ -271,11 +271,11 @@ class TorchRollout:
                 return False
             self._prefilled = 0
         else:
-            rows_P = list(accumulate((len(one.prompts) for one in chunk[:-1]), initial=first))
-            logits_PV = self._cached.prefill([one.tokens_L for one in chunk], rows_P)
+            rows_P = list(accumulate((len(waiting.prompts) for waiting in chunk[:-1]), initial=first))
+            logits_PV = self._cached.prefill([waiting.tokens_L for waiting in chunk], rows_P)
         self._waiting = self._waiting[count:]
-        sources = [source for source, one in enumerate(chunk) for _ in one.prompts]
-        self._start([prompt for one in chunk for prompt in one.prompts], sources, logits_PV)
+        sources = [source for source, waiting in enumerate(chunk) for _ in waiting.prompts]
+        self._start([prompt for waiting in chunk for prompt in waiting.prompts], sources, logits_PV)
         return True
 
     def _start(self, new: list[Prompt], sources: list[int], logits_PV: torch.Tensor) -> None:
@@ -405,7 +405,7 @@ class TorchRollout:
             for tokens, token in zip(self._host_tokens, last_R.tolist(), strict=True):
                 tokens.append(token)
             complete = map(self._stop.complete_string, self._host_tokens)
-            stopped = [one or other for one, other in zip(stopped, complete, strict=True)]
+            stopped = [is_stopped or other for is_stopped, other in zip(stopped, complete, strict=True)]
         finished = []
         for row in reversed(range(count)):
             length = self._generated[row]

@@ -252,7 +252,7 @@ class TorchTrainer:
 
     def _named_state(self) -> dict[str, torch.Tensor]:
         """Parameters (of trained ones, what the optimiser updates) and buffers by name; tied parameters once."""
-        parameters = {name: self._master(one) for name, one in self.model.named_parameters()}
+        parameters = {name: self._master(parameter) for name, parameter in self.model.named_parameters()}
         return {**parameters, **dict(self.model.named_buffers())}
 
     @staticmethod

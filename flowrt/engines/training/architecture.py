@@ -87,7 +87,7 @@ def padding_noise(model: Any, sequences: Sequence[torch.Tensor], plain: Sequence
     together = [
         one_LV[: len(single_LV)].float().log_softmax(-1) for one_LV, single_LV in zip(logits_NLV, plain, strict=True)
     ]
-    return max(expected_difference(one, other) for one, other in zip(together, plain, strict=True))
+    return max(expected_difference(padded, other) for padded, other in zip(together, plain, strict=True))
 
 
 def expected_difference(logprobs_LV: torch.Tensor, plain_LV: torch.Tensor) -> float:
@@ -124,7 +124,10 @@ def check_training(model: Any) -> None:
         ) from error
     if not max(map(expected_difference, again, starts)) <= WIDE_NATS:
         raise ConfigError(f"{what} predicts other probabilities each time (it draws random numbers); use another model")
-    if not max(expected_difference(one, whole[: len(one)]) for one, whole in zip(starts, plain, strict=True)) <= limit:
+    if (
+        not max(expected_difference(start, whole[: len(start)]) for start, whole in zip(starts, plain, strict=True))
+        <= limit
+    ):
         raise ConfigError(
             f"{what} is not causal: its prediction of a token depends on later tokens (an encoder, or is_decoder is "
             "false in config.json), so it cannot generate; use another model"

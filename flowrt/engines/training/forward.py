@@ -176,10 +176,13 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
     prompt_lengths = PROBE_PROMPTS[0], min(PROBE_PROMPTS[1] + window, positions - 1)
     prompt, other = (torch.randint(config.vocab_size, (length,), generator=generator) for length in prompt_lengths)
     prompts = [prompt, other, prompt, prompt]
-    lengths = [min(length, positions - len(one)) for one, length in zip(prompts, PROBE_RESPONSES, strict=True)]
+    lengths = [min(length, positions - len(prompt)) for prompt, length in zip(prompts, PROBE_RESPONSES, strict=True)]
     responses = [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
     together = response_logprobs(model, prompts, responses, 1.0)[0]
-    each = [response_logprobs(model, [one], [two], 1.0)[0] for one, two in zip(prompts, responses, strict=True)]
+    each = [
+        response_logprobs(model, [prompt], [response], 1.0)[0]
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     noise = float((torch.cat(each) - together).abs().max())
     config._attn_implementation = NAME
     try:
@@ -219,18 +222,19 @@ def _attend(
         return plain
     if attention_mask is None or attention_mask.shape != NO_MASK:
         raise ValueError("a layer builds its own attention mask, which packed samples do not support")
-    scattered = [packed.scatter(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
-    heads = [one.shape[1] for one in (query, key, value)]
+    scattered = [packed.scatter(states[0].transpose(0, 1).flatten(1)) for states in (query, key, value)]
+    heads = [states.shape[1] for states in (query, key, value)]
     window = kwargs.get("sliding_window")
     if query.device.type == "cpu" and query.dtype in NARROW and not native_attention:
-        scattered = [one.float() for one in scattered]
+        scattered = [states.float() for states in scattered]
     # A single tile is not split: the backward pass of a split allocates a zero-filled copy.
     places = [tile.places for tile in packed.tiles]
-    cut = [one.split(places) if len(places) > 1 else (one,) for one in scattered]
+    cut = [states.split(places) if len(places) > 1 else (states,) for states in scattered]
     attended = []
     for tile, *parts in zip(packed.tiles, *cut, strict=True):
         whole = [
-            one.view(tile.rows, tile.length, count, -1).transpose(1, 2) for one, count in zip(parts, heads, strict=True)
+            part.view(tile.rows, tile.length, count, -1).transpose(1, 2)
+            for part, count in zip(parts, heads, strict=True)
         ]
         mask = _band(tile.length, window, query.device) if window and window < tile.length else None
         out, _ = sdpa_attention_forward(module, *whole, mask, **kwargs)

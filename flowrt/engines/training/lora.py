@@ -62,7 +62,9 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:
         lora_alpha=options.alpha,
         lora_dropout=0.0,
         target_modules=_targets(options.targets),
-        exclude_modules=[name for name, one in modules.items() if _is_linear(one) and not _returns_tensor(one)],
+        exclude_modules=[
+            name for name, module in modules.items() if _is_linear(module) and not _returns_tensor(module)
+        ],
         task_type="CAUSAL_LM",
     )
     asked = f"trainer.lora.targets is {options.targets!r:.120}"
@@ -133,7 +135,7 @@ def write_adapters(model: Any, tensors: Mapping[str, torch.Tensor], base: Path, 
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if MARK in name}
     named = peft.get_peft_model_state_dict(model, state_dict=own, adapter_name=ADAPTER, save_embedding_layers=False)
     directory.mkdir()
-    save_file({f"{PEFT_PREFIX}{name}": one for name, one in named.items()}, directory / WEIGHTS, {"format": "pt"})
+    save_file({f"{PEFT_PREFIX}{name}": tensor for name, tensor in named.items()}, directory / WEIGHTS, {"format": "pt"})
     config = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = str(base), True
     config.target_modules = _short_names(model, config.target_modules or ())
@@ -288,14 +290,14 @@ def _check_names(asked: str, text: str, targets: Any, modules: Mapping[str, Any]
     for target in sorted(targets):
         matching = [name for name in modules if name == target or name.endswith(f".{target}")]
         if not matching:
-            known = {name.rpartition(".")[2] for name, one in modules.items() if _is_weighted(one)}
+            known = {name.rpartition(".")[2] for name, module in modules.items() if _is_weighted(module)}
             raise ConfigError(f"{asked}, and the model has no module {target!r}{suggested(target, known)}")
         first = modules[matching[0]]
         can_be_adapted = _is_linear(first) and _returns_tensor(first)
         if not any(name in adapted for name in matching) and (adapted or not can_be_adapted):
             kind = type(modules[matching[0]]).__name__
             inner = sorted(
-                {name.rpartition(".")[2] for name, one in modules.items() if _is_linear(one) and target in name}
+                {name.rpartition(".")[2] for name, module in modules.items() if _is_linear(module) and target in name}
             )
             fix = f"name its layers ({', '.join(inner[:8])})" if inner else "name linear layers"
             raise ConfigError(f"{asked}, and {target} ({kind}) has no weights that an adapter could change; {fix}")
@@ -319,7 +321,7 @@ def _returns_tensor(linear: Any) -> bool:
 
 
 def _example(modules: Mapping[str, Any]) -> str:
-    return next((name for name, one in modules.items() if _is_linear(one)), "model.layers.0.self_attn.q_proj")
+    return next((name for name, module in modules.items() if _is_linear(module)), "model.layers.0.self_attn.q_proj")
 
 
 def _check_tied(asked: str, model: Any, layers: Mapping[str, Any]) -> None:
@@ -336,7 +338,7 @@ def _check_tied(asked: str, model: Any, layers: Mapping[str, Any]) -> None:
 
 def _check_merged(asked: str, model: Any, shapes: Mapping[str, torch.Size]) -> None:
     """Raise ConfigError unless adapters can be merged: the names, order and shapes of the weights stay the same."""
-    empty = {name: torch.empty(one.shape, device="meta") for name, one in model.named_parameters()}
+    empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
     try:
         merged = {name: tensor.shape for name, tensor in merge_adapters(model, empty).items()}
     except (EngineError, RuntimeError, AttributeError, NotImplementedError) as error:

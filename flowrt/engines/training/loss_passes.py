@@ -131,7 +131,7 @@ class LossPasses:
         computed = self._predict(model, batch, rows, recorded)
         logprobs_T = computed.logprobs_T
         device = logprobs_T.device
-        valid_N = torch.tensor([one is not None for one in recorded])
+        valid_N = torch.tensor([record is not None for record in recorded])
         present_T = logprobs_T.detach()
         valid_T = valid_N.repeat_interleave(torch.tensor([len(response) for response in responses]))
         rollout_T, reference_T = _columns(recorded, responses, present_T, batch.reference_logprobs is not None)
@@ -323,9 +323,9 @@ def _capture(logprobs_T: Tensor, captures: Sequence[Capture | None], lengths: Se
     wanted = [capture is not None and capture.logprobs_T is None for capture in captures]
     if not any(wanted):
         return
-    for one, row_T in zip(captures, logprobs_T.split(list(lengths)), strict=True):
-        if one is not None and one.logprobs_T is None:
-            one.logprobs_T = row_T.to("cpu", copy=True)
+    for capture, row_T in zip(captures, logprobs_T.split(list(lengths)), strict=True):
+        if capture is not None and capture.logprobs_T is None:
+            capture.logprobs_T = row_T.to("cpu", copy=True)
 
 
 def _supports(batch: TrainingBatch, rows: Sequence[int], recorded: Sequence[Recorded | None]) -> list[Support] | None:
@@ -333,8 +333,8 @@ def _supports(batch: TrainingBatch, rows: Sequence[int], recorded: Sequence[Reco
     if batch.supports is None:
         return None
     return [
-        batch.supports[row] if one is not None else singletons(batch.responses[row])
-        for row, one in zip(rows, recorded, strict=True)
+        batch.supports[row] if record is not None else singletons(batch.responses[row])
+        for row, record in zip(rows, recorded, strict=True)
     ]
 
 
@@ -366,7 +366,7 @@ def all_recorded_logprobs(batch: TrainingBatch, rows: Sequence[int]) -> list[Rec
     if not usable:
         return [recorded_logprobs(batch, row) for row in rows]
     if reference is None:
-        return [(one, None) for one in rollout]
+        return [(logprobs, None) for logprobs in rollout]
     return list(zip(rollout, reference, strict=True))
 
 
@@ -378,17 +378,25 @@ def _columns(
 ) -> tuple[Tensor, Tensor | None]:
     """The recorded columns [T] of a pass; for samples with unusable records, the values of the present policy."""
     device = present_T.device
-    if all(one is not None for one in recorded):
-        usable = [one for one in recorded if one is not None]
+    if all(record is not None for record in recorded):
+        usable = [record for record in recorded if record is not None]
         rollout_T = torch.cat([rollout for rollout, _ in usable]).to(device)
-        reference_T = torch.cat([one for _, one in usable if one is not None]).to(device) if has_reference else None
+        reference_T = (
+            torch.cat([reference for _, reference in usable if reference is not None]).to(device)
+            if has_reference
+            else None
+        )
         return rollout_T, reference_T
     present = present_T.split([len(response) for response in responses])
-    rollout_T = torch.cat([own if one is None else one[0].to(own) for one, own in zip(recorded, present, strict=True)])
+    rollout_T = torch.cat(
+        [own if record is None else record[0].to(own) for record, own in zip(recorded, present, strict=True)]
+    )
     if not has_reference:
         return rollout_T, None
     pairs = zip(recorded, present, strict=True)
-    return rollout_T, torch.cat([own if one is None or one[1] is None else one[1].to(own) for one, own in pairs])
+    return rollout_T, torch.cat(
+        [own if record is None or record[1] is None else record[1].to(own) for record, own in pairs]
+    )
 
 
 def first_numbers(algorithm: Algorithm) -> dict[str, float]:

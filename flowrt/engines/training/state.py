@@ -58,13 +58,13 @@ def read_tensors(directory: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     Shards of several ranks are put together. Raises EngineError if the files are missing or damaged.
     """
     try:
-        found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
-        if not found:
+        stored = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+        if not stored:
             raise EngineError(f"{directory} holds no state of a training engine; is the checkpoint complete?")
         tensors = {
-            name: torch.empty(one.size, dtype=one.properties.dtype)
-            for name, one in found.items()
-            if isinstance(one, TensorStorageMetadata) and name.startswith(prefix)
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in stored.items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
         }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -83,7 +83,7 @@ def number_tensors(numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
 
 def numbers_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Inverse of `number_tensors`; other tensors are ignored."""
-    return {name.removeprefix(NUMBER): float(one) for name, one in tensors.items() if name.startswith(NUMBER)}
+    return {name.removeprefix(NUMBER): float(tensor) for name, tensor in tensors.items() if name.startswith(NUMBER)}
 
 
 def gather_rng() -> dict[str, torch.Tensor]:

@@ -121,14 +121,16 @@ def history(ledger: LedgerReader, prompt: int, epoch: int | None, names: tuple[s
         when = "" if epoch is None else f" in epoch {epoch}"
         raise ConfigError(f"prompt {name} has not been offered{when}: it is unread")
     present = ledger.states_of(prompt)
-    states = ", ".join(f"{present[one]} in epoch {one}" for one in sorted({event.epoch for event in events}))
+    states = ", ".join(f"{present[number]} in epoch {number}" for number in sorted({event.epoch for event in events}))
     table = Table(title=f"prompt {name}: {states}")
     for name in ("epoch", "run attempt", "seconds", "step"):
         table.add_column(name, justify="right")
     table.add_column("state", style="bold")
     table.add_column("reward", justify="right")
     table.add_column("reason", style="dim")
-    for one in events:
-        seconds, reward = f"{one.since_s:.3f}", "" if one.reward is None else f"{one.reward:.4g}"
-        table.add_row(str(one.epoch), str(one.attempt + 1), seconds, str(one.step), one.state, reward, one.reason)
+    for event in events:
+        seconds, reward = f"{event.since_s:.3f}", "" if event.reward is None else f"{event.reward:.4g}"
+        table.add_row(
+            str(event.epoch), str(event.attempt + 1), seconds, str(event.step), event.state, reward, event.reason
+        )
     return table

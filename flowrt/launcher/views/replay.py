@@ -114,8 +114,10 @@ def _terms(recordings: Recordings, options: ReplayOptions) -> list[TermRecording
             raise ConfigError(f"--to {options.to!r:.80} is not TERM:EVENT, two whole numbers")
         return [recordings.of_term(int(term))]
     if options.at_s is not None:
-        found = recordings.at(options.at_s)
-        return [term for term in recordings.terms.values() if term is found or (options.why and term.term < found.term)]
+        chosen = recordings.at(options.at_s)
+        return [
+            term for term in recordings.terms.values() if term is chosen or (options.why and term.term < chosen.term)
+        ]
     everything = list(recordings.terms.values())
     return everything if options.until or options.why or options.check else everything[-1:]
 
@@ -182,10 +184,16 @@ def _print(
 
 def _terms_table(recordings: Recordings, terms: list[dict[str, Any]]) -> Table:
     table = Table("term", "events", "from", "to", "end", title="recorded controllers of the run")
-    for one in terms:
-        cut = "damaged" if one["damage"] else "stopped" if one["stopped"] else "running, or killed"
-        end = "ended" if one["complete"] else cut
-        table.add_row(str(one["term"]), str(one["events"]), f"{one['from_s']:.3f} s", f"{one['to_s']:.3f} s", end)
+    for recorded in terms:
+        cut = "damaged" if recorded["damage"] else "stopped" if recorded["stopped"] else "running, or killed"
+        end = "ended" if recorded["complete"] else cut
+        table.add_row(
+            str(recorded["term"]),
+            str(recorded["events"]),
+            f"{recorded['from_s']:.3f} s",
+            f"{recorded['to_s']:.3f} s",
+            end,
+        )
     for term, why in recordings.unreadable.items():
         table.add_row(str(term), "-", "-", "-", Text(printable(why), style=RED))
     return table

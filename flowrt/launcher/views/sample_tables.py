@@ -24,21 +24,21 @@ def group_table(
     run_dir: Path, wanted: SampleFilter, settings: SampleSettings, order: Order, limit: int
 ) -> Table | None:
     """Groups in an order; None if there are none."""
-    found = SampleStatistics(run_dir).groups(wanted, settings, order, limit)
-    if not found["groups"]:
+    answer = SampleStatistics(run_dir).groups(wanted, settings, order, limit)
+    if not answer["groups"]:
         return None
-    title = f"{len(found['groups'])} of {found['total']} groups of {run_dir.absolute().name}"
-    table = Table(title=f"{title}{_cut(found)}", box=SIMPLE, title_style="", header_style="")
+    title = f"{len(answer['groups'])} of {answer['total']} groups of {run_dir.absolute().name}"
+    table = Table(title=f"{title}{_cut(answer)}", box=SIMPLE, title_style="", header_style="")
     for name in ("step", "prompt", "reward", "spread", "right", "tokens", "cut off", "stale"):
         table.add_column(name, justify="right", overflow="fold")
     table.add_column("prompt text", no_wrap=True, overflow="ellipsis", max_width=PROMPT_CHARS)
-    for one in found["groups"]:
-        lengths = f"{_number(one['tokens'])} ({one['least_tokens']} to {one['most_tokens']})"
+    for group in answer["groups"]:
+        lengths = f"{_number(group['tokens'])} ({group['least_tokens']} to {group['most_tokens']})"
         table.add_row(
-            f"{one['step']} (rolled back)" if one["is_rolled_back"] else str(one["step"]),
-            f"{one['epoch']}:{one['name']}" if one["epoch"] else one["name"],
-            *(_number(one["reward"]), _number(one["spread"]), f"{one['right']} of {one['scored']}", lengths),
-            *(str(one["truncated"]), _number(one["staleness"]), " ".join(one["prompt_text"].split())),
+            f"{group['step']} (rolled back)" if group["is_rolled_back"] else str(group["step"]),
+            f"{group['epoch']}:{group['name']}" if group["epoch"] else group["name"],
+            *(_number(group["reward"]), _number(group["spread"]), f"{group['right']} of {group['scored']}", lengths),
+            *(str(group["truncated"]), _number(group["staleness"]), " ".join(group["prompt_text"].split())),
         )
     return table
 
@@ -47,21 +47,21 @@ def distribution_table(
     run_dir: Path, wanted: SampleFilter, settings: SampleSettings, by: By, *, with_dropped: bool = False
 ) -> Table | None:
     """Samples by their reward, length, data set or the solve rate of their prompt; None if there are none."""
-    found = SampleStatistics(run_dir).distributions(wanted, settings, with_dropped=with_dropped)
-    if not found["samples"]:
+    answer = SampleStatistics(run_dir).distributions(wanted, settings, with_dropped=with_dropped)
+    if not answer["samples"]:
         return None
-    first, last = found["steps"]
+    first, last = answer["steps"]
     what = "version" if wanted.eval_name else "step"
     where = f"{what} {first}" if first == last else f"{what}s {first} to {last}"
-    title = f"{found['samples']} samples of {where} of {run_dir.absolute().name}{_cut(found)}"
+    title = f"{answer['samples']} samples of {where} of {run_dir.absolute().name}{_cut(answer)}"
     table = Table(title=title, box=SIMPLE, title_style="", header_style="")
     if by in _MEANS:
         key, label = _MEANS[by]
-        _add_means(table, label, found[key])
+        _add_means(table, label, answer[key])
     else:
-        _add_bins(table, by, found["reward" if by == "reward" else "tokens"])
-    if found["without_reward"]:
-        table.caption = f"{found['without_reward']} samples have no reward"
+        _add_bins(table, by, answer["reward" if by == "reward" else "tokens"])
+    if answer["without_reward"]:
+        table.caption = f"{answer['without_reward']} samples have no reward"
     return table
 
 
@@ -82,16 +82,16 @@ def _add_means(table: Table, label: str, lines: Sequence[dict[str, Any]]) -> Non
         )
 
 
-def _add_bins(table: Table, by: By, found: dict[str, list[Any]]) -> None:
+def _add_bins(table: Table, by: By, bins: dict[str, list[Any]]) -> None:
     table.add_column("reward" if by == "reward" else "tokens", justify="right")
     for name in ("samples", "cut off", *(() if by == "reward" else ("mean reward",))):
         table.add_column(name, justify="right")
     table.add_column("")
-    most = max(found["count"], default=1)
-    for at, count in enumerate(found["count"]):
-        name = bin_name(found["edges"], at)
-        reward = [] if by == "reward" else [_number(found["reward"][at])]
-        table.add_row(name, str(count), str(found["truncated"][at]), *reward, "█" * round(BAR * count / most))
+    most = max(bins["count"], default=1)
+    for at, count in enumerate(bins["count"]):
+        name = bin_name(bins["edges"], at)
+        reward = [] if by == "reward" else [_number(bins["reward"][at])]
+        table.add_row(name, str(count), str(bins["truncated"][at]), *reward, "█" * round(BAR * count / most))
 
 
 def bin_name(edges: Sequence[float], at: int) -> str:
@@ -102,8 +102,8 @@ def bin_name(edges: Sequence[float], at: int) -> str:
     return f"{low:.0f}" if high - low <= 1 else f"{low:.0f} to {high - 1:.0f}"
 
 
-def _cut(found: dict[str, Any]) -> str:
-    first = found["from_step"]
+def _cut(answer: dict[str, Any]) -> str:
+    first = answer["from_step"]
     return "" if first is None else f", counted from step {first} on: name earlier ones with --steps"
 
 

@@ -23,12 +23,12 @@ STEPS = re.compile(r"(\d{0,10}):(\d{0,10})|(\d{1,10})")
 
 def steps_range(text: str) -> tuple[int, int | None]:
     """The first and the last step (None: no limit) of A:B, A:, :B or one step. Raises ConfigError."""
-    found = STEPS.fullmatch(text)
-    if found is None:
+    match = STEPS.fullmatch(text)
+    if match is None:
         raise ConfigError(f"--steps {text!r} is no range of steps; write A:B, A:, :B or one step")
-    if found[3]:
-        return int(found[3]), int(found[3])
-    first, last = int(found[1] or 0), int(found[2]) if found[2] else None
+    if match[3]:
+        return int(match[3]), int(match[3])
+    first, last = int(match[1] or 0), int(match[2]) if match[2] else None
     if last is not None and last < first:
         raise ConfigError(f"--steps {text!r} has no step: the last step is before the first")
     return first, last

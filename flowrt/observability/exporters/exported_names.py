@@ -42,9 +42,9 @@ def exported_numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 def exported_shares(line: Mapping[str, Any]) -> dict[str, float]:
     """The shares of time in a line of attribution.jsonl, by their exported names; none of a role without time."""
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for role, of in line["roles"].items():
         total_s = sum(of[kind] for kind in KINDS)
         if total_s > 0:
-            found |= {f"time/{role}/{kind}": of[kind] / total_s for kind in KINDS}
-    return found
+            shares |= {f"time/{role}/{kind}": of[kind] / total_s for kind in KINDS}
+    return shares

@@ -87,8 +87,8 @@ class Feed:
         return type(step) is int and self._first <= step and (self._last is None or step <= self._last)
 
     def _new_steps(self) -> list[dict[str, Any]]:
-        found, is_replaced = self._metrics.read_new()
-        lines = [line for line in found if is_step(line)]
+        new_lines, is_replaced = self._metrics.read_new()
+        lines = [line for line in new_lines if is_step(line)]
         if is_replaced:  # rewritten after a resume
             known = 0
             for line in lines:
@@ -101,7 +101,7 @@ class Feed:
         for line in lines:
             if self._steps and line["step"] <= self._steps[-1]:
                 self._go_back(next(at for at, step in enumerate(self._steps) if step >= line["step"]))
-                new = [one for one in new if one["step"] < line["step"]]
+                new = [kept for kept in new if kept["step"] < line["step"]]
             self._steps.append(line["step"])
             self._ends_s.append(line["wall_s"])
             if self._is_wanted(line["step"]):
@@ -137,8 +137,8 @@ class Feed:
             del self._steps[count:], self._ends_s[count:]
 
     def _new_events(self) -> list[dict[str, Any]]:
-        found, is_replaced = self._events.read_new()
-        lines = [line for line in found if isinstance(line.get("kind"), str) and isinstance(line.get("text"), str)]
+        new_lines, is_replaced = self._events.read_new()
+        lines = [line for line in new_lines if isinstance(line.get("kind"), str) and isinstance(line.get("text"), str)]
         if is_replaced:  # thinned: lines up to the newest known time were passed on before
             lines = [line for line in lines if _time(line, "unix_s") > self._last_event_s]
         self._last_event_s = max([self._last_event_s, *(_time(line, "unix_s") for line in lines)])
@@ -171,5 +171,5 @@ def _time(line: Mapping[str, Any], name: str) -> float:
 def _sample(row: Any) -> dict[str, Any]:
     """The columns of a sample that exporters are given."""
     names = ("id", "step", "eval_name", "epoch", "prompt", "member", "reward", "finish", "reason", "tokens")
-    found = {name: getattr(row, name) for name in (*names, "advantage", "prompt_text", "completion", "staleness")}
-    return {**found, "parts": dict(row.parts)}
+    columns = {name: getattr(row, name) for name in (*names, "advantage", "prompt_text", "completion", "staleness")}
+    return {**columns, "parts": dict(row.parts)}

@@ -247,7 +247,7 @@ def _read(directory: Path) -> tuple[list[_WorkerTracks], list[str]]:
             (worker.waits if is_wait else worker.work).append(span)
         problems += [tail.problem] if tail.problem else []
     problems += [f"{damaged} damaged lines of the timeline are left out"] if damaged else []
-    return sorted(workers.values(), key=lambda one: (one.role, one.name)), problems
+    return sorted(workers.values(), key=lambda worker: (worker.role, worker.name)), problems
 
 
 def _limit(workers: Iterable[_WorkerTracks], from_ns: int, to_ns: int, most: int) -> int:

@@ -56,12 +56,14 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     """The first and the last step of A:B, A: or :B, or of one number. Raises ConfigError for other texts."""
     first, colon, last = text.partition(":")
     last = last if colon else first
-    if not all(one == "" or (one.isascii() and one.isdecimal() and len(one) < 16) for one in (first, last)):
+    if not all(
+        number == "" or (number.isascii() and number.isdecimal() and len(number) < 16) for number in (first, last)
+    ):
         raise ConfigError(f"--steps takes A:B, two step numbers, not {text!r:.80}")
-    found = int(first or 0), int(last) if last else None
-    if found[1] is not None and found[1] < found[0]:
+    steps = int(first or 0), int(last) if last else None
+    if steps[1] is not None and steps[1] < steps[0]:
         raise ConfigError(f"--steps {text}: the last step is before the first")
-    return found
+    return steps
 
 
 def main() -> int:

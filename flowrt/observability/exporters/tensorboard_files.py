@@ -82,5 +82,8 @@ class TensorBoardFiles(Sink):
 
 def _quoted(text: str) -> str:
     """The text, cut at `MAX_CHARS`, as an indented code block, so that no Markdown in it is interpreted."""
-    clean = "".join(one if one.isprintable() or one == "\n" else f"\\u{ord(one):04x}" for one in text[:MAX_CHARS])
+    clean = "".join(
+        character if character.isprintable() or character == "\n" else f"\\u{ord(character):04x}"
+        for character in text[:MAX_CHARS]
+    )
     return "\n".join(f"    {line}" for line in clean.splitlines())

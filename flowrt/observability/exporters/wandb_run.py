@@ -57,8 +57,8 @@ def mode() -> Mode:
         return "online" if os.environ.get(KEY_VARIABLE) else "offline"
     for arg in get_args(Mode):
         if arg == named:
-            found: Mode = arg
-            return found
+            chosen: Mode = arg
+            return chosen
     raise ConfigError(f"{MODE_VARIABLE} is {named!r}; use one of {', '.join(get_args(Mode))}")
 
 
@@ -80,10 +80,10 @@ class WandbProgress:
     def read(cls, path: Path, place: tuple[str, ...]) -> "WandbProgress":
         """The progress in a file; none without a file, or with one of another place."""
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=cls)
+            progress = msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError):
             return cls(place)
-        return found if found.place == place else cls(place)
+        return progress if progress.place == place else cls(place)
 
 
 class WandbRun(Sink):

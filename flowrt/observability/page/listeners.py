@@ -33,7 +33,7 @@ def _process(inode: str) -> str:
     """The process that has this socket open; empty if there is none whose files may be read."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if any(os.readlink(one) == f"socket:[{inode}]" for one in (directory / "fd").iterdir()):
+            if any(os.readlink(descriptor) == f"socket:[{inode}]" for descriptor in (directory / "fd").iterdir()):
                 words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 return f" (process {directory.name}: {' '.join(words).strip()[:120]})"
     return ""

@@ -66,14 +66,14 @@ class Replayer:
                 raise FlowError("another instant was asked for since")
             is_answered = False
             try:
-                found: dict[str, Any] = json.loads(await self._line(at_s))
+                status: dict[str, Any] = json.loads(await self._line(at_s))
                 is_answered = True
             finally:
                 if not is_answered:
                     await self.close()  # a late answer would be read as that of the next request
-        if "error" in found:
-            raise FlowError(found["error"])
-        return found
+        if "error" in status:
+            raise FlowError(status["error"])
+        return status
 
     async def close(self) -> None:
         """Kill the child, if there is one."""

@@ -105,8 +105,8 @@ class RunsServer:
         handlers: dict[str, Handler] = {path: partial(send_file, *file) for path, file in FILES.items()}
         handlers |= {"/api/runs": self._list, RUN: self._redirect}
         handlers |= {f"{RUN}{path}": partial(self._of_run, path) for path in PageServer.PATHS}
-        self._runner, found = await listen(handlers, self._access, host, port)
-        return found
+        self._runner, bound_port = await listen(handlers, self._access, host, port)
+        return bound_port
 
     async def follow(self) -> None:
         """Close pages that are not used any more, until cancelled."""
@@ -130,8 +130,8 @@ class RunsServer:
         """The newest runs; only ``version`` if the list is the one whose version the request names."""
         await self._scan()
         is_known = request.query.get("known") == self._answer["version"]
-        found = {"version": self._answer["version"]} if is_known else self._answer
-        text = to_json({**found, "now_unix_s": time.time()})
+        answer = {"version": self._answer["version"]} if is_known else self._answer
+        text = to_json({**answer, "now_unix_s": time.time()})
         return compressed(web.Response(text=text, content_type="application/json"), len(text))
 
     async def _scan(self) -> None:
@@ -177,14 +177,14 @@ class RunsServer:
         reader = await asyncio.to_thread(RunReader, run_dir)
         page = PageServer(reader, self._access)
         following = (page.follow(), self._follow_run(run_dir, page.show))
-        return _OpenRun(page, {asyncio.ensure_future(one) for one in following})
+        return _OpenRun(page, {asyncio.ensure_future(coroutine) for coroutine in following})
 
     async def _make_room(self) -> None:
         """Close the page that was not used for longest, if as many as allowed are open. Raises FlowError if all are."""
         if len(self._open) < MAX_OPEN:
             return
         ready = {name: task.result() for name, task in self._open.items() if task.done() and not _has_failed(task)}
-        idle = {name: one.used_s for name, one in ready.items() if not one.page.streams()}
+        idle = {name: opened.used_s for name, opened in ready.items() if not opened.page.streams()}
         if not idle:
             raise FlowError(f"the pages of {MAX_OPEN} runs are open; close one")
         await self._close_run(min(idle, key=lambda name: idle[name]))
@@ -203,9 +203,9 @@ def _has_failed(task: asyncio.Task[_OpenRun]) -> bool:
 
 def _answer(folder: Path, lines: list[RunLine]) -> dict[str, Any]:
     """The answer of ``api/runs``: the newest runs, the number of others, and a version that differs when they do."""
-    found = {
+    answer = {
         "folder": str(folder),
         "runs": [dataclasses.asdict(line) for line in lines[:MAX_LISTED]],
         "others": max(len(lines) - MAX_LISTED, 0),
     }
-    return {**found, "version": f"{zlib.crc32(to_json(found).encode()):08x}"}
+    return {**answer, "version": f"{zlib.crc32(to_json(answer).encode()):08x}"}

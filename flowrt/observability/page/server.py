@@ -89,8 +89,8 @@ class PageServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen on an address; returns the port. Raises FlowError as `listen`."""
-        self._runner, found = await listen(self.handlers(), self._access, host, port)
-        return found
+        self._runner, bound_port = await listen(self.handlers(), self._access, host, port)
+        return bound_port
 
     async def close(self) -> None:
         """Close all streams, stop listening, and end the replay process."""
@@ -152,10 +152,10 @@ class PageServer:
         return handler
 
     def _run(self) -> dict[str, Any]:
-        found = self._reader.run()
-        if found["state"] == "killed" and self._fresh_status is not None:
-            found["state"] = "live"  # the lock of a controller on another host is not visible here
-        return {**found, "compared": list(self._compared.names)}
+        run = self._reader.run()
+        if run["state"] == "killed" and self._fresh_status is not None:
+            run["state"] = "live"  # the lock of a controller on another host is not visible here
+        return {**run, "compared": list(self._compared.names)}
 
     def _timeline(self, of: Values) -> dict[str, Any]:
         first = _whole(of, "first") if of.get("first") else None
@@ -221,9 +221,9 @@ async def listen(handlers: Mapping[str, Handler], access: Access, host: str, por
             f"{host}, port {port}, cannot be listened at: {error.strerror}; --host takes an address of this "
             "machine, --port a number from 1024 on"
         ) from error
-    found = int(runner.addresses[0][1])
-    access.cookie = f"flowrt_{found}"
-    return runner, found
+    bound_port = int(runner.addresses[0][1])
+    access.cookie = f"flowrt_{bound_port}"
+    return runner, bound_port
 
 
 def _answering(access: Access) -> Any:

@@ -69,7 +69,7 @@ def write(run_dir: Path, path: Path | None = None, others: Sequence[Path] = ()) 
 def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
     """The answers that the page requests, by path; that of a file that cannot be read is empty."""
     reader.read_attribution()
-    found: Answers = {
+    content: Answers = {
         "api/run": reader.run(),
         "api/series?from=0": reader.series(),
         SHARES: reader.attribution(),
@@ -79,38 +79,38 @@ def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
     }
     whole = reader.timeline()
     first_s, last_s = whole["first_s"], whole["last_s"]
-    found["api/timeline?t0=all"] = whole
+    content["api/timeline?t0=all"] = whole
     if last_s - first_s > EDGE_S:
-        found["api/timeline?t0=first"] = reader.timeline(first_s, first_s + EDGE_S)
-        found["api/timeline?t0=last"] = reader.timeline(last_s - EDGE_S, last_s)
+        content["api/timeline?t0=first"] = reader.timeline(first_s, first_s + EDGE_S)
+        content["api/timeline?t0=last"] = reader.timeline(last_s - EDGE_S, last_s)
     opened: dict[int, None] = {}
     for order, count in SAMPLES:
         page_of: Answers = _try(lambda: reader.samples({"order": order}, count), {"samples": [], "total": 0})  # noqa: B023
-        found[f"api/samples?order={order}"] = page_of
+        content[f"api/samples?order={order}"] = page_of
         if order in ("worst", "newest"):
-            opened |= dict.fromkeys(one["id"] for one in page_of["samples"][:OPENED])
+            opened |= dict.fromkeys(sample["id"] for sample in page_of["samples"][:OPENED])
     whole_groups: dict[int, None] = {}
     for order, count, included in GROUPS:
         groups: Answers = _try(lambda: reader.groups({"order": order}, count), {"groups": [], "total": 0})  # noqa: B023
-        found[f"api/groups?order={order}"] = groups
-        whole_groups |= dict.fromkeys(one["id"] for one in groups["groups"][:included])
+        content[f"api/groups?order={order}"] = groups
+        whole_groups |= dict.fromkeys(group["id"] for group in groups["groups"][:included])
     for number in whole_groups:
         asked = {"group": str(number), "order": "member"}
-        found[f"api/samples?group={number}"] = _try(
+        content[f"api/samples?group={number}"] = _try(
             lambda: reader.samples(asked, GROUP_SAMPLES),  # noqa: B023
             {"samples": [], "total": 0},
         )
     if (distributions := _try(lambda: reader.distributions({}), None)) is not None:
-        found["api/distributions"] = distributions
+        content["api/distributions"] = distributions
     for number in opened:
-        found[f"api/sample/{number}"] = _try(lambda: reader.sample(number), None)  # noqa: B023
+        content[f"api/sample/{number}"] = _try(lambda: reader.sample(number), None)  # noqa: B023
     # Again, because all files have been read: the answer names those that are damaged.
-    found["api/run"] = reader.run()
+    content["api/run"] = reader.run()
     if compared is not None and compared.names:
-        found["api/run"]["compared"] = list(compared.names)
-        found[COMPARED] = compared.series("step", 0, math.inf, KEPT_POINTS)
-        found["api/differences"] = compared.differences()
-    return found
+        content["api/run"]["compared"] = list(compared.names)
+        content[COMPARED] = compared.series("step", 0, math.inf, KEPT_POINTS)
+        content["api/differences"] = compared.differences()
+    return content
 
 
 def _try(call: Callable[[], Answer], otherwise: Answer) -> Answer:
@@ -121,37 +121,37 @@ def _try(call: Callable[[], Answer], otherwise: Answer) -> Answer:
         return otherwise
 
 
-def _without(found: Answers, *beginnings: str) -> None:
-    for path in [path for path in found if path.startswith(beginnings)]:
-        del found[path]
+def _without(content: Answers, *beginnings: str) -> None:
+    for path in [path for path in content if path.startswith(beginnings)]:
+        del content[path]
 
 
-def _shorten(found: Answers, path: str, field: str, keep: int) -> None:
-    found[path] = {**found[path], field: found[path][field][-keep:]}
+def _shorten(content: Answers, path: str, field: str, keep: int) -> None:
+    content[path] = {**content[path], field: content[path][field][-keep:]}
 
 
 LEFT_OUT: tuple[tuple[str, Callable[[Answers], None]], ...] = (
-    ("the tokens of its samples", lambda found: _without(found, "api/sample/")),
-    ("the samples of its groups", lambda found: _without(found, "api/samples?group=")),
+    ("the tokens of its samples", lambda content: _without(content, "api/sample/")),
+    ("the samples of its groups", lambda content: _without(content, "api/samples?group=")),
     (
         "its best and random samples",
-        lambda found: _without(found, "api/samples?order=best", "api/samples?order=random"),
+        lambda content: _without(content, "api/samples?order=best", "api/samples?order=random"),
     ),
     (
         "the lanes of its first and last minute",
-        lambda found: _without(found, "api/timeline?t0=first", "api/timeline?t0=last"),
+        lambda content: _without(content, "api/timeline?t0=first", "api/timeline?t0=last"),
     ),
-    ("its samples", lambda found: _without(found, "api/samples", "api/groups")),
-    ("its lanes", lambda found: _without(found, "api/timeline")),
-    ("the curves of other runs", lambda found: _without(found, COMPARED)),
-    ("its logs", lambda found: _without(found, "api/logs")),
-    ("all but the last 500 events", lambda found: _shorten(found, "api/events?from=0", "events", 500)),
-    ("where the time went, but for the last 50 steps", lambda found: _shorten(found, SHARES, "lines", 50)),
+    ("its samples", lambda content: _without(content, "api/samples", "api/groups")),
+    ("its lanes", lambda content: _without(content, "api/timeline")),
+    ("the curves of other runs", lambda content: _without(content, COMPARED)),
+    ("its logs", lambda content: _without(content, "api/logs")),
+    ("all but the last 500 events", lambda content: _shorten(content, "api/events?from=0", "events", 500)),
+    ("where the time went, but for the last 50 steps", lambda content: _shorten(content, SHARES, "lines", 50)),
 )
 """What is left out of a file that would be too large, in this order: its description, and its removal."""
 
 
-def page(found: Answers, most_bytes: int = MAX_BYTES) -> str:
+def page(content: Answers, most_bytes: int = MAX_BYTES) -> str:
     """The page with these answers in it.
 
     Args:
@@ -160,15 +160,15 @@ def page(found: Answers, most_bytes: int = MAX_BYTES) -> str:
 
     Raises FlowError if the page is too long even without all of `LEFT_OUT`, or if its own files are not installed.
     """
-    found = dict(found)
+    content = dict(content)
     left_out: list[str] = []
     for what, leave_out in (*LEFT_OUT, ("", lambda _: None)):
-        text = _assembled(base64.b64encode(gzip.compress(to_json(found).encode(), mtime=0)).decode())
+        text = _assembled(base64.b64encode(gzip.compress(to_json(content).encode(), mtime=0)).decode())
         if len(text) <= most_bytes:
             return text
-        leave_out(found)
+        leave_out(content)
         left_out.append(what)
-        found["left_out"] = f"{', '.join(left_out)}; flowrt watch on the run directory has them"
+        content["left_out"] = f"{', '.join(left_out)}; flowrt watch on the run directory has them"
     raise FlowError(f"the page of the run would be over {most_bytes >> 20} MB; open it with flowrt watch")
 
 

@@ -124,7 +124,7 @@ class Stream:
         missed: list[FileUpdate] = []
         for update in reversed(self._updates):
             if update.kind == "step" and update.step == known:
-                return watcher, "".join(event(one.kind, one.content, one.step) for one in reversed(missed))
+                return watcher, "".join(event(update.kind, update.content, update.step) for update in reversed(missed))
             if update.kind != "event":
                 missed.append(update)
         return watcher, event("rewound", {"step": min(known + 1, next_step)})

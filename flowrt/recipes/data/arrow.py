@@ -38,8 +38,8 @@ class ArrowRows(Rows):
 
     def row(self, index: int) -> object:
         batch = bisect_right(self._starts, index) - 1
-        found: list[object] = self._batches[batch].slice(index - self._starts[batch], 1).to_pylist()
-        return found[0]
+        rows: list[object] = self._batches[batch].slice(index - self._starts[batch], 1).to_pylist()
+        return rows[0]
 
     def where(self, index: int) -> str:
         return f"data file {self._path}, row {index + 1}"
@@ -88,7 +88,7 @@ def _batches(name: str) -> list[Any]:
 
     with pa.memory_map(name) as source:
         if source.read(len(ARROW_FILE)) == ARROW_FILE:
-            found = pa.ipc.open_file(source)
-            return [found.get_batch(number) for number in range(found.num_record_batches)]
+            reader = pa.ipc.open_file(source)
+            return [reader.get_batch(number) for number in range(reader.num_record_batches)]
         source.seek(0)
         return list(pa.ipc.open_stream(source))

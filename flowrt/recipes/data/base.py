@@ -53,10 +53,10 @@ def _others(errors: Sequence[str]) -> str:
     """The rows of all errors but the first; their number if they are not of rows."""
     if len(errors) == 1:
         return ""
-    rows = [found for error in errors[1:] if (found := _PLACE.match(error)) is not None and found["number"]]
+    rows = [match for error in errors[1:] if (match := _PLACE.match(error)) is not None and match["number"]]
     if not rows:
         return f" (and {len(errors) - 1} more like it)"
-    return f" (also {rows[0]['kind']}{'s' * (len(rows) > 1)} {', '.join(found['number'] for found in rows)})"
+    return f" (also {rows[0]['kind']}{'s' * (len(rows) > 1)} {', '.join(row['number'] for row in rows)})"
 
 
 class Rows(ABC):

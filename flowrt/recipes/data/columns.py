@@ -102,9 +102,9 @@ def _tools(row: Mapping[str, object], key: str, where: str, *, has_null_keys: bo
 def _without_nulls(value: object) -> object:
     """A value without the keys of nested objects whose value is null."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: _without_nulls(field) for key, field in value.items() if field is not None}
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [_without_nulls(element) for element in value]
     return value
 
 
@@ -135,9 +135,9 @@ def _message(value: Mapping[str, object], here: str, where: str, *, has_null_key
     role = text(value, "role", f"{where}: in {here!r}: row")
     if role not in ROLES:
         raise ConfigError(f"{where}: field '{here}.role' is {role[:40]!r}; use one of {', '.join(ROLES)}")
-    fields = {name: one for name, one in value.items() if one is not None}
+    fields = {name: field for name, field in value.items() if field is not None}
     if has_null_keys:
-        fields = {name: _without_nulls(one) for name, one in fields.items()}
+        fields = {name: _without_nulls(field) for name, field in fields.items()}
     content = fields.get("content", "" if "tool_calls" in fields else MISSING)
     if not isinstance(content, str):
         kind = "missing" if "content" not in value else type(value["content"]).__name__

@@ -117,14 +117,14 @@ def array_rows(path: Path) -> ConvertedRows:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         elements = _slowly(path, text)
     # A line end in JSON is between values: in text it is written \n.
-    rows = ((number, bytes(one).replace(b"\n", b" ")) for number, one in enumerate(elements, 1))
+    rows = ((number, bytes(element).replace(b"\n", b" ")) for number, element in enumerate(elements, 1))
     return ConvertedRows(path, rows, "row")
 
 
 def _slowly(path: Path, text: bytes) -> list[msgspec.Raw]:
     """The elements of an array that msgspec does not decode. Raises ConfigError if Python does not, either."""
     try:
-        found = json.loads(text.decode())
+        rows = json.loads(text.decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"data file {path} is not UTF-8 text: {error.reason}") from None
     except json.JSONDecodeError as error:
@@ -136,4 +136,4 @@ def _slowly(path: Path, text: bytes) -> list[msgspec.Raw]:
         raise ConfigError(f"data file {path} is nested too deeply to be read") from None
     except ValueError as error:  # a number with thousands of digits
         raise ConfigError(f"data file {path} cannot be read: {error}") from None
-    return [msgspec.Raw(json.dumps(one).encode()) for one in found]
+    return [msgspec.Raw(json.dumps(row).encode()) for row in rows]

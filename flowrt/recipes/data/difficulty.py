@@ -69,16 +69,16 @@ def difficulties(rows: Rows, key: str) -> "array[float]":
     for part in rows.parts():
         for start in range(0, len(part), BATCH):
             count = min(BATCH, len(part) - start)
-            found = decode(part.block(start, count), count) if isinstance(part, JsonLines) else None
-            if found is None:
-                found = []
+            block = decode(part.block(start, count), count) if isinstance(part, JsonLines) else None
+            if block is None:
+                block = []
                 for at in range(start, start + count):
                     try:
-                        found.append(_number(part, at, key))
+                        block.append(_number(part, at, key))
                     except ConfigError as error:
                         mistakes.add(error)
-                        found.append(math.nan)
-            numbers.extend(found)
+                        block.append(math.nan)
+            numbers.extend(block)
     mistakes.report()
     return numbers
 

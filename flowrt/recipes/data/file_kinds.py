@@ -95,9 +95,9 @@ def _ends_open(line: bytes) -> bool:
 
 def _described(text: bytes) -> str:
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         return "has JSON objects over several lines"
-    names = [name for name, value in found.items() if isinstance(value, list)]
+    names = [name for name, value in fields.items() if isinstance(value, list)]
     shown = ", ".join(map(repr, names[:MAX_NAMES]))
     return "is one JSON object over several lines" + (f", with lists in {shown}" if names else "")

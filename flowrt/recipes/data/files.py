@@ -91,11 +91,11 @@ def held_out_split(path: Path, split: str) -> str:
         known = _splits(path) if path.is_dir() else []
     except OSError as error:
         raise ConfigError(f"data file {path} cannot be read: {error.strerror or error}") from error
-    found = split or next((one for one in HELD_OUT_SPLITS if one in known), "")
-    if known and found not in known:
+    chosen = split or next((name for name in HELD_OUT_SPLITS if name in known), "")
+    if known and chosen not in known:
         lacking = f"no split {split!r}" if split else "no split test or validation to evaluate"
         raise ConfigError(f"data file {path} has {lacking}; it has {_some(known)}: name one with eval.split")
-    return found or HELD_OUT_SPLITS[0]
+    return chosen or HELD_OUT_SPLITS[0]
 
 
 def _splits(directory: Path) -> list[str]:
@@ -105,8 +105,8 @@ def _splits(directory: Path) -> list[str]:
     if (directory / "state.json").is_file():
         return []
     for folder in (directory, directory / "data"):
-        if found := _row_files(folder):
-            return [name for name in SPLITS if any(_is_named(file, name) for file in found)]
+        if files := _row_files(folder):
+            return [name for name in SPLITS if any(_is_named(file, name) for file in files)]
         if found_in := [name for name in SPLITS if _row_files(folder / name)]:
             return found_in
     return []
@@ -129,9 +129,9 @@ def _open(file: Path) -> Rows:
 def _head(file: Path) -> bytes:
     """The first bytes of a file, unpacked; empty if they cannot be."""
     with file.open("rb") as opened:
-        found = opened.read(HEAD_BYTES)
-        if not found.startswith(GZIP_MAGIC):
-            return found
+        head = opened.read(HEAD_BYTES)
+        if not head.startswith(GZIP_MAGIC):
+            return head
         opened.seek(0)
         try:
             return gzip.GzipFile(fileobj=opened).read(HEAD_BYTES)
@@ -149,8 +149,8 @@ def _files(directory: Path, split: str) -> list[Path]:
     if (directory / "state.json").is_file():
         return _saved_files(directory)
     for folder in (directory, directory / "data"):
-        if found := _row_files(folder):
-            return _of_split(folder, found, split)
+        if files := _row_files(folder):
+            return _of_split(folder, files, split)
         if _row_files(folder / split):
             return _files(folder / split, split)
     configurations = sorted(child.name for child in directory.iterdir() if child.is_dir() and _row_files(child))
@@ -212,8 +212,8 @@ def _is_named(file: Path, split: str) -> bool:
 def _row_files(folder: Path) -> list[Path]:
     """The files of rows of a directory, sorted; none if it does not exist."""
     files = [file for file in sorted(folder.glob("*")) if not DESCRIPTIONS.fullmatch(file.name) and file.is_file()]
-    found = ([file for file in files if file.name.endswith(suffixes)] for suffixes in SUFFIXES)
-    return next(filter(None, found), [])
+    by_suffix = ([file for file in files if file.name.endswith(suffixes)] for suffixes in SUFFIXES)
+    return next(filter(None, by_suffix), [])
 
 
 def _json(file: Path) -> Mapping[str, object]:

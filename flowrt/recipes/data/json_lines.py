@@ -100,12 +100,12 @@ def unpacked(path: Path) -> IO[bytes]:
     file.seek(0)
     if magic != GZIP_MAGIC:
         return file
-    found = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+    plain = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
     try:
         with file, gzip.GzipFile(fileobj=file) as packed:
-            shutil.copyfileobj(packed, found, 1 << 20)
+            shutil.copyfileobj(packed, plain, 1 << 20)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        found.close()
+        plain.close()
         raise ConfigError(f"data file {path} cannot be unpacked: {error}; is the download complete?") from error
-    found.seek(0)
-    return found
+    plain.seek(0)
+    return plain

@@ -52,7 +52,7 @@ def mixture(
 
     Raises ConfigError, during iteration, if ``take`` returns None for all prompts of a set.
     """
-    streams = [_of_set(at, one, seed, epochs, take) for at, one in enumerate(sets)]
+    streams = [_of_set(at, data_set, seed, epochs, take) for at, data_set in enumerate(sets)]
     for chosen in alternate([set_.weight for set_ in sets]):
         taken = next(streams[chosen], None)
         if taken is None:
@@ -61,24 +61,28 @@ def mixture(
 
 
 def _of_set(
-    at: int, one: SetSize, seed: int | None, epochs: int, take: Callable[[Place], Taken | None]
+    at: int, data_set: SetSize, seed: int | None, epochs: int, take: Callable[[Place], Taken | None]
 ) -> Iterator[Taken]:
     epoch = 0
     while epochs == 0 or epoch < epochs:
         is_empty = True
-        for row in _in_order(one) if seed is None else row_order(seed, one.name, epoch, one.rows):
+        for row in _in_order(data_set) if seed is None else row_order(seed, data_set.name, epoch, data_set.rows):
             taken = take(Place(at, epoch, row))
             if taken is not None:
                 is_empty = False
                 yield taken
         if is_empty:
-            raise ConfigError(f"data set {one.name or 'of the run'} has no prompt that can be used; leave it out")
+            raise ConfigError(f"data set {data_set.name or 'of the run'} has no prompt that can be used; leave it out")
         epoch += 1
 
 
-def _in_order(one: SetSize) -> Sequence[int]:
+def _in_order(data_set: SetSize) -> Sequence[int]:
     """The rows in file order, or by ascending difficulty, and those of equal difficulty in file order."""
-    return sorted(range(one.rows), key=one.difficulties.__getitem__) if one.difficulties else range(one.rows)
+    return (
+        sorted(range(data_set.rows), key=data_set.difficulties.__getitem__)
+        if data_set.difficulties
+        else range(data_set.rows)
+    )
 
 
 def row_order(seed: int, name: str, epoch: int, rows: int) -> list[int]:
@@ -134,5 +138,5 @@ def largest_remainder(count: int, weights: Sequence[float]) -> list[int]:
 def _integers(weights: Sequence[float]) -> list[int]:
     """Integers in the same proportions as the decimal representations of the weights."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
-    denominator = lcm(*(one.denominator for one in exact))
-    return [int(one * denominator) for one in exact]
+    denominator = lcm(*(fraction.denominator for fraction in exact))
+    return [int(fraction * denominator) for fraction in exact]

@@ -68,11 +68,11 @@ def scan_prompts(rows: Rows, data: DataConfig) -> Iterator[PromptBatch]:
 
 def _of_rows(part: Rows, first: int, rows: Rows, data: DataConfig) -> Iterator[PromptBatch]:
     source = part.scan()
-    while found := list(islice(source, BATCH)):
+    while block := list(islice(source, BATCH)):
         batch = PromptBatch(first)
-        for row in found:
+        for row in block:
             _add_general(batch, row, rows, data)
-        first += len(found)
+        first += len(block)
         yield batch
 
 
@@ -118,20 +118,20 @@ def row_prompt(columns: Mapping[str, object], data: DataConfig, where: str, *, h
 def _of_lines(part: JsonLines, first: int, decode: "_Decoder", rows: Rows, data: DataConfig) -> Iterator[PromptBatch]:
     for start in range(0, len(part), BATCH):
         count = min(BATCH, len(part) - start)
-        found = decode.block(part.block(start, count), count)
-        if found is None:
-            found = [decode.line(part.line(start + at)) for at in range(count)]
+        decoded = decode.block(part.block(start, count), count)
+        if decoded is None:
+            decoded = [decode.line(part.line(start + at)) for at in range(count)]
         batch = PromptBatch(first + start)
-        prompts = decode.prompts(found, prefill=data.prefill)
+        prompts = decode.prompts(decoded, prefill=data.prefill)
         if None in prompts:
-            for at, (row, prompt) in enumerate(zip(found, prompts, strict=True)):
+            for at, (row, prompt) in enumerate(zip(decoded, prompts, strict=True)):
                 if prompt is None:
                     _add_general(batch, _read(part, start + at), rows, data)
                 else:
                     batch.add(prompt, has_answer=decode.has_answer(row))
         else:
             batch.prompts = prompts
-            batch.without_answer = [first + start + at for at in decode.without_answer(found)]
+            batch.without_answer = [first + start + at for at in decode.without_answer(decoded)]
         yield batch
 
 
@@ -165,37 +165,37 @@ class _Decoder:
     def block(self, block: bytes, count: int) -> list[Any] | None:
         """The rows of consecutive lines; None if not all of them can be decoded."""
         try:
-            found = self._json.decode_lines(block)
+            rows = self._json.decode_lines(block)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-        return found if len(found) == count and _is_readable(block) else None
+        return rows if len(rows) == count and _is_readable(block) else None
 
     def line(self, line: bytes) -> Any | None:
         """The row of a line; None if it cannot be decoded."""
         try:
-            found = self._json.decode(line)
+            row = self._json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-        return found if _is_readable(line) else None
+        return row if _is_readable(line) else None
 
     def prompts(self, rows: list[Any], *, prefill: bool) -> list[DataPrompt | None]:
         """The prompt of each row; None if the general path has to check it."""
-        found: list[DataPrompt | None] = []
+        prompts: list[DataPrompt | None] = []
         for value in [None if row is None else self._prompt(row) for row in rows]:
             if type(value) is list and value and (prefill or value[-1].role != "assistant"):
-                messages = tuple([(one.role, one.content) for one in value])
+                messages = tuple([(message.role, message.content) for message in value])
                 last = messages[-1][1]
                 has_text = (last and not last.isspace()) or not all(not text or text.isspace() for _, text in messages)
-                found.append(DataPrompt("", messages) if has_text else None)
+                prompts.append(DataPrompt("", messages) if has_text else None)
             elif type(value) is str and value and not value.isspace():
-                found.append(DataPrompt(value))
+                prompts.append(DataPrompt(value))
             else:
-                found.append(None)
+                prompts.append(None)
         if self._tools is not None:
             for at, row in enumerate(rows):
                 if row is not None and self._tools(row) is not msgspec.UNSET:
-                    found[at] = None
-        return found
+                    prompts[at] = None
+        return prompts
 
     def has_answer(self, row: Any) -> bool:
         """Whether a row has an answer."""
@@ -265,14 +265,14 @@ def column_fields(name: str, key: str, kind: Any) -> tuple[list[tuple[str, str, 
         )
 
     def read(row: Any) -> Any:
-        found = getattr(row, name)
-        if found is not msgspec.UNSET:
-            return found
-        found = getattr(row, f"{name}_nested")
+        value = getattr(row, name)
+        if value is not msgspec.UNSET:
+            return value
+        value = getattr(row, f"{name}_nested")
         for _ in parts:
-            if found is msgspec.UNSET:
+            if value is msgspec.UNSET:
                 break
-            found = found.value
-        return found
+            value = value.value
+        return value
 
     return [(name, key, kind), (f"{name}_nested", head, nested)], read

@@ -134,10 +134,10 @@ class Task(ABC):
 
 def blocks(problems: Iterable[Example]) -> Iterator[PromptBlock]:
     """The prompts of these problems, up to `BLOCK` in each block."""
-    for form, alike in groupby(problems, lambda one: one.form):
-        while found := list(islice(alike, BLOCK)):
-            places = [one.where or f"prompt {one.prompt[:40]!r}" for one in found]
-            yield PromptBlock("", [one.as_prompt for one in found], places.__getitem__, form)
+    for form, alike in groupby(problems, lambda problem: problem.form):
+        while block := list(islice(alike, BLOCK)):
+            places = [problem.where or f"prompt {problem.prompt[:40]!r}" for problem in block]
+            yield PromptBlock("", [problem.as_prompt for problem in block], places.__getitem__, form)
 
 
 @dataclass(frozen=True, slots=True)

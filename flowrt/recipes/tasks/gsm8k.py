@@ -52,10 +52,10 @@ class Gsm8k(Task):
         return replace(problem, solution=f"#### {problem.answer}") if answer_only else problem
 
     def reward(self, response: str, answer: str) -> float:
-        found = FINAL.search(response)
-        if found is None:
+        match = FINAL.search(response)
+        if match is None:
             return 0.0
-        return 1.0 if _number(found[1]) == _number(answer) else WELL_FORMED_REWARD
+        return 1.0 if _number(match[1]) == _number(answer) else WELL_FORMED_REWARD
 
     def tokenizer(self) -> "Tokenizer":
         """Train a byte-level BPE on the training rows; every text has a tokenization."""
@@ -75,10 +75,10 @@ def _problems(rows: Sequence[Row], mistakes: Mistakes) -> list[Example]:
 
 
 def _problem(question: str, solution: str, where: str) -> Example:
-    found = FINAL.search(solution)
-    if found is None:
+    match = FINAL.search(solution)
+    if match is None:
         raise ConfigError(f"{where}: the solution does not end in '#### number', so no answer can be checked")
-    return Example(question + "\n", found[1], solution, where)
+    return Example(question + "\n", match[1], solution, where)
 
 
 def _number(text: str) -> float:

@@ -86,8 +86,8 @@ class Formed(Sequence[Example]):
         return replace(self._problems[index], form=self._form)
 
     def __iter__(self) -> Iterator[Example]:
-        for one in self._problems:
-            yield replace(one, form=self._form)
+        for example in self._problems:
+            yield replace(example, form=self._form)
 
 
 class Concatenated(Sequence[Example]):
@@ -193,21 +193,22 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
         return [ProblemSet("", 1.0, rows, data, first, numbers)]
     shares = largest_remainder(data.eval_prompts, [set_.weight for set_ in data.sets])
     sets = []
-    for one, held_out in zip(data.sets, shares, strict=True):
-        own = set_data(data, one)
+    for data_set, held_out in zip(data.sets, shares, strict=True):
+        own = set_data(data, data_set)
         try:
-            rows, numbers = _open(Path(one.path), own)
-            form = own.prompt_format if has_own_format(one) else None
+            rows, numbers = _open(Path(data_set.path), own)
+            form = own.prompt_format if has_own_format(data_set) else None
         except ConfigError as error:
-            raise ConfigError(f"data set {one.name!r}: {error}") from error
+            raise ConfigError(f"data set {data_set.name!r}: {error}") from error
         if len(rows) > MAX_ROWS:
-            raise ConfigError(f"data set {one.name!r} has {len(rows)} rows; use at most {MAX_ROWS}, or split it")
+            raise ConfigError(f"data set {data_set.name!r} has {len(rows)} rows; use at most {MAX_ROWS}, or split it")
         if len(rows) <= held_out:
             raise ConfigError(
-                f"data set {one.name!r} has {len(rows)} rows, no more than the {held_out} that are held out, its share "
-                f"of data.eval_prompts={data.eval_prompts}; use fewer, 0, or name other data to evaluate with eval.data"
+                f"data set {data_set.name!r} has {len(rows)} rows, no more than the {held_out} that are held out, its "
+                f"share of data.eval_prompts={data.eval_prompts}; use fewer, 0, or name other data to evaluate with "
+                "eval.data"
             )
-        sets.append(ProblemSet(one.name, one.weight, rows, own, len(rows) - held_out, numbers, form))
+        sets.append(ProblemSet(data_set.name, data_set.weight, rows, own, len(rows) - held_out, numbers, form))
     return sets
 
 
@@ -266,10 +267,10 @@ def _is_encodable(value: object) -> bool:
 
 def folded(prompt: str, messages: Messages, tools: str = "") -> str:
     """A prompt as one text with normalised white space; two prompts count as equal if these texts are equal."""
-    found = "\0".join(["\0".join([message[0], _folded(message[1]), *message[2:]]) for message in messages]) or _folded(
+    text = "\0".join(["\0".join([message[0], _folded(message[1]), *message[2:]]) for message in messages]) or _folded(
         prompt
     )
-    return f"{found}\0{tools}" if tools else found
+    return f"{text}\0{tools}" if tools else text
 
 
 def _folded(text: str) -> str:
@@ -318,22 +319,22 @@ def check_rows(sets: Sequence[ProblemSet], data: DataConfig) -> None:
         )
 
 
-def _incomplete(one: ProblemSet, index: int) -> str:
+def _incomplete(problem_set: ProblemSet, index: int) -> str:
     """The error message on a row without the answer column."""
-    names = ", ".join(map(repr, as_columns(one.rows.row(index), "")))
+    names = ", ".join(map(repr, as_columns(problem_set.rows.row(index), "")))
     return (
-        f"{one.rows.where(index)} has no field {one.data.answer_key!r}; it has {names[:200]}; leave the column out of "
-        "every row, or of none"
+        f"{problem_set.rows.where(index)} has no field {problem_set.data.answer_key!r}; it has {names[:200]}; leave "
+        "the column out of every row, or of none"
     )
 
 
-def _held_out(one: ProblemSet) -> set[str]:
+def _held_out(problem_set: ProblemSet) -> set[str]:
     """The held-out prompts of a set, as `folded`, without those of rows that cannot be used."""
-    found: set[str] = set()
-    for place in range(one.first_held_out, len(one.rows)):
+    prompts: set[str] = set()
+    for place in range(problem_set.first_held_out, len(problem_set.rows)):
         try:
-            _, prompt = checked(one.rows.row(place), one.data, one.rows, place)
+            _, prompt = checked(problem_set.rows.row(place), problem_set.data, problem_set.rows, place)
         except ConfigError:
             continue  # `check_rows` reports it
-        found.add(folded(*prompt))
-    return found
+        prompts.add(folded(*prompt))
+    return prompts

@@ -63,7 +63,7 @@ def read_rows(path: Path, keys: Sequence[str], split: str = "train") -> list[Row
     Raises ConfigError if the data cannot be read or is empty, and for the first ten rows that are no objects, lack a
     column, or have an empty prompt.
     """
-    rows, found, mistakes = open_rows(path, split), [], Mistakes()
+    rows, usable, mistakes = open_rows(path, split), [], Mistakes()
     for index, row in enumerate(rows.scan()):
         try:
             if isinstance(row, ConfigError):
@@ -71,8 +71,8 @@ def read_rows(path: Path, keys: Sequence[str], split: str = "train") -> list[Row
             where = rows.where(index)
             columns = as_columns(row, where)
             values = [text_prompt(columns, keys[0], where), *(text(columns, key, where) for key in keys[1:])]
-            found.append(Row(where, tuple(values)))
+            usable.append(Row(where, tuple(values)))
         except ConfigError as error:
             mistakes.add(error)
     mistakes.report()
-    return found
+    return usable

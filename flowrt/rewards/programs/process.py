@@ -119,9 +119,9 @@ def _call(fd: int, settings: Mapping[str, Any]) -> NoReturn:
 
 def _clear(directory: str) -> None:
     """Remove what programs have left in a directory; ends this process if that is impossible."""
-    for one in os.scandir(directory):
-        if one.is_dir(follow_symlinks=False):
-            for place, names, _ in os.walk(one.path):  # before the names are listed
+    for entry in os.scandir(directory):
+        if entry.is_dir(follow_symlinks=False):
+            for place, names, _ in os.walk(entry.path):  # before the names are listed
                 for name in (".", *names):
                     with contextlib.suppress(OSError):
                         os.chmod(
@@ -129,10 +129,10 @@ def _clear(directory: str) -> None:
                             0o700,
                             follow_symlinks=os.chmod not in os.supports_follow_symlinks,
                         )
-            shutil.rmtree(one.path, ignore_errors=True)
+            shutil.rmtree(entry.path, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
-                os.unlink(one.path)
+                os.unlink(entry.path)
     if os.listdir(directory):
         os._exit(1)
 
@@ -188,7 +188,7 @@ def _pass(tests: str, peer: Peer, shared: tuple[str, ...]) -> bool:
     names = Names(peer)
     module.__dict__["__builtins__"] = names
     if shared and not _has_free_names(tests):
-        names.update({one: peer.request("name", one)[0] for one in shared})
+        names.update({name: peer.request("name", name)[0] for name in shared})
     sys.modules["__main__"] = module
     runs = _recorded_runs()
     try:
@@ -219,17 +219,17 @@ def _recorded_runs() -> list[unittest.TestResult]:
 
 def _pass_uncalled(tests: str, names: dict[str, Any], runs: list[unittest.TestResult]) -> bool:
     """Whether unittest has succeeded, and what the tests define and do not run passes: as pytest would run it."""
-    cases = [one for one in names.values() if isinstance(one, type) and issubclass(one, unittest.TestCase)]
+    cases = [value for value in names.values() if isinstance(value, type) and issubclass(value, unittest.TestCase)]
     cases = [case for case in cases if case.__module__ == "__main__"]
     if cases and not runs:
         load = unittest.defaultTestLoader.loadTestsFromTestCase
         unittest.TextTestRunner().run(unittest.TestSuite(map(load, cases)))
-    for name, one in list(names.items()):
-        if name.startswith("test") and isinstance(one, types.FunctionType) and one.__module__ == "__main__":
-            code = one.__code__
+    for name, test in list(names.items()):
+        if name.startswith("test") and isinstance(test, types.FunctionType) and test.__module__ == "__main__":
+            code = test.__code__
             takes = code.co_argcount + code.co_kwonlyargcount
             if not takes and not code.co_flags & COROUTINE and len(re.findall(rf"\b{name}\b", tests)) == 1:
-                one()
+                test()
     return all(run.wasSuccessful() for run in runs)
 
 
@@ -286,15 +286,15 @@ def call_all(
 
 def _calls(part: str) -> Calls | None:
     """The calls of a part of tests that has nothing else."""
-    found = _CALL.findall(part)
-    if not found or len(found) != part.count("\n") or len({name for name, _, _ in found}) > 1 or _WORD.search(part):
+    calls = _CALL.findall(part)
+    if not calls or len(calls) != part.count("\n") or len({name for name, _, _ in calls}) > 1 or _WORD.search(part):
         return None
     try:
-        arguments = _literal("[" + "".join(f"({given},)," if given.strip() else "()," for _, given, _ in found) + "]")
-        expected = _literal("[" + ",".join(value for _, _, value in found) + "]")
+        arguments = _literal("[" + "".join(f"({given},)," if given.strip() else "()," for _, given, _ in calls) + "]")
+        expected = _literal("[" + ",".join(value for _, _, value in calls) + "]")
     except (SyntaxError, ValueError, ArithmeticError, TypeError):
         return None
-    return Calls(found[0][0], arguments, expected, part) if len(arguments) == len(expected) == len(found) else None
+    return Calls(calls[0][0], arguments, expected, part) if len(arguments) == len(expected) == len(calls) else None
 
 
 def _literal(text: str) -> list[Any]:
@@ -333,8 +333,8 @@ def compiled(tests: str) -> Iterator[types.CodeType | Calls]:
 
 def _statement_end(tests: str, at: int) -> int:
     """The first position from here at which a statement may begin in the first column."""
-    found = _STATEMENT.search(tests, at)
-    return found.start() if found else len(tests)
+    match = _STATEMENT.search(tests, at)
+    return match.start() if match else len(tests)
 
 
 _STATEMENT = re.compile(r"^(?!else\b|elif\b|except\b|finally\b)[A-Za-z_@]", re.MULTILINE)
@@ -347,8 +347,8 @@ def needs_same_process(tests: str) -> bool:
     with contextlib.suppress(SyntaxError, MemoryError, RecursionError):
         tree = ast.parse(tests)
         bound = {*vars(builtins), *_bound(tree)}
-        imports = [one for one in ast.walk(tree) if isinstance(one, ast.Import)]
-        modules = {"self", *(name for one in imports for name in _bound(one))}
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+        modules = {"self", *(name for statement in imports for name in _bound(statement))}
         return any(_reaches(node, bound, modules) for node in ast.walk(tree))
     return False
 
@@ -392,7 +392,7 @@ def _bound(tree: ast.AST) -> Iterator[str]:
 def _has_free_names(tests: str) -> bool:
     """Whether tests use a name that is neither their own nor built in: then built-in names are not the program's."""
     tree = ast.parse(tests)
-    used = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return bool(used - {*vars(builtins), *_bound(tree)})
 
 
@@ -412,7 +412,7 @@ def _host(program: str, memory_bytes: int) -> NoReturn:
     def ready() -> tuple[str, ...]:
         if failed[0]:
             os._exit(1)
-        return tuple(one for one in names if one in before and not one.startswith("__"))
+        return tuple(identifier for identifier in names if identifier in before and not identifier.startswith("__"))
 
     def name(text: str) -> object:
         return (names[text],) if text in names else ()

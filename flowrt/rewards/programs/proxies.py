@@ -57,8 +57,8 @@ OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
 SPECIAL = (*FORWARDED, *OPERATORS, "__contains__")
 PLAIN = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, bytearray)
 REAL = {
-    one.__name__: one
-    for one in (
+    kind.__name__: kind
+    for kind in (
         *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.GeneratorType, types.CoroutineType),
         *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), map, filter, zip, enumerate, reversed),
     )
@@ -97,8 +97,8 @@ class ProxyType(type):
             cls.__dict__[PEER].request("set", cls, name, value)
 
     def __iter__(cls) -> Iterator[Any]:
-        found: Iterator[Any] = cls.__dict__[PEER].call(cls, "__iter__", (), {})
-        return found
+        iterator: Iterator[Any] = cls.__dict__[PEER].call(cls, "__iter__", (), {})
+        return iterator
 
     def __len__(cls) -> int:
         length: int = cls.__dict__[PEER].call(cls, "__len__", (), {})
@@ -263,12 +263,12 @@ class Peer:
     def _answer(self, message: list[Any]) -> None:
         try:
             decode = Decoder(self)
-            operands = [decode(one) for one in message[1:]]
+            operands = [decode(operand) for operand in message[1:]]
             verb = self.verbs[message[0]]
         except Exception as error:
             raise self._lost() from error
         order = decode.order
-        before = [copied(one) for one in order]
+        before = [copied(container) for container in order]
         word, value = "=", None
         try:
             value = verb(*operands)
@@ -285,9 +285,9 @@ class Peer:
             encode = Encoder(self, order)
             reply: list[Any] = [word, encode(value)]
             changes = [
-                [index, encode.content(one)]
-                for index, (one, was) in enumerate(zip(order, before, strict=False))
-                if has_changed(one, was)
+                [index, encode.content(container)]
+                for index, (container, was) in enumerate(zip(order, before, strict=False))
+                if has_changed(container, was)
             ]
             output = self.output()
             data = _json([*reply, changes, output] if changes or output else reply)
@@ -368,45 +368,45 @@ class Peer:
         return value.__dict__.get(NUMBER) if isinstance(kind, type) and issubclass(kind, ProxyType) else None
 
     def proxy(self, number: int, kind: Any, arguments: Sequence[object] | None) -> object:
-        found = self._proxies.get(number)
-        if found is None:
-            found = kind.__new__(kind)
-            object.__setattr__(found, NUMBER, number)
-            self._proxies[number] = found
-        object.__setattr__(found, CONSTRUCTED, False)
-        if arguments is not None and isinstance(found, BaseException):
-            object.__setattr__(found, "args", tuple(arguments))
-        return found
+        proxy = self._proxies.get(number)
+        if proxy is None:
+            proxy = kind.__new__(kind)
+            object.__setattr__(proxy, NUMBER, number)
+            self._proxies[number] = proxy
+        object.__setattr__(proxy, CONSTRUCTED, False)
+        if arguments is not None and isinstance(proxy, BaseException):
+            object.__setattr__(proxy, "args", tuple(arguments))
+        return proxy
 
     def proxy_class(self, number: int, description: Any, decode: Callable[[Any], Any]) -> type:
-        found: type | None = self._proxies.get(number)
-        if found is None:
+        proxy_type: type | None = self._proxies.get(number)
+        if proxy_type is None:
             name, bases, special, plain = description
             kinds = tuple(map(decode, bases))
             if not all(isinstance(kind, ProxyType) or issubclass(kind, BaseException) for kind in kinds):
                 raise ValueError(bases)
             if not any(isinstance(kind, ProxyType) for kind in kinds):
                 kinds = (Proxy, *kinds)
-            found = ProxyType(str(name), kinds, self._members(str(name), special, str(plain)))
-            type.__setattr__(found, NUMBER, number)
-            type.__setattr__(found, PEER, self)
-            self._proxies[number] = found
-        return found
+            proxy_type = ProxyType(str(name), kinds, self._members(str(name), special, str(plain)))
+            type.__setattr__(proxy_type, NUMBER, number)
+            type.__setattr__(proxy_type, PEER, self)
+            self._proxies[number] = proxy_type
+        return proxy_type
 
     def _members(self, name: str, special: Sequence[str], plain: str) -> dict[str, object]:
         members: dict[str, object] = {"__module__": "program"}
-        for one in special:
-            if one in OPERATORS:
-                members[one] = _operator(one)
-            elif one in FORWARDED:
-                members[one] = _forwarded(one)
+        for method in special:
+            if method in OPERATORS:
+                members[method] = _operator(method)
+            elif method in FORWARDED:
+                members[method] = _forwarded(method)
         if "__contains__" in special:
             members["__contains__"] = _contains
         if "__hash__" in members and "no hash" in special:
             members["__hash__"] = None
         if "__await__" in members:
-            members |= {one: getattr(_Coroutine, one) for one in ("send", "throw", "close", "__await__")}
-        base = REAL.get(name) or next((one for one in PLAIN if one.__name__ == plain), None)
+            members |= {method: getattr(_Coroutine, method) for method in ("send", "throw", "close", "__await__")}
+        base = REAL.get(name) or next((kind for kind in PLAIN if kind.__name__ == plain), None)
         if base is not None:
             # isinstance takes a class from here; bool and the classes of functions have no subclasses.
             of = base if name in REAL or base is bool else type(name, (base,), {})
@@ -417,13 +417,13 @@ class Peer:
         is_error = issubclass(kind, BaseException)
         special = []
         for name in SPECIAL:
-            owner = next((one for one in kind.__mro__ if name in one.__dict__), None)
+            owner = next((base for base in kind.__mro__ if name in base.__dict__), None)
             if owner is None or owner is object or (is_error and owner.__module__ == "builtins"):
                 continue
             special.append(name)
             if name == "__hash__" and owner.__dict__[name] is None:
                 special.append("no hash")
-        plain = next((one.__name__ for one in PLAIN if issubclass(kind, one)), "")
+        plain = next((base.__name__ for base in PLAIN if issubclass(kind, base)), "")
         bases = [base for base in kind.__bases__ if base is not object]
         kept = [base for base in bases if issubclass(base, BaseException) or _is_of_program(base)]
         return [kind.__name__, list(map(encode, kept)), special, plain]
@@ -455,12 +455,12 @@ def _operator(name: str) -> Callable[[Any, Any], Any]:
 def _contains(self: Any, value: object) -> Any:
     if object.__getattribute__(self, CONSTRUCTED) or isinstance(type(value), ProxyType):
         return _peer(self).call(self, "__contains__", (value,), {})
-    return any(one is value or one == value for one in self)
+    return any(member is value or member == value for member in self)
 
 
 def _plain(value: Any) -> object:
     """The content of an object that is derived from a plain type; NotImplemented for all others."""
-    kind = next((one for one in PLAIN if isinstance(value, one)), None)
+    kind = next((kind for kind in PLAIN if isinstance(value, kind)), None)
     if kind is None:
         return NotImplemented
     if kind is dict:
@@ -531,9 +531,9 @@ class Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name.startswith("__"):
             raise KeyError(name)
-        found = self._peer.request("name", name)
-        if not found:
+        answer = self._peer.request("name", name)
+        if not answer:
             raise KeyError(name)
-        if isinstance(type(found[0]), ProxyType) or isinstance(found[0], type | types.ModuleType):
-            self[name] = found[0]
-        return found[0]
+        if isinstance(type(answer[0]), ProxyType) or isinstance(answer[0], type | types.ModuleType):
+            self[name] = answer[0]
+        return answer[0]

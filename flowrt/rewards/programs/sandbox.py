@@ -50,13 +50,13 @@ def words(kind: str, memory_bytes: int) -> list[str]:
     if kind != "bwrap":
         return [sys.executable, "-I"]
     bwrap = shutil.which("bwrap") or "bwrap"
-    found = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     for place in dict.fromkeys(["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", sys.base_prefix]):
-        found += ["--ro-bind-try", place, place]
-    found += ["--ro-bind", str(Path(__file__).parent), f"{PLACE}/programs", "--proc", "/proc", "--dev", "/dev"]
-    found += ["--size", str(memory_bytes), "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]  # noqa: S108
-    found += ["--chdir", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]  # noqa: S108 (its own)
-    return [*found, str(Path(sys.executable).resolve()), "-I"]
+        command += ["--ro-bind-try", place, place]
+    command += ["--ro-bind", str(Path(__file__).parent), f"{PLACE}/programs", "--proc", "/proc", "--dev", "/dev"]
+    command += ["--size", str(memory_bytes), "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]  # noqa: S108
+    command += ["--chdir", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]  # noqa: S108 (its own)
+    return [*command, str(Path(sys.executable).resolve()), "-I"]
 
 
 class Sandbox:

@@ -93,7 +93,7 @@ class Encoder:
     def __init__(self, objects: Objects, known: Sequence[object] = ()) -> None:
         """``known``: the containers of the request that the message answers, in their order there."""
         self.order = list(known)
-        self._index = {id(one): number for number, one in enumerate(known)}
+        self._index = {id(container): number for number, container in enumerate(known)}
         self._objects = objects
 
     def __call__(self, value: object) -> Any:
@@ -270,8 +270,8 @@ class Decoder:
             case ["d", keys, values] | ["u", _, keys, values, _]:
                 content = list(zip(self._all(keys), self._all(values), strict=True))
                 value.clear()
-                for key, one in content:
-                    value[key] = one
+                for key, entry in content:
+                    value[key] = entry
             case _:
                 raise ValueError(form)
 
@@ -293,7 +293,7 @@ def has_changed(value: Any, before: Any) -> bool:
     now = copied(value)
     if type(now) is bytes:
         return bool(now != before)
-    return len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True))
+    return len(now) != len(before) or any(current is not other for current, other in zip(now, before, strict=True))
 
 
 def _named(value: Any) -> list[Any] | None:
@@ -314,17 +314,17 @@ def _named(value: Any) -> list[Any] | None:
 def _found(module: str, name: str) -> object:
     if module not in MODULES and module not in ERRORS and module != "builtins":
         raise ValueError(module)
-    found: object = importlib.import_module(module)
+    value: object = importlib.import_module(module)
     for part in name.split("."):
         if part.startswith("_"):
             raise ValueError(name)
-        found = getattr(found, part)
-    is_class = isinstance(found, type)
+        value = getattr(value, part)
+    is_class = isinstance(value, type)
     if module == "builtins" and not is_class and "." not in name and name not in FUNCTIONS:
         raise ValueError(name)
-    if module not in MODULES and module != "builtins" and not (is_class and issubclass(found, Exception)):  # type: ignore[arg-type]
+    if module not in MODULES and module != "builtins" and not (is_class and issubclass(value, Exception)):  # type: ignore[arg-type]
         raise ValueError(module)
-    return found
+    return value
 
 
 def _error(kind: Any, arguments: tuple[object, ...]) -> BaseException:

@@ -195,9 +195,9 @@ class ColumnRun:
 
     def copy(self, chunk: Chunk, out: torch.Tensor) -> None:
         """Copy the bytes of a chunk, from any device, to ``out``: 1-D uint8, of the chunk's size."""
-        found = self.view(chunk)
-        if found is not None:
-            copy_bytes(out, found)
+        view = self.view(chunk)
+        if view is not None:
+            copy_bytes(out, view)
             return
         rows = self.rows[chunk.first : chunk.last]
         dtype = rows[0].dtype

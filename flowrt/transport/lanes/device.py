@@ -177,12 +177,12 @@ class DeviceChannel:
         return f"ready/{self._message}"
 
     def _on_device(self, run: ColumnRun, chunk: Chunk) -> torch.Tensor:
-        found = run.view(chunk)
-        if found is not None and found.device == self._device:
-            return found
+        view = run.view(chunk)
+        if view is not None and view.device == self._device:
+            return view
         staged = torch.empty(chunk.size, dtype=torch.uint8, device=self._device)
-        if found is not None:
-            staged.copy_(found)
+        if view is not None:
+            staged.copy_(view)
             return staged
         gathered = torch.empty(chunk.size, dtype=torch.uint8)
         run.copy(chunk, gathered)

@@ -110,9 +110,9 @@ class GlooChannel:
         return self._chunks % TAGS
 
     def _chunk_of(self, run: ColumnRun, chunk: Chunk) -> torch.Tensor:
-        found = run.view(chunk)
-        if found is not None and found.is_cpu:
-            return found
+        view = run.view(chunk)
+        if view is not None and view.is_cpu:
+            return view
         if chunk.size > 2 * STAGE_BYTES:
             staged = torch.empty(chunk.size, dtype=torch.uint8)
         else:

@@ -327,7 +327,7 @@ class LaneSet:
             del self._lanes[key]
             self._stores.pop(lane.name, None)
             lane.close()
-            self._retired = [*(one for one in self._retired if one.alive), lane]
+            self._retired = [*(retired for retired in self._retired if retired.alive), lane]
 
     def drop_all(self, reason: str) -> None:
         """Fail every lane immediately, including those that are being opened."""
@@ -386,7 +386,7 @@ class LaneSet:
         if store is not None:
             store.close(reason)
         lane.fail(reason)
-        self._retired = [*(one for one in self._retired if one.alive), lane]
+        self._retired = [*(retired for retired in self._retired if retired.alive), lane]
 
     def _open(self, turn: LaneTurn) -> Lane:
         name = lane_name(turn)
@@ -434,19 +434,19 @@ def available_transports() -> tuple[str, ...]:
     process does not use (yet: engines start after the handshake) come after gloo. They are used only if the run
     requires them, so that a lane alone does not create a context on a device.
     """
-    found = []
+    transports = []
     if sys.platform == "linux" and hasattr(os, "memfd_create"):
-        found.append(f"shm:{network_namespace()}")
+        transports.append(f"shm:{network_namespace()}")
     if has_cuda():
-        found.append("nccl")
+        transports.append("nccl")
     if has_npu():
-        found.append("hccl")
+        transports.append("hccl")
     idle = []
     if not has_cuda() and cuda_is_here() and torch.distributed.is_nccl_available():
         idle.append("nccl")
     if not has_npu() and npu_is_here():
         idle.append("hccl")
-    return (*found, "gloo", *idle)
+    return (*transports, "gloo", *idle)
 
 
 def make_transports(controller: str) -> Mapping[str, Transport]:

@@ -72,9 +72,9 @@ def map_segment(number: int, fd: int, size: int) -> Segment:
     Raises TransferError unless it has this size and is sealed: access to a truncated mapping would kill the process.
     """
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    found = os.fstat(fd).st_size
-    if found != size or seals & fcntl.F_SEAL_SHRINK == 0:
-        raise TransferError(f"the other end sent a segment of {found} bytes in place of {size}, or an unsealed one")
+    actual = os.fstat(fd).st_size
+    if actual != size or seals & fcntl.F_SEAL_SHRINK == 0:
+        raise TransferError(f"the other end sent a segment of {actual} bytes in place of {size}, or an unsealed one")
     return Segment(number, fd, size)
 
 
@@ -254,9 +254,11 @@ class ShmSender:
         return True
 
     def _segment(self, size: int) -> Segment:
-        fitting = [one for one in self._idle.values() if size <= one.size <= MAX_OVERSIZE_FACTOR * capacity(size)]
+        fitting = [
+            segment for segment in self._idle.values() if size <= segment.size <= MAX_OVERSIZE_FACTOR * capacity(size)
+        ]
         if fitting:
-            segment = min(fitting, key=lambda one: one.size)
+            segment = min(fitting, key=lambda segment: segment.size)
             del self._idle[segment.number]
         else:
             self._segment_count += 1

@@ -149,7 +149,7 @@ class RowBlock:
         if self.ids[0] == item:
             return 0
         if self._index_of is None:
-            self._index_of = {one: index for index, one in enumerate(self.ids)}
+            self._index_of = {number: index for index, number in enumerate(self.ids)}
         return self._index_of[item]
 
     def _start(self, index: int) -> int:
@@ -194,9 +194,9 @@ class TensorStore:
             )
 
     def dtype(self, column: str) -> torch.dtype:
-        found = getattr(torch, self._column(column).dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = getattr(torch, self._column(column).dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     def scope(self, column: str) -> str:
         return self._column(column).scope
@@ -304,8 +304,8 @@ class TensorStore:
             rows = self.rows(part.column, part.ids)
             lengths = lengths_of(rows)
             if lengths != part.lengths:
-                found, announced = next(pair for pair in zip(lengths, part.lengths, strict=True) if pair[0] != pair[1])
-                raise TransferError(f"column {part.column} has {found} elements where {announced} were announced")
+                length, announced = next(pair for pair in zip(lengths, part.lengths, strict=True) if pair[0] != pair[1])
+                raise TransferError(f"column {part.column} has {length} elements where {announced} were announced")
             sizes = self.sizes(part)
             runs.append(ColumnRun(sizes, flat=rows.values) if isinstance(rows, Packed) else ColumnRun(sizes, rows))
         return runs
@@ -390,23 +390,23 @@ class TensorStore:
 
     def missing(self, parts: Iterable[Part]) -> tuple[Part, ...]:
         """The parts with missing rows, reduced to these rows."""
-        found = []
+        missing = []
         for part in parts:
             held = self._blocks[part.column]
             if self._has(part.column, part.ids):
                 continue
             rows = [row for row in zip(part.ids, part.lengths, strict=True) if row[0] not in held]
             ids, lengths = zip(*rows, strict=True)
-            found.append(Part(part.column, ids, lengths))
-        return tuple(found)
+            missing.append(Part(part.column, ids, lengths))
+        return tuple(missing)
 
     async def wait_for(self, parts: Iterable[Part], senders: str = "their owners") -> None:
         """Wait until none of these rows is arriving. Raises the error of a failed transfer."""
-        found: set[asyncio.Future[None] | None] = set()
+        futures: set[asyncio.Future[None] | None] = set()
         for part in parts:
             if self._arriving[part.column]:
-                found.update(map(self._arriving[part.column].get, part.ids))
-        arrivals = {arrival for arrival in found if arrival is not None}
+                futures.update(map(self._arriving[part.column].get, part.ids))
+        arrivals = {arrival for arrival in futures if arrival is not None}
         if arrivals:
             # Not gather: cancellation of one waiter must not cancel the arrival that others wait for.
             await wait_all(

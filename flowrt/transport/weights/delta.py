@@ -186,11 +186,11 @@ def _sparse_positions(mask: NDArray[np.bool_]) -> Positions:
     flags = np.ones(groups.size + groups.size // 8 + 1, dtype=np.bool_)
     np.not_equal(groups, 0, out=flags[: groups.size])
     set_groups = np.flatnonzero(flags)[: groups.size - flags.size]
-    found = np.flatnonzero(groups.take(set_groups).view(np.bool_))
-    positions = set_groups.take(found >> 3)
+    indices = np.flatnonzero(groups.take(set_groups).view(np.bool_))
+    positions = set_groups.take(indices >> 3)
     positions <<= 3
-    found &= 7
-    positions += found
+    indices &= 7
+    positions += indices
     return positions
 
 
@@ -400,15 +400,15 @@ class Delta:
             )
         return Snapshot(self.version, spare.buckets)
 
-    def _raise_mismatch(self, base: Snapshot, found: int) -> None:
+    def _raise_mismatch(self, base: Snapshot, checksum: int) -> None:
         if base.checksum() != self.base_checksum:
             raise TransferError(
                 f"this version {base.version} is not the one that the delta to version {self.version} starts from: its "
                 f"checksum is {base.checksum():08x}, not {self.base_checksum:08x}; take the full version instead"
             )
         raise TransferError(
-            f"the delta gives version {self.version} the checksum {found:08x}, not {self.checksum:08x} as announced; "
-            "take the full version instead"
+            f"the delta gives version {self.version} the checksum {checksum:08x}, not {self.checksum:08x} as "
+            "announced; take the full version instead"
         )
 
 

@@ -14,7 +14,7 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 def weights_of(layout: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """The weights of a version: a function of its number."""
-    return {name: torch.full_like(one, version / 7) for name, one in layout.items()}
+    return {name: torch.full_like(tensor, version / 7) for name, tensor in layout.items()}
 
 
 def write_all(run_dir: Path, model: Path, first: int, written: Connection) -> None:

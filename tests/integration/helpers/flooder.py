@@ -21,7 +21,7 @@ MESSAGES: dict[str, Callable[[int], m.Message]] = {
     ),
     "rendezvous keys": lambda _: m.RendezvousKey("calm", "lane", "key", b"z" * 4000),
     "large reports": lambda _: m.Report((), (), SPANS),
-    "numbers": lambda number: m.Report((), tuple((f"{number} {one}", 1.0) for one in range(1000)), ()),
+    "numbers": lambda number: m.Report((), tuple((f"{number} {index}", 1.0) for index in range(1000)), ()),
     "long names": lambda number: m.Report((), ((f"{number}" * 1_000_000, 1.0),), ()),
 }
 GARBAGE = "garbage"

@@ -108,8 +108,12 @@ def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
                 TrainingBatch(
                     prompts=[group["prompt"] for group in micro_batch for _ in group["responses"]],
                     responses=[tokens for group in micro_batch for tokens in group["responses"]],
-                    rollout_logprobs=[one for group in micro_batch for one in group["logprobs"]],
-                    reference_logprobs=[one for group in micro_batch for one in group["scored"]],
+                    rollout_logprobs=[
+                        sample_logprobs for group in micro_batch for sample_logprobs in group["logprobs"]
+                    ],
+                    reference_logprobs=[
+                        sample_logprobs for group in micro_batch for sample_logprobs in group["scored"]
+                    ],
                     advantages_N=GroupAdvantages()(groups_of(micro_batch, rewards_N, groups_N)).advantages_N,
                     weights_N=torch.ones(len(rewards_N)),
                     groups_N=groups_N,

@@ -28,8 +28,8 @@ def content(model: str, version: int, size: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version * 1000 + len(model))
     halves = (size // 2 + 3, size - size // 2 - 3)  # of odd lengths
     return {
-        f"{model}.{part}": torch.randint(0, 256, (one,), dtype=torch.uint8, generator=generator)
-        for part, one in enumerate(halves)
+        f"{model}.{part}": torch.randint(0, 256, (half,), dtype=torch.uint8, generator=generator)
+        for part, half in enumerate(halves)
     }
 
 
@@ -42,8 +42,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 def tensor_bytes() -> int:
     """Memory of this process that tensors still reference."""
-    found = [object_.untyped_storage() for object_ in gc.get_objects() if issubclass(type(object_), torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+    storages = [object_.untyped_storage() for object_ in gc.get_objects() if issubclass(type(object_), torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class Wire:
@@ -102,7 +102,7 @@ class Peer:
 
     async def state(self) -> dict[str, Any]:
         params = self.session.params
-        arrivals = [one.inbound._count for one in params._held.values() if one.inbound is not None]
+        arrivals = [held.inbound._count for held in params._held.values() if held.inbound is not None]
         return {
             "used": list(self.used),
             "held": sorted(params._held),

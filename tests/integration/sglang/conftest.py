@@ -156,4 +156,4 @@ def drain(engine: SglangRollout) -> list[Response]:
     done: list[Response] = []
     while engine.running:
         done += engine.run(threading.Event())
-    return sorted(done, key=lambda one: one.key)
+    return sorted(done, key=lambda response: response.key)

@@ -64,10 +64,10 @@ def start_standin() -> Iterator[Callable[..., StandinProcess]]:
         return standins[-1]
 
     yield start
-    for one in standins:
-        one.process.kill()
-        one.process.join(DEADLINE_S)
-        one.process.close()
+    for server in standins:
+        server.process.kill()
+        server.process.join(DEADLINE_S)
+        server.process.close()
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def prompts(count: int) -> list[Prompt]:
 def drain(engine: SglangRollout) -> dict[int, Response]:
     done: dict[int, Response] = {}
     while engine.running:
-        done |= {one.key: one for one in engine.run(threading.Event())}
+        done |= {response.key: response for response in engine.run(threading.Event())}
     return done
 
 
@@ -152,7 +152,7 @@ def wait_until_ended(processes: Iterable[int], deadline_s: float = DEADLINE_S) -
         with contextlib.suppress(psutil.NoSuchProcess):
             running.append(psutil.Process(pid))
     _, alive = psutil.wait_procs(running, deadline_s)
-    alive = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    alive = [member for member in alive if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
     for process in alive:
         process.kill()
     assert not alive, f"still running: {alive}"

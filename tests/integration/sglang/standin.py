@@ -65,7 +65,7 @@ class Standin:
         body = await request.json() if request.can_read_body else {}
         if route in ("/health", "/server_info", "/routes", "/bodies", "/loaded", "/fail_next"):
             return self.report(route, body)
-        sent: dict[str, Any] = {name: one for name, one in body.items() if isinstance(one, str | bool | dict)}
+        sent: dict[str, Any] = {name: value for name, value in body.items() if isinstance(value, str | bool | dict)}
         if "input_ids" in body:
             sent["input_tokens"] = len(body["input_ids"])
         self.bodies.append((route, sent))
@@ -129,7 +129,9 @@ class Standin:
     def unreadable(self, directory: Path) -> str:
         """Load the weights in a directory, as the server would. Returns the error; empty if there is none."""
         try:
-            self.loaded = {name: list(one.shape) for name, one in load_file(directory / "model.safetensors").items()}
+            self.loaded = {
+                name: list(tensor.shape) for name, tensor in load_file(directory / "model.safetensors").items()
+            }
         except (OSError, SafetensorError) as error:
             return f"{directory} cannot be read: {error}"
         return ""

@@ -110,13 +110,13 @@ async def test_a_killed_judge_loses_no_reward_and_scores_are_not_requested_twice
     scoring = [asyncio.ensure_future(scorer.outcomes(response, ROW)) for response in RESPONSES]
     await asyncio.wait(scoring, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
     judge.kill()
-    assert not all(one.done() for one in scoring), "some responses are not judged yet"
+    assert not all(task.done() for task in scoring), "some responses are not judged yet"
     judge.start()
-    first = [one for [one] in await asyncio.wait_for(asyncio.gather(*scoring), START_S)]
+    first = [outcome for [outcome] in await asyncio.wait_for(asyncio.gather(*scoring), START_S)]
     await scorer.close()
-    assert [one.result for one in first] == [Result.OK] * len(RESPONSES), {one.detail for one in first}
+    assert [outcome.result for outcome in first] == [Result.OK] * len(RESPONSES), {outcome.detail for outcome in first}
     judge.kill()
     again = RewardScorer(options, cache=tmp_path / "judge.sqlite")
-    second = [one for [one] in [await again.outcomes(response, ROW) for response in RESPONSES]]
+    second = [outcome for [outcome] in [await again.outcomes(response, ROW) for response in RESPONSES]]
     await again.close()
-    assert [one.value for one in second] == [one.value for one in first]
+    assert [outcome.value for outcome in second] == [outcome.value for outcome in first]

@@ -53,11 +53,11 @@ def largest_distance(engine: SglangRollout, seed: int = 0) -> float:
     sent, model = prompts(), build(seed)
     engine.add(sent)
     responses = drain(engine)
-    assert [response.key for response in responses] == [one.key for one in sent]
+    assert [response.key for response in responses] == [prompt.key for prompt in sent]
     ours = [
         score(model, [sent[response.key].tokens], [response.tokens], TEMPERATURE, 4096)[0] for response in responses
     ]
-    return max(float((own - one.logprobs).abs().max()) for own, one in zip(ours, responses, strict=True))
+    return max(float((own - response.logprobs).abs().max()) for own, response in zip(ours, responses, strict=True))
 
 
 def test_a_server_with_a_shorter_context_is_named_and_its_sequences_are_truncated(

@@ -67,9 +67,9 @@ def three_characters(tokens: list[int]) -> int:
 def prompt() -> Prompt:
     """A prompt whose greedy response has no stop token early."""
     return next(
-        one
-        for one in prompts(greedy=True)
-        if set(STOP_TOKENS).isdisjoint(tokens := greedy(one, 24)) and three_characters(tokens) < 20
+        candidate
+        for candidate in prompts(greedy=True)
+        if set(STOP_TOKENS).isdisjoint(tokens := greedy(candidate, 24)) and three_characters(tokens) < 20
     )
 
 
@@ -79,9 +79,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, prompt: Prompt) -> Path
     tokens = greedy(prompt, 24)
     at = three_characters(tokens)
     names = ["<pad>", "<eos>", "<turn>", *[chr(0x4E00 + token) for token in range(FIRST, MERGED)]]
-    one, two, three = [names[token] for token in tokens[at : at + 3]]
-    vocabulary = {name: index for index, name in enumerate([*names, one + two, one + two + three])}
-    model = Tokenizer(BPE(vocabulary, [(one, two), (one + two, three)]))
+    first, second, third = [names[token] for token in tokens[at : at + 3]]
+    vocabulary = {name: index for index, name in enumerate([*names, first + second, first + second + third])}
+    model = Tokenizer(BPE(vocabulary, [(first, second), (first + second, third)]))
     model.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=["<turn>"]
@@ -140,7 +140,7 @@ def test_every_stop_token_of_checkpoint_and_template_ends_a_sequence(owned: Sgla
     for _ in range(20):
         sent = prompts()
         owned.add(sent)
-        last |= {int(one.tokens[-1]) for one in drain(owned) if not one.truncated}
+        last |= {int(response.tokens[-1]) for response in drain(owned) if not response.truncated}
         if last == set(STOP_TOKENS):
             break
     assert last == set(STOP_TOKENS)
@@ -212,14 +212,14 @@ def test_each_sequence_has_its_own_sampling(make_sharing_engine: Callable[..., A
     plain = prompts()
     kinds = ["greedy", "own", "run", "run"]
     sent = [
-        Prompt(one.key, one.tokens, one.seed, kind == "greedy", own if kind == "own" else None)
-        for one, kind in zip(plain, 2 * kinds, strict=True)
+        Prompt(original.key, original.tokens, original.seed, kind == "greedy", own if kind == "own" else None)
+        for original, kind in zip(plain, 2 * kinds, strict=True)
     ]
     engine.add(sent)
-    for one, kind in zip(drain(engine), 2 * kinds, strict=True):
-        assert one.support is not None
-        assert one.support.fits(one.tokens)
-        ranks = model_logprobs(sent[one.key], one.tokens).argsort(-1, descending=True).argsort(-1)
-        highest = int(ranks.gather(1, one.tokens.long()[:, None]).max())
+    for response, kind in zip(drain(engine), 2 * kinds, strict=True):
+        assert response.support is not None
+        assert response.support.fits(response.tokens)
+        ranks = model_logprobs(sent[response.key], response.tokens).argsort(-1, descending=True).argsort(-1)
+        highest = int(ranks.gather(1, response.tokens.long()[:, None]).max())
         assert highest < {"greedy": 1, "own": 4, "run": 16}[kind]
-        assert int(one.support.counts_T.max()) == (16 if kind == "run" else 1)
+        assert int(response.support.counts_T.max()) == (16 if kind == "run" else 1)

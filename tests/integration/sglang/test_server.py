@@ -41,13 +41,13 @@ def distances(sent: list[Prompt], response: Response) -> list[float]:
     """For each span of a response, the largest difference of log-probabilities from those of its version's model."""
     prompt = sent[response.key].tokens
     assert len(response.tokens) == len(response.logprobs) == sum(response.spans[1::2])
-    found, begin = [], 0
+    differences, begin = [], 0
     for version, count in zip(response.spans[::2], response.spans[1::2], strict=True):
         ours = score(BY_VERSION[version], [prompt], [response.tokens], TEMPERATURE, 4096)[0]
         part = slice(begin, begin + count)
-        found.append(float((ours[part] - response.logprobs[part]).abs().max()))
+        differences.append(float((ours[part] - response.logprobs[part]).abs().max()))
         begin += count
-    return found
+    return differences
 
 
 def all_close(sent: list[Prompt], responses: list[Response]) -> bool:
@@ -70,18 +70,18 @@ def test_log_probabilities_are_those_of_transformers(owned: SglangRollout) -> No
     assert all(response.spans[::2] == (0,) for response in responses)
     assert sum(len(response.tokens) for response in responses) > ROWS * SHORT
     ended = [response for response in responses if len(response.tokens) < LONG]
-    assert all(one.tokens[-1] == 1 for one in ended)  # the end token is part of the response
+    assert all(response.tokens[-1] == 1 for response in ended)  # the end token is part of the response
     assert all(1 not in response.tokens[:-1] for response in responses)
 
 
 def test_greedy_sequences_take_the_likeliest_token(owned: SglangRollout) -> None:
     sent = prompts(3, greedy=True)
     owned.add(sent)
-    for one in drain(owned):
-        ids = torch.cat([sent[one.key].tokens, one.tokens]).long().unsqueeze(0)
+    for response in drain(owned):
+        ids = torch.cat([sent[response.key].tokens, response.tokens]).long().unsqueeze(0)
         with torch.inference_mode():
-            likeliest = BY_VERSION[0](ids).logits[0].argmax(-1)[len(sent[one.key].tokens) - 1 : -1]
-        assert torch.equal(likeliest, one.tokens.long())
+            likeliest = BY_VERSION[0](ids).logits[0].argmax(-1)[len(sent[response.key].tokens) - 1 : -1]
+        assert torch.equal(likeliest, response.tokens.long())
 
 
 def test_each_finished_sequence_frees_one_row(owned: SglangRollout) -> None:
@@ -164,7 +164,7 @@ async def test_each_transfer_method_updates_the_weights_bit_exactly(
 
 
 def parameter_shapes_of(version: int) -> dict[str, torch.Size]:
-    return {name: one.shape for name, one in named_parameters(BY_VERSION[version]).items()}
+    return {name: parameter.shape for name, parameter in named_parameters(BY_VERSION[version]).items()}
 
 
 def test_the_layout_of_a_checkpoint_is_that_of_its_model(checkpoint: Any) -> None:
@@ -195,14 +195,14 @@ def test_weights_change_during_running_sequences(
     assert len(responses) == ROWS
     across = [response for response in responses if response.spans[::2] == (0, 1)]
     assert len(across) >= ROWS // 2, [response.spans for response in responses]
-    first, second = zip(*(distances(sent, one) for one in across), strict=True)
+    first, second = zip(*(distances(sent, response) for response in across), strict=True)
     assert max(first) < CLOSE
     assert (max(second) < CLOSE) == (pause != "in_place")
     assert {response.spans[0] for response in responses} <= {0, 1}
     engine.add(sent)  # new sequences use no KV cache of the old weights
     later = drain(engine)
     assert all_close(sent, later)
-    assert {one.spans[::2] for one in later} == {(1,)}
+    assert {response.spans[::2] for response in later} == {(1,)}
 
 
 def test_a_closed_engine_leaves_no_process_group_in_the_server(
@@ -236,7 +236,7 @@ def test_server_killed_while_generating_restarts_and_completes_all_requests(
     add_and_wait_until_running(owned, sent, make_sharing_engine(SHORT))
     os.killpg(before, signal.SIGKILL)
     responses = drain(owned)
-    assert [response.key for response in responses] == [one.key for one in sent]
+    assert [response.key for response in responses] == [prompt.key for prompt in sent]
     assert all_close(sent, responses)
     assert owned.server_pid != before
 
@@ -318,5 +318,5 @@ def test_server_killed_during_a_weight_update_restarts_with_the_whole_version(ow
 
 
 def _connections(port: int) -> int:
-    found = psutil.Process().net_connections("tcp")
-    return sum(bool(one.raddr) and one.raddr.port == port for one in found)
+    connections = psutil.Process().net_connections("tcp")
+    return sum(bool(connection.raddr) and connection.raddr.port == port for connection in connections)

@@ -161,12 +161,12 @@ def test_a_server_dies_with_a_worker_that_is_killed_while_it_starts(
 
 def members(session: int) -> list[int]:
     """The processes of a session that have not ended."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def test_a_server_with_an_unknown_argument_is_named_with_its_message(checkpoint: Path) -> None:

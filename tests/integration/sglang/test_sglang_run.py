@@ -118,7 +118,9 @@ def test_two_workers_generate_on_two_running_servers(
     """One for each worker, with stop strings, merged adapters, weights by broadcast, and an evaluation that samples."""
     monkeypatch.setenv("SGLANG_API_KEY", KEY)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{one}+5=", "answer": str(one + 5)}) + "\n" for one in range(40)))
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{number}+5=", "answer": str(number + 5)}) + "\n" for number in range(40))
+    )
     settings = tmp_path / "server.yaml"
     settings.write_text(f"api-key: {KEY}\n")
     options = SglangOptions(
@@ -130,8 +132,8 @@ def test_two_workers_generate_on_two_running_servers(
     ]
     try:
         urls = [server.start() for server in servers]
-        for url, one in zip(urls, servers, strict=True):  # otherwise one worker could do all of the run alone
-            asyncio.run(_ready(url, one))
+        for url, sglang_server in zip(urls, servers, strict=True):  # otherwise one worker could do all of the run alone
+            asyncio.run(_ready(url, sglang_server))
         launched = launch(
             *(
                 "--model",

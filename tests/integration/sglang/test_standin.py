@@ -139,7 +139,7 @@ def test_a_sequence_that_the_server_ends_at_another_token_goes_on(
     done = drain(engine)
     assert all(is_complete(response) and response.truncated for response in done.values())
     sent = [body["sampling_params"] for route, body in standin.request("/bodies") if route == "/generate"]
-    assert sorted(one["max_new_tokens"] for one in sent) == [10, 10, 25, 25, 40, 40]
+    assert sorted(parameters["max_new_tokens"] for parameters in sent) == [10, 10, 25, 25, 40, 40]
 
 
 def test_a_sequence_that_the_server_cuts_is_truncated_with_a_warning(
@@ -149,7 +149,7 @@ def test_a_sequence_that_the_server_cuts_is_truncated_with_a_warning(
     engine = make_engine(url=f"http://127.0.0.1:{standin.port}")
     engine.add(prompts(2))
     done = drain(engine)
-    assert [(len(one.tokens), one.truncated) for one in done.values()] == [(15, True)] * 2
+    assert [(len(response.tokens), response.truncated) for response in done.values()] == [(15, True)] * 2
     [warning] = [record.getMessage() for record in caplog.records if "cuts sequences" in record.getMessage()]
     assert "before their limit (40): 15 tokens after a prompt of 2 tokens; start it with a larger" in warning
 

@@ -20,8 +20,8 @@ GROWTH_BYTES = 6 << 20
 async def wait_until_rss_below(peer: Peer, rss: int, within_s: float) -> None:
     """Wait until the process has less than ``rss`` bytes in memory."""
     end_s = time.monotonic() + within_s
-    while (found := (await peer.do("measure"))["rss"]) >= rss:
-        assert time.monotonic() < end_s, f"after {within_s:.0f} s it has {found} bytes, not {rss}"
+    while (measured := (await peer.do("measure"))["rss"]) >= rss:
+        assert time.monotonic() < end_s, f"after {within_s:.0f} s it has {measured} bytes, not {rss}"
         await asyncio.to_thread(time.sleep, POLL_INTERVAL_S)
 
 

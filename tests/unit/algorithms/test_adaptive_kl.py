@@ -29,11 +29,11 @@ def test_the_next_coefficient_equals_the_formula_of_the_paper(
     coef: float, kl: float, target: float, samples: int, horizon: int
 ) -> None:
     """Ziegler et al., section 2.2, written independently."""
-    found = AdaptiveKl(target, horizon).next_coef(coef, kl, samples)
+    next_coef = AdaptiveKl(target, horizon).next_coef(coef, kl, samples)
     relative = (kl - target) / target
     error = relative if abs(relative) <= 0.2 else math.copysign(0.2, relative)
-    assert found == pytest.approx(coef + coef * error * samples / horizon, rel=1e-9)
-    assert coef * 0.8 <= found <= coef * 1.2 * (1 + 1e-12)
+    assert next_coef == pytest.approx(coef + coef * error * samples / horizon, rel=1e-9)
+    assert coef * 0.8 <= next_coef <= coef * 1.2 * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
@@ -52,11 +52,11 @@ def batches(flags: list[str]) -> TrainingBatch:
 
 
 def train(trainer: TorchTrainer, flags: list[str], steps: int) -> list[dict[str, float]]:
-    batch, found = batches(flags), []
+    batch, metrics = batches(flags), []
     for _ in range(steps):
         trainer.accumulate(batch)
-        found.append(trainer.step())
-    return found
+        metrics.append(trainer.step())
+    return metrics
 
 
 def test_a_step_uses_the_coefficient_that_it_reports() -> None:
@@ -102,7 +102,7 @@ def test_a_resumed_coefficient_continues_bit_for_bit(tmp_path: Path) -> None:
     resumed = new_trainer(FLAGS)
     resumed.load(tmp_path)
     assert train(resumed, FLAGS, 3) == uninterrupted[3:]
-    assert len({one["kl_coef"] for one in uninterrupted}) > 1
+    assert len({metrics["kl_coef"] for metrics in uninterrupted}) > 1
 
 
 def test_a_discarded_step_leaves_the_coefficient_unchanged() -> None:

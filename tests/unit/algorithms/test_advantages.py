@@ -91,5 +91,5 @@ def test_invalid_input_raises_an_error_that_names_it() -> None:
 @pytest.mark.parametrize("baseline", ["none", "batch_mean"])
 def test_the_only_sample_of_a_step_has_no_advantage_over_others(rule: dict[str, Any], baseline: str) -> None:
     """Of a step that lost its others, which is no reason to end the run."""
-    one = group_advantages(torch.tensor([3.0]), torch.zeros(1, dtype=torch.long), baseline=baseline, **rule)
-    assert one.tolist() == [0.0]
+    advantages = group_advantages(torch.tensor([3.0]), torch.zeros(1, dtype=torch.long), baseline=baseline, **rule)
+    assert advantages.tolist() == [0.0]

@@ -59,17 +59,20 @@ def test_every_part_of_an_objective_is_compared() -> None:
 def test_a_loss_with_another_clip_bound_is_detected() -> None:
     rng = random.Random(1)
     wrong = max(
-        loss_error(Ppo(clip_low=0.2, clip_high=0.28), lambda one: ppo(one, high=0.3), draw(rng)) for _ in "12345"
+        loss_error(Ppo(clip_low=0.2, clip_high=0.28), lambda sample: ppo(sample, high=0.3), draw(rng)) for _ in "12345"
     )
     assert wrong > 1e-3
 
 
 def test_a_detached_factor_is_detected_by_its_gradient() -> None:
     """The value is unchanged; only the gradient differs."""
-    samples = [one for one in draw(random.Random(3)) if one.policy]
+    samples = [sample for sample in draw(random.Random(3)) if sample.policy]
     tokens = tokens_of(samples)
     stopped = (tokens.logprobs_T.detach() * tokens.logprobs_T).sum()
-    assert error(stopped, tokens, samples, lambda drawn: sum((p * p for one in drawn for p in one.policy), 0j)) > 1e-3
+    assert (
+        error(stopped, tokens, samples, lambda drawn: sum((p * p for sample in drawn for p in sample.policy), 0j))
+        > 1e-3
+    )
 
 
 @pytest.mark.slow
@@ -80,7 +83,7 @@ def test_leaving_out_any_part_of_an_objective_is_detected() -> None:
     for _ in range(60):
         objective, loss = draw_objective(rng)
         passes = [draw(rng), draw(rng)]
-        if any(one.policy for drawn in passes for one in drawn):
+        if any(sample.policy for drawn in passes for sample in drawn):
             for part, worst in worst_errors.items():
                 other = dataclasses.replace(objective, **{part: getattr(default, part)})
                 worst_errors[part] = max(worst, objective_error(other, loss, passes, objective))

@@ -44,8 +44,8 @@ def test_statistics_of_greedy_and_of_sampled_answers() -> None:
         "pass@1": 0.5,
         "pass@1_error": 0.5,
     }
-    found = statistics([[1.0, 0.0, 0.1, 1.0], [0.1, 0.0, 0.0, 0.0]], 1.0, pass_ks(4))
+    figures = statistics([[1.0, 0.0, 0.1, 1.0], [0.1, 0.0, 0.0, 0.0]], 1.0, pass_ks(4))
     assert (pass_ks(4), pass_ks(6), pass_ks(1)) == ([1, 2, 4], [1, 2, 4, 6], [1])
-    assert found["avg@4"] == pytest.approx((2.1 / 4 + 0.1 / 4) / 2)
-    assert (found["pass@1"], found["pass@4"]) == (0.25, 0.5)
-    assert found["pass@2"] == pytest.approx((1 - 1 / 6) / 2)
+    assert figures["avg@4"] == pytest.approx((2.1 / 4 + 0.1 / 4) / 2)
+    assert (figures["pass@1"], figures["pass@4"]) == (0.25, 0.5)
+    assert figures["pass@2"] == pytest.approx((1 - 1 / 6) / 2)

@@ -24,9 +24,9 @@ def test_the_fixture_has_every_case() -> None:
 def test_loss_and_gradient_equal_those_of_trl(name: str) -> None:
     torch.set_num_threads(1)
     cases = token_cases()
-    found = [token_errors(name, cases[case], FIXTURE[case]) for case in cases if case.split()[0] == name]
-    assert len(found) == len(SPREADS)
-    assert max(max(pair) for pair in found) <= (FLOAT32_BOUND if name == "sapo" else BOUND)
+    errors = [token_errors(name, cases[case], FIXTURE[case]) for case in cases if case.split()[0] == name]
+    assert len(errors) == len(SPREADS)
+    assert max(max(pair) for pair in errors) <= (FLOAT32_BOUND if name == "sapo" else BOUND)
 
 
 def test_the_values_of_another_case_are_detected() -> None:

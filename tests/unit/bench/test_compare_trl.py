@@ -52,9 +52,9 @@ def test_flowrt_accepts_the_model_and_the_data(tmp_path: Path) -> None:
 def test_the_time_to_a_reward_ends_at_the_first_five_steps_with_that_mean() -> None:
     rewards = [0.0, 0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.9]  # the means of five: 0.56, 0.74, 0.74, 0.74
     ends_s = [10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]
-    found = curve_figures(rewards, ends_s, 70, 0.7)
-    assert found["seconds_to_reward"] == 5.0
-    assert found["samples_per_s"] == 10.0
+    figures = curve_figures(rewards, ends_s, 70, 0.7)
+    assert figures["seconds_to_reward"] == 5.0
+    assert figures["samples_per_s"] == 10.0
     assert curve_figures(rewards, ends_s, 70, 0.8)["seconds_to_reward"] == math.inf
 
 

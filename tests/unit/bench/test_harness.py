@@ -62,8 +62,8 @@ def run(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, commit: str = 
 
 
 def written(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
-    found = json.loads(path.read_text())
-    return found["metrics"], found["machine"]
+    contents = json.loads(path.read_text())
+    return contents["metrics"], contents["machine"]
 
 
 def test_a_whole_run_writes_all_figures_and_names_what_was_left_out(
@@ -124,7 +124,7 @@ def test_sides_take_turns() -> None:
         order.append(name)
         return number + 1.0
 
-    found = by_turns({name: partial(measure, name) for name in "ab"}, 2)
+    measured = by_turns({name: partial(measure, name) for name in "ab"}, 2)
     assert order == ["a", "b", "b", "a"]
-    assert found == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
+    assert measured == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
     assert median_ratio([2.0, 3.0, 8.0], [1.0, 1.0, 2.0]) == 3.0

@@ -57,10 +57,10 @@ def test_every_objective_of_the_staleness_row_is_accepted() -> None:
 
 
 def test_a_preset_fails_at_either_bound() -> None:
-    found = runs.figures({("one", 0): 0.95, ("one", 4): 0.95, ("other", 0): 1.0, ("other", 4): 0.89})
-    assert found["presets_failed"] == 1
-    assert found["bound4_over_bound0_min"] == pytest.approx(0.89)
-    assert found["reward_other_bound_4"] == 0.89
+    figures = runs.figures({("one", 0): 0.95, ("one", 4): 0.95, ("other", 0): 1.0, ("other", 4): 0.89})
+    assert figures["presets_failed"] == 1
+    assert figures["bound4_over_bound0_min"] == pytest.approx(0.89)
+    assert figures["reward_other_bound_4"] == 0.89
 
 
 def test_bounds_are_named_with_their_direction() -> None:
@@ -78,11 +78,11 @@ def test_samples_are_generated_by_the_given_older_version(tmp_path: Path) -> Non
     flags = ["--model", str(model), "--run-dir", str(tmp_path), "--prompts-per-step", "4", "--group-size", "4"]
     flags += ["--trainer.lr", "1e-3", "--trainer.warmup-steps", "0", "--algorithm.entropy.coef", "0.1"]
     loop = StaleLoop(parse(flags))
-    found: list[dict[str, float]] = []
+    metrics: list[dict[str, float]] = []
     for step, version in enumerate((0, 0, 2)):
         loop.train_step(step, version)
-        found.append(loop.metrics)
-    assert found[0]["divergence_0"] == pytest.approx(0.0, abs=1e-6)
-    assert found[1]["divergence_1"] > 1e-5
-    assert "divergence_0" not in found[1]
-    assert found[2]["divergence_0"] == pytest.approx(0.0, abs=1e-6)
+        metrics.append(loop.metrics)
+    assert metrics[0]["divergence_0"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[1]["divergence_1"] > 1e-5
+    assert "divergence_0" not in metrics[1]
+    assert metrics[2]["divergence_0"] == pytest.approx(0.0, abs=1e-6)

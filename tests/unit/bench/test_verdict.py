@@ -162,8 +162,8 @@ def test_each_count_of_a_summary_is_compared(tmp_path: Path) -> None:
     assert wrong_summary(tmp_path, {}) != []
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 3, "prompts": {"trained": 6}}))
     assert wrong_summary(tmp_path, {"steps": 3, "prompts.trained": 6}) == []
-    found = wrong_summary(tmp_path, {"steps": 4, "prompts.trained": 7, "steps.none": 1, "exit_code": 0})
-    assert found == [
+    problems = wrong_summary(tmp_path, {"steps": 4, "prompts.trained": 7, "steps.none": 1, "exit_code": 0})
+    assert problems == [
         "steps is 3 in the summary, not 4",
         "prompts.trained is 6 in the summary, not 7",
         "steps.none is None in the summary, not 1",

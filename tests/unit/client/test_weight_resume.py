@@ -84,7 +84,9 @@ class Receiver:
         before = len(self.sent)
         self.params.execute(m.ReceiveWeights(turn(sequence), WEIGHTS, first=first))
         async with asyncio.timeout(WAIT_S):
-            while not (ended := [one for one in self.sent[before:] if not isinstance(one, m.WeightsArriving)]):
+            while not (
+                ended := [message for message in self.sent[before:] if not isinstance(message, m.WeightsArriving)]
+            ):
                 self.changed.clear()
                 await self.changed.wait()
         self.tasks.check()
@@ -114,7 +116,7 @@ async def test_an_eighth_is_reported_once_for_each_turn() -> None:
     await receiver.receive(0)
     await receiver.receive(1, first=5)
     await asyncio.sleep(0)
-    reports = [one for one in receiver.sent if isinstance(one, m.WeightsArriving)]
+    reports = [message for message in receiver.sent if isinstance(message, m.WeightsArriving)]
     assert reports == [m.WeightsArriving(turn(0), "policy"), m.WeightsArriving(turn(1), "policy")]
 
 

@@ -57,10 +57,10 @@ async def test_an_older_version_that_arrives_late_does_not_replace_a_newer_one(i
             await asyncio.gather(*spawned)
         if in_use and version == 2:
             params.applied("policy", 2)
-    assert [one.version for one in sent if isinstance(one, WeightsStaged)] == [2, 1]
+    assert [message.version for message in sent if isinstance(message, WeightsStaged)] == [2, 1]
     staged = params.staged("policy")
     assert (staged is None) if in_use else (staged is not None and staged.snapshot.version == 2)
-    assert {one.version for one in params.servable()} == {1, 2}
+    assert {weights.version for weights in params.servable()} == {1, 2}
 
 
 async def test_memory_of_evicted_versions_is_reused_unless_it_is_referenced() -> None:
@@ -113,7 +113,7 @@ async def test_buckets_for_a_device_are_pinned_before_staging_not_during_the_swa
     spawned: list[asyncio.Task[None]] = []
     params = WeightTransfers(
         cast(LaneSet, InstantLanes()),
-        lambda one: sent.append((one, len(pinned))),
+        lambda message: sent.append((message, len(pinned))),
         lambda work: spawned.append(asyncio.create_task(work)),
         WAIT_S,
     )
@@ -128,6 +128,6 @@ async def test_buckets_for_a_device_are_pinned_before_staging_not_during_the_swa
         assert model["w"].eq(version).all()
         params.applied("policy", version)
         assert len(pinned) == version
-    assert [count for one, count in sent if isinstance(one, WeightsStaged)] == [0, 2, 3]
+    assert [count for message, count in sent if isinstance(message, WeightsStaged)] == [0, 2, 3]
     assert [thread == threading.get_ident() for thread in threads] == [True, False, False]
     assert params.servable()[-1].version == 3

@@ -29,33 +29,35 @@ def crowded_run(name: str = "more") -> CoreDriver:
 
 
 def brief(driver: CoreDriver, **cut_off: float) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(brief_text(status(driver.core, driver.now, 600.0, {}, {}, cut_off, brief=True)))
-    return found
+    content: dict[str, Any] = json.loads(
+        brief_text(status(driver.core, driver.now, 600.0, {}, {}, cut_off, brief=True))
+    )
+    return content
 
 
 @pytest.mark.slow
 def test_many_workers_are_counted_and_disconnected_ones_are_listed() -> None:
     driver = crowded_run()
     disconnected = f"more-{WORKERS - 1}"
-    found = brief(driver, **{disconnected: 9.5})
-    assert len(json.dumps(found)) <= MAX_BRIEF_BYTES
-    assert len(found["workers"]) <= MAX_WORKERS
-    assert next(iter(found["workers"])) == disconnected
+    shown = brief(driver, **{disconnected: 9.5})
+    assert len(json.dumps(shown)) <= MAX_BRIEF_BYTES
+    assert len(shown["workers"]) <= MAX_WORKERS
+    assert next(iter(shown["workers"])) == disconnected
     whole = status(driver.core, driver.now, 600.0, {}, {}, {})
-    assert len(found["workers"]) + found["others"] == len(whole["workers"])
-    assert found["counts"]["states"]["reward"]["waiting"] == WORKERS
-    assert sum(sum(of.values()) for of in found["counts"]["states"].values()) == len(whole["workers"])
-    assert len(found["waits"]) <= MAX_WAITS
-    assert found["graph"]["more"] >= WORKERS - MAX_WAITS
+    assert len(shown["workers"]) + shown["others"] == len(whole["workers"])
+    assert shown["counts"]["states"]["reward"]["waiting"] == WORKERS
+    assert sum(sum(of.values()) for of in shown["counts"]["states"].values()) == len(whole["workers"])
+    assert len(shown["waits"]) <= MAX_WAITS
+    assert shown["graph"]["more"] >= WORKERS - MAX_WAITS
 
 
 @pytest.mark.slow
 def test_long_worker_names_shorten_the_list() -> None:
     driver = crowded_run("é" * 150)
-    found = brief(driver)
-    assert len(json.dumps(found)) <= MAX_BRIEF_BYTES
-    assert 0 < len(found["workers"]) < MAX_WORKERS
-    assert len(found["workers"]) + found["others"] == len(driver.core.state.membership.members())
+    shown = brief(driver)
+    assert len(json.dumps(shown)) <= MAX_BRIEF_BYTES
+    assert 0 < len(shown["workers"]) < MAX_WORKERS
+    assert len(shown["workers"]) + shown["others"] == len(driver.core.state.membership.members())
 
 
 def test_reasons_and_metric_names_of_workers_do_not_exceed_the_size_limit() -> None:

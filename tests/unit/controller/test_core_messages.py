@@ -173,7 +173,7 @@ def test_a_receiver_becomes_a_sender_only_after_its_transfer_is_confirmed() -> N
     assert driver.pull("rollout0", "rollout") is not None
     second = driver.pull("rollout1", "rollout")
     assert second is not None
-    assert [one.turn.sender for one in second.incoming] == ["source0"]
+    assert [incoming.turn.sender for incoming in second.incoming] == ["source0"]
 
 
 def test_tensors_lost_in_a_transfer_are_generated_again() -> None:
@@ -202,7 +202,7 @@ def test_a_failed_transfer_counts_after_its_lease_has_expired() -> None:
     driver.undelivered("rollout0", "rollout", grant)
     again = driver.pull("rollout0", "rollout")
     assert again is not None
-    assert [one.turn.sender for one in again.incoming] == ["source0"]
+    assert [incoming.turn.sender for incoming in again.incoming] == ["source0"]
 
 
 def test_a_failed_transfer_counts_for_all_slots_of_a_group() -> None:
@@ -222,7 +222,7 @@ def test_a_failed_transfer_counts_for_all_slots_of_a_group() -> None:
     driver.undelivered("trainer0", "train", first)
     second = driver.pull("trainer0", "train", 0)
     assert second is not None
-    coming = {(p.column, item) for one in second.incoming for p in one.parts for item in p.ids}
+    coming = {(p.column, item) for incoming in second.incoming for p in incoming.parts for item in p.ids}
     assert {("response", slot) for slot in first.slots} <= coming
 
 

@@ -65,14 +65,14 @@ def test_samples_to_which_no_reward_function_applies_do_not_count() -> None:
 
 
 def test_only_tokens_of_samples_that_are_trained_count_for_a_cut() -> None:
-    one = group([1.0, 2.0, 0.0])
-    for slot, spans in zip(one.slots, ((0, 3), (0, 2, 1, 2), (0, 5)), strict=True):
+    scored = group([1.0, 2.0, 0.0])
+    for slot, spans in zip(scored.slots, ((0, 3), (0, 2, 1, 2), (0, 5)), strict=True):
         slot.spans = spans
-    assert [count for _, count in _trainable_tokens(one)] == [3, 4, 5]
-    one.slots[2].inline = {"reward": 0.0, UNSCORED: 1.0}
-    assert [count for _, count in _trainable_tokens(one)] == [3, 4, 0]
-    one.slots[0].inline = {"reward": 0.0, UNSCORED: 1.0}  # the only other one has no sample to be compared with
-    assert [count for _, count in _trainable_tokens(one)] == [0, 0, 0]
+    assert [count for _, count in _trainable_tokens(scored)] == [3, 4, 5]
+    scored.slots[2].inline = {"reward": 0.0, UNSCORED: 1.0}
+    assert [count for _, count in _trainable_tokens(scored)] == [3, 4, 0]
+    scored.slots[0].inline = {"reward": 0.0, UNSCORED: 1.0}  # the only other one has no sample to be compared with
+    assert [count for _, count in _trainable_tokens(scored)] == [0, 0, 0]
     assert (compared([0.0]), compared([1.0]), compared([0.0, 0.0]), compared([])) == ([0], [], [0, 1], [])
 
 

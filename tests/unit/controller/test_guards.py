@@ -44,20 +44,20 @@ def logged(commands: list[Command]) -> list[str]:
 
 def test_a_rule_warns_once_in_fifty_steps() -> None:
     driver = guarded_driver(GuardRule("loss", above=1.0, steps=2))
-    found = [train(driver, step, loss=2.0) for step in range(104)]
-    assert [step for step, commands in enumerate(found) if logged(commands)] == [1, 51, 101]
-    assert logged(found[1]) == [
+    by_step = [train(driver, step, loss=2.0) for step in range(104)]
+    assert [step for step, commands in enumerate(by_step) if logged(commands)] == [1, 51, 101]
+    assert logged(by_step[1]) == [
         "guard loss above 1 for 2 steps (warn): loss is 2, outside its limit for 2 consecutive steps"
     ]
-    assert [closed(commands).fired for commands in found[:3]] == [(), (("loss", 2),), (("loss", 3),)]
+    assert [closed(commands).fired for commands in by_step[:3]] == [(), (("loss", 2),), (("loss", 3),)]
 
 
 def test_a_limit_is_relative_to_the_median_of_previous_steps() -> None:
     driver = guarded_driver(GuardRule("grad_norm", above=3.0, median_of=4))
     norms = [1.0, 100.0, 2.0, float("nan"), 2.0, 6.0, 6.1, 7.0]
-    found = [train(driver, step, grad_norm=norm) for step, norm in enumerate(norms)]
+    by_step = [train(driver, step, grad_norm=norm) for step, norm in enumerate(norms)]
     # The median of 1, 100, 2 and 2 is 2, so 6 is inside the limit; of 100, 2, 2 and 6 it is 4, and of 2, 2, 6, 6.1 too.
-    assert [step for step, commands in enumerate(found) if closed(commands).fired] == [3]
+    assert [step for step, commands in enumerate(by_step) if closed(commands).fired] == [3]
     last = train(driver, len(norms), grad_norm=19.7)
     assert closed(last).fired == (("grad_norm", 1),)
     text = "guard grad_norm above 3 times the median of 4 steps for 1 step (warn): grad_norm is 19.7"
@@ -69,8 +69,8 @@ def test_a_limit_is_relative_to_the_median_of_previous_steps() -> None:
 @pytest.mark.parametrize("norm", [0.0, -1.0])
 def test_a_median_that_is_not_positive_sets_no_limit(norm: float) -> None:
     driver = guarded_driver(GuardRule("grad_norm", above=3.0, median_of=2))
-    found = [train(driver, step, grad_norm=value) for step, value in enumerate([norm, norm, 5.0, 5.0, 5.0, 16.0])]
-    assert [step for step, commands in enumerate(found) if closed(commands).fired] == [5]
+    by_step = [train(driver, step, grad_norm=value) for step, value in enumerate([norm, norm, 5.0, 5.0, 5.0, 16.0])]
+    assert [step for step, commands in enumerate(by_step) if closed(commands).fired] == [5]
 
 
 def test_the_status_lists_firing_guards_and_the_log() -> None:

@@ -25,10 +25,10 @@ async def test_a_journal_of_a_worker_that_joins_while_they_are_read_stays(
     has_read, may_go_on = threading.Event(), threading.Event()
 
     def slow(run_dir: Path, in_use: Collection[str], may_train: Callable[[int], bool]) -> list[Path]:
-        found = find_outdated(run_dir, in_use, may_train)
+        outdated = find_outdated(run_dir, in_use, may_train)
         has_read.set()
         assert may_go_on.wait(TIMEOUT_S)
-        return found
+        return outdated
 
     monkeypatch.setattr(server_module, "find_outdated", slow)
     path = tmp_path / "journals/1/rollout-0/1.journal"

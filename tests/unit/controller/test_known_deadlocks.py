@@ -11,7 +11,7 @@ def after_stall(driver: CoreDriver, no_progress_timeout_s: float = 10.0) -> EndR
     """The end of a run in which nothing more happens."""
     driver.configure(no_progress_timeout_s=no_progress_timeout_s)
     driver.now += no_progress_timeout_s + 1.0
-    [end] = [one for one in driver.event(Tick()) if isinstance(one, EndRun)]
+    [end] = [command for command in driver.event(Tick()) if isinstance(command, EndRun)]
     return end
 
 
@@ -110,7 +110,7 @@ def test_a_trainer_finishes_after_all_other_workers_have_left() -> None:
         driver.event(WorkerDisconnected(WorkerId(worker), ""))
     driver.send("trainer0", m.StepCompleted(0, ()))
     driver.send("trainer0", m.Publish((whole(1),), ()))
-    [end] = [one for one in driver.send("trainer0", m.RoleCompleted()) if isinstance(one, EndRun)]
+    [end] = [command for command in driver.send("trainer0", m.RoleCompleted()) if isinstance(command, EndRun)]
     assert (end.reason, end.code) == ("the run is complete", 0)
 
 

@@ -43,7 +43,7 @@ def test_generation_waits_for_the_newest_weights_at_bound_zero() -> None:
     driver.send("trainer0", m.StepCompleted(0, ()))
     driver.offer(prompt=5)
     assert driver.pull("rollout1", "rollout") is None
-    [(_, reason, _)] = [one for one in driver.core.waiting() if one[0] == "rollout1"]
+    [(_, reason, _)] = [wait for wait in driver.core.waiting() if wait[0] == "rollout1"]
     assert reason == "newer weights: 1 slots ready for rollout, but version 0 would be too old"
     driver.send("trainer0", m.Publish((whole(1),), ()))
     granted = driver.sent(driver.send("rollout1", m.WeightsActivated(MODEL, 1)), m.Grant)

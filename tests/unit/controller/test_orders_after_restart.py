@@ -25,7 +25,9 @@ def new_driver(**scenario: Any) -> RestartedDriver:
 
 
 def rejoin_all(driver: RestartedDriver, *but: str, **parts: tuple[Part, ...]) -> list[Any]:
-    return [one for worker in WORKERS if worker not in but for one in driver.rejoin(worker, *parts.get(worker, ()))]
+    return [
+        command for worker in WORKERS if worker not in but for command in driver.rejoin(worker, *parts.get(worker, ()))
+    ]
 
 
 def train_step(driver: RestartedDriver, step: int) -> None:

@@ -63,9 +63,9 @@ def test_partitions_of_small_steps_are_near_optimal(ways: int) -> None:
             max(sum(w for w, way in zip(weights, assignment, strict=True) if way == part) for part in range(ways))
             for assignment in itertools.product(range(ways), repeat=len(weights))
         )
-        found = max(largest_differences(weights, ways))
-        exact += found == best
-        assert found <= best * (7 / 6 if ways == 2 else 4 / 3)
+        largest = max(largest_differences(weights, ways))
+        exact += largest == best
+        assert largest <= best * (7 / 6 if ways == 2 else 4 / 3)
     assert exact >= 40
 
 

@@ -64,15 +64,15 @@ def test_numbers_of_a_window_are_those_of_its_workers(uses: list[ResourceUse]) -
     assert account.take(5.0) is None
     for role in {number % 3 for number in range(len(uses))}:
         of = [use for number, use in enumerate(uses) if number % 3 == role]
-        found = line["roles"][f"role-{role}"]
-        assert found["workers"] == len(of)
-        assert found["devices"] == sum(use.devices for use in of)
-        for name, (least, middle, largest) in found["figures"].items():
+        merged = line["roles"][f"role-{role}"]
+        assert merged["workers"] == len(of)
+        assert merged["devices"] == sum(use.devices for use in of)
+        for name, (least, middle, largest) in merged["figures"].items():
             values = [value for use in of if (value := figures_of(use).get(name)) is not None]
             expected = (min(values), median(values), max(values))
             assert (least, middle, largest) == pytest.approx(expected, rel=1e-3, abs=1e-9)
         rates = [use.tokens / use.seconds for use in of if use.tokens >= 0]
-        assert found.get("tokens_per_s", 0.0) == pytest.approx(sum(rates), rel=1e-3)
+        assert merged.get("tokens_per_s", 0.0) == pytest.approx(sum(rates), rel=1e-3)
     for name, listed in line["worst"].items():
         everyone = [value for use in uses if (value := figures_of(use).get(name)) is not None]
         ordered = sorted(everyone, reverse=not WORST_IS_LEAST[name])[:MAX_WORST]
@@ -94,8 +94,8 @@ def test_windows_are_merged_into_their_extremes_and_means_over_time(windows: lis
     assert (merged["from_s"], merged["to_s"]) == (0.0, len(windows) * WINDOW_S)
     memory = [line["roles"]["rollout"]["figures"]["memory"] for line in lines]
     least, middle, largest = merged["roles"]["rollout"]["figures"]["memory"]
-    assert (least, largest) == (min(one[0] for one in memory), max(one[2] for one in memory))
-    assert middle == pytest.approx(sum(one[1] for one in memory) / len(memory), rel=0.01, abs=1e-6)
+    assert (least, largest) == (min(window[0] for window in memory), max(window[2] for window in memory))
+    assert middle == pytest.approx(sum(window[1] for window in memory) / len(memory), rel=0.01, abs=1e-6)
     again = merged_use([merged_use(lines[:2]), *lines[2:]])["roles"]["rollout"]
     assert again["figures"]["memory"][::2] == [least, largest]
 

@@ -33,7 +33,7 @@ def stall(driver: CoreDriver) -> None:
 
 
 def dismissed(driver: CoreDriver) -> int:
-    return sum(isinstance(one, Dismiss) for one in driver.event(Tick()))
+    return sum(isinstance(command, Dismiss) for command in driver.event(Tick()))
 
 
 def test_workers_are_not_silent_and_leases_do_not_expire_while_the_controller_does_not_run(driver: CoreDriver) -> None:
@@ -66,4 +66,4 @@ def test_a_checkpoint_is_awaited_by_time_in_which_the_controller_runs(driver: Co
         driver.send(worker, m.Heartbeat())
     assert driver.core.ended is None
     driver.now += 2.0
-    assert any(isinstance(one, EndRun) for one in driver.event(Tick()))
+    assert any(isinstance(command, EndRun) for command in driver.event(Tick()))

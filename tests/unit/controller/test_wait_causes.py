@@ -49,25 +49,25 @@ def run(
     "changes", [{}, {"train_s": 6.0}, {"transfer_s": 5.0}, {"tail": 1.5}], ids=["even", "train", "link", "tail"]
 )
 def test_the_seconds_of_all_workers_add_up(changes: dict[str, float]) -> None:
-    found = run(**changes)  # type: ignore[arg-type]
-    total = sum(counts.total() for step in found.steps for counts in step.seconds.values())
-    assert total == pytest.approx(found.workers * found.wall_s, rel=1e-6)
-    assert all(kind in KINDS for step in found.steps for counts in step.seconds.values() for kind in counts)
+    result = run(**changes)  # type: ignore[arg-type]
+    total = sum(counts.total() for step in result.steps for counts in step.seconds.values())
+    assert total == pytest.approx(result.workers * result.wall_s, rel=1e-6)
+    assert all(kind in KINDS for step in result.steps for counts in step.seconds.values() for kind in counts)
 
 
 def test_with_a_slow_trainer_rollout_workers_wait_at_the_gate() -> None:
-    found = run(train_s=6.0)
-    shares = found.shares("rollout")
+    result = run(train_s=6.0)
+    shares = result.shares("rollout")
     assert shares["gate"] > 0.5, shares
-    assert found.first_root("rollout", "gate") == "trainer"
-    assert found.shares("trainer")["busy"] > 0.8
+    assert result.first_root("rollout", "gate") == "trainer"
+    assert result.shares("trainer")["busy"] > 0.8
 
 
 def test_with_a_slow_link_rollout_workers_wait_for_weights() -> None:
-    found = run(transfer_s=5.0, bound=0)
-    shares = found.shares("rollout")
+    result = run(transfer_s=5.0, bound=0)
+    shares = result.shares("rollout")
     assert shares["weights"] > 0.5, shares
-    assert found.first_root("rollout", "weights").startswith(("trainer", "rollout"))
+    assert result.first_root("rollout", "weights").startswith(("trainer", "rollout"))
 
 
 def test_the_root_of_a_wait_for_weights_is_the_holder_not_a_waiting_relay() -> None:
@@ -85,17 +85,17 @@ def test_the_root_of_a_wait_for_weights_is_the_holder_not_a_waiting_relay() -> N
 
 
 def test_with_a_straggler_the_root_of_waits_is_its_rollout_worker() -> None:
-    found = run(tail=1.5, bound=0, train_s=0.05)
-    shares = found.shares("rollout")
+    result = run(tail=1.5, bound=0, train_s=0.05)
+    shares = result.shares("rollout")
     assert shares["gate"] > 0.3, shares
-    assert found.first_root("rollout", "gate").startswith("rollout")
-    assert found.first_root("trainer", "samples").startswith("rollout")
+    assert result.first_root("rollout", "gate").startswith("rollout")
+    assert result.first_root("trainer", "samples").startswith("rollout")
 
 
 def test_at_most_3_percent_of_the_time_has_no_cause() -> None:
-    for found in (run(train_s=6.0), run(transfer_s=5.0, bound=0), run(tail=1.5)):
+    for result in (run(train_s=6.0), run(transfer_s=5.0, bound=0), run(tail=1.5)):
         for role in ("rollout", "trainer"):
-            assert found.shares(role).get("other", 0.0) <= 0.03, found.shares(role)
+            assert result.shares(role).get("other", 0.0) <= 0.03, result.shares(role)
 
 
 @pytest.mark.parametrize("version", [1, -1], ids=["numbered", "of_the_last_step"])

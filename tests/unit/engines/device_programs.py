@@ -73,9 +73,9 @@ class After:
         return self.is_set()
 
 
-def engine(one: Any, **options: Any) -> TorchRollout:
+def engine(network: Any, **options: Any) -> TorchRollout:
     return TorchRollout(
-        one, stop=StopConditions((1, 2, 3)), rows=ROWS, max_new_tokens=NEW_TOKENS, temperature=0.9, **options
+        network, stop=StopConditions((1, 2, 3)), rows=ROWS, max_new_tokens=NEW_TOKENS, temperature=0.9, **options
     )
 
 
@@ -84,29 +84,29 @@ def finish(rollout: TorchRollout, todo: list[Prompt], done: dict[int, Response])
     while todo or rollout.running:
         while todo and rollout.room:
             rollout.add([todo.pop(0)])
-        done |= {one.key: one for one in rollout.run(never)}
+        done |= {response.key: response for response in rollout.run(never)}
     return done
 
 
 def assert_same_responses(on_cpu: dict[int, Response], on_npu: dict[int, Response], tolerance: float = 1e-5) -> None:
     """Compare the responses of the CPU and of the device, all in host memory."""
     assert on_cpu.keys() == on_npu.keys()
-    for key, one in on_cpu.items():
+    for key, response in on_cpu.items():
         other = on_npu[key]
         assert other.tokens.device.type == other.logprobs.device.type == "cpu"
-        assert torch.equal(one.tokens, other.tokens), (one.tokens, other.tokens)
-        assert float((one.logprobs - other.logprobs).abs().max()) <= tolerance
-        assert (one.spans, one.truncated) == (other.spans, other.truncated)
-        if one.support is not None:
+        assert torch.equal(response.tokens, other.tokens), (response.tokens, other.tokens)
+        assert float((response.logprobs - other.logprobs).abs().max()) <= tolerance
+        assert (response.spans, response.truncated) == (other.spans, other.truncated)
+        if response.support is not None:
             assert other.support is not None
-            assert torch.equal(one.support.tokens_E, other.support.tokens_E)
+            assert torch.equal(response.support.tokens_E, other.support.tokens_E)
 
 
 def generates(kind: str, device: SimulatedDevice, **options: Any) -> None:
     on_cpu = finish(engine(model(kind), **options), prompts(), {})
     on_npu = finish(engine(on_device(model(kind), device.device), **options), prompts(), {})
     assert_same_responses(on_cpu, on_npu)
-    assert len({len(one.tokens) for one in on_cpu.values()}) > 1  # some end early
+    assert len({len(response.tokens) for response in on_cpu.values()}) > 1  # some end early
 
 
 for _kind in KINDS:
@@ -142,36 +142,41 @@ def ends_at_a_stop_string(device: SimulatedDevice) -> None:
 
     stop = StopConditions((1,), (chr(60 + STOP_TOKEN),), LetterTokenizer())
 
-    def responses(one: Any) -> dict[int, Response]:
-        rollout = TorchRollout(one, stop=stop, rows=ROWS, max_new_tokens=NEW_TOKENS, temperature=3.0)
+    def responses(network: Any) -> dict[int, Response]:
+        rollout = TorchRollout(network, stop=stop, rows=ROWS, max_new_tokens=NEW_TOKENS, temperature=3.0)
         return finish(rollout, prompts(16, greedy=()), {})
 
     on_cpu = responses(model("llama"))
     assert_same_responses(on_cpu, responses(on_device(model("llama"), device.device)))
-    assert any(one.tokens[-1] == STOP_TOKEN for one in on_cpu.values())
+    assert any(response.tokens[-1] == STOP_TOKEN for response in on_cpu.values())
 
 
 def updates(device: SimulatedDevice, *, recompute: bool) -> None:
-    def responses(one: Any) -> dict[int, Response]:
+    def responses(network: Any) -> dict[int, Response]:
         rollout = TorchRollout(
-            one, stop=StopConditions(), rows=ROWS, max_new_tokens=3 * NEW_TOKENS, temperature=0.9, recompute=recompute
+            network,
+            stop=StopConditions(),
+            rows=ROWS,
+            max_new_tokens=3 * NEW_TOKENS,
+            temperature=0.9,
+            recompute=recompute,
         )
         rollout.add(prompts(1, greedy=()))
-        done = {one.key: one for one in rollout.run(After(NEW_TOKENS))}
+        done = {response.key: response for response in rollout.run(After(NEW_TOKENS))}
         rollout.add([replace(prompt, key=prompt.key + 1) for prompt in prompts(ROWS - 1, greedy=())])
-        done |= {one.key: one for one in rollout.run(After(NEW_TOKENS))}
+        done |= {response.key: response for response in rollout.run(After(NEW_TOKENS))}
         snapshot = Snapshot.take(7, named_parameters(model("llama", 1)))
         while (work := rollout.prepare(snapshot)) is not None:
             work()
             # Long enough for the first sequence to end: the last one reuses its row, also in the cache of the shadow.
-            done |= {one.key: one for one in rollout.run(After(1 if done else NEW_TOKENS + 2))}
+            done |= {response.key: response for response in rollout.run(After(1 if done else NEW_TOKENS + 2))}
         rollout.swap(snapshot)
         rollout.add([Prompt(90, torch.tensor([4, 5, 6], dtype=torch.int32), 9)] if rollout.room else [])
         return finish(rollout, [], done)
 
     on_cpu = responses(model("llama"))
     assert_same_responses(on_cpu, responses(on_device(model("llama"), device.device)))
-    assert any(7 in one.spans[::2] and 0 in one.spans[::2] for one in on_cpu.values())
+    assert any(7 in response.spans[::2] and 0 in response.spans[::2] for response in on_cpu.values())
 
 
 @program
@@ -190,9 +195,9 @@ def computes_in_another_dtype_than_is_published(device: SimulatedDevice) -> None
     rollout = engine(on_device(model("llama", dtype=torch.bfloat16), device.device), published=torch.float32)
     rollout.swap(published)
     expected = named_parameters(model("llama", 3, torch.bfloat16))
-    for name, found in named_parameters(rollout._cached.model).items():
-        assert found.device == device.device
-        assert torch.equal(found.cpu(), expected[name]), name
+    for name, tensor in named_parameters(rollout._cached.model).items():
+        assert tensor.device == device.device
+        assert torch.equal(tensor.cpu(), expected[name]), name
     assert len(finish(rollout, prompts(), {})) == len(prompts())
 
 
@@ -220,15 +225,15 @@ def samples(step: int) -> TrainingBatch:
     )
 
 
-def trainer(one: Any, algorithm: Any = None, options: TrainOptions = OPTIONS, **more: Any) -> TorchTrainer:
-    return TorchTrainer(one, options, algorithm or Objective(kl=Kl(1e-2)), temperature=0.9, **more)
+def trainer(network: Any, algorithm: Any = None, options: TrainOptions = OPTIONS, **more: Any) -> TorchTrainer:
+    return TorchTrainer(network, options, algorithm or Objective(kl=Kl(1e-2)), temperature=0.9, **more)
 
 
-def train(one: TorchTrainer, steps: range) -> list[dict[str, float]]:
+def train(torch_trainer: TorchTrainer, steps: range) -> list[dict[str, float]]:
     metrics = []
     for step in steps:
-        one.accumulate(samples(step))
-        metrics.append(one.step())
+        torch_trainer.accumulate(samples(step))
+        metrics.append(torch_trainer.step())
     return metrics
 
 
@@ -242,9 +247,9 @@ def assert_same_trainers(on_cpu: Any, on_npu: Any, tolerance: float = 1e-4) -> N
         assert float((weights - on_npu[0].parameters()[name].cpu()).abs().max()) <= tolerance, name
 
 
-def _moment_devices(one: TorchTrainer) -> set[torch.device]:
+def _moment_devices(torch_trainer: TorchTrainer) -> set[torch.device]:
     """Where AdamW keeps its moments; its step counts may be on the host."""
-    states = one._optimizer.state.values()
+    states = torch_trainer._optimizer.state.values()
     return {value.device for state in states for key, value in state.items() if key != "step"}
 
 
@@ -322,7 +327,8 @@ def continues_from_a_checkpoint(device: SimulatedDevice) -> None:
         train(original, range(2, 3))
         train(resumed, range(2, 3))
         largest_change = max(
-            float((one.cpu() - other).abs().max()) for one, other in zip(original._parameters, before, strict=True)
+            float((parameter.cpu() - other).abs().max())
+            for parameter, other in zip(original._parameters, before, strict=True)
         )
         tolerance = 1e-4 if narrow is None else 0.05
         for expected, actual in zip(original._parameters, resumed._parameters, strict=True):
@@ -330,11 +336,11 @@ def continues_from_a_checkpoint(device: SimulatedDevice) -> None:
         assert largest_change > 0
         snapshot = Snapshot.take(3, original.parameters())
         assert all(bucket.device.type == "cpu" for bucket in snapshot.buckets)
-        target = {name: torch.zeros_like(one) for name, one in original.parameters().items()}
+        target = {name: torch.zeros_like(tensor) for name, tensor in original.parameters().items()}
         snapshot.restore(target)
-        for name, one in original.parameters().items():
+        for name, tensor in original.parameters().items():
             assert target[name].device == device.device
-            assert torch.equal(target[name].cpu(), one.cpu()), name
+            assert torch.equal(target[name].cpu(), tensor.cpu()), name
         with tempfile.TemporaryDirectory() as name:
             original.export(Path(name) / "final")
             exported = type(original.model).from_pretrained(Path(name) / "final", dtype=torch.float32)
@@ -346,13 +352,13 @@ def continues_from_a_checkpoint(device: SimulatedDevice) -> None:
 def scores_with_a_reference_model(device: SimulatedDevice) -> None:
     batch = samples(0)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.2)):
-        found = [
+        scores = [
             score_on(
                 where, on_device(model("gemma2", dtype=dtype), where.torch), batch.prompts, batch.responses, 0.9, 64
             )
             for where in (Device("cpu"), Device("npu"))
         ]
-        for expected, actual in zip(*found, strict=True):
+        for expected, actual in zip(*scores, strict=True):
             assert actual.device.type == "cpu"
             assert float((expected - actual).abs().max()) <= tolerance
 
@@ -362,9 +368,9 @@ def refuses_to_mix_devices_in_one_operation(device: SimulatedDevice) -> None:
     """Test of the simulation: a program that mixes devices fails."""
     ones = torch.ones(3, device=device.device)
     mixed: list[Callable[[], torch.Tensor]] = [lambda: ones + torch.ones(3), lambda: ones[torch.tensor([0, 1])]]
-    for one in mixed:
+    for operation in mixed:
         try:
-            one()
+            operation()
         except RuntimeError as error:
             assert "in one operation" in str(error), error  # noqa: PT017
         else:

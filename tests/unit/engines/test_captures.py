@@ -61,11 +61,11 @@ def test_captured_log_probabilities_are_those_before_the_step(preset: str) -> No
     assert engine.step()
     updates = engine._passes.algorithm.plan.optimizer_steps
     for row in (0, 2, 3):
-        one = captures[row]
-        assert one is not None
-        assert one.logprobs_T is not None
+        capture = captures[row]
+        assert capture is not None
+        assert capture.logprobs_T is not None
         if updates == 1 or engine._passes.needs_forward or row == 0:  # else some are only computed after an update
-            torch.testing.assert_close(one.logprobs_T, expected[row], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(capture.logprobs_T, expected[row], atol=1e-5, rtol=1e-5)
     if engine._passes.algorithm.needs.scope == "step" and whole.credit is not None:
         credit = engine._passes.algorithm.credit(whole.credit)
         assert [capture.advantage for capture in captures if capture] == pytest.approx(
@@ -83,4 +83,4 @@ def test_captures_change_no_weight(preset: str) -> None:
         engine.accumulate(batch(engine, range(4), captures))
         assert engine.step()
         weights.append([parameter.clone() for parameter in engine.parameters().values()])
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(*weights, strict=True))

@@ -75,12 +75,12 @@ def answers(engine: TorchRollout, arrivals: int) -> dict[int, Response]:
     return done
 
 
-def assert_same(found: dict[int, Response], expected: dict[int, Response]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[int, Response], expected: dict[int, Response]) -> None:
+    assert actual.keys() == expected.keys()
     for key, response in expected.items():
-        assert torch.equal(found[key].tokens, response.tokens)
-        assert found[key].spans == response.spans
-        torch.testing.assert_close(found[key].logprobs, response.logprobs, atol=2e-5, rtol=0)
+        assert torch.equal(actual[key].tokens, response.tokens)
+        assert actual[key].spans == response.spans
+        torch.testing.assert_close(actual[key].logprobs, response.logprobs, atol=2e-5, rtol=0)
 
 
 @pytest.mark.long
@@ -90,8 +90,8 @@ def test_compiled_answers_equal_uncompiled_ones_without_recompilation(name: str)
     engine = engine_of(build(name), 8, compiled=True)
     for arrivals in (8, 1, 3):
         with NO_RECOMPILATION:
-            found = answers(engine, arrivals)
-        assert_same(found, answers(engine_of(build(name), 8, compiled=False), arrivals))
+            responses = answers(engine, arrivals)
+        assert_same(responses, answers(engine_of(build(name), 8, compiled=False), arrivals))
 
 
 @pytest.mark.long
@@ -120,25 +120,25 @@ class After:
 def answers_across_swaps(engine: TorchRollout) -> dict[int, Response]:
     """Two in-flight swaps, each to a second copy of the model that was prepared before."""
     engine.add(prompts())
-    done = {one.key: one for one in engine.run(After(3))}
+    done = {response.key: response for response in engine.run(After(3))}
     for version in (1, 2):
         snapshot = Snapshot.take(version, named_parameters(build("qwen2", seed=version)))
         while (work := engine.prepare(snapshot)) is not None:
             work()
-            done |= {one.key: one for one in engine.run(After(2))}
+            done |= {response.key: response for response in engine.run(After(2))}
         engine.swap(snapshot)
-        done |= {one.key: one for one in engine.run(After(3))}
+        done |= {response.key: response for response in engine.run(After(3))}
     while engine.running:
-        done |= {one.key: one for one in engine.run(threading.Event())}
+        done |= {response.key: response for response in engine.run(threading.Event())}
     return done
 
 
 def test_an_in_flight_swap_to_a_second_copy_causes_no_recompilation() -> None:
     engine = engine_of(build("qwen2"), 9, compiled=True)
     with NO_RECOMPILATION:
-        found = answers_across_swaps(engine)
-    assert_same(found, answers_across_swaps(engine_of(build("qwen2"), 9, compiled=False)))
-    assert 3 in {len(one.spans) // 2 for one in found.values()}
+        responses = answers_across_swaps(engine)
+    assert_same(responses, answers_across_swaps(engine_of(build("qwen2"), 9, compiled=False)))
+    assert 3 in {len(response.spans) // 2 for response in responses.values()}
 
 
 def test_a_model_with_other_results_when_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_model_with_other_results_when_compiled_is_refused(monkeypatch: pytest
 def test_the_configuration_enables_compilation(tmp_path: Path) -> None:
     save_model(build(WIDE), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
     flags = ["arithmetic", "--model", str(tmp_path / "model"), "--rollout.max-running-requests", "4"]
-    compiled, plain = (rollout_engine(parse([*flags, "--rollout.compile", one])) for one in ("True", "False"))
+    compiled, plain = (rollout_engine(parse([*flags, "--rollout.compile", value])) for value in ("True", "False"))
     assert isinstance(compiled, TorchRollout)
     assert isinstance(plain, TorchRollout)
     assert isinstance(compiled._cached, CachedModel)

@@ -44,10 +44,10 @@ def test_the_engine_table_imports_neither_torch_nor_aiohttp() -> None:
 
 def test_no_module_compares_the_name_of_an_engine() -> None:
     product = [path for package in ("flowrt", "workers", "launch") for path in (ROOT / package).rglob("*.py")]
-    found = [
+    comparisons = [
         f"{path}: {line}" for path in product for line in path.read_text().splitlines() if NAME_COMPARISON.search(line)
     ]
-    assert found == []
+    assert comparisons == []
 
 
 def test_a_rollout_engine_is_checked_against_the_published_weights() -> None:

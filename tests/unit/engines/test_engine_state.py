@@ -57,9 +57,9 @@ def train(engine: TorchTrainer, steps: range) -> list[dict[str, float]]:
     return metrics
 
 
-def assert_same(one: TorchTrainer, other: TorchTrainer) -> None:
-    theirs = other.parameters()
-    for name, tensor in one.parameters().items():
+def assert_same(first: TorchTrainer, second: TorchTrainer) -> None:
+    theirs = second.parameters()
+    for name, tensor in first.parameters().items():
         assert torch.equal(tensor, theirs[name]), name
 
 
@@ -92,23 +92,23 @@ def test_an_exported_model_has_files_of_the_largest_size(tmp_path: Path) -> None
     files = list((tmp_path / "split").glob("*.safetensors"))
     assert len(files) > 1
     read = load_model(tmp_path / "split").state_dict()
-    assert all(torch.equal(read[name], one) for name, one in engine.parameters().items())
+    assert all(torch.equal(read[name], tensor) for name, tensor in engine.parameters().items())
 
 
 def test_the_divergence_per_age_does_not_depend_on_micro_batches() -> None:
-    one, other = trainer(), trainer()
+    first, second = trainer(), trainer()
     whole = dataclasses.replace(batch(1), ages=[torch.tensor([2, 2, 0, 0, 0]), torch.ones(7), torch.tensor([0, 99])])
-    one.accumulate(whole)
+    first.accumulate(whole)
     with torch.no_grad():
-        logprobs_T, _ = response_logprobs(one.model, whole.prompts, whole.responses, 1.0)
+        logprobs_T, _ = response_logprobs(first.model, whole.prompts, whole.responses, 1.0)
     ratio_T = (logprobs_T - torch.cat(list(whole.rollout_logprobs))).double()
     k3_T, ages_T = ratio_T.expm1() - ratio_T, torch.cat([ages.long() for ages in whole.ages or ()]).clamp(max=AGES - 1)
-    measured = one.step()
+    measured = first.step()
     for age in range(AGES):
         expected = k3_T[ages_T == age].mean().item() if bool((ages_T == age).any()) else None
         assert measured.get(f"divergence_{age}") == (expected and pytest.approx(expected, rel=1e-4))
     for row in range(3):
-        other.accumulate(
+        second.accumulate(
             TrainingBatch(
                 prompts=whole.prompts[row : row + 1],
                 responses=whole.responses[row : row + 1],
@@ -120,10 +120,10 @@ def test_the_divergence_per_age_does_not_depend_on_micro_batches() -> None:
                 ages=(whole.ages or ())[row : row + 1],
             )
         )
-    assert {name: value for name, value in other.step().items() if name.startswith("divergence")} == {
+    assert {name: value for name, value in second.step().items() if name.startswith("divergence")} == {
         name: pytest.approx(value, rel=1e-4) for name, value in measured.items() if name.startswith("divergence")
     }
-    assert not any(name.startswith("divergence") for name in train(one, range(1))[0])
+    assert not any(name.startswith("divergence") for name in train(first, range(1))[0])
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
@@ -200,7 +200,7 @@ def test_state_files_are_filled_up_to_their_limit(sizes: list[int], limit: int) 
     for name, file in files.items():
         filled.setdefault(file, []).append(sizes[int(name)])
     assert list(filled) == list(range(1, len(filled) + 1))
-    assert all(sum(one) <= limit or sum(map(bool, one)) == 1 for one in filled.values())
+    assert all(sum(file_sizes) <= limit or sum(map(bool, file_sizes)) == 1 for file_sizes in filled.values())
     assert all(sum(filled[file]) + filled[file + 1][0] > limit for file in range(1, len(filled)))
 
 

@@ -55,14 +55,18 @@ def outputs_and_gradients(model: Any, temperature: float = 0.8) -> tuple[list[to
     assert entropy_T is not None
     coefficients = torch.randn(2, len(logprobs_T), generator=torch.Generator().manual_seed(1))
     (torch.stack([logprobs_T, entropy_T]) * coefficients).sum().backward()
-    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     return [logprobs_T.detach(), entropy_T.detach()], gradients
 
 
 def assert_fusing_changes_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, expected_gradients = outputs_and_gradients(model)
     assert enable_fused_head(model)
-    assert all(torch.equal(one, other) for one, other in zip(outputs_and_gradients(model)[0], expected, strict=True))
+    assert all(
+        torch.equal(output, other) for output, other in zip(outputs_and_gradients(model)[0], expected, strict=True)
+    )
     monkeypatch.setattr(WHOLE_LOGITS_LIMIT, 0)
     widest = WidestOutput()
     with widest:
@@ -257,7 +261,7 @@ def test_a_model_with_an_unsupported_head_keeps_whole_logits(name: str, monkeypa
     assert type(model.get_output_embeddings()) is head_class
     monkeypatch.setattr(WHOLE_LOGITS_LIMIT, 0)
     again, gradients_again = outputs_and_gradients(model)
-    assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
+    assert all(torch.equal(output, other) for output, other in zip(again, expected, strict=True))
     assert all(torch.equal(gradients_again[name], gradient) for name, gradient in expected_gradients.items())
 
 

@@ -67,17 +67,19 @@ def answers(step: GraphedStep | None, *, update: bool, rows: int = 5) -> dict[in
     assert isinstance(engine._cached, CachedModel)
     engine._cached.step = step
     todo, done = prompts(), dict[int, Response]()
-    snapshots = [Snapshot.take(one, named_parameters(make_model(one))) for one in (1, 2)] if update else []
+    snapshots = [Snapshot.take(version, named_parameters(make_model(version))) for version in (1, 2)] if update else []
     interrupts: list[Any] = [After(4), After(9)]
     while todo or engine.running:
         count = min(engine.room, len(todo), 2)
         engine.add(todo[:count])
         todo = todo[count:]
-        done |= {one.key: one for one in engine.run(interrupts.pop() if interrupts else threading.Event())}
+        done |= {
+            response.key: response for response in engine.run(interrupts.pop() if interrupts else threading.Event())
+        }
         if snapshots and engine.running:
             while (work := engine.prepare(snapshots[0])) is not None:
                 work()
-                done |= {one.key: one for one in engine.run(After(2))}
+                done |= {response.key: response for response in engine.run(After(2))}
             engine.swap(snapshots.pop(0))
     return done
 
@@ -87,10 +89,10 @@ def test_graphed_steps_give_the_tokens_of_plain_steps(update: bool) -> None:
     step = CheckedStep()
     plain, graphed = answers(None, update=update), answers(step, update=update)
     assert plain.keys() == graphed.keys()
-    for key, one in plain.items():
-        assert torch.equal(one.tokens, graphed[key].tokens)
-        assert float((one.logprobs - graphed[key].logprobs).abs().max()) < 1e-4
-        assert one.spans == graphed[key].spans
+    for key, response in plain.items():
+        assert torch.equal(response.tokens, graphed[key].tokens)
+        assert float((response.logprobs - graphed[key].logprobs).abs().max()) < 1e-4
+        assert response.spans == graphed[key].spans
     # Sizes of 1, 2, 4 and all 5 rows, 64, 128 and 256 positions, and two models: few captures for hundreds of steps.
     assert 3 < step.captures <= 4 * 3 * (2 if update else 1)
 
@@ -98,7 +100,7 @@ def test_graphed_steps_give_the_tokens_of_plain_steps(update: bool) -> None:
 @pytest.mark.slow
 def test_a_single_graphed_row_gives_the_tokens_of_plain_steps() -> None:
     plain, graphed = answers(None, update=False, rows=1), answers(CheckedStep(), update=False, rows=1)
-    assert all(torch.equal(one.tokens, graphed[key].tokens) for key, one in plain.items())
+    assert all(torch.equal(response.tokens, graphed[key].tokens) for key, response in plain.items())
 
 
 @given(st.integers(1, 10_000), st.sampled_from([1, 64]))

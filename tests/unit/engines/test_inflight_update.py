@@ -59,12 +59,12 @@ def generate(
         make_model(first), stop=StopConditions(), rows=8, max_new_tokens=TOKENS, temperature=1.0, recompute=recompute
     )
     engine.add(prompts(greedy))
-    done: dict[int, Response] = {one.key: one for one in engine.run(After(steps))}
+    done: dict[int, Response] = {response.key: response for response in engine.run(After(steps))}
     assert not done
     if second is not None:
         engine.swap(Snapshot.take(1, named_parameters(make_model(second))))
     while engine.running:
-        done |= {one.key: one for one in engine.run(threading.Event())}
+        done |= {response.key: response for response in engine.run(threading.Event())}
     return done
 
 
@@ -94,7 +94,7 @@ def test_with_recomputed_keys_later_tokens_follow_only_the_new_weights(steps: in
 def test_without_recomputation_the_old_keys_are_kept() -> None:
     kept, fresh = generate(1, 2, 7, recompute=False), generate(1, 2, 7, recompute=True)
     assert any(not torch.equal(kept[key].tokens, fresh[key].tokens) for key in kept)
-    assert [one.spans for one in kept.values()] == [one.spans for one in fresh.values()]
+    assert [response.spans for response in kept.values()] == [response.spans for response in fresh.values()]
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -119,7 +119,7 @@ def test_the_configuration_selects_recomputed_or_kept_keys(tmp_path: Path, recom
     engine.swap(Snapshot.take(1, named_parameters(new)))
     mixed = []
     while engine.running:
-        mixed += [one for one in engine.run(threading.Event()) if len(one.spans) == 4]
+        mixed += [response for response in engine.run(threading.Event()) if len(response.spans) == 4]
     distances = []
     for response in mixed:
         before = response.spans[1]
@@ -134,14 +134,16 @@ def test_a_swap_prepared_during_generation_leaves_little_to_compute() -> None:
     engine = TorchRollout(make_model(1), stop=StopConditions(), rows=9, max_new_tokens=TOKENS, temperature=1.0)
     todo, done = prompts(greedy=False), dict[int, Response]()
     for version, model in enumerate((make_model(2), make_model(3)), 1):
-        engine.add([Prompt(one.key + 10 * version, one.tokens, one.seed + version) for one in todo][: engine.room])
+        engine.add(
+            [Prompt(prompt.key + 10 * version, prompt.tokens, prompt.seed + version) for prompt in todo][: engine.room]
+        )
         engine.run(After(8 if version == 1 else 5))
         snapshot = Snapshot.take(version, named_parameters(model))
         lags: list[int] = []
         while (work := engine.prepare(snapshot)) is not None:
             preparation = threading.Thread(target=work)
             preparation.start()
-            done |= {one.key: one for one in engine.run(After(5 - 2 * len(lags)))}
+            done |= {response.key: response for response in engine.run(After(5 - 2 * len(lags)))}
             preparation.join(20.0)
             if not lags:
                 engine.add([Prompt(99 + version, todo[0].tokens, 7)])
@@ -152,12 +154,12 @@ def test_a_swap_prepared_during_generation_leaves_little_to_compute() -> None:
         engine.swap(snapshot)
         assert engine.version == version
     while engine.running:
-        done |= {one.key: one for one in engine.run(threading.Event())}
+        done |= {response.key: response for response in engine.run(threading.Event())}
     assert len(done) == 10
     assert {response.spans[::2] for response in done.values()} == {(0, 1), (0, 1, 2), (1, 2)}
     for key, response in done.items():
         tokens = todo[0 if key > 90 else key % 10].tokens
-        by_version = [score(make_model(1 + one), [tokens], [response.tokens], 1.0, 10_000)[0] for one in range(3)]
+        by_version = [score(make_model(1 + number), [tokens], [response.tokens], 1.0, 10_000)[0] for number in range(3)]
         start = 0
         for version, count in zip(response.spans[::2], response.spans[1::2], strict=True):
             recorded, expected = response.logprobs[start : start + count], by_version[version][start : start + count]
@@ -179,4 +181,4 @@ def test_a_swap_before_the_first_token_leaves_one_span() -> None:
     engine.add(prompts(greedy=True))
     engine.swap(Snapshot.take(5, named_parameters(make_model(2))))
     while engine.running:
-        assert all(one.spans == (5, 4) for one in engine.run(threading.Event()))
+        assert all(response.spans == (5, 4) for response in engine.run(threading.Event()))

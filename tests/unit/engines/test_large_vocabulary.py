@@ -86,6 +86,6 @@ def test_log_probabilities_are_those_of_float64(model: Any, truncation: Truncati
             model, PROMPTS, [response.tokens for response in responses], TEMPERATURE, supports=supports
         )
     expected_T = torch.cat(
-        [exact(model, prompt, one, over_support=True) for prompt, one in zip(PROMPTS, responses, strict=True)]
+        [exact(model, prompt, response, over_support=True) for prompt, response in zip(PROMPTS, responses, strict=True)]
     )
     torch.testing.assert_close(found_T.double(), expected_T, atol=TOLERANCE_NATS, rtol=0)

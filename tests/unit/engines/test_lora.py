@@ -109,8 +109,8 @@ def parameters(some_model: Any) -> dict[str, torch.Tensor]:
 
 def logits(adapted_model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = adapted_model(input_ids=TOKENS).logits
-    return found
+        result: torch.Tensor = adapted_model(input_ids=TOKENS).logits
+    return result
 
 
 def test_fresh_adapters_change_nothing() -> None:

@@ -48,11 +48,11 @@ def tiny(vocab_size: int, max_length: int, seed: int = 0) -> Any:
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
     """Random prompts; two with the same length are equal."""
-    found = []
+    drawn = []
     for key, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(length)
-        found.append(Prompt(key, torch.randint(2, 24, (length,), generator=generator, dtype=torch.int32), key))
-    return found
+        drawn.append(Prompt(key, torch.randint(2, 24, (length,), generator=generator, dtype=torch.int32), key))
+    return drawn
 
 
 def drain(engine: TorchRollout) -> dict[int, Response]:
@@ -93,7 +93,7 @@ def test_chunks_and_pieces_give_the_log_probabilities_of_a_full_pass(name: str) 
     engine.add(todo[:5])
     engine.add(todo[5:])
     done = drain(engine)
-    expected = score(model, [one.tokens for one in todo], [done[one.key].tokens for one in todo], 1.0, 100)
+    expected = score(model, [prompt.tokens for prompt in todo], [done[prompt.key].tokens for prompt in todo], 1.0, 100)
     for key, logprobs in enumerate(expected):
         torch.testing.assert_close(done[key].logprobs, logprobs, atol=2e-5, rtol=0)
 
@@ -169,14 +169,14 @@ def test_a_catch_up_in_chunks_gives_the_keys_of_the_new_weights() -> None:
         work()
         chunks += 1
         if chunks % 5 == 0:
-            done |= {one.key: one for one in engine.run(After(1))}
+            done |= {response.key: response for response in engine.run(After(1))}
         if chunks == 10:
             engine.add([Prompt(99, todo[1].tokens, 7)])
     assert chunks > 8
     engine.swap(snapshot)
     done |= drain(engine)
     assert len(done) == len(todo) + 1
-    assert sum(one.spans[::2] == (0, 1) for one in done.values()) >= 3
+    assert sum(response.spans[::2] == (0, 1) for response in done.values()) >= 3
     by_version = [tiny(24, 200, seed=1), tiny(24, 200, seed=2)]
     for key, response in done.items():
         tokens = todo[1 if key == 99 else key].tokens

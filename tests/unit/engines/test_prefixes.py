@@ -57,7 +57,7 @@ def finish(engine: TorchRollout, todo: list[Prompt]) -> dict[int, Response]:
         count = min(engine.room, len(todo))
         engine.add(todo[:count])
         todo = todo[count:]
-        done |= {one.key: one for one in engine.run(threading.Event())}
+        done |= {response.key: response for response in engine.run(threading.Event())}
     return done
 
 
@@ -67,7 +67,7 @@ def interrupt(engine: TorchRollout, todo: list[Prompt], steps: int) -> tuple[dic
     done: dict[int, Response] = {}
     after = AfterSteps(steps)
     while after._left >= 0 and engine.running:
-        done |= {one.key: one for one in engine.run(after)}
+        done |= {response.key: response for response in engine.run(after)}
     return done, engine.prefixes()
 
 

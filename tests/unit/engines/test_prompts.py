@@ -273,7 +273,8 @@ def test_a_text_prompt_does_not_end_with_tokens_that_the_tokenizer_appends() -> 
     plain = tokenizer(USER)["input_ids"]
     start, end = tokenizer.bos_token, tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}", special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in (start, end)]
+        single=f"{start} $A {end}",
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in (start, end)],
     )
     assert tokenizer(USER)["input_ids"] == [*plain, tokenizer.eos_token_id]
     encoder = PromptEncoder(tokenizer, PromptFormat("none"))
@@ -295,8 +296,8 @@ def test_control_tokens_in_the_texts_of_a_prompt_are_found() -> None:
 
 @pytest.mark.slow
 def test_rows_with_tools_thinking_prefill_and_late_system_messages_are_rendered_as_by_transformers() -> None:
-    found = templates_of_families(quick=True)
+    counts = templates_of_families(quick=True)
     assert len(CHAT_FAMILIES) == 24
-    assert found["wrong"] == 0
-    assert found["checked"] > 1000
-    assert found["refused"] < found["checked"] / 2
+    assert counts["wrong"] == 0
+    assert counts["checked"] > 1000
+    assert counts["refused"] < counts["checked"] / 2

@@ -27,16 +27,16 @@ def test_the_constant_schedule_keeps_the_rate() -> None:
 
 
 def test_the_linear_schedule_falls_in_equal_steps_to_the_minimum() -> None:
-    found = rates(schedule="linear", decay_steps=7, min_lr=0.2)[3:]
-    assert found[:9] == pytest.approx([1.0 - 0.1 * part for part in range(9)])
-    assert set(found[8:]) == {0.2}
+    learning_rates = rates(schedule="linear", decay_steps=7, min_lr=0.2)[3:]
+    assert learning_rates[:9] == pytest.approx([1.0 - 0.1 * part for part in range(9)])
+    assert set(learning_rates[8:]) == {0.2}
 
 
 def test_the_cosine_schedule_is_at_half_the_rate_in_the_middle() -> None:
-    found = rates(schedule="cosine", decay_steps=7)[3:]
-    assert found[4] == pytest.approx(0.5)
-    assert found[8:] == pytest.approx([0.0] * 5)
-    assert all(later < earlier for earlier, later in pairwise(found[:9]))
+    learning_rates = rates(schedule="cosine", decay_steps=7)[3:]
+    assert learning_rates[4] == pytest.approx(0.5)
+    assert learning_rates[8:] == pytest.approx([0.0] * 5)
+    assert all(later < earlier for earlier, later in pairwise(learning_rates[:9]))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -46,12 +46,12 @@ def test_the_rate_reaches_its_minimum_just_after_the_last_step(schedule: str, wa
     flags = ["--trainer.schedule", schedule, "--trainer.warmup-steps", str(warmup), "--trainer.lr", "0.001"]
     config = parse([*flags, "--steps", "10", "--trainer.min-lr", str(min_lr)])
     options = train_options(config)
-    found = [learning_rate(options, step) for step in range(10)]
+    learning_rates = [learning_rate(options, step) for step in range(10)]
     peak = max(warmup, 1) - 1
-    assert min(found) > 0
-    assert min(found[peak:]) > min_lr
-    assert max(found) == 0.001
-    assert all(later < earlier for earlier, later in pairwise(found[peak:]))
+    assert min(learning_rates) > 0
+    assert min(learning_rates[peak:]) > min_lr
+    assert max(learning_rates) == 0.001
+    assert all(later < earlier for earlier, later in pairwise(learning_rates[peak:]))
     if peak < 9:
         assert learning_rate(options, 10) == pytest.approx(min_lr, abs=1e-12)
 

@@ -36,10 +36,10 @@ def test_parameters_are_found_for_any_bucket_size(
     snapshot = Snapshot.take(1, weights)
     buckets = Layout(SHAPES).buckets(snapshot)
     assert len(buckets) == len(snapshot.buckets)
-    found = {one.name: (one, view) for bucket in buckets for one, view in bucket}
-    assert list(found) == list(SHAPES)
-    for name, (one, view) in found.items():
-        assert (one.shape, one.dtype) == (SHAPES[name], str(dtype).removeprefix("torch."))
+    views = {parameter.name: (parameter, view) for bucket in buckets for parameter, view in bucket}
+    assert list(views) == list(SHAPES)
+    for name, (parameter, view) in views.items():
+        assert (parameter.shape, parameter.dtype) == (SHAPES[name], str(dtype).removeprefix("torch."))
         assert torch.equal(view, weights[name])
 
 
@@ -59,7 +59,7 @@ def server_report(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
         f"{attention}qkv_proj.weight": fused,
         "model.norm.weight": weights["model.norm.weight"],
     }
-    sums = {name: hashlib.sha256(one.numpy().tobytes()).hexdigest()[:16] for name, one in server_tensors.items()}
+    sums = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in server_tensors.items()}
     return {"success": True, "ranks": [{"checksums": sums}]}
 
 
@@ -69,7 +69,7 @@ CHECKSUMS: dict[str, str] = server_report(tensors())["ranks"][0]["checksums"]
 @pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
 def test_checksums_of_the_same_weights_agree(sent: torch.dtype) -> None:
     """The server holds them in float32, whatever dtype was sent."""
-    weights = {name: one.float() for name, one in tensors(sent).items()}
+    weights = {name: tensor.float() for name, tensor in tensors(sent).items()}
     assert ExpectedChecksums(Layout(SHAPES), Snapshot.take(1, tensors(sent))).check(server_report(weights)) == 3
 
 
@@ -96,7 +96,7 @@ def test_a_server_with_other_layers_is_refused(added: tuple[str, ...]) -> None:
     """It ignores weights of layers that it does not have, and keeps its own in others."""
     theirs = CHECKSUMS | dict.fromkeys(added, "0")
     ours = tensors() if added else tensors() | {"model.layers.1.input_layernorm.weight": torch.ones(4)}
-    shapes = {name: one.shape for name, one in ours.items()}
+    shapes = {name: tensor.shape for name, tensor in ours.items()}
     with pytest.raises(EngineError, match=r"the server has a model of \d layers, and version 1 has \d"):
         ExpectedChecksums(Layout(shapes), Snapshot.take(1, ours)).check({"ranks": [{"checksums": theirs}]})
 

@@ -77,9 +77,9 @@ def assert_packing_changes_nothing(model: Any) -> None:
     expected, expected_gradients = logprobs_and_gradients(model, weights_T)
     assert enable_packing(model)
     assert is_packing_enabled(model)
-    found, found_gradients = logprobs_and_gradients(model, weights_T)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
-    for gradient, expected_gradient in zip(found_gradients, expected_gradients, strict=True):
+    actual, actual_gradients = logprobs_and_gradients(model, weights_T)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+    for gradient, expected_gradient in zip(actual_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, atol=2e-4, rtol=1e-4)
 
 
@@ -183,7 +183,7 @@ def test_half_precision_is_verified_within_its_own_rounding() -> None:
 def test_half_precision_attention_is_computed_in_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass of PyTorch's own is several times slower."""
     model = build(*DECODERS["llama"])
-    exact = {name: one.grad.clone() for name, one in gradients(model).items()}
+    exact = {name: parameter.grad.clone() for name, parameter in gradients(model).items()}
     model = build(*DECODERS["llama"]).to(torch.bfloat16)
     assert enable_packing(model)
     types = []
@@ -196,12 +196,12 @@ def test_half_precision_attention_is_computed_in_float32_on_a_cpu(monkeypatch: p
     first = model.model.layers[0]
     for frozen in (model.model.embed_tokens, first.input_layernorm, first.self_attn.q_proj, first.self_attn.k_proj):
         frozen.requires_grad_(False)  # as with adapters elsewhere: only values have gradients
-    found = gradients(model)
+    parameters = gradients(model)
     assert set(types) == {torch.float32}
-    trainable = {name: expected for name, expected in exact.items() if found[name].requires_grad}
+    trainable = {name: expected for name, expected in exact.items() if parameters[name].requires_grad}
     assert len(trainable) == len(exact) - 4
     for name, expected in trainable.items():
-        assert (found[name].grad.float() - expected).norm() < 0.1 * expected.norm(), name
+        assert (parameters[name].grad.float() - expected).norm() < 0.1 * expected.norm(), name
 
 
 def gradients(model: Any) -> dict[str, Any]:
@@ -229,9 +229,9 @@ def test_scores_keep_their_order_for_any_token_budget() -> None:
     expected = score(model, prompts, responses, 1.0, budget_tokens=1000)
     enable_packing(model)
     for budget in (1, 60, 1000):
-        found = score(model, prompts, responses, 1.0, budget)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
+        scores = score(model, prompts, responses, 1.0, budget)
+        for logprobs, other in zip(scores, expected, strict=True):
+            torch.testing.assert_close(logprobs, other, atol=2e-5, rtol=0)
     assert len(cut_into_passes(model, prompts, responses, 60)) < len(prompts)
 
 

@@ -69,7 +69,7 @@ def generate(model: Any, stop: StopConditions, count: int = 24, tokens: int = MA
     done: list[Response] = []
     while engine.running:
         done += engine.run(threading.Event())
-    return sorted(done, key=lambda one: one.key)
+    return sorted(done, key=lambda response: response.key)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_an_invalid_stop_token_is_refused(checkpoint: Path) -> None:
 
 
 def test_each_stop_token_ends_a_sequence_without_truncation(model: Any) -> None:
-    one, three = (generate(model, StopConditions(ids)) for ids in ((1,), (1, 5, 7)))
-    assert {int(response.tokens[-1]) for response in three if not response.truncated} == {1, 5, 7}
-    for response, longer in zip(three, one, strict=True):
+    single, several = (generate(model, StopConditions(ids)) for ids in ((1,), (1, 5, 7)))
+    assert {int(response.tokens[-1]) for response in several if not response.truncated} == {1, 5, 7}
+    for response, longer in zip(several, single, strict=True):
         tokens = response.tokens.tolist()
         assert set(tokens[:-1]).isdisjoint({1, 5, 7})
         assert response.truncated == (tokens[-1] not in (1, 5, 7))
@@ -113,7 +113,9 @@ def test_each_stop_token_ends_a_sequence_without_truncation(model: Any) -> None:
 
 
 def test_a_stop_token_at_the_length_limit_is_no_truncation(model: Any) -> None:
-    ended = next(one for one in generate(model, StopConditions((1,))) if 2 < len(one.tokens) < MAX_NEW_TOKENS)
+    ended = next(
+        response for response in generate(model, StopConditions((1,))) if 2 < len(response.tokens) < MAX_NEW_TOKENS
+    )
     again = generate(model, StopConditions((1,)), tokens=len(ended.tokens))[ended.key]
     shorter = generate(model, StopConditions((1,)), tokens=len(ended.tokens) - 1)[ended.key]
     assert (again.truncated, shorter.truncated) == (False, True)

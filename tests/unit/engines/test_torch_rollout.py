@@ -58,7 +58,7 @@ def drain(engine: TorchRollout) -> list[Response]:
 
 @pytest.mark.slow
 def test_greedy_answers_are_those_of_transformers(model: Any) -> None:
-    found = generate_all(model, prompts(greedy=True), rows=5, arrivals=2)
+    responses = generate_all(model, prompts(greedy=True), rows=5, arrivals=2)
     for prompt in prompts():
         ids = prompt.tokens.long().unsqueeze(0)
         expected = model.generate(
@@ -69,7 +69,7 @@ def test_greedy_answers_are_those_of_transformers(model: Any) -> None:
             eos_token_id=EOS,
             pad_token_id=0,
         )
-        assert found[prompt.key].tokens.tolist() == expected[0, ids.shape[1] :].tolist()
+        assert responses[prompt.key].tokens.tolist() == expected[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -94,11 +94,11 @@ def test_prompts_may_have_limits_of_their_own(model: Any) -> None:
     plain = generate_all(model, prompts(), rows=4, arrivals=3, stop=StopConditions(), max_new_tokens=8)
     limits = {key: 8 if key % 2 else 30 for key in plain}
     mixed = [replace(prompt, max_new_tokens=limits[prompt.key]) for prompt in prompts()]
-    found = generate_all(model, mixed, rows=4, arrivals=3, stop=StopConditions(), max_new_tokens=30)
+    responses = generate_all(model, mixed, rows=4, arrivals=3, stop=StopConditions(), max_new_tokens=30)
     for key, limit in limits.items():
-        assert len(found[key].tokens) == limit
-        assert found[key].truncated
-        assert limit == 30 or torch.equal(found[key].tokens, plain[key].tokens)
+        assert len(responses[key].tokens) == limit
+        assert responses[key].truncated
+        assert limit == 30 or torch.equal(responses[key].tokens, plain[key].tokens)
 
 
 def test_one_row_repeats_bit_for_bit_in_any_order(model: Any) -> None:
@@ -112,8 +112,8 @@ def test_sampling_follows_the_distribution(model: Any) -> None:
     done = generate_all(model, many, rows=4000, arrivals=4000, max_new_tokens=1)
     with torch.inference_mode():
         expected = model(input_ids=prompt.long().unsqueeze(0)).logits[0, -1].softmax(0)
-    found = torch.bincount(torch.cat([one.tokens for one in done.values()]).long(), minlength=24) / 4000
-    assert (found - expected).abs().max() < 0.03
+    frequencies = torch.bincount(torch.cat([response.tokens for response in done.values()]).long(), minlength=24) / 4000
+    assert (frequencies - expected).abs().max() < 0.03
 
 
 def test_spans_record_the_version_of_the_weights(model: Any) -> None:

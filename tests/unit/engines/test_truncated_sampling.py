@@ -58,7 +58,7 @@ def generate(model: Any, todo: list[Prompt], truncation: Truncation | None, **se
     engine.add(todo)
     done: dict[int, Response] = {}
     while engine.running:
-        done |= {one.key: one for one in engine.run(threading.Event())}
+        done |= {response.key: response for response in engine.run(threading.Event())}
     return done
 
 
@@ -83,10 +83,10 @@ def test_draws_follow_the_renormalised_distribution(truncation: Truncation, temp
     tokens_R1, drawn_R1, supports = draw_truncated(logprobs_RV, uniform_R1, truncation)
     assert set(supports[0].tokens_E.tolist()) == set(order[kept].tolist())
     torch.testing.assert_close(drawn_R1.squeeze(1).double(), expected.log()[tokens_R1.squeeze(1)], atol=1e-5, rtol=0)
-    found = torch.bincount(tokens_R1.squeeze(1), minlength=VOCABULARY).double()
-    assert found[expected == 0].sum() == 0
+    counts = torch.bincount(tokens_R1.squeeze(1), minlength=VOCABULARY).double()
+    assert counts[expected == 0].sum() == 0
     inside = expected > 0
-    statistic = float(((found - DRAWS * expected)[inside].square() / (DRAWS * expected)[inside]).sum())
+    statistic = float(((counts - DRAWS * expected)[inside].square() / (DRAWS * expected)[inside]).sum())
     assert statistic < chi_square_quantile(int(inside.sum()) - 1)
 
 
@@ -103,30 +103,30 @@ def test_the_first_token_of_the_engine_follows_the_truncated_distribution(model:
         0, support.tokens_E.long(), p[support.tokens_E.long()]
     )
     expected *= len(many) / expected.sum()
-    found = torch.bincount(torch.cat([one.tokens for one in done.values()]).long(), minlength=VOCABULARY)
+    counts = torch.bincount(torch.cat([response.tokens for response in done.values()]).long(), minlength=VOCABULARY)
     inside = expected > 0
-    assert int(found[~inside].sum()) == 0
-    statistic = float(((found - expected)[inside].square() / expected[inside]).sum())
+    assert int(counts[~inside].sum()) == 0
+    statistic = float(((counts - expected)[inside].square() / expected[inside]).sum())
     assert statistic < chi_square_quantile(int(inside.sum()) - 1)
 
 
 def test_truncation_without_limits_changes_no_bit(model: Any) -> None:
-    plain, identity = (generate(model, prompts(8), one) for one in (None, Truncation()))
-    for key, one in plain.items():
-        assert torch.equal(one.tokens, identity[key].tokens)
-        assert torch.equal(one.logprobs, identity[key].logprobs)
-        assert one.support is None
+    plain, identity = (generate(model, prompts(8), limits) for limits in (None, Truncation()))
+    for key, response in plain.items():
+        assert torch.equal(response.tokens, identity[key].tokens)
+        assert torch.equal(response.logprobs, identity[key].logprobs)
+        assert response.support is None
         assert identity[key].support is None
 
 
 @pytest.mark.parametrize("truncation", [Truncation(3), Truncation(40, 0.4), Truncation(40, 1.0, 0.6)])
 def test_each_option_changes_samples_but_not_greedy_ones(model: Any, truncation: Truncation) -> None:
-    plain, truncated = (generate(model, prompts(16), one) for one in (None, truncation))
+    plain, truncated = (generate(model, prompts(16), limits) for limits in (None, truncation))
     assert any(not torch.equal(plain[key].tokens, truncated[key].tokens) for key in plain)
-    greedy, greedy_truncated = (generate(model, prompts(16, greedy=True), one) for one in (None, truncation))
-    for key, one in greedy.items():
-        assert torch.equal(one.tokens, greedy_truncated[key].tokens)
-        assert torch.equal(one.logprobs, greedy_truncated[key].logprobs)
+    greedy, greedy_truncated = (generate(model, prompts(16, greedy=True), limits) for limits in (None, truncation))
+    for key, response in greedy.items():
+        assert torch.equal(response.tokens, greedy_truncated[key].tokens)
+        assert torch.equal(response.logprobs, greedy_truncated[key].logprobs)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -172,7 +172,7 @@ def test_sequences_keep_their_supports_when_others_end_and_weights_change(
         truncation=Truncation(12, 0.95),
     )
     other = new_model(2)
-    snapshot = Snapshot.take(1, {name: one.detach() for name, one in other.named_parameters()})
+    snapshot = Snapshot.take(1, {name: parameter.detach() for name, parameter in other.named_parameters()})
     todo, done, swapped = prompts(18), list[Response](), False
     while todo or engine.running:
         count = min(engine.room, len(todo))
@@ -184,19 +184,19 @@ def test_sequences_keep_their_supports_when_others_end_and_weights_change(
             while (work := engine.prepare(snapshot)) is not None:
                 work()
             engine.swap(snapshot)
-    assert any(len(one.spans) > 2 for one in done)
+    assert any(len(response.spans) > 2 for response in done)
     models = {0: new_model(), 1: other}
     prompt_tokens = {prompt.key: prompt.tokens for prompt in prompts(18)}
-    for one in done:
-        assert one.support is not None
-        assert one.support.fits(one.tokens)
+    for response in done:
+        assert response.support is not None
+        assert response.support.fits(response.tokens)
         begin = 0
-        for version, count in zip(one.spans[::2], one.spans[1::2], strict=True):
+        for version, count in zip(response.spans[::2], response.spans[1::2], strict=True):
             expected, _ = response_logprobs(
-                models[version], [prompt_tokens[one.key]], [one.tokens], 1.0, supports=[one.support]
+                models[version], [prompt_tokens[response.key]], [response.tokens], 1.0, supports=[response.support]
             )
             part = slice(begin, begin + count)
-            torch.testing.assert_close(one.logprobs[part], expected[part].detach(), atol=1e-5, rtol=0)
+            torch.testing.assert_close(response.logprobs[part], expected[part].detach(), atol=1e-5, rtol=0)
             begin += count
 
 
@@ -221,7 +221,10 @@ def test_the_supports_of_a_long_response_are_few_tensors() -> None:
     held = [object_ for object_ in gc.get_objects() if type(object_) is Support]
     assert len(held) <= 2 * (290 // rollout.JOINED_SUPPORTS + rollout.JOINED_SUPPORTS)
     done = engine.run(threading.Event())
-    assert all(one.support is not None and one.support.fits(one.tokens) and len(one.tokens) == 300 for one in done)
+    assert all(
+        response.support is not None and response.support.fits(response.tokens) and len(response.tokens) == 300
+        for response in done
+    )
 
 
 def training_batch(responses: list[Response], **changes: Any) -> TrainingBatch:
@@ -240,7 +243,7 @@ def training_batch(responses: list[Response], **changes: Any) -> TrainingBatch:
 
 def test_an_unchanged_policy_has_ratios_of_one_only_with_supports(model: Any) -> None:
     responses = list(generate(model, prompts(8), Truncation(40, 0.8)).values())
-    responses.sort(key=lambda one: one.key)
+    responses.sort(key=lambda response: response.key)
     trainer = TorchTrainer(new_model(), TrainOptions(warmup_steps=0), Objective(), temperature=0.7)
     trainer.accumulate(training_batch(responses))
     metrics = trainer.step()
@@ -269,7 +272,7 @@ def test_the_gradient_reaches_no_token_outside_of_the_supports(model: Any) -> No
 
 
 def test_a_sample_whose_support_does_not_fit_is_masked_and_counted(model: Any) -> None:
-    responses = [one for _, one in sorted(generate(model, prompts(4), Truncation(8)).items())]
+    responses = [response for _, response in sorted(generate(model, prompts(4), Truncation(8)).items())]
     supports = [response.support for response in responses]
     first = supports[0]
     assert first is not None

@@ -15,9 +15,9 @@ PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n@' }}{%- end
 
 def tokenizer(opened: str = "") -> Any:
     """A tokenizer whose template opens this text."""
-    found = chat_tokenizer(FAMILIES["qwen"])
-    found.chat_template = HEADER + PROMPT.replace("@", opened.replace("\n", "\\n"))
-    return found
+    loaded = chat_tokenizer(FAMILIES["qwen"])
+    loaded.chat_template = HEADER + PROMPT.replace("@", opened.replace("\n", "\\n"))
+    return loaded
 
 
 DEFAULT = PromptFormat()
@@ -48,10 +48,10 @@ def test_a_variable_of_the_template_changes_what_it_opens() -> None:
 
 def test_a_prefill_begins_the_turn_in_place_of_what_the_template_opens() -> None:
     of = tokenizer("<think>\n")
-    found = turns(of, PromptFormat(prefill=True))
-    assert found.depends_on_prompt
-    assert found.beginning([{"role": "user", "content": "1"}, {"role": "assistant", "content": "It is"}]) == "It is"
-    assert found.beginning([{"role": "user", "content": "1"}]) == "<think>\n"
+    turn = turns(of, PromptFormat(prefill=True))
+    assert turn.depends_on_prompt
+    assert turn.beginning([{"role": "user", "content": "1"}, {"role": "assistant", "content": "It is"}]) == "It is"
+    assert turn.beginning([{"role": "user", "content": "1"}]) == "<think>\n"
     assert not turns(of).depends_on_prompt
 
 

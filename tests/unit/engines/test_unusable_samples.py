@@ -60,10 +60,10 @@ def test_the_margin_of_preference_pairs_is_a_mean_over_groups(forward_tokens: in
     assert trainer.step()["margin"] == pytest.approx(margin, rel=1e-5)
 
 
-def gradient(one: TorchTrainer) -> torch.Tensor:
+def gradient(torch_trainer: TorchTrainer) -> torch.Tensor:
     gradients: list[torch.Tensor] = []
-    one.on_gradient = lambda whole: gradients.append(whole.clone())
-    metrics = one.step()
+    torch_trainer.on_gradient = lambda whole: gradients.append(whole.clone())
+    metrics = torch_trainer.step()
     assert metrics
     return gradients[0]
 

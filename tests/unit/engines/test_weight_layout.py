@@ -29,8 +29,8 @@ def make_model(seed: int) -> Any:
 
 def column_major(model: Any) -> dict[str, bool]:
     """For each matrix: whether it is stored column by column."""
-    matrices = {name: one for name, one in model.named_parameters() if one.dim() == 2}
-    return {name: one.stride(0) == 1 and one.stride(1) == one.shape[0] for name, one in matrices.items()}
+    matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() == 2}
+    return {name: matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0] for name, matrix in matrices.items()}
 
 
 @torch.no_grad()
@@ -41,11 +41,11 @@ def test_the_layout_changes_no_output_and_no_weight(name: str) -> None:
     model = kind(config).eval()
     tokens = torch.randint(40, (3, 9))
     before = model(tokens).logits
-    weights = {name: one.clone() for name, one in model.named_parameters()}
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
     optimize_layout(model)
     torch.testing.assert_close(model(tokens).logits, before, atol=1e-5, rtol=1e-5)
-    assert all(torch.equal(one, weights[name]) for name, one in model.named_parameters())
-    linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     tied = model.lm_head.weight is model.get_input_embeddings().weight
     assert {name for name, is_column_major in column_major(model).items() if is_column_major} == linear - (
         {"lm_head.weight"} if tied else set()
@@ -79,8 +79,8 @@ def test_swapped_weights_have_the_layout_of_the_old_ones(steps: int) -> None:
     engine.swap(new)
     held = engine._cached.model
     assert column_major(held) == expected
-    for name, one in make_model(2).named_parameters():
-        assert torch.equal(dict(held.named_parameters())[name], one)
+    for name, parameter in make_model(2).named_parameters():
+        assert torch.equal(dict(held.named_parameters())[name], parameter)
     while engine.running:
         engine.run(threading.Event())
 
@@ -89,15 +89,15 @@ def test_swapped_weights_have_the_layout_of_the_old_ones(steps: int) -> None:
 def test_weights_are_restored_into_transposed_tensors(shapes: list[tuple[int, int, str]]) -> None:
     """After tensors of a narrower dtype, at arbitrary byte offsets."""
     tensors = {str(at): torch.randn(m, n).mul(50).to(getattr(torch, kind)) for at, (m, n, kind) in enumerate(shapes)}
-    target = {name: torch.zeros(one.shape[::-1], dtype=one.dtype).t() for name, one in tensors.items()}
+    target = {name: torch.zeros(tensor.shape[::-1], dtype=tensor.dtype).t() for name, tensor in tensors.items()}
     Snapshot.take(1, tensors).restore(target)
-    assert all(torch.equal(target[name], one) for name, one in tensors.items())
+    assert all(torch.equal(target[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_rollout_worker_optimizes_the_layout_unless_deterministic(tmp_path: Path) -> None:
     save_model(make_model(0), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
     flags = ["arithmetic", "--model", str(tmp_path / "model"), "--rollout.max-running-requests", "4"]
-    fast, exact = (rollout_engine(parse([*flags, "--deterministic", one])) for one in ("False", "True"))
+    fast, exact = (rollout_engine(parse([*flags, "--deterministic", value])) for value in ("False", "True"))
     assert isinstance(fast, TorchRollout)
     assert isinstance(exact, TorchRollout)
     assert any(column_major(fast._cached.model).values())

@@ -46,15 +46,15 @@ def base(tmp_path: Path) -> Path:
 def adapter(base: Path, tmp_path: Path) -> Path:
     model = add_adapters(load_model(base), LoraOptions(rank=2))
     torch.manual_seed(0)
-    tensors = {name: 0.3 * torch.randn_like(one) for name, one in model.named_parameters()}
+    tensors = {name: 0.3 * torch.randn_like(parameter) for name, parameter in model.named_parameters()}
     write_adapters(model, tensors, base, tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
 def logits(path: Path) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = load_model(path)(input_ids=TOKENS).logits
-    return found
+        result: torch.Tensor = load_model(path)(input_ids=TOKENS).logits
+    return result
 
 
 def config(model: Path, run_dir: Path, *flags: str) -> RunConfig:
@@ -164,29 +164,29 @@ def rename_tensors(adapter: Path) -> None:
     ("damage", "message"),
     [
         (
-            lambda one: change(one, base_model_name_or_path="/no/model"),
+            lambda path: change(path, base_model_name_or_path="/no/model"),
             "is of the base model /no/model, which is no mod",
         ),
-        (lambda one: change(one, base_model_name_or_path=None), "names no base model: set base_model_name_or_path"),
-        (lambda one: change(one, base_model_name_or_path=7), "names no base model"),
-        (lambda one: change(one, peft_type="IA3"), "is of peft_type 'IA3', and only LORA adapters can be merged"),
-        (lambda one: (one / "adapter_config.json").write_text("{"), "adapter_config.json is not JSON"),
-        (lambda one: (one / "adapter_model.safetensors").unlink(), "has no weights in adapter_model.safetensors"),
+        (lambda path: change(path, base_model_name_or_path=None), "names no base model: set base_model_name_or_path"),
+        (lambda path: change(path, base_model_name_or_path=7), "names no base model"),
+        (lambda path: change(path, peft_type="IA3"), "is of peft_type 'IA3', and only LORA adapters can be merged"),
+        (lambda path: (path / "adapter_config.json").write_text("{"), "adapter_config.json is not JSON"),
+        (lambda path: (path / "adapter_model.safetensors").unlink(), "has no weights in adapter_model.safetensors"),
         (
-            lambda one: (one / "adapter_model.safetensors").rename(one / "adapter_model.bin"),
+            lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
             "but a pickle, which is never opened here",
         ),
-        (lambda one: (one / "adapter_model.safetensors").write_bytes(b"12"), "not a safetensors file, or truncated"),
+        (lambda path: (path / "adapter_model.safetensors").write_bytes(b"12"), "not a safetensors file, or truncated"),
         (rename_tensors, "cannot be merged into its base model"),
         (lose_a_tensor, "it lacks 1 tensors that its configuration asks for, such as base_model.model.model.layers.0"),
         (
-            lambda one: change(one, target_modules=["q_proj"]),
+            lambda path: change(path, target_modules=["q_proj"]),
             "12 of its tensors have no place there, such as base_model.model.model.layers.0",
         ),
         (damage_a_tensor, "adapter/adapter_model.safetensors: base_model.model.model.layers.0"),
-        (lambda one: change(one, layer_replication=[[0, 1], [0, 1]]), "repeats layers of its base model (layer_repl"),
-        (lambda one: change(one, alora_invocation_tokens=[3, 4]), "acts only after its invocation tokens (alora_inv"),
-        (lambda one: change(one, r=3), "Error(s) in loading state_dict for PeftModelForCausalLM: size mismatch for"),
+        (lambda path: change(path, layer_replication=[[0, 1], [0, 1]]), "repeats layers of its base model (layer_repl"),
+        (lambda path: change(path, alora_invocation_tokens=[3, 4]), "acts only after its invocation tokens (alora_inv"),
+        (lambda path: change(path, r=3), "Error(s) in loading state_dict for PeftModelForCausalLM: size mismatch for"),
     ],
 )
 def test_an_adapter_that_cannot_be_merged_is_one_sentence(

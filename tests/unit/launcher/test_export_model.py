@@ -63,7 +63,7 @@ def test_the_model_of_a_checkpoint_is_written(
     assert (code, output) == (0, f"{tmp_path / 'model'}: the model of version {step}")
     start = dict(AutoModelForCausalLM.from_pretrained(run_dir / "model").named_parameters())
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert all(torch.equal(one, start[name] + step) for name, one in written.named_parameters())
+    assert all(torch.equal(parameter, start[name] + step) for name, parameter in written.named_parameters())
     assert (tmp_path / "model" / "tokenizer.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
@@ -73,7 +73,7 @@ def test_final_dtype_is_that_of_the_run(capsys: pytest.CaptureFixture[str], run_
     config = parse(["arithmetic", "--run-dir", str(narrow), "--trainer.final-dtype", "bfloat16"])
     (narrow / "config.toml").write_text(to_toml(config))
     assert export(capsys, narrow, "--hf", str(tmp_path / "model"))[0] == 0
-    assert {one.dtype for one in load_file(tmp_path / "model" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
 
 

@@ -63,13 +63,13 @@ def shape_of(config: Any, path: Path) -> tuple[Any, ModelShape]:
 def kept(model: Any, layers: int, tokens: int = TOKENS) -> int:
     """Bytes a token that the first ``layers`` decoder layers keep for a backward pass, without weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in (*model.parameters(), *model.buffers())}
-    found: dict[int, int] = {}
+    storages: dict[int, int] = {}
     alive = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)  # an address is given again otherwise
         return tensor
 
@@ -78,7 +78,7 @@ def kept(model: Any, layers: int, tokens: int = TOKENS) -> int:
     del blocks[layers:]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         decoder(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
-    return sum(found.values()) // tokens
+    return sum(storages.values()) // tokens
 
 
 @pytest.mark.parametrize("name", CONFIGS)

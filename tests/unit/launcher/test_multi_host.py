@@ -217,7 +217,7 @@ def test_ranks_use_the_network_interface_of_the_controller() -> None:
     two_ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     assert chosen_interface("tcp://127.0.0.1:9", **two_ranks) == "lo"
     address = own_address()
-    name = next(name for name, one in interfaces().items() if one == address)
+    name = next(name for name, own in interfaces().items() if own == address)
     assert chosen_interface(f"tcp://{address}:9", **two_ranks) == name
     assert chosen_interface(f"tcp://{address}:9", **two_ranks, GLOO_SOCKET_IFNAME="ib0") == "ib0"
 

@@ -32,7 +32,9 @@ def line(step: int, busy: float, gate: float) -> dict[str, object]:
 def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").touch()
     lines = [line(0, 0.5, 0.4), line(1, 0.3, 0.6), line(2, 0.1, 0.8)]
-    (tmp_path / "attribution.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"step": 3, "fr\n')
+    (tmp_path / "attribution.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in lines) + '{"step": 3, "fr\n'
+    )
     return tmp_path
 
 

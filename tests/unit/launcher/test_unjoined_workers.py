@@ -35,8 +35,8 @@ class Harness:
         """The new lines and the sentences when this much time has passed."""
         self.now += s
         self.lines.clear()
-        found = self.unjoined.check(present)
-        return list(self.lines), found
+        sentences = self.unjoined.check(present)
+        return list(self.lines), sentences
 
 
 def test_the_line_names_the_worker_the_reason_and_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ def test_heartbeat_intervals_differ_between_workers() -> None:
     intervals_ms = [client_options()[zmq.HEARTBEAT_IVL] for _ in range(WORKERS)]
     assert max(intervals_ms) <= HEARTBEAT_MS
     assert max(intervals_ms) - min(intervals_ms) > HEARTBEAT_MS / 4
-    assert max(intervals_ms.count(one) for one in set(intervals_ms)) < WORKERS / 50
+    assert max(intervals_ms.count(interval_ms) for interval_ms in set(intervals_ms)) < WORKERS / 50
 
 
 async def test_a_controller_uses_tcp_keepalive_no_zmq_heartbeat_and_a_short_handshake() -> None:

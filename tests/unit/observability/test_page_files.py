@@ -59,9 +59,9 @@ def test_each_kind_of_span_has_a_colour_of_its_own(scheme: int) -> None:
         colours |= dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
     assert kinds <= colours.keys()
     near = [
-        (one, two)
-        for one, two in itertools.combinations(sorted(kinds), 2)
-        if math.dist(lab(colours[one]), lab(colours[two])) < 12
+        (first, second)
+        for first, second in itertools.combinations(sorted(kinds), 2)
+        if math.dist(lab(colours[first]), lab(colours[second])) < 12
     ]
     assert near == []
 
@@ -69,8 +69,10 @@ def test_each_kind_of_span_has_a_colour_of_its_own(scheme: int) -> None:
 def lab(colour: str) -> tuple[float, float, float]:
     """CIELAB coordinates of a colour #rrggbb; a distance of 2 can be seen, one of 12 is clear in thin bars."""
     red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in (red, green, blue)]
+    linear = [
+        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in (red, green, blue)
+    ]
     rows = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8728))  # XYZ over that of white
-    xyz = [sum(weight * one for weight, one in zip(row, linear, strict=True)) for row in rows]
-    x, y, z = (one ** (1 / 3) if one > 0.008856 else 7.787 * one + 16 / 116 for one in xyz)
+    xyz = [sum(weight * channel for weight, channel in zip(row, linear, strict=True)) for row in rows]
+    x, y, z = (coordinate ** (1 / 3) if coordinate > 0.008856 else 7.787 * coordinate + 16 / 116 for coordinate in xyz)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)

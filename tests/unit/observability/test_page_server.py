@@ -118,7 +118,7 @@ async def test_the_token_moves_from_the_url_to_a_cookie(page: Page) -> None:
 
 async def test_every_path_requires_the_token(page: Page) -> None:
     port = page.base.rpartition(":")[2]
-    paths = ["/", "/?token=", "/?token=wrong", "/page.js", *(f"/api/{one}" for one in API)]
+    paths = ["/", "/?token=", "/?token=wrong", "/page.js", *(f"/api/{name}" for name in API)]
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as anonymous:
         for path in paths:
             for cookie in ("", "wrong", TOKEN[:-1]):
@@ -237,9 +237,9 @@ async def test_a_replay_does_not_block_other_requests(page: Page) -> None:
     record(page.run_dir)
     pending = asyncio.create_task(page.get("api/replay?at=8.5"))
     assert (await page.get("api/series?from=0"))["steps"] == [0, 1, 2]
-    found = await pending
-    assert (found["term"], found["at_s"]) == (1, 8.5)
-    assert found["slots"]["rollout"] == {"done": 0, "at_work": 2, "not_begun": 0}
+    status = await pending
+    assert (status["term"], status["at_s"]) == (1, 8.5)
+    assert status["slots"]["rollout"] == {"done": 0, "at_work": 2, "not_begun": 0}
     async with page.browser.get(f"{page.base}/api/replay?at=900") as answer:
         assert answer.status == 404
         assert "nothing is recorded at 900 s" in (await answer.json())["error"]
@@ -258,17 +258,17 @@ async def test_compared_runs_are_served_with_their_names(tmp_path: Path) -> None
     try:
         cookies = {f"flowrt_{port}": TOKEN}
         async with aiohttp.ClientSession(cookies=cookies, cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser:
-            found = Page(server, browser, f"http://127.0.0.1:{port}", reader.run_dir)
-            assert (await found.get("api/run"))["compared"] == ["other", str(same)]
-            runs = (await found.get("api/compared?from=1&to=3&points=100"))["runs"]
+            compared_page = Page(server, browser, f"http://127.0.0.1:{port}", reader.run_dir)
+            assert (await compared_page.get("api/run"))["compared"] == ["other", str(same)]
+            runs = (await compared_page.get("api/compared?from=1&to=3&points=100"))["runs"]
             assert [(run["name"], run["steps"]) for run in runs] == [("other", [1, 2, 3]), (str(same), [1])]
             write_steps(same, 4)
-            runs = (await found.get("api/compared?x=wall_s&from=3&points=100"))["runs"]
+            runs = (await compared_page.get("api/compared?x=wall_s&from=3&points=100"))["runs"]
             assert [run["steps"] for run in runs] == [[2, 3, 4], [2, 3]]
-            assert await found.get("api/differences") == {"settings": []}
+            assert await compared_page.get("api/differences") == {"settings": []}
             config = (same / "config.toml").read_text()
             (same / "config.toml").write_text(config.replace("\nseed = 0", "\nseed = 7", 1))
-            assert await found.get("api/differences") == {"settings": [["seed", 0, 0, 7]]}
+            assert await compared_page.get("api/differences") == {"settings": [["seed", 0, 0, 7]]}
     finally:
         await server.close()
 
@@ -280,11 +280,11 @@ CONFIGS = st.lists(st.builds(lambda top, table: {**top, "table": table}, SETTING
 @given(CONFIGS)
 def test_exactly_the_settings_that_differ_are_listed(configs: list[dict[str, Any]]) -> None:
     tables = [{**{f"table.{name}": value for name, value in config["table"].items()}, **config} for config in configs]
-    found = {name: values for name, *values in differing(configs)}
+    differences = {name: values for name, *values in differing(configs)}
     for name in {name for table in tables for name in table} - {"table"}:
         values = [table.get(name) for table in tables]
-        assert (name in found) == any(value != values[0] for value in values)
-        assert found.get(name, values) == values
+        assert (name in differences) == any(value != values[0] for value in values)
+        assert differences.get(name, values) == values
 
 
 def test_directories_and_unreadable_settings_are_no_differences() -> None:
@@ -427,8 +427,8 @@ async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str
 
 async def take(events: AsyncIterator[tuple[str, str, Any]], kind: str) -> tuple[str, Any]:
     async with asyncio.timeout(LIMIT_S):
-        async for number, found, data in events:
-            if found == kind:
+        async for number, event_kind, data in events:
+            if event_kind == kind:
                 return number, data
     raise AssertionError(f"the stream ended without {kind}")
 

@@ -143,12 +143,12 @@ def test_the_last_state_is_shown_by_default(run_dir: Path, capsys: pytest.Captur
 def test_leases_and_slots_are_those_of_the_given_instant(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = as_json(capsys, str(run_dir), "--at", str(LEASED + 1.5))
     assert (before["events"], before["at_s"], before["term"]) == (LEASED + 1, LEASED + 1.5, 1)
-    assert [(one["worker"], one["stage"], one["samples"]) for one in before["leases"]] == [
+    assert [(lease["worker"], lease["stage"], lease["samples"]) for lease in before["leases"]] == [
         ("rollout-0", "rollout", [[0, PROMPT, member] for member in range(MEMBERS)])
     ]
     after = as_json(capsys, str(run_dir), "--to", f"1:{DISCONNECTED}")
     assert (after["events"], after["leases"]) == (DISCONNECTED + 1, [])
-    assert [(one["from_s"], one["to_s"], one["complete"]) for one in after["terms"]] == [(1.0, EVENTS, True)]
+    assert [(term["from_s"], term["to_s"], term["complete"]) for term in after["terms"]] == [(1.0, EVENTS, True)]
     assert as_json(capsys, str(run_dir), "--until", "leases > 0")["events"] == LEASED + 1
     assert status_at(run_dir, LEASED + 1.5)["leases"] == before["leases"]
     slots = before["slots"]["rollout"]
@@ -182,10 +182,10 @@ async def test_a_page_gets_the_same_states_from_a_child_process(run_dir: Path) -
     replayer = Replayer(run_dir, 60.0)
     try:
         for at_s in (8.5, 3.0, float(EVENTS)):
-            found, whole = await replayer.status_at(at_s), json.loads(json.dumps(status_at(run_dir, at_s)))
-            assert found == bounded(whole)
+            actual, whole = await replayer.status_at(at_s), json.loads(json.dumps(status_at(run_dir, at_s)))
+            assert actual == bounded(whole)
             for name in ("leases", "slots", "causes", "graph", "versions", "step", "at_s"):
-                assert found[name] == whole[name]
+                assert actual[name] == whole[name]
         with pytest.raises(FlowError, match="nothing is recorded at 900 s of the run: term 1 ends at"):
             await replayer.status_at(900.0)
         results = await asyncio.gather(*map(replayer.status_at, (1.0, 2.0, 3.0)), return_exceptions=True)
@@ -219,10 +219,10 @@ def test_a_state_of_many_workers_is_bounded(run_dir: Path) -> None:
     many = {f"rollout-{number}": 3 for number in range(5_000)}
     lists = {"causes": [["rollout-1", "gate", "trainer", 1.0]] * 5_000, "leases": whole["leases"] * 1_000}
     graph = {**whole["graph"], "waits": [{"who": "rollout-1"}] * 5_000}
-    found = bounded({**whole, **lists, "workers": many, "versions": many, "graph": graph, "more_leases": 7})
-    assert (found["more_workers"], found["more_causes"], found["more_waits"]) == (4_744, 4_744, 4_744)
-    assert found["more_leases"] == 7 + len(lists["leases"]) - 256
-    assert len(json.dumps(found)) < 256 << 10
+    limited = bounded({**whole, **lists, "workers": many, "versions": many, "graph": graph, "more_leases": 7})
+    assert (limited["more_workers"], limited["more_causes"], limited["more_waits"]) == (4_744, 4_744, 4_744)
+    assert limited["more_leases"] == 7 + len(lists["leases"]) - 256
+    assert len(json.dumps(limited)) < 256 << 10
 
 
 def test_a_long_replay_reports_its_progress_and_continues_from_there(run_dir: Path) -> None:
@@ -238,7 +238,10 @@ def test_a_long_replay_reports_its_progress_and_continues_from_there(run_dir: Pa
 
 
 def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    decisions = [(one["event"], one["what"], one["because"]) for one in as_json(capsys, str(run_dir), "--why", "0:5")]
+    decisions = [
+        (decision["event"], decision["what"], decision["because"])
+        for decision in as_json(capsys, str(run_dir), "--why", "0:5")
+    ]
     whats = [what for _, what, _ in decisions]
     assert whats[0].startswith("offered")
     assert "rollout of samples 0-1 leased to rollout-0 (lease 0)" in whats
@@ -249,7 +252,7 @@ def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.Capt
     assert any("rollout of samples 0-1 committed by rollout-1" in what for what in whats)
     assert as_json(capsys, str(run_dir), "--why", "5") == as_json(capsys, str(run_dir), "--why", "0:5")
     shortened = as_json(capsys, str(run_dir), "--why", "5", "--to", f"1:{LEASED}")
-    assert [one["event"] for one in shortened] == [event for event, _, _ in decisions if event <= LEASED]
+    assert [decision["event"] for decision in shortened] == [event for event, _, _ in decisions if event <= LEASED]
     code, out = replay(capsys, str(run_dir), "--why", "5")
     assert code == 0
     assert "rollout-0" in out
@@ -354,8 +357,8 @@ def test_commands_with_other_contents_are_detected(
 ) -> None:
     def change_receiver(core: Core, event: Event, now: float) -> list[Any]:
         return [
-            Send(WorkerId("another"), one.message) if isinstance(one, Send) else one
-            for one in original(core, event, now)
+            Send(WorkerId("another"), command.message) if isinstance(command, Send) else command
+            for command in original(core, event, now)
         ]
 
     original = Core.handle

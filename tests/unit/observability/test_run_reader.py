@@ -52,7 +52,7 @@ def test_tailed_lines_do_not_depend_on_the_chunk_boundaries(
     data = b"".join(line + b"\n" for line in lines)
     packed = gzip.compress(data)
     plain, zipped = LineTail(folder / "a"), GzipTail(folder / "a.gz")
-    found: list[bytes] = []
+    tailed: list[bytes] = []
     unzipped: list[bytes] = []
     for cut in [*sorted(cuts), len(data) + len(packed)]:
         with (folder / "a").open("ab") as file:
@@ -62,9 +62,9 @@ def test_tailed_lines_do_not_depend_on_the_chunk_boundaries(
         new, of_zipped = plain.read_new(), zipped.read_new()
         assert not new.is_replaced
         assert not of_zipped.is_replaced
-        found += new.lines
+        tailed += new.lines
         unzipped += of_zipped.lines
-    assert found == unzipped == lines
+    assert tailed == unzipped == lines
     assert not plain.problem
     assert not zipped.problem
 
@@ -101,12 +101,12 @@ def test_a_line_that_is_too_long_is_left_out_as_a_whole(
     monkeypatch.setattr(tails, "MAX_LINE_BYTES", 2000)
     monkeypatch.setattr(tails, "READ_BYTES", 1000)
     path = tmp_path / "lines"
-    tail, found = LineTail(path), []
+    tail, tailed = LineTail(path), []
     for data in (b"a\n", *appended, b"d\n"):
         with path.open("ab") as file:
             file.write(data)
-        found += tail.read_new().lines
-    assert [line for line in found if line] == expected
+        tailed += tail.read_new().lines
+    assert [line for line in tailed if line] == expected
     assert "left out" in tail.problem
 
 
@@ -145,7 +145,7 @@ def test_tailing_a_run_gives_the_same_as_reading_it_at_once(
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(data[file.tell() : cut])
         seen += reader.read_new()
-    assert [one.content for one in seen] == lines
+    assert [record.content for record in seen] == lines
     assert reader.series() == RunReader(folder).series()
     assert reader.series(3)["steps"] == list(range(3, steps))
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_is_rewound_but_a_controller_restart_is_not(run_dir: Path)
     atomic_write(run_dir / "metrics.jsonl", text_of(lines))
     reader = RunReader(run_dir)
     atomic_write(run_dir / "metrics.jsonl", text_of([*lines, step_line(5)]))  # as a restarted controller writes it
-    assert [(one.kind, one.step) for one in reader.read_new()] == [("step", 5)]
+    assert [(record.kind, record.step) for record in reader.read_new()] == [("step", 5)]
     resumed = [*lines[:3], step_line(3, 0.9, 33.0)]
     atomic_write(run_dir / "metrics.jsonl", text_of(resumed))
     rewound, again = reader.read_new()
@@ -170,7 +170,7 @@ def test_events_keep_their_numbers_when_the_file_is_thinned(run_dir: Path) -> No
     reader = RunReader(run_dir)
     assert reader.events()["next"] == 6
     atomic_write(run_dir / "events.jsonl", text_of([*events[1:6:2], *events[6:]]))
-    assert [one.content["text"] for one in reader.read_new()] == ["worker 6", "worker 7"]
+    assert [record.content["text"] for record in reader.read_new()] == ["worker 6", "worker 7"]
     assert reader.events(6) == {"events": events[6:], "next": 8}
 
 
@@ -184,10 +184,10 @@ def test_damaged_files_are_reported_and_the_others_are_read(run_dir: Path) -> No
     assert reader.series() == {"steps": [0], "columns": {"wall_s": [1], "reward": [None]}}
     assert reader.ledger() == {"states": {}, "dropped": {}}
     assert reader.timeline()["spans"] == []
-    found = reader.run()
-    assert found["state"] == "killed"
-    assert found["summary"] is None
-    files = found["files"]
+    run = reader.run()
+    assert run["state"] == "killed"
+    assert run["summary"] is None
+    files = run["files"]
     assert files["metrics.jsonl"] == "metrics.jsonl has 1 damaged line, left out"
     assert "is not a ledger" in files["ledger.sqlite"]
     assert files["summary.json"].startswith("summary.json cannot be read")
@@ -206,10 +206,10 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_settings_that_differ_from_the_recipe_are_listed(run_dir: Path) -> None:
     (run_dir / "config.toml").write_text(to_toml(dataclasses.replace(defaults("arithmetic"), steps=9)))
-    found = RunReader(run_dir).run()
-    assert [(key, default) for key, _, default in found["changed"]] == [("steps", defaults("arithmetic").steps)]
-    assert found["recipe"] == "arithmetic"
-    assert found["staleness_bound"] == 1
+    run = RunReader(run_dir).run()
+    assert [(key, default) for key, _, default in run["changed"]] == [("steps", defaults("arithmetic").steps)]
+    assert run["recipe"] == "arithmetic"
+    assert run["staleness_bound"] == 1
 
 
 def test_a_run_is_live_while_its_lock_is_held(run_dir: Path) -> None:
@@ -239,11 +239,11 @@ def test_a_long_run_is_decimated_and_keeps_its_extremes() -> None:
     series = Series()
     for step in range(30_000):
         series.append(step_line(step, 5.0 if step == 12_345 else -3.0 if step == 777 else 0.5))
-    found = series.since(0)
-    assert 1_900 < len(found["steps"]) <= 2_000
-    assert found["steps"] == sorted(found["steps"])
-    assert {max(found["columns"]["reward"]), min(found["columns"]["reward"])} == {5.0, -3.0}
-    assert found["decimated"] == 30_000
+    answer = series.since(0)
+    assert 1_900 < len(answer["steps"]) <= 2_000
+    assert answer["steps"] == sorted(answer["steps"])
+    assert {max(answer["columns"]["reward"]), min(answer["columns"]["reward"])} == {5.0, -3.0}
+    assert answer["decimated"] == 30_000
     assert series.since(29_000)["steps"] == list(range(29_000, 30_000))
 
 
@@ -294,11 +294,11 @@ def test_a_window_has_the_spans_and_waits_that_overlap_it(tmp_path: Path) -> Non
         span("rollout-2", 2, 3, kind="swap"),
         span("rollout-2", 5, 4, kind="swap"),
     ]
-    found = write_lanes(tmp_path / "t", lines).window(0.5, 1.5)
-    assert [lane["worker"] for lane in found["lanes"]] == ["rollout-2", "rollout-10"]
-    assert found["spans"] == [[1, found["kinds"].index("generate"), 0.0, 1.0, 7.5]]
-    assert found["waits"] == [[0, found["causes"].index("gate"), found["roots"].index("trainer"), 1.0, 2.0]]
-    assert (found["first_s"], found["last_s"], found["all"], found["matrix"]) == (0, 3, 2, None)
+    window = write_lanes(tmp_path / "t", lines).window(0.5, 1.5)
+    assert [lane["worker"] for lane in window["lanes"]] == ["rollout-2", "rollout-10"]
+    assert window["spans"] == [[1, window["kinds"].index("generate"), 0.0, 1.0, 7.5]]
+    assert window["waits"] == [[0, window["causes"].index("gate"), window["roots"].index("trainer"), 1.0, 2.0]]
+    assert (window["first_s"], window["last_s"], window["all"], window["matrix"]) == (0, 3, 2, None)
 
 
 def test_too_many_spans_become_a_matrix_of_busy_shares(tmp_path: Path) -> None:
@@ -306,17 +306,17 @@ def test_too_many_spans_become_a_matrix_of_busy_shares(tmp_path: Path) -> None:
     lines = [span(f"rollout-{w}", t, t + (w % 2), kind="generate") for w in range(workers) for t in range(0, 140, 2)]
     assert len(lines) > MAX_SPANS
     lanes = write_lanes(tmp_path / "t", lines)
-    found = lanes.window(0, 140)
-    matrix = found["matrix"]
+    window = lanes.window(0, 140)
+    matrix = window["matrix"]
     cells = base64.b64decode(matrix["base64"])
     assert (matrix["rows"], matrix["columns"], len(cells)) == (256, 512, 256 * 512)
-    assert found["left_out"] == len(lines)
+    assert window["left_out"] == len(lines)
     total = sum(cells) / FULL / len(cells)
     assert total == pytest.approx(0.25, abs=0.03)
     part = lanes.window(0, 140, rows=64, first=10)
     assert part["matrix"] is None
     assert [lane["worker"] for lane in part["lanes"]] == [f"rollout-{at}" for at in range(10, 74)]
-    assert all(one[1] == part["kinds"].index("generate") for one in part["spans"])
+    assert all(drawn_span[1] == part["kinds"].index("generate") for drawn_span in part["spans"])
     assert len(part["spans"]) == 64 * 70
 
 

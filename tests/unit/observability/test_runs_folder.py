@@ -55,9 +55,9 @@ def test_states_and_numbers_are_those_of_the_files(tmp_path: Path) -> None:
     lock = RunLock(running)
     (running / "address").write_text("tcp://127.0.0.1:1")
     age(running)
-    found = by_name(tmp_path)
+    listed = by_name(tmp_path)
     lock.release()
-    assert {name: (line.state, line.reason) for name, line in found.items()} == {
+    assert {name: (line.state, line.reason) for name, line in listed.items()} == {
         "complete": ("complete", ""),
         "stopped": ("stopped", "interrupted (SIGTERM)"),
         "guarded": ("stopped", "reward below 0.1"),
@@ -65,10 +65,10 @@ def test_states_and_numbers_are_those_of_the_files(tmp_path: Path) -> None:
         "killed": ("failed", KILLED),
         "running": ("running", ""),
     }
-    line = found["running"]
+    line = listed["running"]
     assert (line.done, line.steps, line.recipe, line.samples_per_s) == (12, 120, "arithmetic", 0.0167)
     assert line.reward == pytest.approx(0.65)  # of the steps 2 to 11
-    assert found["failed"].samples_per_s == 0.015
+    assert listed["failed"].samples_per_s == 0.015
 
 
 def test_a_run_of_another_host_runs_while_it_writes(tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_other_directories_and_damaged_files_are_tolerated(tmp_path: Path) -> No
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "metrics.jsonl").write_text('{"step": 4, "reward": NaN, "samples_per_s": 1e999}\n{"step": 5, "rew')
-    found = by_name(tmp_path)
-    assert sorted(found) == ["bare", "damaged"]
-    assert (found["damaged"].state, found["damaged"].reason) == ("failed", "summary.json cannot be read")
-    assert (found["damaged"].done, found["damaged"].reward) == (0, None)
-    assert (found["bare"].done, found["bare"].steps, found["bare"].reward, found["bare"].samples_per_s) == (
+    listed = by_name(tmp_path)
+    assert sorted(listed) == ["bare", "damaged"]
+    assert (listed["damaged"].state, listed["damaged"].reason) == ("failed", "summary.json cannot be read")
+    assert (listed["damaged"].done, listed["damaged"].reward) == (0, None)
+    assert (listed["bare"].done, listed["bare"].steps, listed["bare"].reward, listed["bare"].samples_per_s) == (
         5,
         0,
         None,
@@ -156,7 +156,7 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=3
 )
 FIELDS = st.sampled_from(["step", "reward", "samples_per_s", "unix_s", "exit_code", "reason"])
-CONTENTS = st.binary(max_size=40) | st.dictionaries(FIELDS, JSON).map(lambda one: json.dumps(one).encode())
+CONTENTS = st.binary(max_size=40) | st.dictionaries(FIELDS, JSON).map(lambda fields: json.dumps(fields).encode())
 FILES = st.dictionaries(
     st.sampled_from(["config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "address", ".lock"]), CONTENTS
 )
@@ -170,5 +170,5 @@ def test_any_content_gives_a_line_or_none(tmp_path_factory: pytest.TempPathFacto
     (folder / "other").mkdir()
     for name, content in files.items():
         (folder / "other" / name).write_bytes(content)
-    found: dict[str, Any] = by_name(folder)
-    assert set(found) - {"other"} == {"sound"}
+    listed: dict[str, Any] = by_name(folder)
+    assert set(listed) - {"other"} == {"sound"}

@@ -47,7 +47,7 @@ class Runs:
             return await answer.json()
 
     async def names(self) -> list[str]:
-        return [one["name"] for one in (await self.get("api/runs"))["runs"]]
+        return [run["name"] for run in (await self.get("api/runs"))["runs"]]
 
     def scan_at_once(self) -> None:
         self.server._scan_s = float("-inf")
@@ -87,21 +87,21 @@ async def runs(tmp_path: Path) -> AsyncIterator[Runs]:
 
 
 async def test_the_list_follows_the_folder(runs: Runs) -> None:
-    found = await runs.get("api/runs")
-    assert found["folder"] == str(runs.folder)
-    assert {one["name"]: one["done"] for one in found["runs"]} == {"run-0": 2, "run-1": 3, "run-2": 4}
-    same = await runs.get(f"api/runs?known={found['version']}")
+    answer = await runs.get("api/runs")
+    assert answer["folder"] == str(runs.folder)
+    assert {run["name"]: run["done"] for run in answer["runs"]} == {"run-0": 2, "run-1": 3, "run-2": 4}
+    same = await runs.get(f"api/runs?known={answer['version']}")
     assert set(same) == {"version", "now_unix_s"}
     create_run(runs.folder / "new", 1)
     assert len(await runs.names()) == 3  # the folder was scanned a moment ago
     runs.scan_at_once()
-    assert len((await runs.get(f"api/runs?known={found['version']}"))["runs"]) == 4
+    assert len((await runs.get(f"api/runs?known={answer['version']}"))["runs"]) == 4
 
 
 async def test_a_long_list_is_cut_and_counted(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_server, "MAX_LISTED", 2)
-    found = await runs.get("api/runs")
-    assert (len(found["runs"]), found["others"]) == (2, 1)
+    answer = await runs.get("api/runs")
+    assert (len(answer["runs"]), answer["others"]) == (2, 1)
 
 
 async def test_each_run_has_its_whole_page(runs: Runs) -> None:

@@ -76,10 +76,10 @@ class Store:
 
 
 def groups(run_dir: Path, order: str = "oldest", **conditions: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = SampleStatistics(run_dir).groups(SampleFilter(**conditions), SETTINGS, order, 1000)[
+    result: list[dict[str, Any]] = SampleStatistics(run_dir).groups(SampleFilter(**conditions), SETTINGS, order, 1000)[
         "groups"
     ]
-    return found
+    return result
 
 
 def distributions(run_dir: Path, **conditions: Any) -> dict[str, Any]:
@@ -148,11 +148,11 @@ def test_groups_are_sorted_by_every_column_and_paged(tmp_path: Path) -> None:
     statistics = SampleStatistics(tmp_path)
     for name in GROUP_ORDERS:
         for sign in ("", "-"):
-            found = groups(tmp_path, sign + name)
-            values = [group[name] for group in found]
+            listed = groups(tmp_path, sign + name)
+            values = [group[name] for group in listed]
             assert values == sorted(values, reverse=sign == "-")
             pages = [statistics.groups(SampleFilter(), SETTINGS, sign + name, 5, first) for first in (0, 5, 10, 15)]
-            assert [group for page in pages for group in page["groups"]] == found
+            assert [group for page in pages for group in page["groups"]] == listed
             assert {page["total"] for page in pages} == {12}
     assert [group["reward"] for group in groups(tmp_path, "worst")] == [
         group["reward"] for group in groups(tmp_path, "reward")
@@ -172,8 +172,8 @@ def test_samples_that_were_stored_without_their_group_are_in_no_group_and_no_dis
     )
     assert SampleReader(tmp_path).count == 9
     assert [group["prompt"] for group in groups(tmp_path)] == [0]
-    found = distributions(tmp_path)
-    assert (found["samples"], found["truncated"]) == (4, 0)
+    figures = distributions(tmp_path)
+    assert (figures["samples"], figures["truncated"]) == (4, 0)
 
 
 def test_dropped_groups_are_listed_and_counted_on_request(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_dropped_groups_are_listed_and_counted_on_request(tmp_path: Path) -> Non
     assert [group["prompt"] for group in groups(tmp_path)] == [0, 1]
     assert distributions(tmp_path)["samples"] == 4
     with_dropped = SampleStatistics(tmp_path).distributions(SampleFilter(), SETTINGS, with_dropped=True)
-    assert [(one["name"], one["prompts"]) for one in with_dropped["solve_rates"]] == [
+    assert [(solve_rate["name"], solve_rate["prompts"]) for solve_rate in with_dropped["solve_rates"]] == [
         ("none right", 1),
         ("50 to 75 %", 1),
     ]
@@ -196,8 +196,8 @@ def test_a_sample_to_which_no_function_applies_has_no_reward(tmp_path: Path) -> 
     store.write(scored(0, 3, 0.0, reason="not_applicable"))
     [group] = groups(tmp_path)
     assert (group["scored"], group["right"], group["reward"]) == (3, 2, pytest.approx(2 / 3))
-    found = distributions(tmp_path)
-    assert (found["samples"], found["without_reward"], sum(found["reward"]["count"])) == (4, 1, 3)
+    figures = distributions(tmp_path)
+    assert (figures["samples"], figures["without_reward"], sum(figures["reward"]["count"])) == (4, 1, 3)
     store.write(*(scored(1, member, 0.0, reason="not_applicable") for member in range(GROUP)))
     group = groups(tmp_path)[-1]
     assert json.loads(to_json([group["reward"], group["spread"]])) == [None, None]
@@ -218,9 +218,9 @@ def test_steps_that_were_rolled_back_are_marked_and_not_counted(tmp_path: Path) 
     again = Store(tmp_path, run_attempt=2, step=5)
     again.train(0, [1.0] * 4, step=5)
     assert [(group["reward"], group["is_rolled_back"]) for group in groups(tmp_path)] == [(1.0, False), (0.0, True)]
-    found = distributions(tmp_path)
-    assert (found["samples"], found["sets"][0]["reward"]) == (4, 1.0)
-    assert [one["name"] for one in found["solve_rates"]] == ["all right"]
+    figures = distributions(tmp_path)
+    assert (figures["samples"], figures["sets"][0]["reward"]) == (4, 1.0)
+    assert [solve_rate["name"] for solve_rate in figures["solve_rates"]] == ["all right"]
 
 
 def test_evaluated_prompts_are_a_group_for_each_version(tmp_path: Path) -> None:
@@ -232,15 +232,15 @@ def test_evaluated_prompts_are_a_group_for_each_version(tmp_path: Path) -> None:
                 for member in range(3)
             )
         )
-    found = groups(tmp_path, eval_name="held_out")
-    assert [(one["step"], one["size"], one["name"], one["staleness"]) for one in found] == [
+    listed = groups(tmp_path, eval_name="held_out")
+    assert [(group["step"], group["size"], group["name"], group["staleness"]) for group in listed] == [
         (0, 3, "held_out:9", pytest.approx(math.nan, nan_ok=True)),
         (4, 3, "held_out:9", pytest.approx(math.nan, nan_ok=True)),
     ]
-    members = SampleReader(tmp_path).query(SampleFilter(group_of=found[1]["id"], eval_name="held_out")).samples
+    members = SampleReader(tmp_path).query(SampleFilter(group_of=listed[1]["id"], eval_name="held_out")).samples
     assert [row.step for row in members] == [4, 4, 4]
     of = distributions(tmp_path, eval_name="held_out")
-    assert (of["samples"], of["steps"], [one["name"] for one in of["sets"]]) == (6, [0, 4], ["held_out"])
+    assert (of["samples"], of["steps"], [data_set["name"] for data_set in of["sets"]]) == (6, [0, 4], ["held_out"])
     assert distributions(tmp_path)["samples"] == 0
     assert groups(tmp_path) == []
 
@@ -267,20 +267,24 @@ def test_means_by_data_set_and_by_solve_rate(tmp_path: Path) -> None:
     store.train(second, [0.0, 0.0, 0.0, 90.0], step=9)
     settings = dataclasses.replace(SETTINGS, set_names=("sums", "words"), right_from=1.0)
     statistics = SampleStatistics(tmp_path)
-    found = statistics.distributions(SampleFilter(), settings)
-    assert [(one["name"], one["samples"], one["reward"], one["right"]) for one in found["sets"]] == [
+    figures = statistics.distributions(SampleFilter(), settings)
+    assert [
+        (data_set["name"], data_set["samples"], data_set["reward"], data_set["right"]) for data_set in figures["sets"]
+    ] == [
         ("sums", 8, 0.5, 0.5),
         ("words", 4, 22.5, 0.25),
     ]
     # The solve rate of a prompt is over all steps, whatever steps are chosen.
     last = statistics.distributions(SampleFilter(first_step=9), settings)
-    assert [(one["name"], one["samples"], one["reward"]) for one in last["solve_rates"]] == [
+    assert [
+        (solve_rate["name"], solve_rate["samples"], solve_rate["reward"]) for solve_rate in last["solve_rates"]
+    ] == [
         ("up to 25 %", 4, 22.5),
         ("25 to 50 %", 4, 0.0),
     ]
     strict = statistics.distributions(SampleFilter(), dataclasses.replace(settings, right_from=91.0))
-    assert [one["name"] for one in strict["solve_rates"]] == ["none right"]
-    assert [one["name"] for one in statistics.groups(SampleFilter(), settings)["groups"]] == [
+    assert [solve_rate["name"] for solve_rate in strict["solve_rates"]] == ["none right"]
+    assert [group["name"] for group in statistics.groups(SampleFilter(), settings)["groups"]] == [
         "sums:3",
         "words:3",
         "sums:3",
@@ -290,11 +294,11 @@ def test_means_by_data_set_and_by_solve_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rewards", [[-3.0, -1.0, -2.5, -1.0], [0.0, 100.0, 37.0, 100.0], [0.25] * 4, [0.0] * 4])
 def test_rewards_of_any_range_are_in_a_histogram(tmp_path: Path, rewards: list[float]) -> None:
     Store(tmp_path).train(0, rewards)
-    found = json.loads(to_json(distributions(tmp_path)))["reward"]
-    assert sum(found["count"]) == 4
-    assert found["edges"][0] <= min(rewards)
-    assert found["edges"][-1] > max(rewards)
-    assert len(found["edges"]) == len(found["count"]) + 1
+    histogram = json.loads(to_json(distributions(tmp_path)))["reward"]
+    assert sum(histogram["count"]) == 4
+    assert histogram["edges"][0] <= min(rewards)
+    assert histogram["edges"][-1] > max(rewards)
+    assert len(histogram["edges"]) == len(histogram["count"]) + 1
 
 
 def test_the_newest_samples_are_counted_if_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,8 +306,8 @@ def test_the_newest_samples_are_counted_if_there_are_too_many(tmp_path: Path, mo
     store = Store(tmp_path)
     for step in range(5):
         store.train(step, [0.0, 1.0, 0.0, 1.0], step=step)
-    found = SampleStatistics(tmp_path).groups(SampleFilter(), SETTINGS)
-    assert (found["total"], found["from_step"]) == (2, 3)
+    answer = SampleStatistics(tmp_path).groups(SampleFilter(), SETTINGS)
+    assert (answer["total"], answer["from_step"]) == (2, 3)
     of = distributions(tmp_path)
     assert (of["samples"], of["steps"], of["from_step"]) == (8, [3, 4], 3)
     early = distributions(tmp_path, first_step=1, last_step=2)
@@ -328,8 +332,8 @@ def test_settings_are_those_of_the_configuration(tmp_path: Path) -> None:
     assert SampleSettings.of_run(tmp_path) == SampleSettings()
     config = defaults("arithmetic")
     (tmp_path / "config.toml").write_text(to_toml(config))
-    found = SampleSettings.of_run(tmp_path)
-    assert (found.group_size, found.right_from) == (config.group_size, config.eval.solved_reward)
+    settings = SampleSettings.of_run(tmp_path)
+    assert (settings.group_size, settings.right_from) == (config.group_size, config.eval.solved_reward)
     (tmp_path / "config.toml").write_text('group_size = "x"\neval = 3\n[data]\nsets = [{name = "a"}, {name = "b"}]\n')
     assert SampleSettings.of_run(tmp_path) == SampleSettings(set_names=("a", "b"))
 
@@ -397,16 +401,16 @@ def test_lists_and_statistics_do_not_read_the_texts(large_run: Path) -> None:
 
 def test_answers_of_a_large_store_are_small(large_run: Path) -> None:
     reader, (count, size) = RunReader(large_run), SIZES
-    found = reader.groups({"order": "-spread"}, 50)
-    assert found["total"] == -(-count // size)
-    assert len(to_json(found)) < 40_000
-    assert {one["size"] for one in found["groups"]} <= {size, count % size}
+    answer = reader.groups({"order": "-spread"}, 50)
+    assert answer["total"] == -(-count // size)
+    assert len(to_json(answer)) < 40_000
+    assert {group["size"] for group in answer["groups"]} <= {size, count % size}
     of = reader.distributions({})
     assert of["samples"] == count
     assert sum(of["tokens"]["count"]) == sum(of["reward"]["count"]) == count
     assert len(to_json(of)) < 10_000
-    members = reader.samples({"group": str(found["groups"][0]["id"]), "order": "-advantage"}, size)
-    assert members["total"] == found["groups"][0]["size"]
+    members = reader.samples({"group": str(answer["groups"][0]["id"]), "order": "-advantage"}, size)
+    assert members["total"] == answer["groups"][0]["size"]
 
 
 # ---- the guide and the command
@@ -458,7 +462,9 @@ def test_the_program_of_the_guide_prints_groups_and_solve_rates(
     guide_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(guide_run)
-    [source] = [one for one in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "SampleStatistics" in one]
+    [source] = [
+        program for program in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "SampleStatistics" in program
+    ]
     exec(compile(source, "seeing.md", "exec"), {"__name__": "example"})
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["200 2 of 4 0.625", "120 2 of 4 0.625", "100 2 of 4 0.625", "25 to 50 % 6 0.625"]

@@ -51,7 +51,7 @@ def fill(path: Path, *, is_open: bool = False) -> SampleWriter:
             )
             logprobs = struct.pack("<3e", -1, -2, -3)
             trained = TrainedSample(step, step // 5, step, member, 0, 0.5, (logprobs, logprobs))
-            records += [(encode_record(one) or b"", step) for one in (scored, trained)]
+            records += [(encode_record(sample) or b"", step) for sample in (scored, trained)]
         assert not writer.write(records, [GroupEnd(step // 5, step, step)])
     if not is_open:
         writer.close()
@@ -69,10 +69,10 @@ def test_queries_are_ordered_and_paged(tmp_path: Path) -> None:
     orders: tuple[Order, ...] = ("newest", "oldest", "worst", "best", "random")
     for order in orders:
         pages = [reader.query(order=order, limit=7, offset=first).samples for first in range(0, 42, 7)]
-        found = [row.id for page in pages for row in page]
-        assert sorted(found) == list(range(1, 41))
-        assert [row.id for row in reader.each(SampleFilter(), order)] == found
-        assert [row.id for row in reader.each(SampleFilter(), order, 3)] == found[:3]
+        ids = [row.id for page in pages for row in page]
+        assert sorted(ids) == list(range(1, 41))
+        assert [row.id for row in reader.each(SampleFilter(), order)] == ids
+        assert [row.id for row in reader.each(SampleFilter(), order, 3)] == ids[:3]
     some = [row.id for row in reader.query(order="random", limit=7, seed=1).samples]
     assert some != [row.id for row in reader.query(order="random", limit=7, seed=2).samples]
 

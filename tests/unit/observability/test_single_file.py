@@ -72,15 +72,17 @@ def test_the_page_is_self_contained_with_a_strict_policy(run_dir: Path) -> None:
     assert path == run_dir / "run.html"
     assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()
-    found = Elements(text)
-    assert [link for link in found.links if not link.startswith("#")] == []
+    elements = Elements(text)
+    assert [link for link in elements.links if not link.startswith("#")] == []
     assert "url(" not in text
     assert "@import" not in text
-    assert found.policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in found.policy
+    assert elements.policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in elements.policy
     for kind, source in (("script", "script-src"), ("style", "style-src")):
-        [allowed] = re.findall(rf"{source} ([^;]*);", found.policy)
-        digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in found.inline[kind]]
+        [allowed] = re.findall(rf"{source} ([^;]*);", elements.policy)
+        digests = [
+            base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in elements.inline[kind]
+        ]
         assert allowed.split() == [f"'sha256-{digest}'" for digest in digests]
     embedded = unpacked(text)
     assert embedded["api/run"] == json.loads(json.dumps(RunReader(run_dir).run()))
@@ -99,16 +101,16 @@ def test_no_text_of_a_run_becomes_markup(run_dir: Path) -> None:
     assert after.tags == before.tags
     assert after.policy == before.policy
     assert unpacked(text)["api/events?from=0"]["events"] == events
-    assert not any(one in text for one in ("alert(1)", "\x1b", "\u202e"))
+    assert not any(markup in text for markup in ("alert(1)", "\x1b", "\u202e"))
 
 
 @settings(deadline=None, max_examples=25)
 @given(
     st.recursive(st.none() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 )
-def test_any_embedded_answer_round_trips(found: Any) -> None:
-    embedded = unpacked(page({"api/run": found}))["api/run"]
-    assert json.dumps(embedded) == json.dumps(nulled(found))
+def test_any_embedded_answer_round_trips(answer: Any) -> None:
+    embedded = unpacked(page({"api/run": answer}))["api/run"]
+    assert json.dumps(embedded) == json.dumps(nulled(answer))
 
 
 def nulled(value: Any) -> Any:
@@ -117,28 +119,28 @@ def nulled(value: Any) -> Any:
         case float():
             return value if value - value == 0 else None
         case list():
-            return [nulled(one) for one in value]
+            return [nulled(member) for member in value]
         case dict():
-            return {key: nulled(one) for key, one in value.items()}
+            return {key: nulled(content) for key, content in value.items()}
     return value
 
 
 def test_answers_over_the_size_limit_are_left_out_in_order_and_named(run_dir: Path) -> None:
-    found = answers(RunReader(run_dir))
+    contents = answers(RunReader(run_dir))
     noise = base64.b64encode(hashlib.shake_256(b"").digest(90_000)).decode()
-    found["api/sample/1"] = {"completion": noise}
-    found["api/samples?order=newest"] = {"samples": [{"id": 1, "completion": noise[::-1]}], "total": 1}
-    size = len(page(found))
-    smaller = unpacked(page(found, size - 1))
+    contents["api/sample/1"] = {"completion": noise}
+    contents["api/samples?order=newest"] = {"samples": [{"id": 1, "completion": noise[::-1]}], "total": 1}
+    size = len(page(contents))
+    smaller = unpacked(page(contents, size - 1))
     assert smaller["left_out"] == "the tokens of its samples; flowrt watch on the run directory has them"
     assert "api/sample/1" not in smaller
     assert "api/samples?order=newest" in smaller
-    smallest = unpacked(page(found, size - 200_000))
+    smallest = unpacked(page(contents, size - 200_000))
     names = ", ".join(what for what, _ in LEFT_OUT[:5])
     assert smallest["left_out"] == f"{names}; flowrt watch on the run directory has them"
     assert not [path for path in smallest if path.startswith("api/sample")]
     with pytest.raises(FlowError, match="open it with flowrt watch"):
-        page(found, 1000)
+        page(contents, 1000)
 
 
 def test_the_page_of_a_long_run_is_small(run_dir: Path) -> None:

@@ -414,10 +414,10 @@ def _field_docs(kind: type) -> dict[str, str]:
     """The string after each field of a class."""
     body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
     return {
-        one.target.id: inspect.cleandoc(following.value.value)
-        for one, following in itertools.pairwise(body)
-        if isinstance(one, ast.AnnAssign)
-        and isinstance(one.target, ast.Name)
+        statement.target.id: inspect.cleandoc(following.value.value)
+        for statement, following in itertools.pairwise(body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
         and isinstance(following, ast.Expr)
         and isinstance(following.value, ast.Constant)
         and isinstance(following.value.value, str)

@@ -143,7 +143,7 @@ def test_blank_lines_are_skipped(tmp_path_factory: pytest.TempPathFactory, conte
     path = tmp_path_factory.getbasetemp() / "generated.jsonl"
     path.write_bytes(lines(content))
     rows = JsonLines(path)
-    expected = [one for one in content if isinstance(one, dict)]
+    expected = [row for row in content if isinstance(row, dict)]
     assert list(rows.scan()) == [rows.row(index) for index in range(len(rows))] == expected
 
 
@@ -379,17 +379,17 @@ def test_tools_and_calls_of_them_are_read(tmp_path: Path, kind: str) -> None:
     else:
         path.write_bytes(lines(rows) if kind == "jsonl" else json.dumps(rows).encode())
     [opened] = open_sets(DataConfig(path=str(path), prompt_key="prompt", eval_prompts=0))
-    found = list(opened.training)
+    problems = list(opened.training)
     calls = [{key: value for key, value in call.items() if value is not None} for call in CALLS]
-    assert [[as_message(one) for one in problem.messages] for problem in found] == [
+    assert [[as_message(turn) for turn in problem.messages] for problem in problems] == [
         calls,
         [*called, message()],
         [message()],
     ]
-    assert [json.loads(problem.tools or "null") for problem in found] == [TOOLS, other, None]
+    assert [json.loads(problem.tools or "null") for problem in problems] == [TOOLS, other, None]
     [block] = opened.prompt_blocks()
-    assert list(block.prompts) == [problem.as_prompt for problem in found]
-    assert json.loads(found[0].answer)["prompt"] == calls
+    assert list(block.prompts) == [problem.as_prompt for problem in problems]
+    assert json.loads(problems[0].answer)["prompt"] == calls
 
 
 def test_tools_are_read_from_a_column_of_any_name(tmp_path: Path) -> None:

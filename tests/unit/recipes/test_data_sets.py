@@ -160,9 +160,9 @@ def test_the_last_rows_of_each_set_are_held_out_in_proportion_to_the_weights(tmp
         sets=sets(tmp_path, ("a", numbered("a", 9), 0.7), ("b", numbered("b", 4), 0.3)),
     )
     opened = open_sets(data)
-    assert [len(one.held_out) for one in opened] == [4, 1]  # 3.5 and 1.5: ties go to the first
+    assert [len(data_set.held_out) for data_set in opened] == [4, 1]  # 3.5 and 1.5: ties go to the first
     check_rows(opened, data)
-    assert [one.prompt for one in opened[1].training] == ["b 0", "b 1", "b 2"]
+    assert [problem.prompt for problem in opened[1].training] == ["b 0", "b 1", "b 2"]
 
 
 def test_a_set_with_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +274,6 @@ def test_a_task_mixes_its_sets(tmp_path: Path) -> None:
     ]
     assert [problem.prompt for problem in task.held_out_problems()] == ["a 4", "a 5", "b 2"]
     training = task.training_problems()
-    assert [one.prompt for one in training] == [training[at].prompt for at in range(6)]
-    assert [one.prompt for one in training[3:5]] == ["a 3", "b 0"]
+    assert [problem.prompt for problem in training] == [training[at].prompt for at in range(6)]
+    assert [problem.prompt for problem in training[3:5]] == ["a 3", "b 0"]
     assert training[-1].prompt == "b 1"

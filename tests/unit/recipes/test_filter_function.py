@@ -24,8 +24,8 @@ LONG_S = 60.0
 async def created() -> AsyncIterator[list[FilterFunction]]:
     functions: list[FilterFunction] = []
     yield functions
-    for one in functions:
-        await one.close()
+    for user_filter in functions:
+        await user_filter.close()
 
 
 def function(created: list[FilterFunction], path: Path, text: str, timeout_s: float = LONG_S) -> FilterFunction:
@@ -64,7 +64,7 @@ async def test_a_refused_group_is_not_logged_as_a_failure(
     created: list[FilterFunction], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     user_filter = function(created, tmp_path / "mine.py", "def keep(rewards):\n    return max(rewards) > 0\n")
-    assert [await user_filter.decide([0.0, one], FACTS) for one in (0.0, 1.0, 0.0)] == [REFUSED, KEPT, REFUSED]
+    assert [await user_filter.decide([0.0, reward], FACTS) for reward in (0.0, 1.0, 0.0)] == [REFUSED, KEPT, REFUSED]
     assert not caplog.records
 
 
@@ -93,7 +93,7 @@ async def test_a_failed_call_filters_its_group_and_the_next_call_succeeds(
     text = f"import os, sys\n\ndef keep(rewards):\n    if rewards[0] == 0.5:\n        {body}\n    return True\n"
     user_filter = function(created, tmp_path / "mine.py", text)
     with caplog.at_level(logging.WARNING):
-        assert [await user_filter.decide([one, 0.5], FACTS) for one in (0.0, 0.5, 1.0)] == [KEPT, decision, KEPT]
+        assert [await user_filter.decide([reward, 0.5], FACTS) for reward in (0.0, 0.5, 1.0)] == [KEPT, decision, KEPT]
     [record] = caplog.records
     assert message in record.getMessage()
     assert "the group is filtered (failure 1 of the function)" in record.getMessage()

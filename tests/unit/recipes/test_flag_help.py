@@ -65,17 +65,17 @@ def test_help_has_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("topic", ["trainer.lora", "trainer.lora.rank", "steps", "guard"])
 def test_help_on_a_topic_shows_only_its_keys(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = flags(shown(capsys, "run", "--help", topic))
-    assert found
-    assert all(f"{flag}.".startswith(f"{topic}.") for flag in found)
+    listed = flags(shown(capsys, "run", "--help", topic))
+    assert listed
+    assert all(f"{flag}.".startswith(f"{topic}.") for flag in listed)
     assert shown(capsys, "run", f"--help={topic}") == shown(capsys, "run", "-h", topic)
 
 
 def test_every_section_that_help_names_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     last = " ".join(shown(capsys, "run", "--help").split()).partition("those of ")[2]
-    found = [flag for name in last.split(", ") for flag in flags(shown(capsys, "run", "--help", name))]
+    listed = [flag for name in last.split(", ") for flag in flags(shown(capsys, "run", "--help", name))]
     everything = flags(shown(capsys, "run", "--help", "all"))
-    assert sorted(found) == sorted(
+    assert sorted(listed) == sorted(
         flag for flag in everything if "." in flag or flag in ("data", "reward", "algorithm")
     )
 

@@ -64,13 +64,13 @@ def test_values_of_every_kind() -> None:
         *("--data.overlong", "drop", "--eval.temperature", "0.5", "--eval.temperature", "None"),
         *("--rollout.stop", "a", "-", "--eval.data=a=b", "--rollout.stop=--end", "--eval.data", "c=d", "e=f"),
     ]
-    found = parse_flags(RunConfig(), words, "flowrt run")
-    assert (found.steps, found.trainer.lr, found.deterministic, found.run_dir) == (7, 1e-3, True, "-1")
-    assert (found.model, found.data.overlong, found.eval.temperature) == ("--x", "drop", None)
-    assert found.rollout.stop == ("a", "-", "--end")
-    assert found.eval.data == ("a=b", "c=d", "e=f")
-    assert parse_flags(found, ["--rollout.stop"], "flowrt run").rollout.stop == ()
-    assert parse_flags(found, [], "flowrt run") == found
+    parsed = parse_flags(RunConfig(), words, "flowrt run")
+    assert (parsed.steps, parsed.trainer.lr, parsed.deterministic, parsed.run_dir) == (7, 1e-3, True, "-1")
+    assert (parsed.model, parsed.data.overlong, parsed.eval.temperature) == ("--x", "drop", None)
+    assert parsed.rollout.stop == ("a", "-", "--end")
+    assert parsed.eval.data == ("a=b", "c=d", "e=f")
+    assert parse_flags(parsed, ["--rollout.stop"], "flowrt run").rollout.stop == ()
+    assert parse_flags(parsed, [], "flowrt run") == parsed
 
 
 def test_a_word_without_a_flag_is_the_value_of_a_positional_field() -> None:

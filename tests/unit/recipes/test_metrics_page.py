@@ -35,9 +35,9 @@ def pattern(name: str) -> re.Pattern[str]:
 
 @cache
 def names() -> frozenset[str]:
-    found = {*CLOCK, *RESERVED_FIELDS, *OF_SAMPLES, NONFINITE, *(name for of in OF_LOSS.values() for name in of)}
+    known = {*CLOCK, *RESERVED_FIELDS, *OF_SAMPLES, NONFINITE, *(name for of in OF_LOSS.values() for name in of)}
     for preset in PRESETS.values():
-        found |= metric_names(run_config(preset))
+        known |= metric_names(run_config(preset))
     plain = defaults("arithmetic")
     entropy = dataclasses.replace(plain.algorithm.entropy, coef=0.01, top_share=0.2)
     algorithm = dataclasses.replace(
@@ -46,7 +46,7 @@ def names() -> frozenset[str]:
         filter=FilterConfig(zero_variance=True, function="filter.py:keep"),
         kl=dataclasses.replace(plain.algorithm.kl, coef=0.1, target=0.1),
     )
-    found |= metric_names(
+    known |= metric_names(
         dataclasses.replace(
             plain,
             max_staleness=9,
@@ -57,7 +57,7 @@ def names() -> frozenset[str]:
             data=dataclasses.replace(plain.data, sets=(DataSetConfig("a", "a"), DataSetConfig("b", "b"))),
         )
     )
-    return frozenset(found)
+    return frozenset(known)
 
 
 def names_table() -> str:
@@ -81,7 +81,9 @@ def test_every_metric_is_on_the_page() -> None:
     patterns = [pattern(name) for name in documented()]
     divergences = re.compile(r"divergence_\d")
     missing = [
-        name for name in names() if not divergences.fullmatch(name) and not any(one.fullmatch(name) for one in patterns)
+        name
+        for name in names()
+        if not divergences.fullmatch(name) and not any(documented_name.fullmatch(name) for documented_name in patterns)
     ]
     assert not missing
 

@@ -22,7 +22,7 @@ WEIGHTS = st.lists(
 
 def shares(weights: list[float]) -> list[Fraction]:
     exact = [Fraction(str(weight)) for weight in weights]
-    return [one / sum(exact) for one in exact]
+    return [weight / sum(exact) for weight in exact]
 
 
 def places(sets: list[SetSize], count: int, epochs: int = 0) -> list[Place]:
@@ -37,7 +37,7 @@ def test_shares_are_exact_within_one_in_any_prefix_and_two_in_any_window(
 ) -> None:
     order = list(islice(alternate(weights), prompts_per_step * steps))
     for at, share in enumerate(shares(weights)):
-        counts = [sum(one == at for one in order[: step * prompts_per_step]) for step in range(steps + 1)]
+        counts = [sum(data_set == at for data_set in order[: step * prompts_per_step]) for step in range(steps + 1)]
         excess = [count - share * step * prompts_per_step for step, count in enumerate(counts)]
         assert max(map(abs, excess)) < 1
         in_windows = max(excess) - min(excess)
@@ -62,9 +62,9 @@ def test_a_single_set_has_the_order_of_a_run_without_sets() -> None:
         order = list(range(11))
         random.Random(f"order 7 {epoch}").shuffle(order)
         expected += [(0, epoch, row) for row in order]
-    found = places([SetSize("", 1.0, 11)], 33)
-    assert [(one.data_set, one.epoch, one.row) for one in found] == expected
-    assert [prompt_number(one.data_set, one.row) for one in found] == [row for _, _, row in expected]
+    mixed = places([SetSize("", 1.0, 11)], 33)
+    assert [(place.data_set, place.epoch, place.row) for place in mixed] == expected
+    assert [prompt_number(place.data_set, place.row) for place in mixed] == [row for _, _, row in expected]
 
 
 @settings(max_examples=50, deadline=None)
@@ -72,9 +72,9 @@ def test_a_single_set_has_the_order_of_a_run_without_sets() -> None:
 def test_each_set_repeats_and_a_resumed_run_continues_its_order(sizes: list[tuple[float, int]], passed: int) -> None:
     sets = [SetSize(f"set-{at}", weight, rows) for at, (weight, rows) in enumerate(sizes)]
     whole = places(sets, 120)
-    for at, one in enumerate(sets):
+    for at, data_set in enumerate(sets):
         own = [(place.epoch, place.row) for place in whole if place.data_set == at]
-        expected = [(epoch, row) for epoch in range(121) for row in row_order(7, one.name, epoch, one.rows)]
+        expected = [(epoch, row) for epoch in range(121) for row in row_order(7, data_set.name, epoch, data_set.rows)]
         assert own == expected[: len(own)]
     assert len(set(whole)) == len(whole)
     # A resumed run generates the same places and skips those that are done.
@@ -89,16 +89,16 @@ def test_the_order_of_a_set_depends_on_seed_name_and_epoch() -> None:
 
 
 def test_the_order_ends_when_any_set_has_completed_its_epochs() -> None:
-    found = places([SetSize("large", 0.5, 100), SetSize("small", 0.5, 3)], 1000, epochs=2)
-    assert Counter(one.data_set for one in found)[1] == 6
-    assert abs(Counter(one.data_set for one in found)[0] - 6) <= 1
+    order = places([SetSize("large", 0.5, 100), SetSize("small", 0.5, 3)], 1000, epochs=2)
+    assert Counter(place.data_set for place in order)[1] == 6
+    assert abs(Counter(place.data_set for place in order)[0] - 6) <= 1
 
 
 def test_a_skipped_prompt_is_replaced_by_another_of_the_same_set() -> None:
     sets = [SetSize("a", 0.75, 40), SetSize("b", 0.25, 40)]
-    found = list(islice(mixture(sets, 7, 0, lambda place: place if place.row % 4 else None), 24))
-    assert Counter(one.data_set for one in found) == {0: 18, 1: 6}
-    assert all(one.row % 4 for one in found)
+    order = list(islice(mixture(sets, 7, 0, lambda place: place if place.row % 4 else None), 24))
+    assert Counter(place.data_set for place in order) == {0: 18, 1: 6}
+    assert all(place.row % 4 for place in order)
     with pytest.raises(ConfigError, match="data set b has no prompt that can be used; leave it out"):
         list(islice(mixture(sets, 7, 0, lambda place: None if place.data_set else place), 24))
 
@@ -106,9 +106,9 @@ def test_a_skipped_prompt_is_replaced_by_another_of_the_same_set() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 500), WEIGHTS)
 def test_held_out_rows_are_divided_by_the_largest_remainder(count: int, weights: list[float]) -> None:
-    found = largest_remainder(count, weights)
-    assert sum(found) == count
-    assert all(abs(one - count * share) < 1 for one, share in zip(found, shares(weights), strict=True))
+    counts = largest_remainder(count, weights)
+    assert sum(counts) == count
+    assert all(abs(number - count * share) < 1 for number, share in zip(counts, shares(weights), strict=True))
 
 
 def test_prompt_numbers_encode_data_set_and_row() -> None:

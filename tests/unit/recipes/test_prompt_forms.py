@@ -38,15 +38,15 @@ def test_the_format_of_each_prompt_is_that_of_its_set(
         flags += ["--eval.data", f"d={d} system_prompt=D", "--eval.data", f"e={e}"]
     config = parse(["custom", *flags, *([] if has_eval_data else ["--data.eval-prompts", "7"])])
     task, forms, default = task_of(config), PromptForms(config), config.data.prompt_format
-    for index, one in enumerate(task.training_sets()):
-        for row, problem in enumerate(one.problems):
+    for index, data_set in enumerate(task.training_sets()):
+        for row, problem in enumerate(data_set.problems):
             assert forms.trained(prompt_number(index, row)) == (problem.form or default)
-    found = eval_sets(config, task)
-    assert sorted(found) == (["d", "e"] if has_eval_data else ["held_out"])
-    for name, problems in found.items():
+    by_name = eval_sets(config, task)
+    assert sorted(by_name) == (["d", "e"] if has_eval_data else ["held_out"])
+    for name, problems in by_name.items():
         for row, problem in enumerate(problems):
             assert forms.evaluated(first_number(name) + row) == (problem.form or default), (name, row)
-    prompts = {problem.form.system_prompt for problems in found.values() for problem in problems if problem.form}
+    prompts = {problem.form.system_prompt for problems in by_name.values() for problem in problems if problem.form}
     assert prompts == ({"D"} if has_eval_data else {"A", "C"})
 
 

@@ -21,13 +21,13 @@ def test_no_override_keeps_the_configuration() -> None:
 
 def test_ranks_hosts_and_workers_can_be_overridden() -> None:
     launch_flags = ["--launch.trainer", "srun --ntasks=2", "--controller.bind", "tcp://*:0"]
-    found = apply_overrides(
+    overridden = apply_overrides(
         RUN, ["--trainer.ranks", "4", "--trainer.nodes", "2", "--rollout.workers", "7", *launch_flags]
     )
-    assert (found.trainer.ranks, found.trainer.nodes, found.rollout.workers) == (4, 2, 7)
-    assert (found.launch.trainer, found.controller.bind) == ("srun --ntasks=2", "tcp://*:0")
+    assert (overridden.trainer.ranks, overridden.trainer.nodes, overridden.rollout.workers) == (4, 2, 7)
+    assert (overridden.launch.trainer, overridden.controller.bind) == ("srun --ntasks=2", "tcp://*:0")
     back = ["--trainer.ranks", "1", "--trainer.nodes", "1", "--rollout.workers", str(RUN.rollout.workers)]
-    assert apply_overrides(found, [*back, "--launch.trainer", "", "--controller.bind", RUN.controller.bind]) == RUN
+    assert apply_overrides(overridden, [*back, "--launch.trainer", "", "--controller.bind", RUN.controller.bind]) == RUN
 
 
 def test_values_may_start_with_dashes() -> None:

@@ -178,8 +178,8 @@ BACKTRACKING = re.compile(r"#### (-?[\d,]*\.?\d+)\s*$")
 
 @given(st.lists(st.sampled_from(["#### ", "-", "1", "23", ",", ".", " ", "\n", "x", "٣"]), max_size=12).map("".join))
 def test_the_final_number_pattern_agrees_with_the_backtracking_one(text: str) -> None:
-    found, expected = FINAL.search(text), BACKTRACKING.search(text)
-    assert (found and found[1]) == (expected and expected[1])
+    actual, expected = FINAL.search(text), BACKTRACKING.search(text)
+    assert (actual and actual[1]) == (expected and expected[1])
 
 
 def test_the_reward_of_two_million_digits_takes_linear_time(file: Path) -> None:

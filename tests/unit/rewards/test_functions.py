@@ -261,19 +261,22 @@ async def scored(options: RewardOptions, *outcomes: RewardOutcome) -> SampleRewa
 
 async def test_parts_may_differ_by_row() -> None:
     options = RewardOptions(functions=("http:http://x",), parts=("http/a", "http/b"))
-    found = await scored(options, RewardOutcome(Result.OK, 1.0, {"a": 1.0, "new": 5.0}))
-    assert (found.reward, found.failure) == (1.0, "")
-    assert {name: value for name, value in found.numbers.items() if value} == {"reward/http": 1.0, "reward/http/a": 1.0}
+    sample = await scored(options, RewardOutcome(Result.OK, 1.0, {"a": 1.0, "new": 5.0}))
+    assert (sample.reward, sample.failure) == (1.0, "")
+    assert {name: value for name, value in sample.numbers.items() if value} == {
+        "reward/http": 1.0,
+        "reward/http/a": 1.0,
+    }
 
 
 @pytest.mark.parametrize("on_failure", ["zero", "drop", "stop"])
 async def test_a_sample_to_which_no_function_applies_is_counted_and_no_failure(on_failure: Any) -> None:
     options = RewardOptions(functions=("a=exact", "b=exact"), on_failure=on_failure, max_failures=0.0)
     none = RewardOutcome(Result.NOT_APPLICABLE)
-    found = await scored(options, none, none)
-    assert (found.failure, found.reason, found.numbers[UNSCORED]) == ("", "not_applicable", 1.0)
-    found = await scored(options, none, RewardOutcome(Result.OK, 1.0))
-    assert (found.reward, found.reason, found.numbers[UNSCORED]) == (2.0, "", 0.0)
+    sample = await scored(options, none, none)
+    assert (sample.failure, sample.reason, sample.numbers[UNSCORED]) == ("", "not_applicable", 1.0)
+    sample = await scored(options, none, RewardOutcome(Result.OK, 1.0))
+    assert (sample.reward, sample.reason, sample.numbers[UNSCORED]) == (2.0, "", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -36,23 +36,23 @@ values = st.recursive(
 def types(value: object) -> object:
     """The types of a value and of all in it."""
     if isinstance(value, dict):
-        return {key: (type(key), types(one)) for key, one in value.items()}
+        return {key: (type(key), types(content)) for key, content in value.items()}
     if isinstance(value, list | tuple):
-        return type(value), [types(one) for one in value]
+        return type(value), [types(member) for member in value]
     return type(value)
 
 
 @given(st.dictionaries(st.text(max_size=5), values, max_size=4))
 def test_columns_come_back_with_their_types(columns: dict[str, Any]) -> None:
-    found = decode_row(encode_row(columns).encode())
-    assert found == columns
-    assert types(found) == types(columns)
+    decoded = decode_row(encode_row(columns).encode())
+    assert decoded == columns
+    assert types(decoded) == types(columns)
 
 
 def test_a_named_time_zone_is_kept() -> None:
     moment = datetime(2026, 3, 29, 12, tzinfo=ZoneInfo("Europe/Berlin"))
-    found = decode_row(encode_row({"at": moment}))["at"]
-    assert (found, found.tzinfo) == (moment, ZoneInfo("Europe/Berlin"))
+    decoded = decode_row(encode_row({"at": moment}))["at"]
+    assert (decoded, decoded.tzinfo) == (moment, ZoneInfo("Europe/Berlin"))
 
 
 def test_a_server_gets_plain_json() -> None:
@@ -85,6 +85,6 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
     mapped = pa.array([[("k", b"v")]], pa.map_(pa.string(), pa.binary()))
     parquet.write_table(pa.Table.from_pylist([row]).append_column("map", mapped), tmp_path / "rows.parquet")
     read = open_rows(tmp_path / "rows.parquet").row(0)
-    found = decode_row(problem(read, DataConfig(prompt_key="prompt"), "").answer)
-    assert found == row | {"map": [("k", b"v")]}
-    assert types(found) == types(row | {"map": [("k", b"v")]})
+    decoded = decode_row(problem(read, DataConfig(prompt_key="prompt"), "").answer)
+    assert decoded == row | {"map": [("k", b"v")]}
+    assert types(decoded) == types(row | {"map": [("k", b"v")]})

@@ -53,15 +53,15 @@ def read(tmp_path: Path, prompt: int, journal: str = "w") -> KeptTokens | None:
     return KeptJournals(tmp_path).read(journal, key(prompt), CHECKSUM)
 
 
-def assert_same(found: KeptTokens | None, expected: KeptTokens) -> None:
-    assert found is not None
-    assert torch.equal(found.prefix.tokens, expected.prefix.tokens)
-    assert torch.equal(found.prefix.logprobs, expected.prefix.logprobs)
-    assert (found.prefix.spans, found.is_complete) == (expected.prefix.spans, expected.is_complete)
-    assert (found.prefix.support is None) == (expected.prefix.support is None)
-    if found.prefix.support is not None and expected.prefix.support is not None:
-        assert torch.equal(found.prefix.support.tokens_E, expected.prefix.support.tokens_E)
-        assert torch.equal(found.prefix.support.counts_T, expected.prefix.support.counts_T)
+def assert_same(actual: KeptTokens | None, expected: KeptTokens) -> None:
+    assert actual is not None
+    assert torch.equal(actual.prefix.tokens, expected.prefix.tokens)
+    assert torch.equal(actual.prefix.logprobs, expected.prefix.logprobs)
+    assert (actual.prefix.spans, actual.is_complete) == (expected.prefix.spans, expected.is_complete)
+    assert (actual.prefix.support is None) == (expected.prefix.support is None)
+    if actual.prefix.support is not None and expected.prefix.support is not None:
+        assert torch.equal(actual.prefix.support.tokens_E, expected.prefix.support.tokens_E)
+        assert torch.equal(actual.prefix.support.counts_T, expected.prefix.support.counts_T)
 
 
 @pytest.mark.parametrize("support", [False, True])
@@ -173,7 +173,7 @@ def test_supports_count_towards_the_memory_of_parts(tmp_path: Path, monkeypatch:
     accepted: list[int] = []
 
     def work(journal: Journal) -> None:
-        parts = [one for slot in range(5) for one in part(slot, key(slot), 0, tokens(50, support=True))]
+        parts = [record for slot in range(5) for record in part(slot, key(slot), 0, tokens(50, support=True))]
         assert parts[0].size == 50 * (4 + 4 + 4) + 4 * 99
         accepted.append(journal.add(parts))
         accepted.append(journal.add(parts[2:]))

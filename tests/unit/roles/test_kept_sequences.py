@@ -66,8 +66,8 @@ class Engine:
 
     def take_ends(self) -> list[Response]:
         ended, self.ends = self.ends, []
-        for one in ended:
-            del self.tokens[one.key]
+        for end in ended:
+            del self.tokens[end.key]
         return ended
 
     def swap(self, snapshot: Snapshot) -> None:
@@ -87,9 +87,9 @@ class ExternalEngine(Engine):
     def close(self) -> None: ...
 
     def prefixes(self) -> Mapping[int, Prefix]:
-        found = super().prefixes()
+        kept = super().prefixes()
         self.ends += self.later
-        return found
+        return kept
 
 
 def prefix(tokens: Sequence[int]) -> Prefix:
@@ -98,8 +98,8 @@ def prefix(tokens: Sequence[int]) -> Prefix:
 
 
 def response(key: int, tokens: Sequence[int]) -> Response:
-    one = prefix(tokens)
-    return Response(key, one.tokens, one.logprobs, one.spans, truncated=False)
+    kept = prefix(tokens)
+    return Response(key, kept.tokens, kept.logprobs, kept.spans, truncated=False)
 
 
 def batch(slot: int = SLOT, prompt: int = PROMPT_NUMBER) -> Batch:

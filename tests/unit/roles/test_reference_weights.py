@@ -50,12 +50,12 @@ def policy(run_dir: Path, seed: int, dtype: torch.dtype = torch.float32) -> Tens
     """Weights that the trainer could publish."""
     generator = torch.Generator().manual_seed(seed)
     start = named_parameters(load_model(run_dir / "model"))
-    return {name: (one + torch.randn(one.shape, generator=generator)).to(dtype) for name, one in start.items()}
+    return {name: (tensor + torch.randn(tensor.shape, generator=generator)).to(dtype) for name, tensor in start.items()}
 
 
 def weights(run_dir: Path, step: int) -> Tensors:
-    found: Tensors = load_file(refresh_file(run_dir, step))
-    return found
+    tensors: Tensors = load_file(refresh_file(run_dir, step))
+    return tensors
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))
@@ -73,19 +73,21 @@ def test_an_average_is_computed_in_float32_from_the_previous_reference(run_dir: 
     first, second = policy(run_dir, 1, dtype), policy(run_dir, 2, dtype)
     write_refresh(config, 2, first)
     write_refresh(config, 4, second)
-    for name, found in weights(run_dir, 4).items():
-        one = 0.3 * first[name].double() + 0.7 * start[name].double()
-        two = 0.3 * second[name].double() + 0.7 * one
-        assert found.dtype == torch.float32
-        assert torch.allclose(found.double(), two, rtol=0, atol=1e-6)
+    for name, average in weights(run_dir, 4).items():
+        after_first = 0.3 * first[name].double() + 0.7 * start[name].double()
+        after_second = 0.3 * second[name].double() + 0.7 * after_first
+        assert average.dtype == torch.float32
+        assert torch.allclose(average.double(), after_second, rtol=0, atol=1e-6)
 
 
 def test_an_average_with_weight_1_is_a_copy_of_the_policy(run_dir: Path) -> None:
     published = policy(run_dir, 1, torch.bfloat16)
     write_refresh(config_of(run_dir), 2, published)
-    found = weights(run_dir, 2)
-    assert found.keys() == published.keys()
-    assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in published.items())
+    copy = weights(run_dir, 2)
+    assert copy.keys() == published.keys()
+    assert all(
+        torch.equal(copy[name], tensor) and copy[name].dtype == tensor.dtype for name, tensor in published.items()
+    )
 
 
 def test_each_sample_is_scored_by_its_own_refresh_in_any_order(run_dir: Path) -> None:
@@ -97,13 +99,13 @@ def test_each_sample_is_scored_by_its_own_refresh_in_any_order(run_dir: Path) ->
     sequences = [torch.randint(2, 10, (length,), generator=generator) for length in (5, 6, 7, 8, 9)]
     steps = [4, 0, 2, 4, 0]
     refreshed = RefreshedModel(config, load_model(run_dir / "model").eval())
-    found = score_by_refresh(device, refreshed, steps, sequences, sequences, temperature=1.0, budget_tokens=1)
-    for step, sequence, logprobs in zip(steps, sequences, found, strict=True):
+    scores = score_by_refresh(device, refreshed, steps, sequences, sequences, temperature=1.0, budget_tokens=1)
+    for step, sequence, logprobs in zip(steps, sequences, scores, strict=True):
         plain = load_model(run_dir / "model").eval()
         if step:
             plain.load_state_dict(published[step], strict=False)
         assert torch.equal(logprobs, score_on(device, plain, [sequence], [sequence], 1.0, 1)[0])
-    assert len({float(one.sum()) for one in found}) == len(found)
+    assert len({float(sequence_logprobs.sum()) for sequence_logprobs in scores}) == len(scores)
 
 
 def test_a_rewritten_refresh_is_reloaded(run_dir: Path) -> None:
@@ -113,7 +115,9 @@ def test_a_rewritten_refresh_is_reloaded(run_dir: Path) -> None:
         write_refresh(config, 2, policy(run_dir, seed))
         refreshed.use(2)
         expected = policy(run_dir, seed)
-        assert all(torch.equal(one, expected[name]) for name, one in named_parameters(refreshed.model).items())
+        assert all(
+            torch.equal(parameter, expected[name]) for name, parameter in named_parameters(refreshed.model).items()
+        )
 
 
 def test_refreshes_that_a_checkpoint_may_need_are_kept(run_dir: Path) -> None:

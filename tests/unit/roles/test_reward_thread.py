@@ -86,8 +86,8 @@ def score_all(session: _Session, samples_per_step: int) -> None:
     stop = StopConditions((1,), (), wrap_tokenizer(Arithmetic(0, 1).tokenizer()))
 
     async def score() -> None:
-        one = cast(Session, session)
-        await reward._run_task(one, _Scoring(0, 1), stop, ScoredSamples(one, config, stop))
+        typed_session = cast(Session, session)
+        await reward._run_task(typed_session, _Scoring(0, 1), stop, ScoredSamples(typed_session, config, stop))
 
     asyncio.run(asyncio.wait_for(score(), 120))
 

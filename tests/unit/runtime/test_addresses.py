@@ -88,10 +88,10 @@ def test_an_ipv6_wildcard_is_published_in_brackets() -> None:
 
 def test_an_address_of_one_link_is_named_with_its_interface() -> None:
     """Without it a worker could not listen there."""
-    found = [(name, own) for name, own in _inet6_addresses(link_local=True) if own.startswith("fe80:")]
-    if not found:
+    addresses = [(name, own) for name, own in _inet6_addresses(link_local=True) if own.startswith("fe80:")]
+    if not addresses:
         pytest.skip("no interface of this host has a link-local address")
-    [(name, own), *_] = found
+    [(name, own), *_] = addresses
     assert local_address(f"tcp://[{own}%{name}]:4567") == f"{own}%{name}"
     assert interface_of(f"{own}%{name}") == name
     assert interface_of(f"{own}%another") == ""

@@ -24,6 +24,6 @@ def test_a_blocked_event_loop_is_logged_with_its_duration(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert run_loop(block(seconds)) == 7
-    found = re.search(r"the event loop was blocked for ([\d.]+) s", caplog.text)
-    assert (found is not None) == logged
-    assert found is None or MAX_DELAY_S < float(found[1]) < seconds + 1.0
+    match = re.search(r"the event loop was blocked for ([\d.]+) s", caplog.text)
+    assert (match is not None) == logged
+    assert match is None or MAX_DELAY_S < float(match[1]) < seconds + 1.0

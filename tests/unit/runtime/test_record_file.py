@@ -25,12 +25,12 @@ def write(path: Path, count: int) -> list[tuple[bytes, bytes]]:
 
 
 def read(path: Path) -> list[tuple[bytes, bytes]]:
-    found = []
+    records = []
     with path.open("rb") as file:
         for header, place in read_headers(path, KIND).records:
             if (body := read_body(file, place)) is not None:
-                found.append((header, body))
-    return found
+                records.append((header, body))
+    return records
 
 
 def test_records_are_read_in_order_with_their_bodies(tmp_path: Path) -> None:
@@ -63,9 +63,9 @@ def test_a_damaged_byte_costs_one_record(
     at = rng.randrange(len(KIND), len(data))
     data[at] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
-    found = read(path)
-    assert [record for record in records if record in found] == found
-    assert len(found) == len(records) - 1
+    recovered = read(path)
+    assert [record for record in records if record in recovered] == recovered
+    assert len(recovered) == len(records) - 1
 
 
 def test_a_file_of_another_kind_has_no_records(tmp_path: Path) -> None:

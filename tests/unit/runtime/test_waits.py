@@ -27,10 +27,10 @@ async def test_open_wait_is_listed_until_it_ends_or_is_cancelled() -> None:
     first = asyncio.create_task(waits.wait_until(event.wait(), 10.0, "a reply", "a peer"))
     second = asyncio.create_task(waits.wait_until(event.wait(), BoundedElsewhere("the first"), "a reply", "a peer"))
     await asyncio.sleep(0)
-    one, other = waits_for("a reply")
-    assert (one.blocked_on, one.limit_s, other.limit_s) == ("a peer", 10.0, float("inf"))
-    assert "at most 10 s" in str(one)
-    assert "ended by the first" in str(other)
+    wait, other_wait = waits_for("a reply")
+    assert (wait.blocked_on, wait.limit_s, other_wait.limit_s) == ("a peer", 10.0, float("inf"))
+    assert "at most 10 s" in str(wait)
+    assert "ended by the first" in str(other_wait)
     second.cancel()
     event.set()
     await first
@@ -132,7 +132,7 @@ def test_peer_without_heartbeats_is_returned_and_the_others_awaited() -> None:
     def silent_peers(*missing: int) -> list[int]:
         return waits.poll_while_alive(
             lambda: time.monotonic() > end_s,
-            lambda: {one: heartbeats[one] for one in missing},
+            lambda: {peer: heartbeats[peer] for peer in missing},
             0.8,
             "all",
             "the others",
@@ -156,8 +156,8 @@ def test_wait_inside_a_library_is_listed() -> None:
     thread = threading.Thread(target=lambda: waits.blocking(call, 5.0, "a library", "its peer"), name="caller")
     thread.start()
     assert inside.wait(60.0)
-    [one] = waits_for("a library")
-    assert (one.thread, one.blocked_on) == ("caller", "its peer")
+    [wait] = waits_for("a library")
+    assert (wait.thread, wait.blocked_on) == ("caller", "its peer")
     leave.set()
     thread.join(60.0)
     assert not waits_for("a library")

@@ -17,8 +17,8 @@ def snapshot(version: int, *buckets: np.ndarray) -> Snapshot:
     )
 
 
-def same(one: Snapshot, other: Snapshot) -> bool:
-    return one.version == other.version and all(map(torch.equal, one.buckets, other.buckets))
+def same(first: Snapshot, second: Snapshot) -> bool:
+    return first.version == second.version and all(map(torch.equal, first.buckets, second.buckets))
 
 
 def round_trip(base: Snapshot, new: Snapshot, *, width: int = 2, max_fraction: float = ANY) -> Delta:
@@ -114,15 +114,15 @@ def test_delta_above_the_maximum_fraction_is_none() -> None:
     new = base + (random.random(base.size) < 0.05)
     delta = round_trip(snapshot(1, base), snapshot(2, new.astype(np.uint16)))
     for max_fraction, pays in ((delta.fraction * 1.01, True), (delta.fraction * 0.99, False)):
-        found = Delta.between(snapshot(1, base), snapshot(2, new.astype(np.uint16)), max_fraction=max_fraction)
-        assert (found is not None) == pays
+        limited = Delta.between(snapshot(1, base), snapshot(2, new.astype(np.uint16)), max_fraction=max_fraction)
+        assert (limited is not None) == pays
 
 
 def test_given_checksum_is_not_recomputed() -> None:
     base, new = snapshot(1, np.zeros(5000, np.uint16)), snapshot(2, np.eye(1, 5000, 77, dtype=np.uint16))
-    found = Delta.between(base, new, base_checksum=base.checksum(), checksum=new.checksum())
-    assert found is not None
-    assert (found.base_checksum, found.checksum) == (round_trip(base, new).base_checksum, new.checksum())
+    delta = Delta.between(base, new, base_checksum=base.checksum(), checksum=new.checksum())
+    assert delta is not None
+    assert (delta.base_checksum, delta.checksum) == (round_trip(base, new).base_checksum, new.checksum())
 
 
 def test_wrong_base_raises_with_its_version() -> None:

@@ -90,7 +90,8 @@ def test_errors_abort_the_lane_unless_the_user_set_otherwise(monkeypatch: pytest
         monkeypatch.setenv(name, "1")
     with _abort_on_error(*NAMES):
         assert [os.environ.get(name) for name in NAMES] == [
-            ("1" if one == name else None) if name else ("2" if one == NAMES[0] else None) for one in NAMES
+            ("1" if variable == name else None) if name else ("2" if variable == NAMES[0] else None)
+            for variable in NAMES
         ]
     assert [name for name in NAMES if name in os.environ] == ([name] if name else [])
 

@@ -24,7 +24,7 @@ def test_chunks_are_views_that_cover_every_byte_once(sizes: list[int]) -> None:
     cut = split_buckets(buckets)
     for piece in cut:
         piece += 1
-    assert all(bool((one == 1).all()) for one in buckets)
+    assert all(bool((tensor == 1).all()) for tensor in buckets)
     assert sum(map(len, cut)) == sum(sizes)
     assert [len(piece) for piece in cut] == [len(piece) for piece in split_buckets(buckets)]
 
@@ -76,7 +76,7 @@ def test_relay_of_a_silent_sender_fails_at_the_deadline() -> None:
 
 async def test_transfer_goes_on_after_the_chunks_that_arrived() -> None:
     snapshot = Snapshot(1, [bucket(MIB + 7), bucket(2 * MIB)])
-    copy = [torch.zeros_like(one) for one in snapshot.buckets]
+    copy = [torch.zeros_like(tensor) for tensor in snapshot.buckets]
     pieces = split_buckets(snapshot.buckets)
     with ThreadPoolExecutor(1) as thread:
         running, arrival = RunningChecksum(thread), PipelinedReceive("version 1", 1.0)

@@ -70,10 +70,10 @@ def run_step(times: Accounting, step: int) -> None:
 
 @pytest.fixture
 def times(tmp_path: Path) -> Iterator[Accounting]:
-    found = start(tmp_path)
-    yield found
-    if found.pid is not None and is_alive(found.pid):
-        os.kill(found.pid, signal.SIGKILL)
+    accounting = start(tmp_path)
+    yield accounting
+    if accounting.pid is not None and is_alive(accounting.pid):
+        os.kill(accounting.pid, signal.SIGKILL)
 
 
 def test_the_process_writes_the_figures_of_a_recorder_in_this_process(tmp_path: Path, times: Accounting) -> None:
@@ -232,8 +232,8 @@ def test_packed_spans_come_back_with_their_count(count: int) -> None:
     spans = [Span("k" * 101, number, number + 1.0, root="r" * 101) for number in range(count)]
     records = pack_spans(spans, offset_s=2.0)
     assert len(records) == -(-count // SPANS_IN_RECORD)
-    found = [span for record in records for span in unpack_spans(record)]
-    assert found == [Span("k" * 100, number + 2.0, number + 3.0, root="r" * 100) for number in range(count)]
+    unpacked = [span for record in records for span in unpack_spans(record)]
+    assert unpacked == [Span("k" * 100, number + 2.0, number + 3.0, root="r" * 100) for number in range(count)]
     assert sum(map(count_spans, records)) == count
 
 

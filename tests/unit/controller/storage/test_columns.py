@@ -23,7 +23,7 @@ similar = st.sampled_from(
         st.lists(whole, max_size=4).map(lambda words: struct.pack(f"<{len(words)}q", *words)),
         st.tuples(st.text(max_size=3), whole, st.binary(max_size=9) | whole),
     )
-).flatmap(lambda one: st.lists(one, max_size=40))
+).flatmap(lambda strategy: st.lists(strategy, max_size=40))
 
 
 def exact(values: Any) -> str:
@@ -41,7 +41,7 @@ def round_trip(packed: Any) -> Any:
 def test_columns_of_a_block_read_back_exactly(columns: list[list[Any]]) -> None:
     packer, reader = ColumnPacker(), ColumnReader()
     packed = round_trip([packer.pack(column) for column in columns])
-    assert [exact(reader.read(one)) for one in packed] == [exact(column) for column in columns]
+    assert [exact(reader.read(column)) for column in packed] == [exact(column) for column in columns]
 
 
 @given(st.lists(st.tuples(shapes, shapes), min_size=1, max_size=9))

@@ -86,8 +86,8 @@ def test_damaged_metrics_are_rewritten_from_the_ledger(tmp_path: Path, damage: s
     else:
         path.write_bytes(change(whole))
     metrics = resumed_metrics(tmp_path, step)
-    found = path.read_bytes() if path.exists() else b""
-    assert found == b"".join(whole.splitlines(keepends=True)[:step])
+    contents = path.read_bytes() if path.exists() else b""
+    assert contents == b"".join(whole.splitlines(keepends=True)[:step])
     assert metrics.latest.get("step", -1) == step - 1
 
 
@@ -109,16 +109,16 @@ def test_a_metrics_line_with_an_invalid_number_counts_as_damaged(value: str, tmp
     whole = write_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(whole.replace(b'"reward": ', b'"reward": ' + value.encode() + b', "was": ', 1))
-    found, damaged = read_lines(path, is_step)
-    assert (len(found), damaged) == (STEPS - 1, 1)
+    lines, damaged = read_lines(path, is_step)
+    assert (len(lines), damaged) == (STEPS - 1, 1)
 
 
 def test_a_line_whose_writer_was_killed_does_not_count_as_damaged(tmp_path: Path) -> None:
     whole = write_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(whole[:-20])
-    found, damaged = read_lines(path, is_step)
-    assert (len(found), damaged) == (STEPS - 1, 0)
+    lines, damaged = read_lines(path, is_step)
+    assert (len(lines), damaged) == (STEPS - 1, 0)
 
 
 # ---- numbers that are not finite

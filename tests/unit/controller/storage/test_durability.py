@@ -39,20 +39,20 @@ class Disk:
 
     def fsync(self, descriptor: int) -> None:
         self._fsync(descriptor)
-        found = os.fstat(descriptor)
-        self._synced[found.st_ino] = found.st_mtime_ns
+        stat = os.fstat(descriptor)
+        self._synced[stat.st_ino] = stat.st_mtime_ns
 
     def rename(self, source: Any, target: Any) -> None:
         if Path(source).is_dir():
             self.renamed[Path(target)] = [
-                one for one in (*Path(source).rglob("*"), Path(source)) if self.is_unsynced(one)
+                path for path in (*Path(source).rglob("*"), Path(source)) if self.is_unsynced(path)
             ]
         self._rename(source, target)
 
     def is_unsynced(self, path: Path) -> bool:
         """Whether it has changed since it was synced."""
-        found = path.stat()
-        return self._synced.get(found.st_ino) != found.st_mtime_ns
+        stat = path.stat()
+        return self._synced.get(stat.st_ino) != stat.st_mtime_ns
 
 
 @pytest.fixture
@@ -111,8 +111,8 @@ def test_the_ledger_is_synced_only_for_a_checkpoint(tmp_path: Path) -> None:
     rewrite_term = ledger._replay.rewrite_term
 
     def level() -> int:
-        [(found,)] = ledger._db.execute("PRAGMA synchronous").fetchall()
-        return int(found)
+        [(value,)] = ledger._db.execute("PRAGMA synchronous").fetchall()
+        return int(value)
 
     def checked_rewrite() -> None:
         before = ledger._db.total_changes

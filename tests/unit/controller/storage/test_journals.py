@@ -31,12 +31,14 @@ def part(prompt: int, spans: tuple[int, ...], *, start: int = 0, complete: bool 
 def write(path: Path, parts: Sequence[SamplePart]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = RecordWriter(path, KIND)
-    for one in parts:
-        writer.append(to_blob(one), [])
+    for record in parts:
+        writer.append(to_blob(record), [])
     writer.close()
 
 
-def found(run_dir: Path, starts: Sequence[int], bound: int = 1, passed: frozenset[int] = frozenset()) -> FoundSamples:
+def read_kept(
+    run_dir: Path, starts: Sequence[int], bound: int = 1, passed: frozenset[int] = frozenset()
+) -> FoundSamples:
     return read_journals(run_dir, starts, {0: passed}, lambda oldest: starts[-1] - oldest <= bound)
 
 
@@ -52,7 +54,7 @@ def test_what_the_resumed_run_can_train_is_kept_and_the_rest_counted_by_reason(t
             part(5, (5, 5), attempt=1),
         ],
     )
-    kept = found(tmp_path, [0, 5], passed=frozenset({0}))
+    kept = read_kept(tmp_path, [0, 5], passed=frozenset({0}))
     name = "journals/1/rollout-0/0.journal"
     assert kept.kept == (KeptSample(0, 1, 0, 4, name), KeptSample(0, 2, 0, 4, name))
     assert (kept.complete, kept.prefixes, kept.tokens) == (1, 1, 12)
@@ -70,16 +72,16 @@ def test_versions_that_an_earlier_resume_went_back_behind_are_never_kept(tmp_pat
     """Versions 5 and 6 of the first start are others than those that were made after its checkpoint 4."""
     write(tmp_path / "journals/1/w/0.journal", [part(1, (6, 5)), part(2, (4, 5))])
     write(tmp_path / "journals/2/w/0.journal", [part(3, (6, 5))])
-    kept = found(tmp_path, [0, 4, 6], bound=2)
-    assert {one.prompt for one in kept.kept} == {2, 3}
+    kept = read_kept(tmp_path, [0, 4, 6], bound=2)
+    assert {sample.prompt for sample in kept.kept} == {2, 3}
     assert kept.discarded == Counter({AFTER_CHECKPOINT: 1})
 
 
 def test_the_most_of_a_sample_is_kept_once(tmp_path: Path) -> None:
     write(tmp_path / "journals/1/a/0.journal", [part(1, (0, 9), complete=False), part(2, (0, 9), complete=False)])
     write(tmp_path / "journals/1/b/0.journal", [part(1, (0, 7)), part(2, (0, 4), complete=False)])
-    kept = found(tmp_path, [0, 0])
-    assert {one.prompt: one.journal for one in kept.kept} == {
+    kept = read_kept(tmp_path, [0, 0])
+    assert {sample.prompt: sample.journal for sample in kept.kept} == {
         1: "journals/1/b/0.journal",
         2: "journals/1/a/0.journal",
     }
@@ -88,8 +90,8 @@ def test_the_most_of_a_sample_is_kept_once(tmp_path: Path) -> None:
 def test_parts_after_a_gap_are_left_out(tmp_path: Path) -> None:
     parts = [part(1, (0, 3), complete=False), part(1, (0, 9), start=6), part(2, (0, 3), start=1)]
     write(tmp_path / "journals/1/a/0.journal", parts)
-    kept = found(tmp_path, [0, 0])
-    assert [one.prompt for one in kept.kept] == [1]
+    kept = read_kept(tmp_path, [0, 0])
+    assert [sample.prompt for sample in kept.kept] == [1]
     assert (kept.complete, kept.prefixes, kept.tokens) == (0, 1, 3)
 
 
@@ -102,8 +104,8 @@ def test_damaged_journals_cost_their_samples_only(tmp_path: Path) -> None:
     (tmp_path / "journals/1/b").mkdir()
     (tmp_path / "journals/1/b/0.journal").write_bytes(b"no journal at all")
     (tmp_path / "journals/x").mkdir()
-    kept = found(tmp_path, [0, 0])
-    assert {one.prompt for one in kept.kept} == {1, 3}
+    kept = read_kept(tmp_path, [0, 0])
+    assert {sample.prompt for sample in kept.kept} == {1, 3}
     assert kept.discarded == Counter({DAMAGED: 2})
 
 
@@ -112,7 +114,7 @@ def test_files_of_which_nothing_is_kept_are_deleted_and_those_of_this_start_are_
     write(tmp_path / "journals/1/b/0.journal", [part(2, (0, 3))])
     write(tmp_path / "journals/2/a/0.journal", [part(4, (0, 3))])
     write(tmp_path / "journals/3/a/0.journal", [part(3, (9, 3))])
-    found(tmp_path, [0, 0, 0], passed=frozenset({1, 4}))
+    read_kept(tmp_path, [0, 0, 0], passed=frozenset({1, 4}))
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert left == [
         "journals",
@@ -143,7 +145,7 @@ def test_files_that_killed_processes_left_half_written_are_deleted_and_those_of_
     for name in ("1/gone", "2/gone", "2/running"):
         write(tmp_path / "journals" / name / "0.journal", [part(1, (0, 3))])
         (tmp_path / "journals" / name / ".0.journal.part").write_bytes(b"half of it")
-    found(tmp_path, [0, 0])
+    read_kept(tmp_path, [0, 0])
     assert _partials(tmp_path) == ["journals/2/gone", "journals/2/running"]
     delete_journals(find_outdated(tmp_path, {"journals/2/running"}, lambda newest: True))
     assert _partials(tmp_path) == ["journals/2/running"]

@@ -97,8 +97,8 @@ def garbage_at_the_start_of_the_log(path: Path) -> None:
 
 
 def missing_ledger(path: Path) -> None:
-    for one in path.parent.glob(f"{LEDGER}*"):
-        one.unlink()
+    for file in path.parent.glob(f"{LEDGER}*"):
+        file.unlink()
 
 
 def log(path: Path) -> Path:
@@ -135,7 +135,7 @@ def ledger_files(run_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in run_dir.glob(f"{LEDGER}*") if not path.name.endswith("-shm")}
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_reading_a_damaged_ledger_is_an_error(
     damage: Callable[[Path], None], run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +150,7 @@ def test_reading_a_damaged_ledger_is_an_error(
     assert ledger_files(run_dir) == before
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, missing_ledger], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("damage", [*DAMAGES, missing_ledger], ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("arguments", [(), ("--from-checkpoint",)], ids=["restart", "from checkpoint"])
 def test_a_controller_does_not_start_with_a_damaged_ledger(
     damage: Callable[[Path], None],
@@ -170,7 +170,7 @@ def test_a_controller_does_not_start_with_a_damaged_ledger(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [garbage_in_the_file, short_log], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("damage", [garbage_in_the_file, short_log], ids=lambda damage: damage.__name__)
 def test_resume_reports_the_error_of_its_controller(damage: Callable[[Path], None], run_dir: Path) -> None:
     damage(run_dir / LEDGER)
     before = ledger_files(run_dir)

@@ -70,12 +70,12 @@ def test_prompts_of_a_count_are_listed_newest_first(tmp_path: Path) -> None:
         ledger.add(AppendLedger(prompt, 0, "dropped", 1, reason), 200.0 + prompt)
     ledger.commit()
     with LedgerReader(tmp_path / "ledger.sqlite") as reader:
-        found, total = reader.prompts("dropped", "", 3)
-        assert ([one.prompt for one in found], total) == ([104, 103, 102], 6)
-        found, total = reader.prompts("dropped", "", 3, 3)
-        assert ([one.prompt for one in found], total) == ([101, 100, 18], 6)
-        found, total = reader.prompts("dropped", "reward <b>timeout", 9)
-        assert ([(one.prompt, one.reason) for one in found], total) == (
+        prompts, total = reader.prompts("dropped", "", 3)
+        assert ([row.prompt for row in prompts], total) == ([104, 103, 102], 6)
+        prompts, total = reader.prompts("dropped", "", 3, 3)
+        assert ([row.prompt for row in prompts], total) == ([101, 100, 18], 6)
+        prompts, total = reader.prompts("dropped", "reward <b>timeout", 9)
+        assert ([(row.prompt, row.reason) for row in prompts], total) == (
             [(103, "reward <b>timeout"), (101, "reward <b>timeout")],
             2,
         )
@@ -170,8 +170,8 @@ def test_a_missing_file_is_not_created(tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    for one in (integrity, reader):
-        monkeypatch.setattr(one, "is_on_network", lambda _: True)
+    for module in (integrity, reader):
+        monkeypatch.setattr(module, "is_on_network", lambda _: True)
 
 
 @pytest.mark.usefixtures("on_network")
@@ -182,21 +182,21 @@ def test_a_reader_on_a_shared_file_system_uses_no_memory_of_the_writer(tmp_path:
     ledger.flush()
     memory = path.with_name("ledger.sqlite-shm")
     elsewhere.mkdir()
-    for one in (path, wal_path(path)):
-        shutil.copy(one, elsewhere)
+    for file in (path, wal_path(path)):
+        shutil.copy(file, elsewhere)
     before = memory.read_bytes()
     for place in (path, elsewhere / path.name):
-        with LedgerReader(place) as found:
-            assert found.states() == {"in_flight": 2, "dropped": 1}
+        with LedgerReader(place) as ledger_reader:
+            assert ledger_reader.states() == {"in_flight": 2, "dropped": 1}
             if place == path:
                 ledger.add(AppendLedger(18, 1, "in_flight", 1), 103.0)  # no lock of the reader is in its way
                 ledger.flush()
-                assert found.states() == {"in_flight": 2, "dropped": 1}, "the state at the time of the opening"
+                assert ledger_reader.states() == {"in_flight": 2, "dropped": 1}, "the state at the time of the opening"
                 after = memory.read_bytes()
-    assert sorted(one.name for one in elsewhere.iterdir()) == ["ledger.sqlite", "ledger.sqlite-wal"]
+    assert sorted(entry.name for entry in elsewhere.iterdir()) == ["ledger.sqlite", "ledger.sqlite-wal"]
     assert before != after == memory.read_bytes(), "only the writer wrote to it"
-    with LedgerReader(path) as found:
-        assert found.states() == {"in_flight": 3, "dropped": 1}
+    with LedgerReader(path) as ledger_reader:
+        assert ledger_reader.states() == {"in_flight": 3, "dropped": 1}
     ledger.close()
 
 
@@ -205,11 +205,11 @@ def test_a_reader_without_locks_notices_that_the_log_was_begun_again(tmp_path: P
     path = tmp_path / "ledger.sqlite"
     ledger = write_ledger(path)
     ledger.flush()
-    with LedgerReader(path) as found:
-        found.states()
+    with LedgerReader(path) as ledger_reader:
+        ledger_reader.states()
         ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         with pytest.raises(ConfigError, match="has changed while it was read over a network file system"):
-            found.states()
+            ledger_reader.states()
     ledger.close()
 
 

@@ -216,7 +216,7 @@ def test_pending_writes_are_read_without_a_copy_of_the_file(tmp_path: Path, monk
         assert reader.states_of(0) == {0: "trained", 1: "trained"}
         assert (reader.reasons(), reader.last_step()) == ({"a reason": 1}, 3)
     assert last_step(path) == 3
-    assert all(str(one).startswith("file:") for one in opened)
+    assert all(str(uri).startswith("file:") for uri in opened)
     killed.close()
 
 

@@ -74,7 +74,7 @@ times = st.floats(allow_nan=False)
 def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.DataObject) -> None:
     fuzzer = MessageFuzzer(seed)
     chosen = data.draw(st.lists(st.integers(-7, len(MESSAGES)), min_size=len(instants), max_size=len(instants)))
-    events = [EVENTS[-one] if one < 0 else MessageReceived(WORKER, fuzzer.message()) for one in chosen]
+    events = [EVENTS[-choice] if choice < 0 else MessageReceived(WORKER, fuzzer.message()) for choice in chosen]
     numbers = st.lists(st.integers(0, 2**31 - 1), min_size=len(instants), max_size=len(instants))
     senders = data.draw(numbers)
     block = EventBlock(
@@ -82,7 +82,7 @@ def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.D
         names=["a", "b"],
         kinds=[event_kind(event) for event in events],
         workers=[
-            sender if isinstance(one, MessageReceived) else 0 for sender, one in zip(senders, events, strict=True)
+            sender if isinstance(event, MessageReceived) else 0 for sender, event in zip(senders, events, strict=True)
         ],
         times=instants,
         data=[event_data(event) for event in events],
@@ -97,7 +97,7 @@ def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.D
         if isinstance(event, MessageReceived) and isinstance(event.message, m.Report):
             block.data[index] = encode(dataclasses.replace(event.message, spans=(), resources=b""))
     assert read == block
-    assert [struct.pack("d", one) for one in read.times] == [struct.pack("d", instant) for instant in instants]
+    assert [struct.pack("d", instant) for instant in read.times] == [struct.pack("d", instant) for instant in instants]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
@@ -225,19 +225,19 @@ def test_a_term_that_is_recorded_already_is_not_overwritten(tmp_path: Path) -> N
 
 
 def test_nothing_is_written_before_the_first_event(tmp_path: Path) -> None:
-    one = EventRecording(tmp_path, CoreInputs("", 1, Position()), 1_000_000)
-    one.begin(0.0)
-    one.flush()
-    one.close()
+    event_recording = EventRecording(tmp_path, CoreInputs("", 1, Position()), 1_000_000)
+    event_recording.begin(0.0)
+    event_recording.flush()
+    event_recording.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_event_whose_handling_failed_is_recorded_without_commands(tmp_path: Path) -> None:
-    one = EventRecording(tmp_path, CoreInputs("", 1, Position()), 1_000_000)
-    one.begin(0.0)
+    event_recording = EventRecording(tmp_path, CoreInputs("", 1, Position()), 1_000_000)
+    event_recording.begin(0.0)
     for handled in (True, False, True, False, False):
-        one.add(Tick(), 1.0, [EndRun("the end", 0)] if handled else [], [b""] if handled else [])
-    one.close()
+        event_recording.add(Tick(), 1.0, [EndRun("the end", 0)] if handled else [], [b""] if handled else [])
+    event_recording.close()
     [block] = Recordings.of(tmp_path).of_term(1).blocks()
     assert block.counts == [1, 0, 1, 0, 0]
 

@@ -39,8 +39,8 @@ def sets(passed: Iterable[Passed]) -> dict[int, set[int]]:
 
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 700) | st.integers(0, LARGEST_PROMPT))))
 def test_positions_are_packed_and_unpacked(pairs: set[tuple[int, int]]) -> None:
-    found = unpack(pack(pairs))
-    assert {(epoch, prompt) for epoch, prompts in found.items() for prompt in prompts} == pairs
+    unpacked = unpack(pack(pairs))
+    assert {(epoch, prompt) for epoch, prompts in unpacked.items() for prompt in prompts} == pairs
 
 
 @pytest.mark.parametrize(
@@ -261,11 +261,11 @@ def test_a_run_of_a_month_is_restarted_whenever_it_was_healthy_for_a_window(tmp_
         assert restarts.back_off_s(-9) == 1.0
         assert restarts.describe(1.0) == "restart 1 of 3 in 1 s, from step 6"
         at_s[0] += WINDOW_S + 1.0
-    found = []
+    delays_s = []
     for _ in range(4):  # a window that slides: the first of these has left it when the last comes
-        found.append(restarts.back_off_s(-9))
+        delays_s.append(restarts.back_off_s(-9))
         at_s[0] += WINDOW_S / 3 + 1.0
-    assert found == [1.0, 4.0, 16.0, 16.0]
+    assert delays_s == [1.0, 4.0, 16.0, 16.0]
     assert [restarts.back_off_s(-9), restarts.back_off_s(-9)] == [16.0, None]
 
 

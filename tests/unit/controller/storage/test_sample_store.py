@@ -72,9 +72,9 @@ def generated() -> GeneratedSample:
 
 
 def data(record: SampleRecord) -> bytes:
-    found = encode_record(record)
-    assert found is not None
-    return found
+    encoded = encode_record(record)
+    assert encoded is not None
+    return encoded
 
 
 def writer(
@@ -89,15 +89,15 @@ def rows(path: Path, eval_name: str = "") -> tuple[SampleRow, ...]:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 def test_records_of_a_sample_are_joined_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
-    one = writer(tmp_path)
+    store = writer(tmp_path)
     records = [
         ([(data(scored()), 6)], []),
         ([(data(trained()), 6), (data(generated()), 6)], []),
         ([], [GroupEnd(0, 1, 7)]),
     ]
     for at in order:
-        assert not one.write(*records[at])
-    one.close()
+        assert not store.write(*records[at])
+    store.close()
     [row] = rows(tmp_path)
     sample = SampleReader(tmp_path).get(row.id)
     assert sample is not None
@@ -111,11 +111,11 @@ def test_records_of_a_sample_are_joined_in_any_order(tmp_path: Path, order: tupl
 
 
 def test_a_drop_reason_applies_to_samples_without_their_own_reason(tmp_path: Path) -> None:
-    one = writer(tmp_path)
-    one.write([(data(scored(member=0, reason="timeout: f.py took more than 10 s")), 3), (data(scored(member=1)), 3)])
-    one.write([], [GroupEnd(0, 1, 4, "lost: timeout; that was attempt 3")])
-    one.write([(data(scored(member=2)), 5)])  # it arrives after the prompt was dropped
-    one.close()
+    store = writer(tmp_path)
+    store.write([(data(scored(member=0, reason="timeout: f.py took more than 10 s")), 3), (data(scored(member=1)), 3)])
+    store.write([], [GroupEnd(0, 1, 4, "lost: timeout; that was attempt 3")])
+    store.write([(data(scored(member=2)), 5)])  # it arrives after the prompt was dropped
+    store.close()
     reader = SampleReader(tmp_path)
     by_member = {row.member: row for row in rows(tmp_path)}
     assert by_member[0].reason.startswith("timeout: f.py")
@@ -127,39 +127,39 @@ def test_a_drop_reason_applies_to_samples_without_their_own_reason(tmp_path: Pat
 
 
 def test_filtered_groups_are_limited_to_per_step_rows(tmp_path: Path) -> None:
-    one = writer(tmp_path, per_step=8)
+    store = writer(tmp_path, per_step=8)
     for prompt in range(5):
-        one.write([(data(scored(prompt, member)), 0) for member in range(4)])
-        one.write([], [GroupEnd(0, prompt, 0, "filtered: all rewards are equal")])
-    one.write([(data(scored(5, member)), 0) for member in range(4)], [GroupEnd(0, 5, 0)])
-    one.close()
+        store.write([(data(scored(prompt, member)), 0) for member in range(4)])
+        store.write([], [GroupEnd(0, prompt, 0, "filtered: all rewards are equal")])
+    store.write([(data(scored(5, member)), 0) for member in range(4)], [GroupEnd(0, 5, 0)])
+    store.close()
     assert SampleReader(tmp_path).reasons() == {"filtered": 8}
     assert {row.prompt for row in rows(tmp_path)} == {0, 1, 5}
     assert SampleReader(tmp_path).left_out() == {"of filtered groups": 12}
 
 
 def test_truncated_samples_of_other_groups_are_limited_per_step(tmp_path: Path) -> None:
-    one = writer(tmp_path)
-    one.write(
+    store = writer(tmp_path)
+    store.write(
         [(data(scored(prompt, is_single=True)), step) for step in (0, 1) for prompt in range(20 * step, 20 * step + 20)]
     )
-    one.close()
+    store.close()
     assert Counter(row.step for row in rows(tmp_path)) == {0: 8, 1: 8}
     assert SampleReader(tmp_path).left_out() == {"truncated": 24}
 
 
 def test_a_sample_that_is_scored_twice_has_one_row(tmp_path: Path) -> None:
-    one = writer(tmp_path)
-    one.write([(data(scored(reward=0.0)), 0), (data(trained()), 0), (data(scored(reward=1.0)), 0)])
-    one.close()
+    store = writer(tmp_path)
+    store.write([(data(scored(reward=0.0)), 0), (data(trained()), 0), (data(scored(reward=1.0)), 0)])
+    store.close()
     [row] = rows(tmp_path)
     assert (row.reward, row.advantage, row.step) == (1.0, 1.25, 7)
 
 
 def test_evaluation_samples_of_each_version_have_their_own_rows(tmp_path: Path) -> None:
-    one = writer(tmp_path)
-    one.write([(data(scored(flow="eval", version=version)), 3) for version in (0, 10)])
-    one.close()
+    store = writer(tmp_path)
+    store.write([(data(scored(flow="eval", version=version)), 3) for version in (0, 10)])
+    store.close()
     assert [row.step for row in rows(tmp_path, "held_out")] == [10, 0]
     assert rows(tmp_path) == ()
     assert SampleReader(tmp_path).evaluations() == ("held_out",)
@@ -173,8 +173,8 @@ def test_samples_of_rolled_back_steps_are_kept_and_marked(tmp_path: Path) -> Non
     second = writer(tmp_path, run_attempt=2, step=2)
     second.write([(data(scored(2)), 2)], [GroupEnd(0, 2, 2)])
     second.close()
-    found = {(row.step, row.run_attempt): row.rolled_back for row in rows(tmp_path)}
-    assert found == {(0, 1): False, (1, 1): False, (2, 1): True, (3, 1): True, (2, 2): False}
+    rolled_back = {(row.step, row.run_attempt): row.rolled_back for row in rows(tmp_path)}
+    assert rolled_back == {(0, 1): False, (1, 1): False, (2, 1): True, (3, 1): True, (2, 2): False}
     reader = SampleReader(tmp_path)
     assert reader.run_attempts() == ((1, 0), (2, 2))
     assert reader.query(SampleFilter(with_rolled_back=False)).total == 3
@@ -200,9 +200,9 @@ def test_malformed_records_are_counted_and_change_nothing_else(tmp_path: Path) -
         data(replace(generated(), generate_s=-1.0)),
         data(replace(trained(), data=(b"a", b""))),
     ]
-    one = writer(tmp_path)
-    assert not one.write([(each, 0) for each in [*malformed, valid]])
-    one.close()
+    store = writer(tmp_path)
+    assert not store.write([(each, 0) for each in [*malformed, valid]])
+    store.close()
     assert len(rows(tmp_path)) == 1
     assert SampleReader(tmp_path).left_out() == {"malformed": len(malformed)}
     for each in malformed[:8]:
@@ -212,18 +212,18 @@ def test_malformed_records_are_counted_and_change_nothing_else(tmp_path: Path) -
 
 def test_a_text_that_decompresses_to_too_many_bytes_is_malformed(tmp_path: Path) -> None:
     bomb = replace(scored(), data=(pack_text("x"), b"z" + zlib.compress(bytes(1 << 26)), b""))
-    one = writer(tmp_path)
-    one.write([(data(bomb), 0)])
-    one.close()
+    store = writer(tmp_path)
+    store.write([(data(bomb), 0)])
+    store.close()
     assert SampleReader(tmp_path).left_out() == {"malformed": 1}
 
 
 def test_the_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
-    one = writer(tmp_path)
-    one.write([(data(scored()), 0)])
+    store = writer(tmp_path)
+    store.write([(data(scored()), 0)])
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-    one.close()
+    store.close()
 
 
 # ---- size
@@ -231,32 +231,32 @@ def test_the_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
 
 def test_the_size_is_bounded_and_flagged_samples_are_deleted_last(tmp_path: Path) -> None:
     limit = 400_000
-    one = writer(tmp_path, max_bytes=limit)
+    store = writer(tmp_path, max_bytes=limit)
     steps = 600
     for step in range(steps):
         records = [scored(step, member, completion=f"{step} " * 100) for member in range(4)]
         records[0].reason = "timeout: it took too long" if step % 10 == 0 else ""
-        one.write([(data(record), step) for record in records], [GroupEnd(0, step, step)])
+        store.write([(data(record), step) for record in records], [GroupEnd(0, step, step)])
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < limit + 2_300_000  # and the log
-    one.close()
+    store.close()
     assert (tmp_path / SAMPLES).stat().st_size <= limit + 32_768
-    found = rows(tmp_path)
-    assert {row.prompt for row in found if row.reason} == {*range(0, steps, 10)}
-    newest = {row.step for row in found if not row.reason}
+    stored = rows(tmp_path)
+    assert {row.prompt for row in stored if row.reason} == {*range(0, steps, 10)}
+    newest = {row.step for row in stored if not row.reason}
     assert {*range(steps - 50, steps)} <= newest, "the last 50 steps are whole"
     assert 10 < len(newest - {*range(steps - 50, steps)}) < steps / 2, "older ones are thinned, and not all gone"
     left_out = SampleReader(tmp_path).left_out()
-    assert left_out == {"deleted": 4 * steps - len(found)}
+    assert left_out == {"deleted": 4 * steps - len(stored)}
 
 
 def test_flagged_samples_are_deleted_if_no_others_are_left(tmp_path: Path) -> None:
     limit = 200_000
-    one = writer(tmp_path, max_bytes=limit)
+    store = writer(tmp_path, max_bytes=limit)
     for step in range(300):
-        one.write(
+        store.write(
             [(data(scored(step, member, reason="error: x", completion=f"{step} " * 100)), step) for member in range(4)]
         )
-    one.close()
+    store.close()
     assert (tmp_path / SAMPLES).stat().st_size <= limit + 32_768
     assert max(row.step for row in rows(tmp_path)) == 299
 
@@ -291,10 +291,10 @@ LONG_LOGPROBS = KEYS.randbytes(LENGTH * 2)
 def long_group(prompt: int) -> tuple[list[bytes], list[bytes]]:
     """Records of a group of 64 samples of 32,000 tokens: of the reward worker, and of the trainer."""
     text = pack_text(LONG_TEXT)
-    one = replace(scored(prompt), spans=(0, LENGTH), data=(pack_text("a prompt"), text, LONG_IDS))
+    sample = replace(scored(prompt), spans=(0, LENGTH), data=(pack_text("a prompt"), text, LONG_IDS))
     other = replace(trained(prompt), data=(LONG_LOGPROBS, LONG_LOGPROBS))
     members = range(MEMBERS)
-    return [data(replace(one, member=member)) for member in members], [
+    return [data(replace(sample, member=member)) for member in members], [
         data(replace(other, member=member)) for member in members
     ]
 
@@ -341,17 +341,17 @@ def test_a_message_that_is_too_long_is_counted(tmp_path: Path) -> None:
 def test_records_are_sent_in_messages_of_limited_length() -> None:
     records = [bytes([number]) * 100_000 for number in range(7)]
     sent = list(messages(records))
-    assert [len(one.records) for one in sent] == [2, 2, 2, 1]
-    assert [record for one in sent for record in one.records] == records
+    assert [len(message.records) for message in sent] == [2, 2, 2, 1]
+    assert [record for message in sent for record in message.records] == records
 
 
 def test_long_texts_and_tokens_are_cut_to_fit_a_record() -> None:
     text = "".join(chr(0x4E00 + number * 7919 % 20_000) for number in range(400_000))
-    found = decode_record(
+    sample = decode_record(
         data(replace(scored(), spans=(0, 200_000), data=(pack_text("p"), pack_text(text), bytes(800_000))))
     )
-    assert isinstance(found, ScoredSample)
-    assert found.data[2] == b""
+    assert isinstance(sample, ScoredSample)
+    assert sample.data[2] == b""
     long = decode_record(data(replace(trained(), data=(bytes(600_000), bytes(600_000)))))
     assert isinstance(long, TrainedSample)
     assert long.data == (b"", b"")
@@ -364,18 +364,18 @@ def test_a_full_disk_gives_one_notice_and_unwritten_samples_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_store, "RETRY_S", 0.0)
-    one = writer(tmp_path)
-    one.write([(data(scored(0)), 0)])
-    database = one._opened()
+    store = writer(tmp_path)
+    store.write([(data(scored(0)), 0)])
+    database = store._opened()
     [(pages,)] = database.execute("PRAGMA page_count").fetchall()
     database.execute(f"PRAGMA max_page_count={pages}")
     big = [(data(scored(prompt, completion="x y" * 4000 + str(prompt))), 0) for prompt in range(1, 400)]
-    notices = [one.write(big)]
+    notices = [store.write(big)]
     assert "database or disk is full" in notices[0]
     assert notices[0].startswith("samples are not stored")
     monkeypatch.setattr(sample_store, "RETRY_S", 60.0)
-    assert one.write([(data(scored(500)), 0)]) == f"samples are stored in {tmp_path / SAMPLES} again"
-    one.close()
+    assert store.write([(data(scored(500)), 0)]) == f"samples are stored in {tmp_path / SAMPLES} again"
+    store.close()
     assert {row.prompt for row in rows(tmp_path)} == {0, 500}
     assert SampleReader(tmp_path).left_out() == {"not written": 399}
 
@@ -399,8 +399,8 @@ def test_a_damaged_file_gives_one_notice_and_is_not_changed(tmp_path: Path, monk
 
 def test_the_store_is_readable_while_it_is_written(tmp_path: Path) -> None:
     """Readers do not fail and do not block the writer."""
-    one = writer(tmp_path, max_bytes=300_000)
-    one.write([(data(scored()), 0)])
+    store = writer(tmp_path, max_bytes=300_000)
+    store.write([(data(scored()), 0)])
     failures: list[str] = []
     is_over = threading.Event()
     seen: list[int] = []
@@ -415,11 +415,11 @@ def test_the_store_is_readable_while_it_is_written(tmp_path: Path) -> None:
     threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
-    notices = [one.write([(data(scored(step, completion=f"{step} " * 100)), step)]) for step in range(1, 400)]
+    notices = [store.write([(data(scored(step, completion=f"{step} " * 100)), step)]) for step in range(1, 400)]
     is_over.set()
     for thread in threads:
         thread.join()
-    one.close()
+    store.close()
     assert not failures
     assert not any(notices)
     assert len(seen) > 3
@@ -434,19 +434,19 @@ def test_group_choice_has_the_given_share_and_is_deterministic(share: float) -> 
     count = sum(chosen(epoch, prompt) for epoch in range(2) for prompt in range(2000))
     assert abs(count - 4000 * share) <= 4 * (4000 * share * (1 - share)) ** 0.5
     assert [chosen(0, prompt) for prompt in range(50)] == [
-        GroupChoice(seed=3, share=share)(0, one) for one in range(50)
+        GroupChoice(seed=3, share=share)(0, prompt) for prompt in range(50)
     ]
 
 
 def test_another_seed_chooses_other_groups() -> None:
-    one, other = GroupChoice(seed=0, share=0.5), GroupChoice(seed=1, share=0.5)
-    assert [one(0, prompt) for prompt in range(64)] != [other(0, prompt) for prompt in range(64)]
+    first, second = GroupChoice(seed=0, share=0.5), GroupChoice(seed=1, share=0.5)
+    assert [first(0, prompt) for prompt in range(64)] != [second(0, prompt) for prompt in range(64)]
 
 
 def test_the_columns_are_those_of_the_formats_page(tmp_path: Path) -> None:
-    one = writer(tmp_path)
-    one.write([])
-    one.close()
+    store = writer(tmp_path)
+    store.write([])
+    store.close()
     with sqlite3.connect(tmp_path / SAMPLES) as database:
         columns = [name for _, name, *_ in database.execute("PRAGMA table_info(samples)")]
     database.close()

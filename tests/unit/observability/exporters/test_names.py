@@ -59,10 +59,10 @@ def test_all_exporters_use_the_same_names(tmp_path: Path, monkeypatch: pytest.Mo
         name for name in of_board if not name.startswith("time/")
     }
     assert "time/rollout/gate" in of_board
-    assert {one["name"] for one in trace if one["ph"] == "C"} < of_board
+    assert {event["name"] for event in trace if event["ph"] == "C"} < of_board
     reader = RunReader(run_dir)
     reader.read_attribution()
-    families = {one.name: one for one in text_string_to_metric_families(prometheus_text(reader.figures()))}
+    families = {family.name: family for family in text_string_to_metric_families(prometheus_text(reader.figures()))}
     assert families.keys() - OF_PROMETHEUS == {prometheus_name(name) for name in of_board}
 
 
@@ -70,7 +70,7 @@ def test_metrics_with_one_prometheus_name_differ_in_a_label() -> None:
     numbers = {"reward/a-b": 1.0, "reward/a_b": 2.0, 'reward/a"b': 3.0, "kl": 4.0, "events": 5.0, "worker/seconds": 1.0}
     figures = RunFigures(step=3, metrics=numbers, shares=None, seconds={("r\\", 'b"\n'): 1.5}, events={"x\ny": 2})
     text = prometheus_text(figures)
-    families = {one.name: one for one in text_string_to_metric_families(text)}
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {sample.labels["name"]: sample.value for sample in families["flowrt_reward_a_b"].samples} == {
         "reward/a-b": 1.0,
         "reward/a_b": 2.0,

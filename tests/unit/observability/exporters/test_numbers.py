@@ -36,15 +36,15 @@ def export(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
 
-def assert_equal(found: Numbers, run_dir: Path, *, exact: bool) -> None:
+def assert_equal(numbers: Numbers, run_dir: Path, *, exact: bool) -> None:
     """Every number of metrics.jsonl is there; ``exact``: in double precision, otherwise in single precision."""
     known = metrics_numbers(run_dir)
     assert len(known) == STEPS
     for step, line in known.items():
         for name, value in line.items():
             if name != "step":
-                one = found[step][exported_name(name)]
-                assert one == value if exact else one == pytest.approx(value, rel=2**-23)
+                number = numbers[step][exported_name(name)]
+                assert number == value if exact else number == pytest.approx(value, rel=2**-23)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
 
 @pytest.mark.slow
 def test_tensorboard_has_all_numbers_in_single_precision(exported: tuple[Path, Numbers]) -> None:
-    run_dir, found = exported
-    assert_equal(found, run_dir, exact=False)
-    assert found[3]["time/rollout/gate"] == pytest.approx(0.3)
+    run_dir, numbers = exported
+    assert_equal(numbers, run_dir, exact=False)
+    assert numbers[3]["time/rollout/gate"] == pytest.approx(0.3)
 
 
 def test_tensorboard_is_purged_after_a_rewind_and_a_repeated_export(run_dir: Path, tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_a_wandb_file_has_all_numbers(run_dir: Path, tmp_path: Path, monkeypatch
     assert re.search(r"W&B run \w+ \(offline\) in ", done.stderr)
     assert "wandb sync" in done.stderr
     [path] = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    found = wandb_numbers(path)
-    assert_equal(found, run_dir, exact=True)
-    assert found[3]["time/rollout/gate"] == pytest.approx(0.3)
+    numbers = wandb_numbers(path)
+    assert_equal(numbers, run_dir, exact=True)
+    assert numbers[3]["time/rollout/gate"] == pytest.approx(0.3)
 
 
 def test_prometheus_text_has_the_numbers_of_the_last_step(run_dir: Path) -> None:

@@ -32,9 +32,9 @@ def test_the_command_writes_all_steps_with_their_worst_samples(tmp_path: Path) -
         words, capture_output=True, text=True, timeout=600, env={"STEPS_CSV": str(tmp_path / "steps.csv")}
     )
     assert done.returncode == 0, done.stderr
-    found = rows(tmp_path / "steps.csv")
-    assert [int(row["step"]) for row in found] == list(range(STEPS))
-    for row, line in zip(found, metrics(range(STEPS)), strict=True):
+    written = rows(tmp_path / "steps.csv")
+    assert [int(row["step"]) for row in written] == list(range(STEPS))
+    for row, line in zip(written, metrics(range(STEPS)), strict=True):
         assert [float(row[name]) for name in ("wall_s", "reward", "staleness_max")] == [
             line[name] for name in ("wall_s", "reward", "staleness_max")
         ]
@@ -44,7 +44,7 @@ def test_the_command_writes_all_steps_with_their_worst_samples(tmp_path: Path) -
         for sample in reversed(SampleReader(run_dir).query(order="worst", limit=STEPS * MEMBERS).samples)
     }
     assert len(worst) == STEPS
-    for row in found:
+    for row in written:
         sample = worst[int(row["step"])]
         assert float(row["worst_reward"]) == sample.reward
         assert row["worst_completion"].encode("utf-8") == sample.completion.encode("utf-8", "backslashreplace")
@@ -61,8 +61,8 @@ def test_repeated_steps_are_written_once(tmp_path: Path, monkeypatch: pytest.Mon
     (run_dir / "metrics.jsonl.new").rename(run_dir / "metrics.jsonl")
     feed.read_new(is_last=True)
     exporter.close()
-    found = rows(tmp_path / "steps.csv")
-    assert [(int(row["step"]), float(row["reward"])) for row in found] == [
-        (one["step"], one["reward"]) for one in repeated
+    written = rows(tmp_path / "steps.csv")
+    assert [(int(row["step"]), float(row["reward"])) for row in written] == [
+        (line["step"], line["reward"]) for line in repeated
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "steps.csv"]

@@ -38,8 +38,8 @@ def export(run_dir: Path, steps: str = "", last: int | None = None) -> str:
 
 def files(run_dir: Path) -> list[Path]:
     """The files of W&B, in the order of their creation."""
-    found = (run_dir / "wandb" / "wandb").glob("offline-run-*/run-*.wandb")
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    paths = (run_dir / "wandb" / "wandb").glob("offline-run-*/run-*.wandb")
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns)
 
 
 def again(steps: Iterable[int], after_s: float) -> list[dict[str, Any]]:
@@ -138,8 +138,8 @@ def test_variables_of_wandb_set_name_id_and_project(tmp_path: Path, monkeypatch:
         monkeypatch.setenv(f"WANDB_{name}", value)
     export(run_dir)
     [path] = files(run_dir)
-    found = wandb_run(path)
-    assert (found.display_name, found.run_id, found.project) == ("mine", "abc123", "one")
+    record = wandb_run(path)
+    assert (record.display_name, record.run_id, record.project) == ("mine", "abc123", "one")
     monkeypatch.setenv("WANDB_PROJECT", "other")  # where nothing has been logged
     export(run_dir)
     assert list(wandb_numbers(files(run_dir)[1])) == [0, 1]
