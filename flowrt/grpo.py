@@ -16,7 +16,7 @@ from flowrt.engines.hf import load_model, load_tokenizer
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.engines.training.forward import response_logprobs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
-from flowrt.launcher import adapter_start, build_model
+from flowrt.launcher import build_model, start_models
 from flowrt.launcher.controller_main import sample_store
 from flowrt.launcher.model_check import check_weights, write_models
 from flowrt.recipes import grpo as recipe
@@ -110,7 +110,7 @@ def _prepare(config: RunConfig) -> None:
     if not config.model:
         build_model.build(config)
     elif has_adapters_to_merge(config):
-        adapter_start.merge_starts(config)
+        start_models.merge_starts(config)
     if config.model_overrides:
         write_models(config)
     if config.model:

@@ -4,7 +4,7 @@ The command reads the rows, and the tokenizer and configuration of the model; wi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,36 +59,43 @@ MAX_SHOWN_TEXT = 2_000
 """Characters of a prompt that are printed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class PromptCount:
+    """How many prompts were found, and the place of the first."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, block: PromptBlock, place: int) -> None:
+        """Count a prompt."""
+        self.count += 1
+        self.first = self.first or block.where(place)
+
+
+@dataclass(slots=True)
 class Prompts:
     """Statistics of the prompts of all data sets."""
 
-    lengths: list[int]
+    lengths: list[int] = field(default_factory=list)
     """Length of each prompt in tokens, ascending."""
-    longest: str
+    longest: str = ""
     """File and line of the longest prompt."""
-    overlong: int
-    """Number of prompts above the limit."""
-    first_overlong: str
-    empty: int
+    overlong: PromptCount = field(default_factory=PromptCount)
+    """Prompts above the limit."""
+    empty: PromptCount = field(default_factory=PromptCount)
     """Prompts without a token."""
-    first_empty: str
-    outside: int
+    outside: PromptCount = field(default_factory=PromptCount)
     """Prompts with a token id that the model does not have."""
-    first_outside: str
-    double_starts: int
-    """Prompts with two start tokens."""
-    controls: int
+    controls: PromptCount = field(default_factory=PromptCount)
     """Prompts whose own text has a control token."""
-    first_control: str
-    control: str
+    control: str = ""
     """The control token of the first one."""
-    duplicates: int
+    double_starts: int = 0
+    """Prompts with two start tokens."""
+    duplicates: PromptCount = field(default_factory=PromptCount)
     """Training rows with the prompt of an earlier training row."""
-    first_duplicate: str
-    shared: int
+    shared: PromptCount = field(default_factory=PromptCount)
     """Training rows with a held-out prompt."""
-    first_shared: str
 
 
 def read_arguments(words: Sequence[str]) -> tuple[RunConfig, int, bool]:
@@ -140,7 +147,7 @@ def check_data(config: RunConfig, show: int, is_deep: bool, console: Console) ->
     except EngineError as error:
         raise ConfigError(str(error)) from error
     checked = check_files(config, lambda note: console.print(printable(note), soft_wrap=True))
-    check_start(checked, are_fit=not (found.overlong or found.empty or found.outside))
+    check_start(checked, are_fit=not (found.overlong.count or found.empty.count or found.outside.count))
     try:
         return _compare(config, sets, console) if is_deep else EXIT_OK
     except EngineError as error:
@@ -180,36 +187,37 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
     line("template", (config.data.chat_template or "of the checkpoint") if has_template else "none: text as it is")
     quantiles = ", ".join(f"{share:.0%} {_quantile(found.lengths, share):,}" for share in QUANTILES)
     line("tokens", f"shortest {found.lengths[0]:,}, {quantiles}, longest {found.lengths[-1]:,} ({found.longest})")
-    if found.overlong:
+    if found.overlong.count:
         outcome = "left out (data.overlong drop)" if limits.overlong == "drop" else "refused by a run"
         line(
             "too long",
-            f"{found.overlong:,} prompts over {limits.most:,} tokens{_reason(limits)}, {outcome}; first: "
-            f"{found.first_overlong}",
+            f"{found.overlong.count:,} prompts over {limits.most:,} tokens{_reason(limits)}, {outcome}; first: "
+            f"{found.overlong.first}",
         )
-    if found.empty:
-        line("empty", f"{found.empty:,} prompts without a token, refused by a run; first: {found.first_empty}")
-    if found.outside:
+    if found.empty.count:
+        line("empty", f"{found.empty.count:,} prompts without a token, refused by a run; first: {found.empty.first}")
+    if found.outside.count:
         line(
             "vocabulary",
-            f"{found.outside:,} prompts with token ids above the vocab_size of {limits.vocab_size:,}, refused by a run"
-            f"; first: {found.first_outside}",
+            f"{found.outside.count:,} prompts with token ids above the vocab_size of {limits.vocab_size:,}, refused by "
+            f"a run; first: {found.outside.first}",
         )
     if found.double_starts:
         line("start token", f"twice in {found.double_starts:,} prompts: the template or the text has one of its own")
-    if found.controls:
+    if found.controls.count:
         line(
             "controls",
-            f"{found.controls:,} prompts have the text of a control token, which becomes that token; first: "
-            f"{found.control!r} in {found.first_control}",
+            f"{found.controls.count:,} prompts have the text of a control token, which becomes that token; first: "
+            f"{found.control!r} in {found.controls.first}",
         )
     line("stop tokens", _stop_tokens(model, tokenizer, chat_templates(config)))
-    if found.duplicates:
-        line("duplicates", f"{found.duplicates:,} training rows repeat a prompt; first: {found.first_duplicate}")
-    if found.shared:
+    if found.duplicates.count:
+        line("duplicates", f"{found.duplicates.count:,} training rows repeat a prompt; first: {found.duplicates.first}")
+    if found.shared.count:
         outcome = "allowed (data.allow_overlap)" if config.data.allow_overlap else "refused by a run"
         line(
-            "held out", f"{found.shared:,} training rows have a held-out prompt, {outcome}; first: {found.first_shared}"
+            "held out",
+            f"{found.shared.count:,} training rows have a held-out prompt, {outcome}; first: {found.shared.first}",
         )
     for problem in Concatenated([one.training for one in sets])[:show]:
         _show(problem, encoders, tokenizer, console)
@@ -267,71 +275,40 @@ def _shares(sets: Sequence[ProblemSet]) -> list[str]:
 
 def _read(encoders: Any, start: int | None, limits: PromptLimits, sets: Sequence[ProblemSet]) -> Prompts:
     """Tokenize all prompts, and find those that occur twice. ``start``: id of the start token."""
-    overlong, shared, duplicates, empty, outside = _Found(), _Found(), _Found(), _Found(), _Found()
-    controls, control = _Found(), ""
-    double_starts = 0
+    found = Prompts()
     evaluated = {folded(*one.as_prompt) for part in sets for one in part.held_out}
     trained: set[int] = set()
     """Hashes of prompts; the prompts themselves would take as much memory as the data set."""
-    longest, longest_place = -1, ""
-    lengths: list[int] = []
+    longest = -1
     for one in sets:
         index = 0
         for block in one.prompt_blocks():
-            for place, ids in enumerate(_encoded(encoders.of(block.form), block)):
-                lengths.append(len(ids))
+            encoder = encoders.of(block.form)
+            for place, ids in enumerate(_encoded(encoder, block)):
+                found.lengths.append(len(ids))
                 if len(ids) > longest:
-                    longest, longest_place = len(ids), block.where(place)
+                    longest, found.longest = len(ids), block.where(place)
                 if not ids:
-                    empty.add(block, place)
+                    found.empty.add(block, place)
                 elif len(ids) > limits.most:
-                    overlong.add(block, place)
+                    found.overlong.add(block, place)
                 elif max(ids) >= limits.vocab_size:
-                    outside.add(block, place)
-                double_starts += start is not None and ids[:2] == [start, start]
-                if controlled := encoders.of(block.form).control_token(block.prompts[place]):
-                    control = control or controlled
-                    controls.add(block, place)
+                    found.outside.add(block, place)
+                found.double_starts += start is not None and ids[:2] == [start, start]
+                if control := encoder.control_token(block.prompts[place]):
+                    found.control = found.control or control
+                    found.controls.add(block, place)
                 index += 1
                 if index > one.first_held_out:
                     continue
                 own = folded(*block.prompts[place])
                 if own in evaluated:
-                    shared.add(block, place)
+                    found.shared.add(block, place)
                 if (hashed := hash(own)) in trained:
-                    duplicates.add(block, place)
+                    found.duplicates.add(block, place)
                 trained.add(hashed)
-    return Prompts(
-        lengths=sorted(lengths),
-        longest=longest_place,
-        overlong=overlong.count,
-        first_overlong=overlong.first,
-        empty=empty.count,
-        first_empty=empty.first,
-        outside=outside.count,
-        first_outside=outside.first,
-        double_starts=double_starts,
-        controls=controls.count,
-        first_control=controls.first,
-        control=control,
-        duplicates=duplicates.count,
-        first_duplicate=duplicates.first,
-        shared=shared.count,
-        first_shared=shared.first,
-    )
-
-
-@dataclass(slots=True)
-class _Found:
-    """How many prompts were found, and the place of the first."""
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, block: PromptBlock, place: int) -> None:
-        """Count a prompt."""
-        self.count += 1
-        self.first = self.first or block.where(place)
+    found.lengths.sort()
+    return found
 
 
 def _encoded(encoder: Any, block: PromptBlock) -> list[list[int]]:

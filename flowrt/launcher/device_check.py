@@ -1,7 +1,4 @@
-"""Check that this host has the accelerators that a run names, and name those that it leaves unused.
-
-A separate process asks torch (`flowrt.launcher.device_probe`).
-"""
+"""Check that this host has the accelerators that a run names, and name those that it leaves unused."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,7 +69,7 @@ def unused(
 def missing(name: str, count: int) -> str:
     """Why this host does not have ``count`` accelerators of this kind; empty if it has."""
     try:
-        return last_line("flowrt.launcher.device_probe", (name, str(count)), LIMIT_S, f"the probe of {name} devices")
+        return last_line("flowrt.transport.devices", (name, str(count)), LIMIT_S, f"the probe of {name} devices")
     except WaitExpired:
         return f"torch did not answer within {LIMIT_S:.0f} s whether there is one; is its driver stuck?"
     except FlowError as error:

@@ -339,16 +339,13 @@ class LocalRun:
         code = await self._run_first(view, *self._prepare) if self._prepare else EXIT_OK
         if code != EXIT_OK:
             return code
-        if has_adapters_to_merge(self._config):
-            view.report("merging the adapter into its base model")
-            code = await self._run_first(view, "adapter_start")
-        if code == EXIT_OK and self._config.model:
-            code = await self._run_first(view, "model_check")
-        elif not self._config.model and not model_dir(self._config).is_dir():
+        if not self._config.model and not model_dir(self._config).is_dir():
             view.report("building and warm-starting the model")
             code = await self._run_first(view, "build_model")
-        if code == EXIT_OK and self._config.reference.model and not self._config.model:
-            code = await self._run_first(view, "model_check")  # only now the embedded model's vocabulary is known
+        if code == EXIT_OK and (self._config.model or self._config.reference.model):
+            if has_adapters_to_merge(self._config):
+                view.report("merging the adapter into its base model")
+            code = await self._run_first(view, "start_models")  # it compares the vocabulary of an embedded model
         if code != EXIT_OK:
             return code
         self._prepared_s = monotonic() - self._begun_s

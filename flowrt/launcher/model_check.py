@@ -1,14 +1,11 @@
-"""Check of a run's model and prompts before the other processes of the run start.
+"""Check of a run's model and prompts before the other processes of the run start (`flowrt.launcher.start_models`).
 
-``python -m flowrt.launcher.model_check --config RUN/config.toml``: exit code 2 and one sentence if the model cannot be
-loaded, or a prompt does not fit it. Names, types and shapes of the weights are read from the headers of their files.
+Names, types and shapes of the weights are read from the headers of their files.
 """
 
-import argparse
 import contextlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import transformers
 from safetensors import safe_open
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
@@ -48,17 +44,15 @@ from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.engines.torch.generation_path import right_way
 from flowrt.engines.training.architecture import check_training
 from flowrt.engines.training.lora import add_adapters
-from flowrt.errors import EXIT_BAD_INPUT, ConfigError, EngineError, FlowError, suggested
+from flowrt.errors import ConfigError, EngineError, suggested
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.eval_sets import run_prompts
 from flowrt.recipes.model_files import is_adapter, tokenizer_dir, weight_files
 from flowrt.recipes.prompt_limits import prompt_limits
 from flowrt.recipes.run_dir import model_dir, reference_model_dir
 from flowrt.recipes.tasks.registry import task_of
-from flowrt.runtime.logs import log_to_stderr
 
 log = logging.getLogger("flowrt")
 MAX_NAMES = 3
@@ -423,24 +417,3 @@ def _dtype(name: str) -> torch.dtype:
 def _some(names: Iterable[str]) -> str:
     found = sorted(names)
     return ", ".join(found[:MAX_NAMES]) + (", …" if len(found) > MAX_NAMES else "")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="check the model of a run before its processes start")
-    parser.add_argument("--config", required=True, help="the run's config.toml")
-    arguments = parser.parse_args()
-    log_to_stderr()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    torch.set_num_threads(1)
-    try:
-        check_model(from_toml(Path(arguments.config).read_text()))
-    except FlowError as error:
-        log.error("%s", error)
-        return EXIT_BAD_INPUT
-    return 0
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)

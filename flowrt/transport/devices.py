@@ -2,6 +2,9 @@
 
 - Only this file imports torch_npu, and only to use an NPU, not to detect one.
 - Everything about NPUs is written against torch_npu's interface and HAS NOT RUN ON AN NPU.
+- ``python -m flowrt.transport.devices NAME COUNT`` prints, in one sentence, why torch does not see this number of
+  devices here; nothing if it does. The launcher asks a process of its own: it does not import torch, and a process
+  that has initialised CUDA must not fork.
 """
 
 import importlib.util
@@ -202,3 +205,15 @@ def torch_npu() -> Any:
             f"an NPU needs torch_npu of the same version as torch {torch.__version__}: pip install 'flowrt[npu]' "
             f"({error})"
         ) from error
+
+
+def main() -> None:
+    name, count = sys.argv[1], int(sys.argv[2])
+    try:
+        choose(name, count - 1)
+    except ConfigError as error:
+        print(error)  # noqa: T201 (its output is the answer)
+
+
+if __name__ == "__main__":
+    main()

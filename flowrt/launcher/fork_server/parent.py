@@ -31,7 +31,7 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's BLAS starts its threads at import."""
 FORK_SERVER = "the fork server"
 PROGRAM = (sys.executable, RUN_MODULE, "flowrt.launcher.fork_server.child")
-MODULES = ("flowrt.roles.", "flowrt.ranks.", "flowrt.launcher.build_model", "flowrt.launcher.model_check")
+MODULES = ("flowrt.roles.", "flowrt.ranks.", "flowrt.launcher.build_model", "flowrt.launcher.start_models")
 """Prefixes of the names of modules that the fork server can run."""
 
 

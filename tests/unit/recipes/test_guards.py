@@ -10,7 +10,7 @@ from flowrt.controller.policies.guards import GuardRule
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
-from flowrt.launcher.own_files import with_own_needs
+from flowrt.launcher.run_checks import with_own_needs
 from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import GuardConfig
 from flowrt.recipes.config_io import from_toml, parse, to_toml
@@ -168,7 +168,7 @@ def test_metrics_of_a_user_algorithm_are_known_after_loading_it(monkeypatch: pyt
             answers.append(ask(*question))
         return answers[0]
 
-    monkeypatch.setattr("flowrt.launcher.own_files.ask", ask_once)
+    monkeypatch.setattr("flowrt.launcher.run_checks.ask", ask_once)
     flags = ["--algorithm", USER_ALGORITHM, "--guard", "loss above 5"]
     assert with_own_needs(parse(flags)).guard == (GuardConfig("loss", above=5.0),)
     with pytest.raises(ConfigError, match="no such metric"):

@@ -8,7 +8,7 @@ import pytest
 
 from flowrt.errors import ConfigError
 from flowrt.launcher.local_run import with_absolute_paths
-from flowrt.launcher.own_files import with_checked_task
+from flowrt.launcher.run_checks import with_checked_task
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import defaults, from_toml, parse, read, to_toml
 from flowrt.recipes.tasks import arithmetic, custom, task_file, task_file_process

@@ -20,10 +20,10 @@ from flowrt.engines.options import LoraOptions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.training.lora import add_adapters, merged_start, write_adapters
 from flowrt.errors import ConfigError
-from flowrt.launcher.adapter_start import merge_starts
 from flowrt.launcher.doctor.model_shape import read_shape, shape_of
 from flowrt.launcher.model_check import check_model, write_models
 from flowrt.launcher.resume import with_own_models
+from flowrt.launcher.start_models import merge_starts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.model_files import base_model_dir, check_model_files, tokenizer_dir

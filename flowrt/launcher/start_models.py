@@ -1,8 +1,8 @@
-"""Models that a run starts from, of a base model and a LoRA adapter: written before its other processes start.
+"""The models that a run starts from: written and checked before its other processes start.
 
-``python -m flowrt.launcher.adapter_start --config RUN/config.toml``: writes the base model with the adapter of
-``model``, or of ``reference.model``, merged to the run directory, where all workers and a resumed run read it. Exit
-code 2 and one sentence if an adapter does not fit its base model.
+``python -m flowrt.launcher.start_models --config RUN/config.toml``: where ``model`` or ``reference.model`` is a LoRA
+adapter, writes its base model with the adapter merged to the run directory, where all workers and a resumed run read
+it; then checks the models and the prompts. Exit code 2 and one sentence if a model or a prompt cannot be used.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from flowrt.engines.exported_model import copy_generation
 from flowrt.engines.hf import export_dtype, load_model, load_tokenizer
 from flowrt.engines.training.lora import merged_start
-from flowrt.errors import EXIT_BAD_INPUT, ConfigError, EngineError, FlowError
-from flowrt.launcher.model_check import check_finite_files
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, EngineError, FlowError
+from flowrt.launcher.model_check import check_finite_files, check_model
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.config_io import from_toml
+from flowrt.recipes.config_io import from_file
 from flowrt.recipes.model_files import ADAPTER_WEIGHTS, base_model_dir, is_adapter, tokenizer_dir, weight_files
 from flowrt.recipes.run_dir import model_dir, reference_model_dir
 from flowrt.runtime.files import fsync_tree, partial_path
@@ -65,21 +65,23 @@ def write_merged(adapter: Path, directory: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="merge the adapters that a run starts from into their base models")
-    parser.add_argument("--config", required=True, help="the run's config.toml")
+    parser = argparse.ArgumentParser(description="write and check the models that a run starts from")
+    parser.add_argument("--config", required=True, type=Path, help="the run's config.toml")
     arguments = parser.parse_args()
     log_to_stderr()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    config = from_toml(Path(arguments.config).read_text())
-    torch.set_num_threads(config.threads)
     try:
+        config = from_file(arguments.config)
+        torch.set_num_threads(config.threads)
         merge_starts(config)
+        check_model(config)
     except (FlowError, OSError, SafetensorError) as error:
         log.error("%s", error)
         return EXIT_BAD_INPUT
-    return 0
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    os._exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)
