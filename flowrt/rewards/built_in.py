@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from flowrt.errors import ConfigError
 from flowrt.rewards.functions import RewardFunction
 from flowrt.rewards.outcomes import RewardOutcome
-from flowrt.rewards.user_file import Unusable, as_text, outcome_of
+from flowrt.rewards.user_file import as_text, outcome_of
+from flowrt.runtime.user_module import Unusable
 
 Scorer = Callable[[str, object, Mapping[str, object]], RewardOutcome]
 """Takes the response, the reference answer and the columns of the row."""

@@ -34,8 +34,9 @@ from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.rows import decode_row
 from flowrt.rewards.samples import CallForm, RewardSample
-from flowrt.rewards.user_file import ANSWER, MISSING, Unusable, UserFilter, described, line_of, no_column
+from flowrt.rewards.user_file import ANSWER, MISSING, UserFilter, no_column
 from flowrt.rewards.user_reward import UserReward
+from flowrt.runtime.user_module import Unusable, described, line_of
 from flowrt.runtime.waits import BoundedElsewhere, blocking, wait_until
 
 RECV_BYTES = 1 << 20

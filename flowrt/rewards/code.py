@@ -23,7 +23,8 @@ from time import monotonic
 from flowrt.errors import ConfigError
 from flowrt.rewards.outcomes import RewardOutcome
 from flowrt.rewards.programs.sandbox import Ended, NotStarted, Sandbox, encoded, words
-from flowrt.rewards.user_file import Unusable, outcome_of
+from flowrt.rewards.user_file import outcome_of
+from flowrt.runtime.user_module import Unusable
 from flowrt.runtime.waits import blocking
 
 TESTS = "tests"

@@ -31,8 +31,9 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.rows import decode_row, json_text
 from flowrt.rewards.samples import Rate
-from flowrt.rewards.user_file import ANSWER, as_text, cut, no_column, outcome_of
+from flowrt.rewards.user_file import ANSWER, as_text, no_column, outcome_of
 from flowrt.runtime.urls import check_url
+from flowrt.runtime.user_module import cut
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_until
 
 if TYPE_CHECKING:

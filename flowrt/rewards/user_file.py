@@ -1,4 +1,4 @@
-"""A user's file, and a reward or filter function in it: how it is loaded and called, and its line in messages.
+"""How a user's reward function, or filter function, is called, and the outcome of what it returns.
 
 - A parameter called response or completion receives the response, one called answer the reference answer, and any other
   the column of its name, such as prompt.
@@ -8,18 +8,14 @@
 - ``**names`` receives each column, and the response and the answer, that no parameter receives.
 """
 
-import importlib.machinery
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter
-from pathlib import Path
-from types import CodeType, ModuleType
 
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.rows import json_text
+from flowrt.runtime.user_module import Unusable, cut, defined_at, load_module
 
 RESPONSE = ("response", "completion")
 ANSWER = "answer"
@@ -104,23 +100,6 @@ REWARDS, OFFERED = "rewards", ("prompt", "epoch", "lengths", "version")
 LOG, LOGGED = "log", "_"
 """Parameter that receives a function which logs a number, and prefix of the names of parts that are only logged."""
 LARGEST = 3e38
-MAX_ERROR = 160
-"""Maximum number of characters of a user's error message in a report."""
-
-
-class Unusable(Exception):
-    """A mistake in the user's function or in its result; ``line`` is that of the file, 0 if unknown."""
-
-    def __init__(self, what: str, line: int = 0) -> None:
-        super().__init__(what)
-        self.line = line
-
-
-class _Uncached(importlib.machinery.SourceFileLoader):
-    """A loader that writes no ``__pycache__`` next to the user's file."""
-
-    def set_data(self, path: str, data: object, *, _mode: int = 0o666) -> None:
-        pass
 
 
 def load(argument: str, index: int) -> Callable[..., object]:
@@ -131,28 +110,10 @@ def load(argument: str, index: int) -> Callable[..., object]:
         index: a number that makes the name of the module unique.
     """
     path, _, function = argument.rpartition(":")
-    make_siblings_importable(path)
     found: object = getattr(load_module(path, f"{MODULE}_{index}"), function, None)
     if not callable(found):
         raise Unusable(f"it has no function {function!r}; name the function as FILE.py:FUNCTION")
     return found
-
-
-def make_siblings_importable(path: str) -> None:
-    """Let the user's file import the modules of its and of the current directory, after those that are installed."""
-    for folder in (str(Path(path).absolute().parent), str(Path.cwd())):
-        if folder not in sys.path:
-            sys.path.append(folder)
-
-
-def load_module(path: str, name: str) -> ModuleType:
-    """Execute a user's file as the module of this name. Raises any exception that the file raises."""
-    loader = _Uncached(name, path)
-    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=path))
-    module.__file__ = path
-    sys.modules[name] = module  # dataclasses look up their module there
-    loader.exec_module(module)
-    return module
 
 
 class UserFilter:
@@ -272,45 +233,6 @@ def no_column(name: str, columns: Mapping[str, object]) -> str:
     return f"the row has no such column{key}; it has {cut(', '.join(columns))}"
 
 
-def described(error: BaseException) -> str:
-    """A user's exception, as the end of a sentence."""
-    kind = type(error).__name__
-    if isinstance(error, SystemExit):
-        return f"it ended the program with exit({cut(repr(error.code))})"
-    try:
-        text = cut(str(error.msg if isinstance(error, SyntaxError) else error))
-    except Exception:  # noqa: BLE001 (a user's exception may fail to describe itself)
-        text = ""
-    return f"{kind}: {text}" if text else kind
-
-
-def line_of(error: BaseException, path: str) -> int:
-    """The innermost line of this file in the traceback of an error; 0 if unknown."""
-    if isinstance(error, Unusable):
-        return error.line
-    if isinstance(error, SyntaxError) and error.filename == path:
-        return error.lineno or 0
-    line = 0
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == path:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def cut(text: str) -> str:
-    """The text on one line, cut at `MAX_ERROR` characters."""
-    text = " ".join(text[: 4 * MAX_ERROR].split())
-    return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"
-
-
 def as_text(answer: object) -> str:
     """A reference answer as text: itself, or its JSON."""
     return answer if isinstance(answer, str) else json_text(answer)
-
-
-def defined_at(function: object) -> int:
-    """The line where a function is defined; 0 if it is unknown (a callable object, a function of a library)."""
-    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
-    return code.co_firstlineno if isinstance(code, CodeType) else 0

@@ -29,14 +29,12 @@ from flowrt.rewards.user_file import (
     RESPONSE,
     Arguments,
     MissingColumn,
-    Unusable,
-    cut,
-    defined_at,
     load,
     no_column,
     note,
     outcome_of,
 )
+from flowrt.runtime.user_module import Unusable, cut, defined_at
 
 BATCH, GROUP, TOKENIZER = "completions", "group", "tokenizer"
 IGNORED = "log_extra"

@@ -43,8 +43,8 @@ from flowrt.engines.training.loss_passes import LossPasses, example_tokens
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import AlgorithmConfig, KlConfig, LossConfig, RunConfig
-from flowrt.rewards.user_file import load_module, make_siblings_importable
 from flowrt.runtime.file_process import answer
+from flowrt.runtime.user_module import called, load_module
 
 METHODS = ("credit", "measure", "terms")
 
@@ -120,11 +120,12 @@ def _policy_loss(loss: LossConfig) -> PolicyLoss:
 def own_algorithm(name: str) -> Algorithm:
     """Load ``FILE.py:NAME`` and create an instance. Raises ConfigError if that fails or it is not an `Algorithm`."""
     path, _, attribute = name.rpartition(":")
-    try:
-        make_siblings_importable(path)
+
+    def load() -> Algorithm:
         objective: Algorithm = getattr(load_module(path, "flowrt_own_algorithm"), attribute)()
-    except Exception as error:
-        raise ConfigError(f"algorithm {name} cannot be loaded: {type(error).__name__}: {error}; correct it") from error
+        return objective
+
+    objective = called("algorithm", path, f"while {attribute} was made", load)
     _check_own(name, objective)
     return objective
 

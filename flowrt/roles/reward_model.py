@@ -13,7 +13,8 @@ from flowrt.engines.hf import load_classifier
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.rows import decode_row
 from flowrt.rewards.samples import CallForm, RewardSample
-from flowrt.rewards.user_file import Unusable, cut, outcome_of
+from flowrt.rewards.user_file import outcome_of
+from flowrt.runtime.user_module import Unusable, cut
 
 MOST_TOKENS = 1 << 24
 """Lengths of `model_max_length` above it stand for no limit."""

@@ -20,7 +20,7 @@ SMALL = [
 ]
 BROKEN = {
     "import": ("import no_such_module\n", "ModuleNotFoundError"),
-    "exit": ("raise SystemExit(3)\n", "ended its process with code 3"),
+    "exit": ("raise SystemExit(3)\n", "mine.py:1: it ended the program with exit(3), while Mine was made"),
     "missing": ("class Other: ...\n", "no attribute 'Mine'"),
     "no method": ("class Mine: ...\n", "has no credit"),
     "raises": (

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrt.errors import ConfigError
 from flowrt.observability.exporters.sink import Line, Sink
-from flowrt.rewards.user_file import load_module, make_siblings_importable
+from flowrt.runtime.user_module import called, load_module
 
 METHODS = ("step", "samples", "close")
 
@@ -46,17 +46,11 @@ def _load(spec: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"exporters has {spec!r}, and there is no Python file {path!r}; correct it")
-    make_siblings_importable(path)
-    try:
-        module = load_module(path, f"_exporter_{file.stem}")
-        kind = getattr(module, name, None)
-        if not inspect.isclass(kind):
-            raise ConfigError(f"exporters has {spec!r}, and {path} has no class {name}")
-        exporter = kind()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"exporter {spec} cannot be made: {type(error).__name__}: {error}") from error
+    module = called("exporter", path, "while the file was loaded", lambda: load_module(path, f"_exporter_{file.stem}"))
+    kind = getattr(module, name, None)
+    if not inspect.isclass(kind):
+        raise ConfigError(f"exporters has {spec!r}, and {path} has no class {name}")
+    exporter = called("exporter", path, f"while {name} was made", kind)
     if missing := [one for one in METHODS if not callable(getattr(exporter, one, None))]:
         raise ConfigError(f"exporter {spec} has no method {missing[0]}; it needs {', '.join(METHODS)}")
     return exporter

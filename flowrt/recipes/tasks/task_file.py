@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.tasks.base import Recipe
-from flowrt.rewards.user_file import described as sentence_of
-from flowrt.rewards.user_file import line_of, load_module, make_siblings_importable
+from flowrt.runtime import user_module
 from flowrt.runtime.file_process import ask
+from flowrt.runtime.user_module import FIX, load_module
 
 Result = TypeVar("Result")
 PROCESS = "flowrt.recipes.tasks.task_file_process"
@@ -28,7 +28,6 @@ NAME = "RECIPE"
 """Name of the recipe that FILE.py alone stands for."""
 LOAD_S = 60.0
 """Deadline for the description of a file, in seconds."""
-FIX = "correct it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,6 @@ def load(name: str) -> tuple[str, Recipe]:
 
 @functools.cache
 def _load(path: str, attribute: str, digest_of_file: str) -> tuple[str, Recipe]:
-    make_siblings_importable(path)
     name = f"{MODULE}_{digest_of_file[:16]}"
     module = called(path, "while the file was loaded", lambda: load_module(path, name))
     recipes = {key: value for key, value in vars(module).items() if isinstance(value, Recipe)}
@@ -132,20 +130,5 @@ def _load(path: str, attribute: str, digest_of_file: str) -> tuple[str, Recipe]:
 
 
 def called(path: str, doing: str, call: Callable[[], Result]) -> Result:
-    """The result of a call of the user's code.
-
-    Args:
-        path: the task file.
-        doing: the purpose of the call, for the message.
-        call: the call.
-
-    Raises ConfigError for every exception of the call, with the line of the file.
-    """
-    try:
-        return call()
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        line = line_of(error, path)
-        at = f"{path}:{line}" if line else path
-        raise ConfigError(f"task file {at}: {sentence_of(error)}, {doing}; {FIX}") from error
+    """The result of a call of the code of a task file, see `flowrt.runtime.user_module.called`."""
+    return user_module.called("task file", path, doing, call)

@@ -21,8 +21,9 @@ from flowrt.recipes.eval_sets import check_eval_sets
 from flowrt.recipes.tasks.base import Example, Task
 from flowrt.recipes.tasks.problems import folded
 from flowrt.recipes.tasks.registry import task_of
-from flowrt.recipes.tasks.task_file import FIX, called, load, split
+from flowrt.recipes.tasks.task_file import called, load, split
 from flowrt.runtime.file_process import answer
+from flowrt.runtime.user_module import FIX
 
 COMPARED = 512
 """Prompts that are compared with those of a second task of the same configuration."""
