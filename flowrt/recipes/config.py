@@ -47,6 +47,10 @@ PolicyLossName = Literal[
 EMBEDDED = OnlyIf("model", have=("",), off=(0,))
 READS_FILES = OnlyIf("recipe", but=("arithmetic",))
 EVALUATES = OnlyIf("eval.interval", but=(0,), or_keys=("eval.at_start", "eval.at_end", "eval.only"))
+WITH_PROMPTS = OnlyIf("data.eval_prompts", but=(0, ()), or_keys=("eval.data",))
+AT_INTERVALS = OnlyIf("eval.interval", but=(0,))
+BEFORE_END = OnlyIf("eval.interval", but=(0,), or_keys=("eval.at_start",))
+WITH_DIFFICULTY = OnlyIf("data.difficulty_key", but=("",))
 WITH_SFT = OnlyIf("sft.steps", but=(0,))
 WITH_ANSWERS = OnlyIf("sft.answer_only_steps", but=(0,))
 WITH_ANY_SFT = OnlyIf("sft.steps", but=(0,), or_keys=("sft.answer_only_steps",))
@@ -138,9 +142,9 @@ class DataConfig:
     """Order of the rows of a data set in each pass: drawn from the seed, by ascending difficulty, or as they are."""
     difficulty_key: str = ""
     """Recipe custom: column of the difficulty, a number; A.B is key B in column A."""
-    min_difficulty: Difficulty = -1_000_000_000.0
+    min_difficulty: Annotated[Difficulty, WITH_DIFFICULTY] = -1_000_000_000.0
     """Rows of a lower difficulty are left out; at the least value: none."""
-    max_difficulty: Difficulty = 1_000_000_000.0
+    max_difficulty: Annotated[Difficulty, WITH_DIFFICULTY] = 1_000_000_000.0
     """Rows of a higher difficulty are left out; at the largest value: none."""
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
@@ -175,17 +179,17 @@ class EvalConfig:
     [[data.sets]]; repeatable; none: the held-out rows, as held_out."""
     split: str = ""
     """Split that is read from a directory of eval.data; empty: test, else validation."""
-    interval: Annotated[int, Interval(ge=0, le=10_000_000)] = 0
+    interval: Annotated[int, Interval(ge=0, le=10_000_000), WITH_PROMPTS] = 0
     """Optimiser steps between evaluations; 0: only at the ends."""
     at_start: bool = True
     """Evaluate the initial weights, before training."""
     at_end: bool = True
     """Evaluate the last weights."""
-    samples: Annotated[int, Interval(ge=1, le=65_536), EVALUATES] = 1
+    samples: Annotated[int, Interval(ge=1, le=65_536), WITH_PROMPTS, EVALUATES] = 1
     """Answers to each prompt, over which avg@k and pass@k are measured."""
-    max_new_tokens: Annotated[int, Interval(ge=0, le=16_777_216), EVALUATES] = 0
+    max_new_tokens: Annotated[int, Interval(ge=0, le=16_777_216), WITH_PROMPTS, EVALUATES] = 0
     """Maximum length of an answer, in tokens; 0: rollout.max_new_tokens."""
-    temperature: Annotated[float | None, Interval(ge=0, le=100), EVALUATES] = None
+    temperature: Annotated[float | None, Interval(ge=0, le=100), WITH_PROMPTS, EVALUATES] = None
     """Sampling temperature; 0: the most likely token; not given: 0 with one sample, rollout.temperature with more."""
     top_k: Annotated[int, Interval(ge=0, le=4_096), EVALUATES] = 0
     """Sample from this many most likely tokens; 0: from all."""
@@ -193,16 +197,16 @@ class EvalConfig:
     """Sample from the fewest most likely tokens whose probabilities sum to this; 1: from all."""
     min_p: Annotated[float, Interval(ge=0, lt=1), EVALUATES] = 0.0
     """Sample from the tokens of at least this fraction of the highest probability; 0: from all."""
-    limit: Annotated[int, Interval(ge=0, le=1_000_000), EVALUATES] = 0
+    limit: Annotated[int, Interval(ge=0, le=1_000_000), WITH_PROMPTS, EVALUATES] = 0
     """Prompts of each data set, the first ones; 0: all."""
-    overlap: Literal["skip", "wait"] = "skip"
+    overlap: Annotated[Literal["skip", "wait"], AT_INTERVALS] = "skip"
     """An evaluation that is due while another one runs: skip it, unless its version is still there afterwards; or let
     it wait, its version kept in the trainer's memory, for at most two at a time."""
     only: bool = False
     """Only evaluate the weights that the run starts from: no trainer is started, and nothing is trained."""
-    solved_reward: Annotated[Reward, EVALUATES] = 1.0
+    solved_reward: Annotated[Reward, WITH_PROMPTS, EVALUATES] = 1.0
     """Reward from which an answer counts as right, in pass@k."""
-    stop_at: Reward = 0.0
+    stop_at: Annotated[Reward, WITH_PROMPTS, BEFORE_END] = 0.0
     """End training once the mean reward of an evaluation of the first data set reaches this; 0: never."""
 
     def sampling(self, rollout_temperature: float) -> SamplingOptions | None:
@@ -337,9 +341,9 @@ class RolloutConfig(RolloutSettings):
 
     engine: RolloutEngineName = "torch"
     """Engine torch: PyTorch inside the worker; sglang: an SGLang server that the worker starts or connects to."""
-    journal_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 0.0
+    journal_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S), OnlyIf("checkpoint.samples", but=(False,))] = 0.0
     """Seconds after which a worker writes the sequences in generation to its journal, so that they survive its sudden
-    end up to there; needs checkpoint.samples; 0: only complete samples, and sequences when the run is preempted."""
+    end up to there; 0: only complete samples, and sequences when the run is preempted."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """When rollout workers update their weights."""
 

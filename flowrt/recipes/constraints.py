@@ -82,11 +82,6 @@ def check(config: RunConfig, *, has_weights: bool = True) -> None:
     check_reward_options(config)
     _check_samples(config)
     check_acting(config)
-    if config.rollout.journal_s and not config.checkpoint.samples:
-        raise ConfigError(
-            f"rollout.journal_s is {config.rollout.journal_s:g} and checkpoint.samples is False: without it workers "
-            "have no journals; set rollout.journal_s to 0, or leave checkpoint.samples on"
-        )
     if config.checkpoint.hf_every > config.steps:
         raise ConfigError(
             f"checkpoint.hf_every is {config.checkpoint.hf_every}, above steps ({config.steps}): no model would be "
@@ -216,13 +211,8 @@ def _check_difficulty(data: DataConfig) -> None:
     """Raise ConfigError for limits of the difficulty that exclude all rows, and for its options that have no effect."""
     least, most = data.min_difficulty, data.max_difficulty
     if not data.difficulty_key:
-        for name, is_set in (
-            ("data.min_difficulty", least != DataConfig.min_difficulty),
-            ("data.max_difficulty", most != DataConfig.max_difficulty),
-            ("data.order easy_first", data.order == "easy_first"),
-        ):
-            if is_set:
-                raise ConfigError(f"{name} is set, and data.difficulty_key is not; name the column of the difficulty")
+        if data.order == "easy_first":
+            raise ConfigError("data.order is easy_first, and data.difficulty_key is empty; name the column")
         return
     if least > most:
         raise ConfigError(f"data.min_difficulty is {least:g}, above data.max_difficulty ({most:g}); no row is left")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from flowrt.engines.options import MIN_TEMPERATURE
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError, suggested
-from flowrt.recipes.config import EvalConfig, RunConfig
+from flowrt.recipes.config import RunConfig
 from flowrt.recipes.eval_names import eval_data_sets, eval_names
 from flowrt.recipes.metric_names import pass_ks
 from flowrt.recipes.tasks.registry import held_out_by_default
@@ -14,14 +14,7 @@ from flowrt.recipes.tasks.registry import held_out_by_default
 
 def check_eval(config: RunConfig) -> None:
     """Raise ConfigError for evaluations that are impossible, and for their options that have no effect."""
-    options, default, names = config.eval, EvalConfig(), eval_names(config)
-    if not names:
-        for name in ("interval", "samples", "max_new_tokens", "temperature", "limit", "stop_at", "solved_reward"):
-            if (value := getattr(options, name)) != getattr(default, name):
-                raise ConfigError(
-                    f"eval.{name} is {value}, and there is nothing to evaluate: data.eval_prompts is 0 and eval.data "
-                    "is empty; give one of them"
-                )
+    options, names = config.eval, eval_names(config)
     held_out = config.data.eval_prompts
     if options.data and held_out not in (0, held_out_by_default(config.recipe)):
         raise ConfigError(
@@ -38,10 +31,6 @@ def check_eval(config: RunConfig) -> None:
             f"eval.interval is {options.interval}, and steps is {config.steps}: no version would be due; use fewer, "
             "or 0"
         )
-    if options.overlap != default.overlap and not options.interval:
-        raise ConfigError(f"eval.overlap {options.overlap} changes nothing with eval.interval 0; set an interval")
-    if options.stop_at and not (options.interval or options.at_start):
-        raise ConfigError("eval.stop_at changes nothing without evaluations before the end; set eval.interval")
     if options.only:
         if not names:
             raise ConfigError(

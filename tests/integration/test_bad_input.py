@@ -198,7 +198,10 @@ def test_a_python_without_sglang(refused: Callable[..., Any], tmp_path: Path, sc
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--eval.interval 5 --data.eval-prompts 0", "eval.interval is 5, and there is nothing to evaluate"),
+        (
+            "--eval.interval 5 --data.eval-prompts 0",
+            "eval.interval is 5, which changes nothing with data.eval",
+        ),
         (
             "--eval.samples 4 --eval.temperature 0",
             "eval.samples is 4 and eval.temperature 0: all answers to a prompt would be the same",
@@ -211,8 +214,8 @@ def test_a_python_without_sglang(refused: Callable[..., Any], tmp_path: Path, sc
         ("--eval.min-p 0.1", "eval.top_k, eval.top_p and eval.min_p change nothing where the most likely token"),
         ("--eval.top-p 0.9", "eval.top_k, eval.top_p and eval.min_p change nothing where the most likely token"),
         ("--eval.interval 500", "eval.interval is 500, and steps is 120: no version would be due"),
-        ("--eval.overlap wait", "eval.overlap wait changes nothing with eval.interval 0"),
-        ("--eval.stop-at 0.9 --eval.at-start False", "eval.stop_at changes nothing without evaluations"),
+        ("--eval.overlap wait", "eval.overlap is 'wait', which changes nothing with eval.interval 0"),
+        ("--eval.stop-at 0.9 --eval.at-start False", "eval.stop_at is 0.9, which changes nothing with eval.interval 0"),
         ("--eval.data a=x.jsonl --data.eval-prompts 7", "with eval.data no rows are held out"),
         ("--eval.data nameless.jsonl", "eval.data has 'nameless.jsonl'; give NAME=PATH"),
         ("--eval.data a=x.jsonl --eval.data a=y.jsonl", "eval.data has two data sets of the name 'a'"),

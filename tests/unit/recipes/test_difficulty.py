@@ -101,9 +101,15 @@ def test_rows_without_a_difficulty_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data.min-difficulty", "1"], r"data\.min_difficulty is set, and data\.difficulty_key is not"),
-        (["--data.max-difficulty", "1"], r"data\.max_difficulty is set, and data\.difficulty_key is not"),
-        (["--data.order", "easy_first"], r"data\.order easy_first is set, and data\.difficulty_key is not"),
+        (
+            ["--data.min-difficulty", "1"],
+            r"data\.min_difficulty is 1\.0, which changes nothing with data\.diff",
+        ),
+        (
+            ["--data.max-difficulty", "1"],
+            r"data\.max_difficulty is 1\.0, which changes nothing with data\.diff",
+        ),
+        (["--data.order", "easy_first"], r"data\.order is easy_first, and data\.difficulty_key is empty"),
         (["--data.difficulty-key", "d"], r"data\.difficulty_key is set and changes nothing"),
         (
             ["--data.difficulty-key", "d", "--data.min-difficulty", "2", "--data.max-difficulty", "1"],
