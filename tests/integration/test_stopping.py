@@ -206,4 +206,4 @@ def test_truncated_weights_are_refused(launch: Start, own_model: Path) -> None:
     path = own_model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     run = launch("--model", str(own_model), *ENDLESS)
-    assert_refused(run, "model.safetensors are not a safetensors file, or truncated: 1000 bytes")
+    assert_refused(run, "model.safetensors of 1,000 bytes are incomplete or damaged")

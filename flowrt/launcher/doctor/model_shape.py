@@ -14,7 +14,7 @@ from flowrt.engines.descriptor import FLOAT_BYTES, MAX_PACKED_WINDOW, PACKED_LAY
 from flowrt.engines.model_config import parse_overrides, position_limit, read_config, text_table, with_overrides
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.model_files import base_model_dir, read_header, weight_files
+from flowrt.recipes.model_files import base_model_dir, tensor_shapes, weight_files
 
 HEAD_DIM = 32
 """Size of an attention head of the embedded model."""
@@ -61,12 +61,11 @@ def read_shape(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
     try:
         whole = with_overrides(read_config(path), overrides or {})
         table = text_table(whole)
-        headers = [read_header(file) for file in weight_files(path)]
         of_text = table is not whole
         sizes = {
-            name: math.prod(entry["shape"])
-            for header in headers
-            for name, entry in header.items()
+            name: math.prod(shape)
+            for file in weight_files(path)
+            for name, shape in tensor_shapes(file).items()
             if not (of_text and OTHER_PARTS.search(name))
         }
         hidden, layers, heads = (_size(table, names) for names in (HIDDEN, LAYERS, HEADS))

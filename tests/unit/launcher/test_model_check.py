@@ -92,10 +92,6 @@ def test_an_intact_model_passes(intact: Path) -> None:
     check_finite(intact)
 
 
-def entry(shape: object, offsets: object, dtype: str = "F32") -> bytes:
-    return json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
-
-
 def replace_by_directory(file: Path) -> None:
     file.unlink()
     file.mkdir()
@@ -117,25 +113,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "generation_config.json is not JSON",
     ),
     "broken tokenizer": (lambda model: cut(model / "tokenizer.json", 99), "tokenizer.json is not JSON"),
-    "empty weights": (lambda model: cut(model / WEIGHTS, 0), "not a safetensors file, or truncated: 0 bytes"),
-    "weights cut in the header": (
-        lambda model: cut(model / WEIGHTS, 100),
-        "not a safetensors file, or truncated: 100 bytes",
-    ),
-    "weights cut": (lambda model: cut(model / WEIGHTS, 9000), "are truncated: .* bytes of tensors in place of"),
-    "random bytes": (
-        lambda model: (model / WEIGHTS).write_bytes(b"\xff" * 5000),
-        "not a safetensors file, or truncated: 5000 bytes",
-    ),
-    "header is not JSON": (lambda model: with_header(model, b"{{{"), "the header of weights .* is not JSON"),
+    "empty weights": (lambda model: cut(model / WEIGHTS, 0), "of 0 bytes are incomplete or damaged"),
+    "weights cut": (lambda model: cut(model / WEIGHTS, 9000), "of 9,000 bytes are incomplete or damaged"),
+    "random bytes": (lambda model: (model / WEIGHTS).write_bytes(b"\xff" * 5000), "incomplete or damaged"),
     "header without tensors": (lambda model: with_header(model, b"{}"), "has no tensor in its weights"),
     "wrong size of a tensor": (
-        lambda model: with_header(model, entry([3], [0, 4]), bytes(4)),
-        r"of shape \[3\] in F32 has 4",
+        lambda model: with_header(
+            model, json.dumps({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}}).encode(), bytes(4)
+        ),
+        "incomplete or damaged .*invalid shape, data type, or offset for tensor",
     ),
-    "invalid entry": (lambda model: with_header(model, b'{"w": 3}'), "the header.s entry 'w' is damaged"),
-    "invalid offsets": (lambda model: with_header(model, entry([1], [4, 0]), bytes(4)), "'w' of shape"),
-    "invalid shape": (lambda model: with_header(model, entry("x", [0, 4]), bytes(4)), "'w' is damaged"),
     "a file of the index is missing": (
         lambda model: (model / INDEX).write_text('{"weight_map": {"w": "model-2.safetensors"}}'),
         "has no model-2.safetensors, which",

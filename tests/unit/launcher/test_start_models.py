@@ -176,7 +176,7 @@ def rename_tensors(adapter: Path) -> None:
             lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
             "but a pickle, which is never opened here",
         ),
-        (lambda path: (path / "adapter_model.safetensors").write_bytes(b"12"), "not a safetensors file, or truncated"),
+        (lambda path: (path / "adapter_model.safetensors").write_bytes(b"12"), "incomplete or damaged"),
         (rename_tensors, "cannot be merged into its base model"),
         (lose_a_tensor, "it lacks 1 tensors that its configuration asks for, such as base_model.model.model.layers.0"),
         (
