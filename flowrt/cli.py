@@ -103,7 +103,7 @@ def _split_page_port(words: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def _config(arguments: argparse.Namespace) -> int:
-    from flowrt.launcher.local_run import with_absolute_paths
+    from flowrt.launcher.absolute_paths import with_absolute_paths
     from flowrt.recipes.config_io import parse, to_toml
 
     sys.stdout.write(to_toml(with_absolute_paths(parse(arguments.words, "flowrt config"))))

@@ -32,7 +32,7 @@ from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys
 from flowrt.protocol.journals import journals_of
 from flowrt.protocol.messages import Position, unpack
 from flowrt.recipes import grpo
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import from_file, to_toml
 from flowrt.recipes.run_dir import CONFIG, address_file, check_summary_file, checkpoint_steps
 from flowrt.runtime.addresses import Endpoint, parse_address
@@ -258,7 +258,7 @@ def main() -> int:
         check_descriptor_limit()
         config = from_file(Path(arguments.config))
         if arguments.keys:
-            config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys=arguments.keys))
+            config = changed(config, {"controller.keys": arguments.keys})
         run_dir = Path(config.run_dir)
         private_directory(run_dir)
         RunLock(run_dir)  # held until this process ends

@@ -21,7 +21,7 @@ from flowrt.engines.training.forward import apply_optimizations, is_packing_enab
 from flowrt.errors import ConfigError, EngineError
 from flowrt.launcher.model_check import as_named, check_finite, check_weights, write_models
 from flowrt.launcher.start_models import merge_starts
-from flowrt.recipes.config import ReferenceConfig, RunConfig
+from flowrt.recipes.config import ReferenceConfig, RunConfig, changed
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.engines import initial_mismatch_limit, rollout_engine
 
@@ -107,7 +107,7 @@ def write_start(config: RunConfig) -> None:
 
 def _compare(config: RunConfig, chosen: Sequence[Sequence[int]]) -> Disagreement:
     new = min(NEW_TOKENS, config.rollout.max_new_tokens)
-    short = replace(config, rollout=replace(config.rollout, max_new_tokens=new))
+    short = changed(config, {"rollout.max_new_tokens": new})
     tokens = [torch.tensor(one, dtype=torch.int32) for one in chosen]
     responses = generate(rollout_engine(short), tokens)
     dtype: torch.dtype = getattr(torch, TRAIN_ENGINES[config.trainer.engine].forward_dtype(config.trainer))

@@ -11,11 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from flowrt.errors import EXIT_OK
+from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.export_model import saved_weights
-from flowrt.launcher.local_run import check_and_run, with_absolute_paths
+from flowrt.launcher.local_run import check_and_run
 from flowrt.launcher.resume import read_config
 from flowrt.launcher.supervision import read_summary
-from flowrt.recipes.config import BuildConfig, CheckpointConfig, RunConfig, SftConfig
+from flowrt.recipes.config import BuildConfig, CheckpointConfig, RunConfig, SftConfig, changed
 from flowrt.recipes.config_io import read_flags
 from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import split_options
@@ -91,28 +92,29 @@ def evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, mod
     Raises ConfigError for a flag with a value of the wrong type.
     """
     config = read_flags("flowrt eval", options.flags, config)
-    held_out = config.data.eval_prompts
-    changes: dict[str, Any] = {"only": True, "interval": 0, "stop_at": 0.0, "overlap": "skip"}
+    changes: dict[str, Any] = {
+        "model": str(model),
+        "run_dir": str(run_dir),
+        "eval.only": True,
+        "eval.interval": 0,
+        "eval.stop_at": 0.0,
+        "eval.overlap": "skip",
+        "build": BuildConfig(),
+        "sft": SftConfig(),
+        "checkpoint": CheckpointConfig(every=0),
+        "reference.model": "",
+        "reference.refresh": 0,
+        "reference.average": 1.0,
+        "guard": (),
+    }
     if options.data:
-        changes["data"] = tuple(
+        changes["eval.data"] = tuple(
             one if "=" in split_options(one, f"--data {one!r:.80}")[0] else f"eval={one}" for one in options.data
         )
-        held_out = held_out_by_default(config.recipe)  # with eval.data none are held out
+        changes["data.eval_prompts"] = held_out_by_default(config.recipe)  # with eval.data none are held out
     for name in ("samples", "temperature", "limit"):
         if (value := getattr(options, name)) is not None:
-            changes[name] = value
-    if changes.get("samples", 1) > 1 and options.temperature is None and config.eval.temperature == 0:
-        changes["temperature"] = None
-    one = dataclasses.replace(
-        config,
-        model=str(model),
-        run_dir=str(run_dir),
-        data=dataclasses.replace(config.data, eval_prompts=held_out),
-        eval=dataclasses.replace(config.eval, **changes),
-        build=BuildConfig(),
-        sft=SftConfig(),
-        checkpoint=CheckpointConfig(every=0),
-        reference=dataclasses.replace(config.reference, model="", refresh=0, average=1.0),
-        guard=(),
-    )
-    return with_absolute_paths(one)
+            changes[f"eval.{name}"] = value
+    if changes.get("eval.samples", 1) > 1 and options.temperature is None and config.eval.temperature == 0:
+        changes["eval.temperature"] = None
+    return with_absolute_paths(changed(config, changes))

@@ -8,7 +8,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import datetime
 import functools
 import os
@@ -28,6 +27,7 @@ from flowrt.controller.storage.integrity import ledger_bytes
 from flowrt.controller.storage.journals import journal_bytes
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, ConfigError, FlowError, WaitExpired
 from flowrt.ids import OBSERVER, TRAINER
+from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.accelerators import DEV, environments, visible
 from flowrt.launcher.commands import check_machine, check_programs, worker_commands
 from flowrt.launcher.device_check import check_devices_here, unused
@@ -54,19 +54,14 @@ from flowrt.launcher.views.live import LiveView, results_text, summary_table
 from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.link import check_free
-from flowrt.observability.exporters.sink import own_path
 from flowrt.observability.tails import LineTail
-from flowrt.recipes.algorithms import is_own, name_and_changes
-from flowrt.recipes.config import DataSetConfig, RunConfig
+from flowrt.recipes.algorithms import name_and_changes
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import OWN_DATA, to_toml
-from flowrt.recipes.constraints import check_text
-from flowrt.recipes.data_sets import options_text
 from flowrt.recipes.devices import named_accelerators
-from flowrt.recipes.eval_names import eval_data_sets
 from flowrt.recipes.run_dir import CONFIG, address_file, has_adapters_to_merge, model_dir, ranks_dir
 from flowrt.recipes.tasks.custom import check_given
 from flowrt.recipes.tasks.task_file import is_task_file, split
-from flowrt.rewards.functions import with_paths
 from flowrt.runtime.addresses import parse_address
 from flowrt.runtime.clock import OwnAbsence
 from flowrt.runtime.files import atomic_write, os_error_text, private_directory
@@ -115,85 +110,7 @@ def _place(config: RunConfig) -> RunConfig:
             f"trainer.final_dir {final_dir} contains the run directory {run_dir} and would replace it; name another"
         )
     keys = config.controller.keys or os.environ.get(KEYS_VARIABLE, "")
-    controller = dataclasses.replace(config.controller, keys=keys)
-    return with_absolute_paths(dataclasses.replace(config, run_dir=str(run_dir), controller=controller))
-
-
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The configuration with every path made absolute.
-
-    Raises ConfigError for a path that TOML cannot represent, and for guards.command without a program.
-    """
-    config = dataclasses.replace(
-        config,
-        run_dir=_absolute(config.run_dir),
-        model=_absolute(config.model),
-        reference=dataclasses.replace(config.reference, model=_absolute(config.reference.model)),
-        data=dataclasses.replace(
-            config.data,
-            path=_absolute(config.data.path),
-            sets=tuple(map(_data_set, config.data.sets)),
-            chat_template=_template(config.data.chat_template),
-            tools=_tools(config.data.tools),
-        ),
-        reward=dataclasses.replace(
-            config.reward, functions=tuple(with_paths(one, _absolute) for one in config.reward.functions)
-        ),
-        eval=dataclasses.replace(
-            config.eval,
-            data=tuple(
-                f"{one.name}={one.path}{options_text(one)}" for one in map(_data_set, eval_data_sets(config).values())
-            ),
-        ),
-        exporters=tuple(_exporter(name) for name in config.exporters),
-        guards=dataclasses.replace(config.guards, command=_command(config.guards.command)),
-        controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
-        trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
-    )
-    function = dataclasses.replace(config.algorithm.filter, function=_absolute(config.algorithm.filter.function))
-    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, filter=function))
-    if is_own(config.algorithm.name):
-        algorithm = dataclasses.replace(config.algorithm, name=_absolute(config.algorithm.name))
-        config = dataclasses.replace(config, algorithm=algorithm)
-    check_text(config)  # the paths now include the current directory
-    return config
-
-
-def _data_set(one: DataSetConfig) -> DataSetConfig:
-    template = None if one.chat_template is None else _template(one.chat_template)
-    tools = None if one.tools is None else _tools(one.tools)
-    return dataclasses.replace(one, path=_absolute(one.path), chat_template=template, tools=tools)
-
-
-def _tools(tools: str) -> str:
-    """``data.tools`` with an absolute path, if it is one."""
-    return tools if tools.lstrip().startswith("[") else _absolute(tools)
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).absolute()) if path else ""
-
-
-def _exporter(name: str) -> str:
-    path = own_path(name)
-    return f"{_absolute(path)}{name.removeprefix(path)}" if path else name
-
-
-def _command(text: str) -> str:
-    """guards.command with an absolute path if its program is a file. Raises ConfigError if there is no such program."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"guards.command {text!r:.80} is no command line: {error}") from error
-    if words and Path(words[0]).is_file():
-        words[0] = _absolute(words[0])
-    if words and shutil.which(words[0]) is None:
-        raise ConfigError(f"guards.command names {words[0]!r:.80}, and there is no such program; correct it")
-    return shlex.join(words)
-
-
-def _template(name: str) -> str:
-    return name if name in ("none", "chat") else _absolute(name)
+    return with_absolute_paths(changed(config, {"run_dir": str(run_dir), "controller.keys": keys}))
 
 
 def run(config: RunConfig, console: Console, page_port: int | None = None) -> int:

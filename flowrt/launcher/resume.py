@@ -11,7 +11,7 @@ from flowrt.errors import EXIT_OK, ConfigError
 from flowrt.launcher.local_run import check_and_run
 from flowrt.launcher.supervision import read_summary
 from flowrt.recipes.checkpoint_checksums import check_newest
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import from_file
 from flowrt.recipes.constraints import check
 from flowrt.recipes.resume_overrides import apply_overrides
@@ -104,6 +104,5 @@ def with_own_models(config: RunConfig, run_dir: Path) -> RunConfig:
             config = dataclasses.replace(config, model=str(own)) if own.is_dir() else config
     if config.reference.model:
         for own in (built_reference_dir(run_dir), kept_reference_dir(run_dir)):
-            reference = dataclasses.replace(config.reference, model=str(own))
-            config = dataclasses.replace(config, reference=reference) if own.is_dir() else config
+            config = changed(config, {"reference.model": str(own)}) if own.is_dir() else config
     return config

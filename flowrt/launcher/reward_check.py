@@ -14,7 +14,7 @@ from rich.console import Console
 from flowrt.errors import EXIT_OK, ConfigError
 from flowrt.launcher.run_checks import check_files, check_start
 from flowrt.launcher.terminal import printable
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import read, to_toml
 from flowrt.recipes.constraints import check
 from flowrt.recipes.flag_help import HelpText
@@ -97,7 +97,7 @@ def _with_training_rows(config: RunConfig, console: Console) -> RunConfig:
         open_sets(replace(config.data, eval_prompts=0) if config.eval.data else config.data)
     except ConfigError as error:  # of the rows that are held out: without them the sets have been opened
         console.print(f"a run would refuse this: {printable(str(error), one_line=True)}", soft_wrap=True)
-        return replace(config, data=replace(config.data, eval_prompts=0))
+        return changed(config, {"data.eval_prompts": 0})
     return config
 
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import is_own
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.eval_sets import check_eval_sets
 from flowrt.recipes.filter_function import check_filter_function
@@ -70,7 +70,7 @@ def with_checked_task(config: RunConfig, progress: Callable[[str], None]) -> Run
         raise ConfigError(f"task file {split(config.recipe)[0]} ended its process without an answer; correct it")
     if not parts:
         return with_task_reward(config)
-    return replace(config, reward=replace(config.reward, parts=tuple(map(str, parts))))
+    return changed(config, {"reward.parts": tuple(map(str, parts))})
 
 
 def with_own_needs(config: RunConfig) -> RunConfig:
@@ -85,8 +85,7 @@ def with_own_needs(config: RunConfig) -> RunConfig:
     needs = ask("flowrt.roles.algorithm", [name], f"algorithm {name.rpartition(':')[0]}", LOAD_S)
     metrics = needs.get("metrics")
     check_guards(config, metrics if isinstance(metrics, list) else [])
-    algorithm = replace(config.algorithm, own_reference=needs.get("reference") is True)
-    return replace(config, algorithm=algorithm)
+    return changed(config, {"algorithm.own_reference": needs.get("reference") is True})
 
 
 def has_weights(model: Path) -> bool:

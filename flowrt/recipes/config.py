@@ -4,8 +4,9 @@
 - The text below a field is its help text and its row in docs/reference/configuration.md.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Interval
 
@@ -26,6 +27,7 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
 from flowrt.runtime.conditions import OnlyIf
 
+Table = TypeVar("Table")
 MAX_LIVE_SAMPLES = 1_000_000
 """Maximum number of samples in all steps in progress: the controller keeps a row in memory for each."""
 PolicyLossName = Literal[
@@ -840,3 +842,13 @@ class RunConfig:
     def longest_response(self) -> int:
         """The maximum length of the responses of the run, those of evaluations among them, in tokens."""
         return max(self.rollout.max_new_tokens, self.eval.max_new_tokens)
+
+
+def changed(config: Table, values: Mapping[str, Any]) -> Table:
+    """The configuration, or a table of it, with these values, by the dotted names of their keys."""
+    table: Any = config
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        table = replace(table, **{head: changed(getattr(table, head), {rest: value}) if rest else value})
+    result: Table = table
+    return result

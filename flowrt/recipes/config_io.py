@@ -16,7 +16,7 @@ import tomli_w
 
 from flowrt.errors import ConfigError, first_line, suggested
 from flowrt.recipes.algorithms import preset
-from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig
+from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig, changed
 from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import parse_data
 from flowrt.recipes.flag_help import HelpText, print_help, topic_of
@@ -176,7 +176,7 @@ def _with_data(base: RunConfig, flags: Sequence[str]) -> RunConfig:
         return base
     path, tables = parse_data(flags)
     sets = _of_tables(DataSetConfig, tables, "data.sets", "flags")
-    return dataclasses.replace(base, data=dataclasses.replace(base.data, path=path, sets=sets))
+    return changed(base, {"data.path": path, "data.sets": sets})
 
 
 def _with_rewards(base: RunConfig, functions: Sequence[str]) -> RunConfig:
@@ -185,7 +185,7 @@ def _with_rewards(base: RunConfig, functions: Sequence[str]) -> RunConfig:
         raise ConfigError("--reward needs a value: FILE.py:FUNCTION, or a built-in function")
     if not functions:
         return base
-    return dataclasses.replace(base, reward=dataclasses.replace(base.reward, functions=tuple(functions)))
+    return changed(base, {"reward.functions": tuple(functions)})
 
 
 def read_toml(path: Path) -> dict[str, Any]:

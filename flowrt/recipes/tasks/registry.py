@@ -1,12 +1,11 @@
 """Recipes by name, as in ``flowrt run RECIPE``: a table of the built-in ones, and task files of the user's."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 from flowrt.errors import ConfigError, suggested
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.tasks import arithmetic, custom, gsm8k
 from flowrt.recipes.tasks.base import Recipe, Task
 from flowrt.recipes.tasks.task_file import called, described, digest, is_task_file, load, split
@@ -58,7 +57,7 @@ def task_of(config: RunConfig) -> Task:
     is not ``recipe_sha256``, or if data is missing or malformed.
     """
     if config.eval.data:
-        config = replace(config, data=replace(config.data, eval_prompts=0))
+        config = changed(config, {"data.eval_prompts": 0})
     if is_task_file(config.recipe):
         return _own_task(config)
     return recipe(config.recipe).task(config)
@@ -102,4 +101,4 @@ def check_task(config: RunConfig, progress: Callable[[str], None]) -> RunConfig:
     Raises ConfigError for any error.
     """
     parts = task_of(config).check(progress)
-    return replace(config, reward=replace(config.reward, parts=parts)) if parts else config
+    return changed(config, {"reward.parts": parts}) if parts else config

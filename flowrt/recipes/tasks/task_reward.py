@@ -5,9 +5,8 @@ Its exceptions, run time and memory are handled as those of a reward function; s
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import from_toml, to_toml
 from flowrt.recipes.tasks.registry import takes_reward, task_of
 from flowrt.recipes.tasks.task_file import is_task_file
@@ -24,7 +23,7 @@ def with_task_reward(config: RunConfig) -> RunConfig:
     """The configuration with the task's reward as the only reward function, if a task file defines the reward."""
     if not is_task_file(config.recipe) or takes_reward(config.recipe):
         return config
-    return replace(config, reward=replace(config.reward, functions=(f"{KIND}{config.recipe}",)))
+    return changed(config, {"reward.functions": (f"{KIND}{config.recipe}",)})
 
 
 def is_scored_by_task(config: RunConfig) -> bool:

@@ -13,19 +13,11 @@ import pytest
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.acting import Key, check_acting, keys
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import defaults, parse
 from flowrt.runtime.conditions import OnlyIf
 
 CONDITIONAL = [key for key in keys() if key.conditions]
-
-
-def changed(config: Any, values: dict[str, Any]) -> Any:
-    """The dataclass with fields of these dotted names replaced."""
-    for name, value in values.items():
-        head, _, rest = name.partition(".")
-        config = dataclasses.replace(config, **{head: changed(getattr(config, head), {rest: value}) if rest else value})
-    return config
 
 
 def type_of(name: str) -> Any:

@@ -18,7 +18,7 @@ from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import PRESETS, inert_fields, name_and_changes, needs_reference
-from flowrt.recipes.config import AlgorithmConfig, RunConfig
+from flowrt.recipes.config import AlgorithmConfig, RunConfig, changed
 from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.constraints import check
 from flowrt.recipes.grpo import dataflow
@@ -74,14 +74,6 @@ def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from fields(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", hints[field.name]
-
-
-def changed(config: Any, values: dict[str, Any]) -> Any:
-    """The dataclass with fields of these dotted names replaced."""
-    for name, value in values.items():
-        head, _, rest = name.partition(".")
-        config = dataclasses.replace(config, **{head: changed(getattr(config, head), {rest: value}) if rest else value})
-    return config
 
 
 usual = functools.cache(lambda: parse([]))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import ConfigError
+from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.evaluate import EvalOptions, evaluated_config
-from flowrt.launcher.local_run import with_absolute_paths
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml, read, to_toml
 from flowrt.recipes.constraints import check_data_options

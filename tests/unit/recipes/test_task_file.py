@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import ConfigError
-from flowrt.launcher.local_run import with_absolute_paths
+from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.run_checks import with_checked_task
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import defaults, from_toml, parse, read, to_toml
