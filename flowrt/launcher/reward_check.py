@@ -15,7 +15,7 @@ from flowrt.errors import EXIT_OK, ConfigError
 from flowrt.launcher.run_checks import check_files, check_start
 from flowrt.launcher.terminal import printable
 from flowrt.recipes.config import RunConfig, changed
-from flowrt.recipes.config_io import read, to_toml
+from flowrt.recipes.config_io import read, take, to_toml
 from flowrt.recipes.constraints import check
 from flowrt.recipes.flag_help import HelpText
 from flowrt.recipes.tasks.problems import in_turn, open_sets
@@ -70,19 +70,22 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     Returns the exit code. Raises ConfigError for what a run would refuse: a bad configuration before the report, failed
     rewards after it.
     """
-    limit, flags = _limit(words)
+    given, flags = take("--limit", list(words))
+    limit = given or str(LIMIT)
+    if not limit.isdecimal() or not 0 < int(limit[:7]) <= 100_000:
+        raise ConfigError(f"--limit is {limit!r}; use a number of rows from 1 to 100000")
     about = f"{DESCRIPTION} --limit N: rows (default: {LIMIT})."
     text = HelpText(about=about, common=COMMON, is_listed=_is_listed)
     config = read(flags, "flowrt reward check", default="custom", help_text=text, more=["--limit"])
     check(config)
     if not takes_reward(config.recipe):
-        return _check_task(config, limit, console)
+        return _check_task(config, int(limit), console)
     if not (config.data.path or config.data.sets) or not config.reward.functions:
         raise ConfigError("flowrt reward check needs --data PATH and --reward FUNCTION; --help lists all flags")
     check_here(config.reward)
     sets = open_sets(replace(config.data, eval_prompts=0))
     problems = [one.training for one in sets]
-    answers = [problem.answer.encode() for problem in islice(in_turn(problems), limit)]
+    answers = [problem.answer.encode() for problem in islice(in_turn(problems), int(limit))]
     _print(asyncio.run(_found(config, answers)), len(answers), console)
     config = _with_training_rows(config, console)
     config = check_files(config, lambda text: console.print(printable(text)))
@@ -182,18 +185,3 @@ def _print(found: dict[tuple[str, str], Found], rows: int, console: Console) -> 
 
 def _is_listed(name: str) -> bool:
     return name.startswith(("data.", "reward."))
-
-
-def _limit(words: Sequence[str]) -> tuple[int, list[str]]:
-    """The number of --limit, and the remaining words."""
-    limit, rest = str(LIMIT), []
-    remaining = iter(words)
-    for word in remaining:
-        name, equals, value = word.partition("=")
-        if name == "--limit":
-            limit = value if equals else next(remaining, "")
-        else:
-            rest.append(word)
-    if not limit.isdecimal() or not 0 < int(limit[:7]) <= 100_000:
-        raise ConfigError(f"--limit is {limit!r}; use a number of rows from 1 to 100000")
-    return int(limit), rest
