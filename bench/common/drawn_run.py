@@ -248,7 +248,7 @@ class DrawnRun:
         total = ledger["dropped"][reason] if reason else ledger["states"][query["state"]]
         shown = self.texts[0] if self.texts else reason
         prompts = [
-            {"epoch": 0, "prompt": number, "step": number // 4, "reason": shown, "reward": None}
+            {"epoch": 0, "prompt": number, "name": str(number), "step": number // 4, "reason": shown, "reward": None}
             for number in range(first, min(total, first + int(query.get("limit", 50))))
         ]
         return {"prompts": prompts, "total": total}

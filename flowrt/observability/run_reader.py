@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.run_metrics import EVALUATION
 from flowrt.controller.storage.sample_store import SAMPLES
-from flowrt.errors import ConfigError, FlowError
+from flowrt.errors import EXIT_GUARD, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
 from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.sample_statistics import GROUP_ORDERS, SampleSettings, SampleStatistics
 from flowrt.observability.samples import SORTED, Order, SampleFilter, SampleReader, SampleRow
@@ -36,6 +36,9 @@ from flowrt.recipes.tasks.task_file import is_task_file
 METRICS, EVENTS, ATTRIBUTION, TIMELINE = "metrics.jsonl", "events.jsonl", "attribution.jsonl", "timeline"
 SUMMARY = "summary.json"
 PRESENT, MISSING = "present", "missing"
+Outcome = Literal["complete", "stopped", "failed"]
+"""How a run has ended: in order; by a signal, a time limit or a guard; in any other way."""
+OUTCOMES: Mapping[int, Outcome] = {EXIT_OK: "complete", EXIT_INTERRUPTED: "stopped", EXIT_GUARD: "stopped"}
 LOG_LINES = 50
 LOG_BYTES = 32 << 10
 MAX_LOG_LINE = 500
@@ -170,7 +173,7 @@ class RunReader:
     # ---- the page's API
 
     def run(self) -> dict[str, Any]:
-        """Name, recipe, state (live, finished or killed), configuration, summary and files of the run."""
+        """Name, recipe, state (live, finished or killed), outcome, configuration, summary and files of the run."""
         text, table, problem = read_config(self.run_dir)
         summary, summary_problem = self._summary()
         files = {
@@ -186,6 +189,7 @@ class RunReader:
         return {
             "name": run_name(self.run_dir, str(table.get("recipe", ""))),
             "recipe": str(table.get("recipe", "")),
+            "outcome": outcome_of(code) if type(code := (summary or {}).get("exit_code")) is int else None,
             "state": "finished" if summary is not None else "live" if is_locked(self.run_dir) else "killed",
             "config": table,
             "changed": _changed(text),
@@ -242,11 +246,12 @@ class RunReader:
         Raises ConfigError if samples cannot be read or the regular expression is invalid, ValueError for other invalid
         values.
         """
-        wanted, order = _filter(asked), _order(asked, ORDERS)
+        settings, order = self._sample_settings(asked), _order(asked, ORDERS)
+        wanted = _filter(asked, settings)
         if not self._has_samples:
             return {"samples": [], "total": 0}
         page = SampleReader(self.run_dir).query(wanted, order, limit, offset, _number(asked, "seed") or 0)
-        name = self._sample_settings(asked).prompt_name
+        name = settings.prompt_name
         lines = [_sample_line(sample) | {"name": name(sample.prompt, sample.eval_name)} for sample in page.samples]
         return {"samples": lines, "total": page.total}
 
@@ -256,7 +261,8 @@ class RunReader:
         ``right``: reward from which a sample is right, in place of that of the configuration.
         """
         order = _order(asked, ("newest", "worst", "best", "random", *GROUP_ORDERS))
-        wanted, settings = _filter(asked), self._sample_settings(asked)
+        settings = self._sample_settings(asked)
+        wanted = _filter(asked, settings)
         if not self._has_samples:
             return {"groups": [], "total": 0, "from_step": None, "right_from": settings.right_from}
         return self._statistics.groups(wanted, settings, order, limit, offset)
@@ -266,7 +272,10 @@ class RunReader:
 
         ``dropped``: 1 to count the samples of groups that were dropped, or are not trained yet, too.
         """
-        settings, wanted = self._sample_settings(asked), _filter(asked)
+        settings = self._sample_settings(asked)
+        wanted = _filter(asked, settings)
+        if not self._has_samples:
+            return {"samples": 0}
         return self._statistics.distributions(wanted, settings, with_dropped=asked.get("dropped") == "1")
 
     @property
@@ -298,6 +307,7 @@ class RunReader:
             for at, token in enumerate(sample.ids)
         ]
         row = {**dataclasses.asdict(sample.row), "staleness": sample.row.staleness, "parts": dict(sample.row.parts)}
+        row["name"] = self._sample_settings({}).prompt_name(sample.row.prompt, sample.row.eval_name)
         return {**row, "count": sample.row.tokens, "tokens": tokens}
 
     def _model_dirs(self) -> list[Path]:
@@ -330,11 +340,12 @@ class RunReader:
     def prompts(self, state: str, reason: str, limit: int, offset: int = 0) -> dict[str, Any]:
         """The prompts that `ledger` counts under a state and a reason, newest change first; see `LedgerReader.prompts`.
 
-        Raises ConfigError if the ledger cannot be read.
+        Each has its ``name`` too, as `samples` has it. Raises ConfigError if the ledger cannot be read.
         """
         with LedgerReader(self.run_dir / LEDGER) as ledger:
             prompts, total = ledger.prompts(state, reason, limit, offset)
-        return {"prompts": [prompt._asdict() for prompt in prompts], "total": total}
+        name = self._sample_settings({}).prompt_name
+        return {"prompts": [prompt._asdict() | {"name": name(prompt.prompt)} for prompt in prompts], "total": total}
 
     def ledger(self) -> dict[str, Any]:
         """The number of prompts by state, and of dropped ones by reason; empty if the ledger cannot be read."""
@@ -379,6 +390,11 @@ class RunReader:
         return summary, PRESENT
 
 
+def outcome_of(exit_code: int) -> Outcome:
+    """How a run with this exit code has ended."""
+    return OUTCOMES.get(exit_code, "failed")
+
+
 def is_run_dir(path: Path) -> bool:
     """Whether a directory has a file of a run."""
     return any((path / name).exists() for name in (CONFIG, METRICS, LEDGER, SUMMARY, EVENTS))
@@ -401,19 +417,19 @@ def _sample_line(row: SampleRow) -> dict[str, Any]:
     return line | {name: line[name][:MAX_TEXT_CHARS] for name in ("prompt_text", "completion")}
 
 
-def _filter(asked: Mapping[str, str]) -> SampleFilter:
+def _filter(asked: Mapping[str, str], settings: SampleSettings) -> SampleFilter:
     """The filter in the parameters of a request. Raises ValueError."""
-    step = _number(asked, "step")
+    step, prompt, eval_name = _number(asked, "step"), asked.get("prompt"), asked.get("eval", "")
     return SampleFilter(
         first_step=_number(asked, "from") if step is None else step,
         last_step=_number(asked, "to") if step is None else step,
-        prompt=_number(asked, "prompt"),
+        prompt=settings.prompt_number(prompt, eval_name) if prompt else None,
         epoch=_number(asked, "epoch"),
         min_tokens=_number(asked, "shortest"),
         max_tokens=_number(asked, "longest"),
         reason=asked.get("reason", ""),
         grep=asked.get("grep", ""),
-        eval_name=asked.get("eval", ""),
+        eval_name=eval_name,
         group_of=_number(asked, "group"),
     )
 

@@ -18,16 +18,24 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from flowrt.controller.storage.integrity import LEDGER
-from flowrt.errors import EXIT_GUARD, EXIT_INTERRUPTED, EXIT_OK, ConfigError
-from flowrt.observability.run_reader import EVENTS, METRICS, SUMMARY, TIMELINE, is_locked, locked_files
+from flowrt.errors import ConfigError
+from flowrt.observability.run_reader import (
+    EVENTS,
+    METRICS,
+    SUMMARY,
+    TIMELINE,
+    Outcome,
+    is_locked,
+    locked_files,
+    outcome_of,
+)
 from flowrt.observability.tails import parse_line
 from flowrt.recipes.run_dir import CONFIG, read_address
 from flowrt.runtime.addresses import is_loopback, parse_address
 
-State = Literal["running", "complete", "stopped", "failed"]
-STATE_OF_CODE: dict[object, State] = {EXIT_OK: "complete", EXIT_INTERRUPTED: "stopped", EXIT_GUARD: "stopped"}
-"""State of a run that has ended, by its exit code; every other code is a failure."""
+State = Literal["running", Outcome]
 KILLED = "it ended without a summary: it was killed, or its machine went down"
+NOT_BEGUN = "it ended before its controller began: see its logs"
 RECENT_S = 120.0
 """A run that no process of this host has locked counts as running if it has written something in this many seconds."""
 END_BYTES = 16 << 10
@@ -127,6 +135,8 @@ class _RunFiles:
         # As on the page of the run: one with a summary has ended; a resumed run deletes it.
         is_running = summary_version is None and (self._is_locked(locks) or self._is_written_elsewhere(now))
         state, reason = _state(summary_version is not None, summary, is_running=is_running)
+        if reason == KILLED and not any(_version(self._run_dir / name) for name in (EVENTS, METRICS, LEDGER)):
+            reason = NOT_BEGUN
         progress = progress or _Progress(0, None, None)
         whole_rate = None if summary is None else _finite(summary.get("samples_per_s"))
         recipe, steps = config or ("", 0)
@@ -197,7 +207,7 @@ def _state(has_summary: bool, summary: dict[str, Any] | None, *, is_running: boo
         return "running", ""
     if summary is None:
         return "failed", f"{SUMMARY} cannot be read" if has_summary else KILLED
-    state = STATE_OF_CODE.get(summary["exit_code"], "failed")
+    state = outcome_of(summary["exit_code"])
     return state, "" if state == "complete" else str(summary.get("reason", ""))[:500]
 
 

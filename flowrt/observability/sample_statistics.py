@@ -13,7 +13,7 @@ import numpy as np
 
 from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import ConfigError
-from flowrt.ids import ROW_BITS, prompt_name
+from flowrt.ids import ROW_BITS, prompt_name, prompt_number
 from flowrt.observability.sample_columns import (
     SOLVE_RATES,
     Bools,
@@ -30,7 +30,7 @@ from flowrt.observability.sample_columns import (
 from flowrt.observability.samples import Order, SampleFilter, SampleReader
 from flowrt.observability.tails import file_version
 from flowrt.recipes.config import EvalConfig
-from flowrt.recipes.eval_names import evaluated_row
+from flowrt.recipes.eval_names import evaluated_row, first_number
 from flowrt.recipes.run_dir import CONFIG
 
 MAX_SAMPLES = 300_000
@@ -95,6 +95,20 @@ class SampleSettings:
     def prompt_name(self, number: int, eval_name: str = "") -> str:
         """The name of a prompt: its number, or NAME:ROW of one of several data sets or of an evaluation."""
         return f"{eval_name}:{evaluated_row(number)}" if eval_name else prompt_name(number, self.set_names)
+
+    def prompt_number(self, name: str, eval_name: str = "") -> int:
+        """The number of the prompt with a name, as `prompt_name` gives it, or with a number. Raises ValueError."""
+        data_set, colon, row = name.rpartition(":")
+        if not (row.isascii() and row.isdecimal() and len(row) < 16):
+            raise ValueError("prompt is not a whole number, or NAME:ROW")
+        if not colon:
+            return int(row)
+        names = (eval_name,) if eval_name else self.set_names
+        if data_set not in names:
+            raise ValueError(
+                f"there is no data set {data_set!r:.80}; there are {', '.join(names) or 'none with a name'}"
+            )
+        return (first_number(eval_name) if eval_name else prompt_number(names.index(data_set), 0)) + int(row)
 
 
 def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -252,6 +252,7 @@ async def test_panels_without_data_show_the_reason(tab: Tab) -> None:
     run.instead = {
         "api/run": about,
         "api/samples": {"samples": [], "total": 0},
+        "api/groups": {"groups": [], "total": 0},
         "api/attribution": {"lines": []},
         "api/timeline": run.answer("api/timeline", {}) | {"lanes": [], "spans": [], "waits": []},
     }
@@ -304,7 +305,7 @@ async def test_prompt_counts_open_a_list_and_each_prompt_opens_its_samples(tab: 
         await tab.evaluate(
             "[...document.querySelectorAll('#prompts .opened button')].find((one) => one.innerText === 'next').click()"
         )
-        await tab.until(f"{listed}[0].innerText.startsWith('0:50')")
+        await tab.until(f"{listed}[0].innerText.startsWith('50')")
         await choose(tab, "reason", "timeout")
         await tab.evaluate(f"{listed}[3].click()")
         cells = CELLS % "prompt"

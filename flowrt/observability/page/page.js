@@ -11,6 +11,10 @@ function colour(name) {
   return colours.get(name);
 }
 
+const FONT = "11px system-ui, 'DejaVu Sans', sans-serif";
+/** What the axes of all charts have in common. */
+const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: FONT };
+
 function key(name) {
   const mark = el("span", { class: "key" });
   mark.style.background = `var(--${name}, #888)`;
@@ -28,7 +32,7 @@ function context(canvas, height) {
   const c = canvas.getContext("2d");
   c.setTransform(ratio, 0, 0, ratio, 0, 0);
   c.clearRect(0, 0, width, height);
-  c.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+  c.font = FONT;
   return [c, width];
 }
 
@@ -211,8 +215,9 @@ function header() {
   document.title = `${visible(info.name, 80)} · flowrt`;
   $("#name").replaceChildren(visible(info.name, 80));
   const state = connection || (info.state === "live" && status?.ended ? "finished" : info.state);
-  $("#state").className = `pill ${connection ? "lost" : state}`;
-  $("#state").replaceChildren(visible(state));
+  const shown = state === "finished" ? info.outcome || state : state;
+  $("#state").className = `pill ${connection ? "lost" : shown}`;
+  $("#state").replaceChildren(visible(shown));
   $("#progress").value = steps ? done / steps : 0;
   const facts = [["recipe", info.recipe], ["step", `${done.toLocaleString("en")} of ${steps.toLocaleString("en")}`]];
   const recent = Math.max(last - 20, 0), walls = run.columns.wall_s || [];
@@ -292,6 +297,7 @@ function curves() {
     else if (spec.none || spec.lines) missing.push(spec.none ? why(...spec.none) : `No ${spec.title.toLowerCase()}.`);
   }
   for (const name of names) if (!used.has(name) && !ELSEWHERE.test(name)) place(more, { title: name, lines: [name] });
+  more.parentElement.hidden = !more.childElementCount;
   $("#curves .missing").replaceChildren(run.steps.length ? missing.join(" ") : "No curves yet: no step has ended.");
   for (const chart of charts.values()) if (!chart.seen) chart.stale = true;
   drawAll([...charts.values()].filter((chart) => chart.seen));
@@ -325,6 +331,16 @@ function smoothed(values, steps, weight) {
   });
 }
 
+const CURSOR = { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } };
+/** The axis of the steps or the clock. */
+const stepAxis = () => ({ ...axis, size: 26, incrs: view.x === "step" ? COUNTS : TIMES, values: (u, at) => at.map((v) => (view.x === "step" ? v.toLocaleString("en") : clock(v))) });
+/** Zooms all curves to a part that was chosen in one. */
+function selected(u) {
+  const { left, width } = u.select;
+  if (width > 5) zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+  u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+}
+
 /** One card with a plot: lines (raw, and smoothed if asked), a band, points with standard errors, marks of events. */
 function curve(card, spec) {
   const readout = el("div", { class: "readout" }), plot = el("div", { class: "plot" });
@@ -356,6 +372,7 @@ function curve(card, spec) {
     }
     if (!known(low)) return [0, 1];
     if (view.y === "zero") { low = Math.min(low, 0); high = Math.max(high, 0); }
+    if (low === 0 && high === 0) return [0, 1];
     const room = (high - low) * (spec.points ? 0.15 : 0.06) || Math.abs(high) * 0.1 || 1;
     return [low === 0 && view.y === "zero" ? 0 : low - room, high === 0 && view.y === "zero" ? 0 : high + room];
   }
@@ -434,13 +451,7 @@ function curve(card, spec) {
     else if (u.scales.y.min > 0) parts.push(el("span", {}, `axis from ${number(u.scales.y.min)}`));
     readout.replaceChildren(...parts);
   }
-  function selected(u) {
-    const { left, width } = u.select;
-    if (width > 5) zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
-    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-  }
   function build(rows) {
-    const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, 'DejaVu Sans', sans-serif" };
     const series = [{}];
     spec.lines.forEach((name, i) => {
       const raw = () => (isSmoothed() ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
@@ -454,9 +465,9 @@ function curve(card, spec) {
       bands: edges.length ? [{ series: [first + 1, first], fill }] : [],
       scales: { x: { time: false, range: () => padded() }, y: { range } },
       axes: [
-        { ...axis, size: 26, incrs: view.x === "step" ? COUNTS : TIMES, values: (u, at) => at.map((v) => (view.x === "step" ? v.toLocaleString("en") : clock(v))) },
+        stepAxis(),
         { ...axis, size: 52, values: (u, at) => at.map((v) => (spec.share ? `${Number((100 * v).toPrecision(4))} %` : number(v))) }],
-      cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
+      cursor: CURSOR,
       hooks: { draw: [marks], setCursor: [say], setSelect: [selected] },
     }, rows, plot);
   }
@@ -591,7 +602,7 @@ const USES = [
   { title: "Device use", figure: "device_use", unit: "share of time", write: percent, none: "No device use: no worker has an accelerator whose driver tells it." },
   { title: "Device memory of tensors", figure: "device_allocated", unit: "GiB a worker", scale: 1 / GIB, write: gib, none: "No device memory: no worker has an accelerator." },
   { title: "Device memory held by torch", figure: "device_reserved", unit: "GiB a worker", scale: 1 / GIB, write: gib },
-  { title: "Key-value cache in use", figure: "cache", unit: "share of its tokens", write: percent, none: "No cache use: no engine tells it." },
+  { title: "Key-value cache in use", figure: "cache", unit: "share of its tokens", write: percent, none: "No cache use: no engine has told it." },
   { title: "Processors in use", figure: "processors", unit: "processors a worker", write: number },
   { title: "Memory of the process", figure: "memory", unit: "GiB a worker", scale: 1 / GIB, write: gib },
 ];
@@ -670,7 +681,7 @@ function ratesOf(use, lines) {
     const before = i ? lines[i - 1].step : -1, of = trained.filter((rate, k) => known(rate) && run.steps[k] > before && run.steps[k] <= step);
     return of.length && roles.trainer ? share(sum(of) / of.length, [roles.trainer]) : null;
   };
-  return [["generated", "s0", generated], ["trained", "s2", learned]].map(([name, hue, of]) => ({ name, hue, values: lines.map(of).map(triple) })).filter((one) => one.values.some(Boolean));
+  return [["generated", "s0", generated], ["trained, with prompts", "s2", learned]].map(([name, hue, of]) => ({ name, hue, values: lines.map(of).map(triple) })).filter((one) => one.values.some(Boolean));
 }
 
 /** One chart of resources: for each line its median, and the area between the least and the largest value. */
@@ -685,7 +696,6 @@ function drawUse(grid, use, x, drawn, before, lines) {
     if (chart) chart.card.replaceWith(card); else grid.append(card);
     chart = { card, plot, readout, shape, x: view.x };
     uses.charts.set(use.title, chart);
-    const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, 'DejaVu Sans', sans-serif" };
     const series = [{}], bands = [];
     drawn.forEach(({ hue }, i) => {
       series.push({ stroke: () => colour(hue), width: 1.4, spanGaps: true, points: { show: x.length < 3, size: 6, fill: () => colour(hue), stroke: () => colour(hue) } });
@@ -696,10 +706,10 @@ function drawUse(grid, use, x, drawn, before, lines) {
     chart.u = new uPlot({
       width: plot.clientWidth, height: plot.clientHeight, series, bands, legend: { show: false },
       scales: { x: { time: false, range: () => padded() }, y: { range: (u, low, high) => [0, known(high) && high > 0 ? 1.06 * high : 1] } },
-      axes: [{ ...axis, size: 26, incrs: view.x === "step" ? COUNTS : TIMES, values: (u, at) => at.map((v) => (view.x === "step" ? v.toLocaleString("en") : clock(v))) },
+      axes: [stepAxis(),
         { ...axis, size: 52, values: (u, at) => at.map((v) => (use.write === percent ? `${Number((100 * v).toPrecision(4))} %` : number(v))) }],
-      cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
-      hooks: { setCursor: [() => chart.say?.()], setSelect: [(u) => { const { left, width } = u.select; if (width > 5) zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); }] },
+      cursor: CURSOR,
+      hooks: { setCursor: [() => chart.say?.()], setSelect: [selected] },
     }, rows, plot);
     chart.u.over.addEventListener("dblclick", () => zoom(null));
   } else {
@@ -1007,7 +1017,7 @@ function waitTables(graph, unlisted) {
   const left = (graph.more || 0) + (graph.others || 0) + unlisted;
   return [
     el("div", { class: "chains" }, ...roots.map(card)),
-    rows.length ? table(["who", "waits for", "since#", "limit#", "blocked on"], rows) : note("No worker waits: all are at work."),
+    rows.length ? table(["who", "waits for", "since#", "limit#", "blocked on"], rows) : note(Object.keys(status.workers || {}).length ? "No worker waits: all are at work." : "No worker waits: none has joined."),
     left ? note(`${left} waits and workers are not shown.`) : "",
   ];
 }
@@ -1055,11 +1065,11 @@ async function promptList(state, reason, offset) {
     const act = () => {
       for (const other of place.querySelectorAll("tr.chosen")) other.classList.remove("chosen");
       made.classList.add("chosen");
-      samples.of(one.epoch, one.prompt);
-      lifeOf(one.epoch, one.prompt).then((rows) => life.replaceChildren(...rows));
+      samples.of(one);
+      lifeOf(one).then((rows) => life.replaceChildren(...rows));
     };
-    const made = row([`${one.epoch}:${one.prompt}`, right(one.step), right(number(one.reward)), one.reason],
-      { class: "open", tabindex: 0, "aria-label": `samples of prompt ${one.prompt}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } });
+    const made = row([nameOf(one), right(one.step), right(number(one.reward)), one.reason],
+      { class: "open", tabindex: 0, "aria-label": `samples of prompt ${nameOf(one)}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } });
     return made;
   };
   const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => promptList(state, reason, at) }, label); b.disabled = at < 0 || at >= total; return b; };
@@ -1071,11 +1081,11 @@ async function promptList(state, reason, offset) {
 }
 
 /** What the ledger has about a prompt. */
-async function lifeOf(epoch, prompt) {
+async function lifeOf(of) {
   try {
-    const { events: lived } = await get(`api/prompt/${epoch}/${prompt}`);
+    const { events: lived } = await get(`api/prompt/${of.epoch}/${of.prompt}`);
     const rows = lived.map((e) => row([right(clock(e.at_s)), e.state, right(e.step), right(number(e.reward)), e.reason || ""]));
-    return rows.length ? [el("h3", {}, `Life of prompt ${prompt}`), table(["at#", "state", "step#", "reward#", "reason"], rows)] : [];
+    return rows.length ? [el("h3", {}, `Life of prompt ${nameOf(of)}`), table(["at#", "state", "step#", "reward#", "reason"], rows)] : [];
   } catch { return []; } // a run without a ledger is no fault
 }
 
@@ -1089,7 +1099,7 @@ function events() {
   const choice = el("select", { "aria-label": "which events", change: events }, ...options.map(([value, label]) => el("option", { value }, label)));
   choice.value = old;
   const kept = run.events.filter((e) => (old === "all" ? true : old === "faults" ? isFault(e) : !["published", "checkpoint"].includes(e.kind)));
-  body.replaceChildren(el("div", { class: "tools" }, choice, el("span", { class: "note" }, kept.length > 400 ? `the newest 400 of ${kept.length}` : `${kept.length} events`)),
+  body.replaceChildren(el("div", { class: "tools" }, choice, el("span", { class: "note" }, kept.length > 400 ? `the newest 400 of ${kept.length}` : kept.length === 1 ? "1 event" : `${kept.length} events`)),
     kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map(eventRow)) : note("No event of this kind."));
 }
 
@@ -1113,13 +1123,13 @@ async function differences() {
 async function files() {
   const body = $("#files .body"), { info } = run;
   const flat = (value, path = "") => (value && typeof value === "object" && !Array.isArray(value) ? Object.entries(value).flatMap(([k, v]) => flat(v, path ? `${path}.${k}` : k)) : [[path, value]]);
-  const two = (pairs) => table(["name", "value"], pairs.map(([name, value]) => row([name, say(value)])));
+  const two = (pairs) => table(["name", "value"], pairs.map(([name, value]) => row([name, say(value)])), "settings");
   const fold = (name, ...inside) => el("details", {}, el("summary", {}, name), ...inside);
   const log = ([name, lines]) => fold(`Log: ${visible(name, 80)}, last ${lines.length} lines`, el("pre", { tabindex: 0 }, visible(lines.join("\n"), 40000)));
   let logs = {};
   try { logs = (await get("api/logs")).files; } catch { /* said below */ }
   body.replaceChildren(
-    info.changed.length ? table(["setting", "value", "default"], info.changed.map(([name, ...values]) => row([name, ...values.map(say)]))) : note("Every setting has its default."),
+    info.changed.length ? table(["setting", "value", "default"], info.changed.map(([name, ...values]) => row([name, ...values.map(say)])), "settings") : note("Every setting has its default."),
     fold("All settings", two(flat(info.config))),
     info.summary ? fold("Summary", two(flat(info.summary))) : note(info.state === "live" ? "The summary is written at the end." : "There is no summary: the run did not end in order."),
     ...Object.entries(logs).filter(([, lines]) => lines.length).map(log),

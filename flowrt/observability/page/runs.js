@@ -54,7 +54,8 @@ async function poll() {
       const found = await answer.json();
       list.offset_s = found.now_unix_s - Date.now() / 1000;
       Object.assign(list, found);
-      state(`${(list.runs.length + list.others).toLocaleString("en")} runs`, "live");
+      const count = list.runs.length + list.others;
+      state(count === 1 ? "1 run" : `${count.toLocaleString("en")} runs`, "live");
       draw();
     }
   } catch { state("connection lost", "lost"); }

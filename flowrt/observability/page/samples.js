@@ -28,7 +28,7 @@ function conditions(asked) {
   const has = (name, test) => (asked.get(name) ? [test(asked.get(name))] : []);
   return [
     ...has("step", (v) => (one) => one.step === Number(v)), ...has("from", (v) => (one) => one.step >= Number(v)), ...has("to", (v) => (one) => one.step <= Number(v)),
-    ...has("prompt", (v) => (one) => one.prompt === Number(v)), ...has("epoch", (v) => (one) => one.epoch === Number(v)),
+    ...has("prompt", (v) => (one) => one.name === v || one.prompt === Number(v)), ...has("epoch", (v) => (one) => one.epoch === Number(v)),
     (one) => (one.eval_name || "") === (asked.get("eval") || ""),
   ];
 }
@@ -92,14 +92,14 @@ const nameOf = (one) => `${one.epoch ? `${one.epoch}:` : ""}${one.name ?? one.pr
 const clipped = (name, text) => cell(name, "", el("div", {}, visible(text ?? "", 240)));
 
 const SAMPLE_COLUMNS = [
-  { by: "step", label: "step", kind: "n w5", down: true }, { by: "prompt", label: "prompt", kind: "w6" }, { by: "reward", label: "reward", kind: "n w5", down: true },
+  { by: "step", label: "step", kind: "n w5", down: true }, { by: "prompt", label: "prompt", kind: "w7" }, { by: "reward", label: "reward", kind: "n w5", down: true },
   { by: "advantage", label: "adv.", title: "advantage, as it was trained", kind: "n w5", down: true }, { label: "parts", kind: "w9" },
   { by: "tokens", label: "tokens", title: "response tokens", kind: "n w5", down: true }, { by: "staleness", label: "stale", title: "staleness in versions", kind: "n w5", down: true },
   { by: "ended", label: "ended", kind: "w7" }, { label: "prompt text", kind: "w16" }, { label: "completion", kind: "" },
 ];
 const MEMBER_COLUMNS = [{ by: "member", label: "no.", title: "number in the group", kind: "n w4" }, ...SAMPLE_COLUMNS.filter(({ label }) => !["step", "prompt", "prompt text"].includes(label))];
 const GROUP_COLUMNS = [
-  { by: "step", label: "step", kind: "n w5", down: true }, { by: "prompt", label: "prompt", kind: "w6" }, { by: "reward", label: "reward", title: "mean reward", kind: "n w5", down: true },
+  { by: "step", label: "step", kind: "n w5", down: true }, { by: "prompt", label: "prompt", kind: "w7" }, { by: "reward", label: "reward", title: "mean reward", kind: "n w5", down: true },
   { by: "spread", label: "spread", title: "standard deviation of the rewards", kind: "n w5", down: true }, { by: "right", label: "right", title: "right samples, of those with a reward", kind: "n w6", down: true },
   { by: "tokens", label: "tokens", title: "response tokens: mean, least and most", kind: "n w8", down: true }, { by: "truncated", label: "cut off", title: "samples cut off at the length limit", kind: "n w5", down: true },
   { by: "staleness", label: "stale", title: "largest staleness, in versions", kind: "n w5", down: true }, { label: "prompt text", kind: "" },
@@ -120,7 +120,7 @@ function samples() {
     el("label", {}, "ended ", select("reason", [["", "in any way"], ...REASONS.map((reason) => [reason, ENDED[reason] || `reward: ${reason}`])])),
     el("label", {}, "steps ", whole("from", "first step"), " to ", whole("to", "last step")),
     el("label", {}, "tokens ", whole("shortest", "fewest response tokens"), " to ", whole("longest", "most response tokens")),
-    el("label", {}, "prompt ", whole("prompt", "number of the prompt")), el("input", { name: "epoch", type: "hidden" }),
+    el("label", {}, "prompt ", el("input", { name: "prompt", size: 10, placeholder: "number", "aria-label": "number of the prompt, or NAME:ROW of one of several data sets" })), el("input", { name: "epoch", type: "hidden" }),
     sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
     el("label", {}, "right from ", el("input", { name: "right", type: "number", step: "any", "aria-label": "reward from which a sample is right", placeholder: number(config("eval.solved_reward") ?? 1) })),
     el("label", {}, el("input", { name: "dropped", type: "checkbox", value: 1 }), " dropped groups in distributions"),
@@ -166,7 +166,7 @@ function samples() {
         distributions.draw?.();
       }
       const last = offset + answer[kind].length, cut = known(answer.from_step) ? `; counted from step ${answer.from_step} on: name steps for earlier ones` : "";
-      count.replaceChildren(total ? `${(offset + 1).toLocaleString("en")} to ${last.toLocaleString("en")} of ${total.toLocaleString("en")} ${kind}${cut}` : `No ${kind === "groups" ? "group" : "sample"} is like that.`);
+      count.replaceChildren(total ? `${(offset + 1).toLocaleString("en")} to ${last.toLocaleString("en")} of ${total.toLocaleString("en")} ${kind}${cut}` : query.size <= 3 ? "No sample is stored yet." : `No ${kind === "groups" ? "group" : "sample"} is like that.`);
       const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => { offset = at; ask(); } }, label); b.disabled = at < 0 || at >= total; return b; };
       more.replaceChildren(...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []));
       if (kind === "groups") listGroups(answer.groups, order); else list(answer.samples, order);
@@ -241,7 +241,7 @@ function samples() {
     let s;
     try { s = await get(`api/sample/${id}`); } catch (error) { return opened.replaceChildren(note(error.message)); }
     const facts = [
-      ["sample", s.id], ["step", s.step], ["prompt", `${s.epoch}:${s.prompt}`], ["member", s.member], ["reward", number(s.reward)], ["parts", partsOf(s)],
+      ["sample", s.id], ["step", s.step], ["prompt", nameOf(s)], ["member", s.member], ["reward", number(s.reward)], ["parts", partsOf(s)],
       ["advantage", number(s.advantage)], ["ended", [s.finish, s.reason].filter(Boolean).join(", ")],
       ["versions", known(s.version_min) ? `${s.version_min} to ${s.version_max}` : ""],
       ["generated in", known(s.generate_s) ? duration(s.generate_s) : ""], ["rewarded in", known(s.reward_s) ? duration(s.reward_s) : ""],
@@ -259,7 +259,7 @@ function samples() {
       if (own.length > 1) group.replaceChildren(el("h3", {}, title), el("div", { class: "group", tabindex: 0 }, ...own.map((one) => el("div", {},
         note(key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
     } catch { /* a group that is not stored is no fault */ }
-    life.replaceChildren(...await lifeOf(s.epoch, s.prompt));
+    life.replaceChildren(...await lifeOf(s));
   }
   function complete(text) {
     const shown = el("pre", { tabindex: 0 }, visible(text ?? "", 2000)), all = String(text ?? "");
@@ -303,11 +303,11 @@ function samples() {
   }
   samples.list = list;
   /** Shows the samples of one prompt, and no other filter. */
-  samples.of = (epoch, prompt) => {
+  samples.of = ({ epoch, prompt, name }) => {
     form.reset();
     form.elements.show.value = "samples";
     form.elements.epoch.value = epoch;
-    form.elements.prompt.value = prompt;
+    form.elements.prompt.value = name ?? prompt;
     offset = 0;
     $("#samples").scrollIntoView();
     distributions(spread, filters());
@@ -384,7 +384,6 @@ function bars(card, { edges, count, truncated, reward }, unit, ofRewards) {
     const parts = [`${known(u.cursor.idx) ? "" : "most: "}${unit} `, el("b", {}, name(at)), `${count[at].toLocaleString("en")} samples, `];
     readout.replaceChildren(...parts, ...(ofRewards ? ["mean reward ", el("b", {}, number(reward[at]))] : [`${percent(count[at] ? truncated[at] / count[at] : NaN)} cut off`]));
   }
-  const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, 'DejaVu Sans', sans-serif" };
   const shown = uPlot.paths.bars({ size: [0.88, 90] }), fill = (name) => ({ scale: "n", paths: shown, stroke: () => colour(name), fill: () => colour(name), width: 0, points: { show: false } });
   const rewards = { scale: "y", stroke: () => colour("s2"), width: 2, spanGaps: true, points: { show: true, size: 6, fill: () => colour("s2"), stroke: () => colour("s2") } };
   const few = single && count.length <= 14;

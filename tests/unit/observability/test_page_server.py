@@ -401,7 +401,7 @@ async def test_an_invalid_query_value_is_refused_in_one_sentence(page: Page, pat
 
 
 async def test_missing_data_is_a_404_with_an_error(page: Page) -> None:
-    for path in ("sample/7", "distributions", "prompt/0/7", "prompts?state=dropped", "replay?at=1"):
+    for path in ("sample/7", "prompt/0/7", "prompts?state=dropped", "replay?at=1"):
         async with page.browser.get(f"{page.base}/api/{path}") as answer:
             assert answer.status == 404
             assert (await answer.json())["error"]

@@ -223,6 +223,13 @@ def test_a_run_is_live_while_its_lock_is_held(run_dir: Path) -> None:
     assert RunReader(run_dir).run()["state"] == "finished"
 
 
+def test_the_outcome_is_that_of_the_exit_code(run_dir: Path) -> None:
+    assert RunReader(run_dir).run()["outcome"] is None
+    for code, outcome in ((0, "complete"), (130, "stopped"), (1, "failed"), ("0", None), ([0], None)):
+        (run_dir / "summary.json").write_text(json.dumps({"exit_code": code}))
+        assert RunReader(run_dir).run()["outcome"] == outcome
+
+
 def test_a_read_only_directory_is_read_unchanged(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text(text_of([step_line(0)]))
     os.chmod(run_dir, 0o500)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
 from flowrt.observability import runs_folder
-from flowrt.observability.runs_folder import KILLED, RunLine, RunsFolder
+from flowrt.observability.runs_folder import KILLED, NOT_BEGUN, RunLine, RunsFolder
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.runtime.files import RunLock
 
@@ -51,6 +52,9 @@ def test_states_and_numbers_are_those_of_the_files(tmp_path: Path) -> None:
     create(tmp_path / "guarded", 7, 5, reason="reward below 0.1")
     create(tmp_path / "failed", 2, 1, reason="no rollout worker")
     age(create(tmp_path / "killed", 12, None))
+    (tmp_path / "not begun").mkdir()
+    (tmp_path / "not begun" / "config.toml").write_text(CONFIG)
+    age(tmp_path / "not begun")
     running = create(tmp_path / "running", 12, None)
     lock = RunLock(running)
     (running / "address").write_text("tcp://127.0.0.1:1")
@@ -63,12 +67,35 @@ def test_states_and_numbers_are_those_of_the_files(tmp_path: Path) -> None:
         "guarded": ("stopped", "reward below 0.1"),
         "failed": ("failed", "no rollout worker"),
         "killed": ("failed", KILLED),
+        "not begun": ("failed", NOT_BEGUN),
         "running": ("running", ""),
     }
     line = listed["running"]
     assert (line.done, line.steps, line.recipe, line.samples_per_s) == (12, 120, "arithmetic", 0.0167)
     assert line.reward == pytest.approx(0.65)  # of the steps 2 to 11
     assert listed["failed"].samples_per_s == 0.015
+
+
+def test_the_program_of_the_guide_prints_runs_differences_and_resources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(tmp_path / "runs" / "old", 120, started=1.0)
+    new = create(tmp_path / "runs" / "new", 7, 130, started=2.0)
+    (new / "config.toml").write_text(CONFIG.replace("steps = 120", "steps = 9", 1))
+    used = {"workers": 1, "devices": 1, "tokens_per_s": 250.5, "figures": {"cache": [0.25, 0.5, 0.75]}}
+    line = {"step": 6, "from_s": 5.0, "to_s": 6.0, "roles": {}, "roots": [], "worst": {}}
+    resources = {"from_s": 5.0, "to_s": 6.0, "roles": {"rollout": used}, "worst": {}}
+    (new / "attribution.jsonl").write_text(json.dumps({**line, "resources": resources}) + "\n")
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "seeing.md").read_text()
+    [source] = [block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "RunsFolder" in block]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(source, "seeing.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.splitlines() == [
+        "new stopped 7 of 9 0.3 0.015",
+        "old complete 120 of 120 11.45 0.015",
+        "steps 9 120",
+        "6 rollout 250.5 {'cache': [0.25, 0.5, 0.75]}",
+    ]
 
 
 def test_a_run_of_another_host_runs_while_it_writes(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from flowrt.runtime.waits import BoundedElsewhere, wait_until
 from tests.unit.observability.test_page_server import LIMIT_S, TOKEN, create_run
 
 FOREVER = BoundedElsewhere("the cancellation of the task")
-NOTHING_THERE = ("/api/replay", "/api/prompts", "/api/distributions")
-"""Paths without an answer, as the runs have no recording, no ledger and no samples."""
+NOTHING_THERE = ("/api/replay", "/api/prompts")
+"""Paths without an answer, as the runs have no recording and no ledger."""
 REFUSED = "open the address with the token that flowrt watch printed\n"
 
 

@@ -26,6 +26,7 @@ from flowrt.observability.sample_statistics import GROUP_ORDERS, SampleSettings,
 from flowrt.observability.samples import SORTED, SampleFilter, SampleReader
 from flowrt.protocol.sample_records import ScoredSample, TrainedSample, encode_record, pack_text
 from flowrt.recipes.config_io import defaults, to_toml
+from flowrt.recipes.eval_names import first_number
 
 GROUP = 4
 SETTINGS = SampleSettings(group_size=GROUP)
@@ -289,6 +290,23 @@ def test_means_by_data_set_and_by_solve_rate(tmp_path: Path) -> None:
         "words:3",
         "sums:3",
     ]
+
+
+def test_names_of_prompts_are_read_as_they_are_written(tmp_path: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, set_names=("sums", "words"))
+    for number, eval_name in ((3, ""), (prompt_number(1, 3), ""), (first_number("held_out") + 7, "held_out")):
+        assert settings.prompt_number(settings.prompt_name(number, eval_name), eval_name) == number
+        assert settings.prompt_number(str(3), eval_name) == 3
+    for name, eval_name in (("others:3", ""), ("sums:x", ""), ("sums:", ""), ("-3", ""), ("sums:3", "held_out")):
+        with pytest.raises(ValueError, match=r"whole number|no data set"):
+            settings.prompt_number(name, eval_name)
+    Store(tmp_path).train(prompt_number(1, 3), [0.0, 1.0, 0.0, 1.0], step=2)
+    (tmp_path / "config.toml").write_text('[data]\nsets = [{name = "sums"}, {name = "words"}]\n')
+    reader = RunReader(tmp_path)
+    for name, total in (("words:3", 4), ("sums:3", 0), ("3", 0)):
+        answer = reader.samples({"prompt": name}, 9)
+        assert answer["total"] == total
+        assert all(reader.sample(sample["id"])["name"] == name for sample in answer["samples"])
 
 
 @pytest.mark.parametrize("rewards", [[-3.0, -1.0, -2.5, -1.0], [0.0, 100.0, 37.0, 100.0], [0.25] * 4, [0.0] * 4])
