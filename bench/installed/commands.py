@@ -179,16 +179,16 @@ def by_hand(environment: Environment) -> str:
 
 
 def _url(output: Path) -> str | None:
-    found = re.search(r"http://127\.0\.0\.1:\d+/\S+", output.read_text())
-    return found[0] if found else None
+    match = re.search(r"http://127\.0\.0\.1:\d+/\S+", output.read_text())
+    return match[0] if match else None
 
 
 def _within(value: Callable[[], Found | None], run: "subprocess.Popen[bytes]") -> Found:
     """Wait for a value. Raises TimeoutError if there is none in time, or the run has ended."""
     end_s = time.monotonic() + WAIT_S
     while time.monotonic() < end_s and run.poll() is None:
-        if (found := value()) is not None:
-            return found
+        if (result := value()) is not None:
+            return result
         time.sleep(POLL_S)
     raise TimeoutError("the run ended early, or showed no progress")
 

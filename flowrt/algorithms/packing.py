@@ -149,7 +149,7 @@ class PackedBatch:
         def move(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device)
-            return tuple(move(one) for one in value) if isinstance(value, tuple) else value
+            return tuple(move(tensor) for tensor in value) if isinstance(value, tuple) else value
 
         return PackedBatch(**{field.name: move(getattr(self, field.name)) for field in fields(self)})
 

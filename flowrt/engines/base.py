@@ -301,7 +301,7 @@ def _joined_columns(tables: Sequence[TrainingBatch] | Sequence[Groups]) -> dict[
     """The columns of all tables, one after the other. Raises ValueError if a column is in some of them only."""
     joined: dict[str, Any] = {}
     for name in _columns(tables[0]):
-        parts = [part for one in tables if (part := getattr(one, name)) is not None]
+        parts = [part for table in tables if (part := getattr(table, name)) is not None]
         if 0 < len(parts) < len(tables):
             raise ValueError(f"{len(parts)} of {len(tables)} micro-batches have {name}; give it with all or with none")
         if not parts:

@@ -31,10 +31,10 @@ def _tools(tools: str) -> str:
     return tools if tools.lstrip().startswith("[") else _absolute(tools)
 
 
-def _data_set(one: DataSetConfig) -> DataSetConfig:
-    template = None if one.chat_template is None else _template(one.chat_template)
-    tools = None if one.tools is None else _tools(one.tools)
-    return replace(one, path=_absolute(one.path), chat_template=template, tools=tools)
+def _data_set(data_set: DataSetConfig) -> DataSetConfig:
+    template = None if data_set.chat_template is None else _template(data_set.chat_template)
+    tools = None if data_set.tools is None else _tools(data_set.tools)
+    return replace(data_set, path=_absolute(data_set.path), chat_template=template, tools=tools)
 
 
 def _reward(function: str) -> str:
@@ -88,7 +88,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """
     evaluated = map(_data_set, eval_data_sets(config).values())
     values = {key: absolute(attrgetter(key)(config)) for key, absolute in PATHS.items()}
-    values["eval.data"] = tuple(f"{one.name}={one.path}{options_text(one)}" for one in evaluated)
+    values["eval.data"] = tuple(f"{data_set.name}={data_set.path}{options_text(data_set)}" for data_set in evaluated)
     if is_own(config.algorithm.name):
         values["algorithm.name"] = _absolute(config.algorithm.name)
     config = changed(config, values)

@@ -79,11 +79,11 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         log.info("recovering as term %d with the workers %s", ledger.term, ", ".join(sorted(recovered.members)))
     if position.step:
         log.info("resuming after step %d", position.step - 1)
-    found = kept_samples(config, ledger, position)
+    kept = kept_samples(config, ledger, position)
     if recovered is None:
         numbers = dict(position.numbers)
         before = dict.fromkeys([name for name in numbers if name.startswith((KEPT, DISCARDED))], 0.0)
-        for name, value in (counts := {**before, **found.numbers()}).items():
+        for name, value in (counts := {**before, **kept.numbers()}).items():
             ledger.add_summary_value(name, value, position.step)
         position = dataclasses.replace(position, numbers=tuple({**numbers, **counts}.items()))
     inputs = CoreInputs(
@@ -93,7 +93,7 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         recovered=recovered,
         outcomes=tuple(ledger.outcomes()) if grpo.curriculum(config).history else (),
         journals=journals_of(ledger.run_attempt) if config.checkpoint.samples else "",
-        kept=found.kept,
+        kept=kept.kept,
     )
     server = Server(
         core=grpo.core(config, inputs),
@@ -124,12 +124,12 @@ def kept_samples(config: RunConfig, ledger: Ledger, position: Position) -> Found
     if not config.checkpoint.samples or len(starts) < 2:
         return FoundSamples()
     bound = StrictLag(config.max_staleness)
-    found = read_journals(
+    journals = read_journals(
         Path(config.run_dir), starts, unpack(position.passed), lambda oldest: bound.may_train(starts[-1], oldest)
     )
-    if sentence := found.sentence():
+    if sentence := journals.sentence():
         log.info("what was generated before: %s", sentence)
-    return found
+    return journals
 
 
 def sample_store(config: RunConfig) -> SampleStore | None:

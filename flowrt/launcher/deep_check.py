@@ -87,10 +87,10 @@ def compare(config: RunConfig, prompts: Sequence[Sequence[int]]) -> Disagreement
         own = replace(config, run_dir=directory, reference=ReferenceConfig())
         try:
             write_start(own)
-            found = _compare(own, chosen)
+            mismatch = _compare(own, chosen)
         except (ConfigError, EngineError) as error:
             raise type(error)(as_named(own, str(error))) from error
-    return replace(found, model=as_named(own, found.model))
+    return replace(mismatch, model=as_named(own, mismatch.model))
 
 
 def write_start(config: RunConfig) -> None:
@@ -108,16 +108,16 @@ def write_start(config: RunConfig) -> None:
 def _compare(config: RunConfig, chosen: Sequence[Sequence[int]]) -> Disagreement:
     new = min(NEW_TOKENS, config.rollout.max_new_tokens)
     short = changed(config, {"rollout.max_new_tokens": new})
-    tokens = [torch.tensor(one, dtype=torch.int32) for one in chosen]
+    tokens = [torch.tensor(ids, dtype=torch.int32) for ids in chosen]
     responses = generate(rollout_engine(short), tokens)
     dtype: torch.dtype = getattr(torch, TRAIN_ENGINES[config.trainer.engine].forward_dtype(config.trainer))
     model = set_training_mode(load_model(model_dir(config), dtype=dtype), dropout=config.trainer.dropout)
     apply_optimizations(model, replace(config.trainer, compile=False))
     with torch.no_grad():
-        supports = [one.support for one in responses if one.support is not None] or None
-        of_tokens = [one.tokens for one in responses]
+        supports = [response.support for response in responses if response.support is not None] or None
+        of_tokens = [response.tokens for response in responses]
         found_T, _ = response_logprobs(model, tokens, of_tokens, config.rollout.temperature, supports=supports)
-    delta_T = (found_T.float() - torch.cat([one.logprobs for one in responses])).double()
+    delta_T = (found_T.float() - torch.cat([response.logprobs for response in responses])).double()
     return Disagreement(
         model=model_name(model),
         k3=float((delta_T.expm1() - delta_T).mean()),
@@ -136,5 +136,5 @@ def generate(engine: RolloutEngine, prompts: Sequence[torch.Tensor]) -> list[Res
         count = min(engine.room, len(waiting))
         engine.add(waiting[:count])
         waiting = waiting[count:]
-        done |= {one.key: one for one in engine.run(threading.Event())}
+        done |= {response.key: response for response in engine.run(threading.Event())}
     return [done[key] for key in sorted(done)]

@@ -75,13 +75,13 @@ def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, consol
         shutil.rmtree(work, ignore_errors=True)
     if summary is None or code != EXIT_OK:
         return code
-    found: dict[str, Any] = {name: {**one, "version": version} for name, one in summary["evaluations"].items()}
-    for one in found.values():
-        del one["evaluations"]
+    results: dict[str, Any] = {name: {**result, "version": version} for name, result in summary["evaluations"].items()}
+    for result in results.values():
+        del result["evaluations"]
     console.print(f"weights of version {version} of {run_dir}", highlight=False, soft_wrap=True)
     if json_path is not None:
         atomic_write(
-            json_path, json.dumps({"run": str(run_dir), "version": version, "results": found}, indent=1) + "\n"
+            json_path, json.dumps({"run": str(run_dir), "version": version, "results": results}, indent=1) + "\n"
         )
     return code
 
@@ -109,7 +109,7 @@ def evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, mod
     }
     if options.data:
         changes["eval.data"] = tuple(
-            one if "=" in split_options(one, f"--data {one!r:.80}")[0] else f"eval={one}" for one in options.data
+            text if "=" in split_options(text, f"--data {text!r:.80}")[0] else f"eval={text}" for text in options.data
         )
         changes["data.eval_prompts"] = held_out_by_default(config.recipe)  # with eval.data none are held out
     for name in ("samples", "temperature", "limit"):

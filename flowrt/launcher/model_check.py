@@ -168,9 +168,9 @@ def check_overrides(name: str, source: Path, overrides: Mapping[str, Any]) -> No
     whole, text = original.to_dict(), original.get_text_config()
     fields = dict(overrides)
     for nested in TEXT_TABLES:
-        if nested in table and isinstance(one := fields.get(nested), dict):
-            fields = {key: value for key, value in fields.items() if key != nested} | one
-    rope: Mapping[str, Any] = next((one for name in ROPE if (one := text_table(table).get(name))), {})
+        if nested in table and isinstance(inner := fields.get(nested), dict):
+            fields = {key: value for key, value in fields.items() if key != nested} | inner
+    rope: Mapping[str, Any] = next((rope_table for name in ROPE if (rope_table := text_table(table).get(name))), {})
     known = {*table, *text_table(table), *whole, *text.to_dict(), *ROPE, *(["rope_theta"] if rope else [])}
     for field, value in fields.items():
         if field not in known and not hasattr(text, field):
@@ -196,9 +196,11 @@ def check_rope(field: str, settings: Mapping[str, Any], present: Mapping[str, An
         settings: those of ``model_overrides``.
         present: those of config.json.
     """
-    tables: list[Mapping[str, Any]] = [one for one in settings.values() if isinstance(one, dict)] or [settings]
+    tables: list[Mapping[str, Any]] = [setting for setting in settings.values() if isinstance(setting, dict)] or [
+        settings
+    ]
     known = {*RopeParameters.__annotations__, "type", *present}
-    for name, value in ((name, value) for one in tables for name, value in one.items()):
+    for name, value in ((name, value) for table in tables for name, value in table.items()):
         if name not in known:
             raise ConfigError(
                 f"model_overrides has {field}.{name}, which no type of rotary positions has{suggested(name, known)}"
@@ -224,7 +226,7 @@ def check_reference(config: RunConfig) -> None:
             f"reference.model {path} has a vocab_size of {sizes[1]}, and the trained model {policy} of {sizes[0]}: the "
             "reference scores the same tokens; use a checkpoint with the same vocabulary"
         )
-    ours, theirs = (load_tokenizer(one).get_vocab() for one in (policy, path))
+    ours, theirs = (load_tokenizer(folder).get_vocab() for folder in (policy, path))
     if ours != theirs:
         token = min(token for token, _ in ours.items() ^ theirs.items())
         raise ConfigError(
@@ -400,13 +402,13 @@ def check_architecture(path: Path, *, generates: bool, compiled: bool = False) -
 
 def _headers(path: Path) -> dict[str, torch.Tensor]:
     """A tensor on the meta device for each tensor of the weight files."""
-    found = {}
+    parameters = {}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                 part = tensors.get_slice(name)
-                found[name] = torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype()), device="meta")
-    return found
+                parameters[name] = torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype()), device="meta")
+    return parameters
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -415,5 +417,5 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _some(names: Iterable[str]) -> str:
-    found = sorted(names)
-    return ", ".join(found[:MAX_NAMES]) + (", …" if len(found) > MAX_NAMES else "")
+    listed = sorted(names)
+    return ", ".join(listed[:MAX_NAMES]) + (", …" if len(listed) > MAX_NAMES else "")

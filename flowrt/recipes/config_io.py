@@ -37,9 +37,9 @@ def defaults(name: str, algorithm: str = "") -> RunConfig:
     Raises ConfigError for unknown names, and for a task file of the user's (FILE.py) that cannot be loaded.
     """
     if is_task_file(name):
-        found = described(name)
-        config = merge(RunConfig(), found.defaults, f"the defaults of task file {split(name)[0]}")
-        config = dataclasses.replace(config, recipe=found.recipe, recipe_sha256="")
+        description = described(name)
+        config = merge(RunConfig(), description.defaults, f"the defaults of task file {split(name)[0]}")
+        config = dataclasses.replace(config, recipe=description.recipe, recipe_sha256="")
     else:
         config = recipe(name).defaults
     return dataclasses.replace(config, algorithm=preset(algorithm)) if algorithm else config
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str], command: str = "flowrt run", help_notes: str
 
     Raises ConfigError for unknown flags and invalid values. Exits with code 0 after printing --help.
     """
-    has_data = any(re.match(r"--data(\.path)?(=|$)", one) for one in arguments)
+    has_data = any(re.match(r"--data(\.path)?(=|$)", argument) for argument in arguments)
     text = HelpText(notes=help_notes)
     parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0], help_text=text)
     check(parsed)
@@ -88,7 +88,9 @@ def read(
     name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
     file, rest = take("--config", rest)
     flag, rest = take("--recipe", rest)
-    algorithm, rest = take("--algorithm", [re.sub(r"^--algorithm\.name(?==|$)", "--algorithm", one) for one in rest])
+    algorithm, rest = take(
+        "--algorithm", [re.sub(r"^--algorithm\.name(?==|$)", "--algorithm", argument) for argument in rest]
+    )
     if name and flag and _recipe_name(name) != _recipe_name(flag):
         raise ConfigError(f"recipe {name!r} or {flag!r}? Name only one of them")
     name = name or flag
@@ -231,10 +233,10 @@ def from_file(path: Path) -> RunConfig:
 def to_toml(config: RunConfig) -> str:
     """The configuration as TOML text, without the optional values that are None: TOML has no null."""
     table = dataclasses.asdict(config)
-    table["guard"] = [{key: value for key, value in one.items() if value is not None} for one in table["guard"]]
+    table["guard"] = [{key: value for key, value in guard.items() if value is not None} for guard in table["guard"]]
     table["eval"] = {key: value for key, value in table["eval"].items() if value is not None}
     sets = table["data"]["sets"]
-    table["data"]["sets"] = [{key: value for key, value in one.items() if value is not None} for one in sets]
+    table["data"]["sets"] = [{key: value for key, value in set_.items() if value is not None} for set_ in sets]
     return tomli_w.dumps(table)
 
 
@@ -308,7 +310,7 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
     if get_origin(expected) is UnionType:  # float | None or str | None, and TOML has no null
         return _typed(value, get_args(expected)[0], where, source)
     if get_origin(expected) is tuple:
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        if not isinstance(value, list) or not all(isinstance(element, str) for element in value):
             raise ConfigError(f'{source}: {where!r} takes a list of text, as ["a", "b"], not {value!r:.80}')
         return tuple(value)
     if type(value) is not expected:
@@ -324,11 +326,11 @@ def table_of(hint: Any) -> type[Any] | None:
 
 def _of_tables(kind: Any, tables: Any, where: str, source: str) -> tuple[Any, ...]:
     """One value of this dataclass for each table."""
-    if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in tables):
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(f"{source}: {where!r} takes tables [[{where}]] with keys, not {tables!r:.80}")
     required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
-    for one in tables:
-        if missing := next((name for name in required if name not in one), ""):
+    for table in tables:
+        if missing := next((name for name in required if name not in table), ""):
             raise ConfigError(f"{source}: a table [[{where}]] has no key {missing!r}; every one needs it")
     base = kind(**dict.fromkeys(required, ""))
-    return tuple(merge(base, one, source, f"{where}.") for one in tables)
+    return tuple(merge(base, table, source, f"{where}.") for table in tables)

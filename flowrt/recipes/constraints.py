@@ -105,9 +105,9 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             check_bounds(value, f"{prefix}{field.name}.")
         elif isinstance(value, tuple):
-            for index, one in enumerate(value):
-                if dataclasses.is_dataclass(one):
-                    check_bounds(one, f"{prefix}{field.name}[{index}].")
+            for index, element in enumerate(value):
+                if dataclasses.is_dataclass(element):
+                    check_bounds(element, f"{prefix}{field.name}[{index}].")
         elif value is None:
             continue  # a limit that is not set
         elif (interval := interval_of(hints[field.name])) is not None and not contains(interval, value):
@@ -121,11 +121,11 @@ def check_text(config: Any, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             check_text(value, f"{prefix}{field.name}.")
         elif isinstance(value, str | tuple):
-            for one in [value] if isinstance(value, str) else value:
-                if dataclasses.is_dataclass(one):
-                    check_text(one, f"{prefix}{field.name}.")
+            for element in [value] if isinstance(value, str) else value:
+                if dataclasses.is_dataclass(element):
+                    check_text(element, f"{prefix}{field.name}.")
                 else:
-                    _check_one_text(one, f"{prefix}{field.name}")
+                    _check_one_text(element, f"{prefix}{field.name}")
 
 
 def _check_one_text(text: str, name: str) -> None:
@@ -164,29 +164,31 @@ def check_data_options(config: RunConfig) -> None:
                 raise ConfigError(f"data.{name} changes nothing in recipe {config.recipe}; it is of recipe custom")
     _check_difficulty(data)
     check_sets(data, config.recipe, mixes=takes_reward(config.recipe))
-    for one in data.sets:
-        _check_set_options(data, one, "data")
-    for one in eval_data_sets(config).values():
-        _check_set_options(data, one, "eval.data")
-        if one.tools_key is not None and not takes_reward(config.recipe):
+    for set_ in data.sets:
+        _check_set_options(data, set_, "data")
+    for set_ in eval_data_sets(config).values():
+        _check_set_options(data, set_, "eval.data")
+        if set_.tools_key is not None and not takes_reward(config.recipe):
             raise ConfigError(
                 f"tools_key of eval.data changes nothing in recipe {config.recipe}; it is of recipe custom"
             )
-    paths = [one.path for one in data.sets] or ([data.path] if data.path else [])
+    paths = [set_.path for set_ in data.sets] or ([data.path] if data.path else [])
     if data.split != DataConfig.split and paths and all(Path(path).is_file() for path in paths):
         raise ConfigError(f"data.split is {data.split!r}, and {paths[0]} is a file; a split is of a directory")
 
 
-def _check_set_options(data: DataConfig, one: DataSetConfig, of: str) -> None:
+def _check_set_options(data: DataConfig, data_set: DataSetConfig, of: str) -> None:
     """Raise ConfigError for unusable options of a data set. ``of``: the key that has it, in messages."""
     try:
-        set_data(data, one).prompt_format  # noqa: B018 (raises for unusable options)
+        set_data(data, data_set).prompt_format  # noqa: B018 (raises for unusable options)
     except ConfigError as error:
-        raise ConfigError(f"data set {one.name!r} of {of}: {error}") from None
-    if one.split is not None and os.path.isfile(one.path):
-        raise ConfigError(f"data set {one.name!r} of {of} has split {one.split!r}, and {one.path} is a file")
-    if one.prompt_key == "":
-        raise ConfigError(f"data set {one.name!r} of {of} has an empty prompt_key; name a column")
+        raise ConfigError(f"data set {data_set.name!r} of {of}: {error}") from None
+    if data_set.split is not None and os.path.isfile(data_set.path):
+        raise ConfigError(
+            f"data set {data_set.name!r} of {of} has split {data_set.split!r}, and {data_set.path} is a file"
+        )
+    if data_set.prompt_key == "":
+        raise ConfigError(f"data set {data_set.name!r} of {of} has an empty prompt_key; name a column")
 
 
 def check_reward_options(config: RunConfig) -> None:
@@ -201,7 +203,7 @@ def check_reward_options(config: RunConfig) -> None:
             )
     elif options != RewardOptions() and not takes_reward(config.recipe):
         raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
-    kinds = {one.kind for one in parse_functions(options.functions)}
+    kinds = {function.kind for function in parse_functions(options.functions)}
     if not of_task and "task" in kinds:
         raise ConfigError("a reward function of kind task is for a task in a file alone: flowrt run FILE.py")
     check_remote(options)
@@ -388,7 +390,7 @@ def _check_supports(config: RunConfig) -> None:
     """Raise ConfigError for truncated sampling with a training engine that ignores which tokens could be drawn."""
     engine, none = config.trainer.engine, RolloutConfig()
     options = [(name, getattr(config.rollout, name)) for name in ("top_k", "top_p", "min_p")]
-    name, value = next((one for one in options if one[1] != getattr(none, one[0])), ("", None))
+    name, value = next((option for option in options if option[1] != getattr(none, option[0])), ("", None))
     if name and not TRAIN_ENGINES[engine].applies_supports:
         raise ConfigError(
             f"rollout.{name} is {value}, and trainer.engine {engine} does not renormalise log-probabilities over the "
@@ -445,16 +447,18 @@ def evaluated_answers(config: RunConfig) -> int:
     options = config.eval
     if not (options.interval or options.at_start or options.at_end or options.only):
         return 0
-    prompts = sum(_eval_rows(config, one) for one in eval_data_sets(config).values()) or config.data.eval_prompts
+    prompts = sum(_eval_rows(config, set_) for set_ in eval_data_sets(config).values()) or config.data.eval_prompts
     return prompts * options.samples * (2 if options.overlap == "wait" else 1)
 
 
-def _eval_rows(config: RunConfig, one: DataSetConfig) -> int:
+def _eval_rows(config: RunConfig, data_set: DataSetConfig) -> int:
     """The most prompts of a data set of evaluations; `MAX_EVAL_PROMPTS` if this host or flowrt cannot count them."""
     if config.eval.limit or is_task_file(config.recipe):
         return config.eval.limit or MAX_EVAL_PROMPTS
     try:
-        return len(open_rows(Path(one.path), held_out_split(Path(one.path), one.split or config.eval.split)))
+        return len(
+            open_rows(Path(data_set.path), held_out_split(Path(data_set.path), data_set.split or config.eval.split))
+        )
     except ConfigError:
         return MAX_EVAL_PROMPTS
 

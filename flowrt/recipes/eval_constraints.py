@@ -21,7 +21,7 @@ def check_eval(config: RunConfig) -> None:
             f"data.eval_prompts is {held_out}, and with eval.data no rows are held out; leave one of them out"
         )
     sets = eval_data_sets(config).values()
-    if options.split and all(os.path.isfile(one.path) for one in sets):
+    if options.split and all(os.path.isfile(set_.path) for set_ in sets):
         there = f"{next(iter(sets)).path} is a file" if sets else "eval.data is empty"
         raise ConfigError(f"eval.split is {options.split!r}, and {there}; a split is of a directory of eval.data")
     _check_sampling(config)

@@ -84,8 +84,12 @@ def _check_files(path: Path, max_new_tokens: int, overrides: Mapping[str, Any]) 
 
 def _check_gguf(path: Path) -> None:
     """Raise ConfigError for a GGUF file, and for a directory of such files."""
-    files = [path] if path.is_file() else sorted(one for one in path.glob("*") if one.suffix.lower() == GGUF)
-    file = next((one for one in files if _is_gguf(one)), None)
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(candidate for candidate in path.glob("*") if candidate.suffix.lower() == GGUF)
+    )
+    file = next((file for file in files if _is_gguf(file)), None)
     if file is not None and not weight_files(path):
         raise ConfigError(
             f"model {path} is in GGUF, the format of llama.cpp, which cannot be trained; use the checkpoint that it "

@@ -132,7 +132,7 @@ def own_algorithm(name: str) -> Algorithm:
 
 def _check_own(name: str, objective: Algorithm) -> None:
     """Call the methods on two samples of a group, so that mistakes are found before the run starts."""
-    if missing := [one for one in (*METHODS, "needs", "plan") if not hasattr(objective, one)]:
+    if missing := [method for method in (*METHODS, "needs", "plan") if not hasattr(objective, method)]:
         raise ConfigError(f"algorithm {name} has no {missing[0]}; see flowrt.algorithms.algorithm.Algorithm")
     try:
         needs, plan = objective.needs, objective.plan

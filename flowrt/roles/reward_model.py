@@ -87,8 +87,8 @@ class RewardModel:
             config.pad_token_id = pad
         with torch.inference_mode():
             scores_N = self._model(input_ids=ids_NT, attention_mask=mask_NT).logits[:, 0]
-        found: list[float] = scores_N.float().tolist()
-        return found
+        scores: list[float] = scores_N.float().tolist()
+        return scores
 
     def _pad(self, rows: Sequence[list[int]]) -> int:
         """The padding token: the tokenizer's, unless it also ends texts; then one that ends no row."""

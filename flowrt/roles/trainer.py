@@ -357,7 +357,7 @@ def _sampled_kl(batch: Batch) -> torch.Tensor:
     It is 0 where the lengths of the two differ, and where it is not finite.
     """
     pairs = zip(batch.tensors["logprobs"], batch.tensors["ref_logprobs"], strict=True)
-    sums = [float((one - other).double().sum()) if len(one) == len(other) else 0.0 for one, other in pairs]
+    sums = [float((tensor - other).double().sum()) if len(tensor) == len(other) else 0.0 for tensor, other in pairs]
     return torch.tensor(sums, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
 
 

@@ -94,10 +94,10 @@ class Timeline:
     def drain(self) -> list[Span]:
         """Return the spans recorded since the last call, and the part up to now of blocks that have not ended."""
         now = self._clock.now()
-        for one in self._open:
-            if now > one.start_s:
-                self.add(Span(one.kind, one.start_s, now, rows=one.rows, root=one.root))
-                one.start_s = now
+        for span in self._open:
+            if now > span.start_s:
+                self.add(Span(span.kind, span.start_s, now, rows=span.rows, root=span.root))
+                span.start_s = now
         spans, self._spans = self._spans, []
         self._last.clear()
         return spans
@@ -133,7 +133,7 @@ def read_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool]) -> tuple[
     without its end is not damaged: it is being written, or its writer was killed. Raises OSError if the file cannot be
     read.
     """
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     damaged = 0
     with path.open("rb") as file:
         for data in file:
@@ -142,10 +142,10 @@ def read_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool]) -> tuple[
             except (ValueError, RecursionError):
                 line = None
             if isinstance(line, dict) and is_whole(line):
-                found.append(line)
+                lines.append(line)
             elif data.endswith(b"\n"):
                 damaged += 1
-    return found, damaged
+    return lines, damaged
 
 
 def is_step(line: dict[str, Any]) -> bool:

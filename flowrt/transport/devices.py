@@ -106,8 +106,8 @@ def accelerator_use() -> AcceleratorUse:
     modules: list[Any] = [torch.cuda] if torch.cuda.is_initialized() else []
     if has_npu():
         modules.append(torch_npu().npu)
-    found = [(module, index) for module in modules for index in range(module.device_count())]
-    used = [(module, index, reserved) for module, index in found if (reserved := module.memory_reserved(index))]
+    devices = [(module, index) for module in modules for index in range(module.device_count())]
+    used = [(module, index, reserved) for module, index in devices if (reserved := module.memory_reserved(index))]
     shares = [share for module, index, _ in used if (share := _busy_share(module, index)) >= 0]
     return AcceleratorUse(
         count=len(used),

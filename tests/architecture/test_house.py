@@ -20,13 +20,13 @@ PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in 
 
 
 def imports(path: Path) -> set[str]:
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            modules |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").split(".")[0])
-    return found
+            modules.add((node.module or "").split(".")[0])
+    return modules
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,8 +49,8 @@ def test_processes_run_modules_without_the_current_directory_on_their_path() -> 
 
     ``flowrt/__init__.py`` detects a process that the user started so.
     """
-    found = [str(path.relative_to(ROOT)) for path in (ROOT / "flowrt").rglob("*.py") if '"-m"' in path.read_text()]
-    assert sorted(found) == ["flowrt/__init__.py", "flowrt/engines/sglang/server_process.py"]
+    starters = [str(path.relative_to(ROOT)) for path in (ROOT / "flowrt").rglob("*.py") if '"-m"' in path.read_text()]
+    assert sorted(starters) == ["flowrt/__init__.py", "flowrt/engines/sglang/server_process.py"]
 
 
 def test_importing_flowrt_loads_no_torch() -> None:
@@ -81,8 +81,8 @@ def test_a_controller_loads_only_what_it_uses() -> None:
 
 
 def test_only_the_net_package_imports_zmq() -> None:
-    found = [str(path.relative_to(ROOT)) for path in PRODUCT if "zmq" in imports(path)]
-    assert found == ["flowrt/net/curve_keys.py", "flowrt/net/link.py"]
+    importers = [str(path.relative_to(ROOT)) for path in PRODUCT if "zmq" in imports(path)]
+    assert importers == ["flowrt/net/curve_keys.py", "flowrt/net/link.py"]
 
 
 def test_one_module_writes_pickles_and_no_module_reads_them() -> None:
@@ -173,4 +173,4 @@ def test_class_names_are_unique() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -38,12 +38,12 @@ def test_three_nodes_measure_each_other(three_nodes: tuple[subprocess.CompletedP
     completed, lines = three_nodes
     assert completed.returncode == 0, completed.stdout + completed.stderr
     facts = [json.loads(line) for line in lines]
-    probes = {one["probe"] for one in facts}
-    for one in facts:
-        assert set(one["bytes_per_s"]) == probes - {one["probe"]}
-        assert min(one["bytes_per_s"].values()) > 0
-        assert 0 < one["round_trip_s"] < 60
-        assert one["peer_error"] == ""
+    probes = {fact["probe"] for fact in facts}
+    for fact in facts:
+        assert set(fact["bytes_per_s"]) == probes - {fact["probe"]}
+        assert min(fact["bytes_per_s"].values()) > 0
+        assert 0 < fact["round_trip_s"] < 60
+        assert fact["peer_error"] == ""
     assert "the same everywhere" in completed.stdout
 
 

@@ -42,9 +42,9 @@ def output(name: str, *arguments: str) -> str:
 )
 def test_example_loop_is_short_and_learns(name: str, most_lines: int) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) <= most_lines
-    found = re.search(r"paying arm: ([\d.]+)", output(name))
-    assert found is not None
-    assert float(found[1]) > 0.9
+    match = re.search(r"paying arm: ([\d.]+)", output(name))
+    assert match is not None
+    assert float(match[1]) > 0.9
 
 
 def test_stream_example_reads_all_rows_in_order_of_urgency() -> None:
@@ -137,9 +137,9 @@ def test_custom_rollout_engine_generates_for_a_run(custom_trainer_run: Path) -> 
         "custom_rollout.py",
         *("--model", str(custom_trainer_run / "model"), "--steps", "3", "--data.eval-prompts", "0"),
     )
-    found = re.search(r"3 steps, mean reward ([\d.]+)", printed)
-    assert found is not None, printed
-    assert 0 < float(found[1]) <= 1
+    match = re.search(r"3 steps, mean reward ([\d.]+)", printed)
+    assert match is not None, printed
+    assert 0 < float(match[1]) <= 1
 
 
 @pytest.mark.parametrize("name", ["custom_trainer.py", "custom_rollout.py"])
@@ -155,10 +155,11 @@ def commands() -> list[str]:
 
 def scripts() -> list[str]:
     """The Python commands of the documents, in blocks and within sentences, without variables set before them."""
-    found = (
-        re.findall(r"python ((?:-m|bench|scripts|launch|workers)\b[^`#\n]*)", one.read_text()) for one in DOCUMENTS
+    matches = (
+        re.findall(r"python ((?:-m|bench|scripts|launch|workers)\b[^`#\n]*)", document.read_text())
+        for document in DOCUMENTS
     )
-    return sorted({words.strip() for some in found for words in some})
+    return sorted({words.strip() for some in matches for words in some})
 
 
 def test_the_documents_contain_commands() -> None:

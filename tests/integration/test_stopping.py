@@ -147,7 +147,9 @@ def training_on_two_ranks(launch: Start, untrained_model: Path) -> Launch:
 
 def externally_reachable(process: psutil.Process) -> list[str]:
     """The addresses at which a process listens and other hosts may reach it."""
-    listening = [one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    listening = [
+        connection.laddr.ip for connection in process.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
+    ]
     return [address for address in listening if not is_loopback(address)]
 
 

@@ -131,7 +131,7 @@ def plain_gradient(algorithm: Algorithm) -> tuple[Tensor, float]:
     pairs = [sample_forward(model, *sample) for sample in zip(batch.prompts, batch.responses, strict=True)]
     logprobs_T, entropy_T = (torch.cat(column) for column in zip(*pairs, strict=True))
     rollout_T = torch.cat(list(batch.rollout_logprobs))
-    sample_T = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(one) for one in batch.responses]))
+    sample_T = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(response) for response in batch.responses]))
     tokens = Tokens(
         logprobs_T=logprobs_T,
         anchor_T=rollout_T if algorithm.plan.anchor == "rollout" else logprobs_T.detach(),

@@ -100,7 +100,7 @@ TERMS: dict[str, tuple[Settings, Objective]] = {
 TOKEN_CASES: dict[str, tuple[Settings, Objective]] = {
     **LOSSES,
     **TERMS,
-    **{name: (CLIP, dataclasses.replace(DAPO, correction=one)) for name, one in CORRECTIONS.items()},
+    **{name: (CLIP, dataclasses.replace(DAPO, correction=correction)) for name, correction in CORRECTIONS.items()},
 }
 
 
@@ -115,7 +115,7 @@ def draw_samples(rng: random.Random, spread: float, rollout_anchor: bool) -> lis
     samples = []
     for length in (1, 8, 3, 5, 2, 7):
         policy: list[complex] = [-rng.expovariate(0.7) - 1e-3 for _ in range(length)]
-        noisy = [[min(one.real + rng.gauss(0, spread), -1e-4) for one in policy] for _ in range(3)]
+        noisy = [[min(logprob.real + rng.gauss(0, spread), -1e-4) for logprob in policy] for _ in range(3)]
         samples.append(
             Sample(
                 policy=policy,
@@ -146,13 +146,13 @@ def token_request(name: str, samples: Sequence[Sample]) -> dict[str, object]:
     settings, objective = TOKEN_CASES[name]
     return {
         "settings": settings,
-        "logprobs": [[complex(value).real for value in one.policy] for one in samples],
-        "entropy": [[complex(value).real for value in one.entropy] for one in samples],
-        "anchor": [one.anchor for one in samples],
-        "rollout": [one.rollout for one in samples],
-        "reference": [one.reference for one in samples],
-        "advantages": [one.advantage for one in samples],
-        "importance": [corrected(one, objective.correction) for one in samples] if name in CORRECTIONS else None,
+        "logprobs": [[complex(value).real for value in sample.policy] for sample in samples],
+        "entropy": [[complex(value).real for value in sample.entropy] for sample in samples],
+        "anchor": [sample.anchor for sample in samples],
+        "rollout": [sample.rollout for sample in samples],
+        "reference": [sample.reference for sample in samples],
+        "advantages": [sample.advantage for sample in samples],
+        "importance": [corrected(sample, objective.correction) for sample in samples] if name in CORRECTIONS else None,
     }
 
 
@@ -167,9 +167,9 @@ def token_errors(name: str, samples: Sequence[Sample], values: Values) -> tuple[
     inputs = [tokens.logprobs_T] if tokens.entropy_T is None else [tokens.logprobs_T, tokens.entropy_T]
     slopes = torch.autograd.grad(loss, inputs, allow_unused=True)
     wanted = [torch.tensor(values[key], dtype=torch.float64) for key in ("gradient", "entropy_gradient")]
-    got = [torch.zeros_like(one) if slope is None else slope for one, slope in zip(inputs, slopes, strict=True)]
-    size = max(float(one.abs().max()) for one in wanted) or 1.0  # all masked
-    gradient = max(float((one - other).abs().max()) for one, other in zip(got, wanted, strict=False)) / size
+    got = [torch.zeros_like(tensor) if slope is None else slope for tensor, slope in zip(inputs, slopes, strict=True)]
+    size = max(float(expected.abs().max()) for expected in wanted) or 1.0  # all masked
+    gradient = max(float((actual - other).abs().max()) for actual, other in zip(got, wanted, strict=False)) / size
     return abs(float(loss.detach()) - values["loss"]) / max(1.0, abs(values["loss"])), gradient
 
 
@@ -196,11 +196,11 @@ def model_request(name: str, model: Path) -> dict[str, object]:
         "settings": {"max_completion_length": LIMIT} | LOSSES[name][0],
         "model": str(model),
         "temperature": TEMPERATURE,
-        "prompts": [one.tolist() for one in batch.prompts],
-        "responses": [one.tolist() for one in batch.responses],
-        "anchor": [one.tolist() for one in batch.rollout_logprobs],
-        "rollout": [one.tolist() for one in batch.rollout_logprobs],
-        "reference": [one.tolist() for one in reference],
+        "prompts": [prompt.tolist() for prompt in batch.prompts],
+        "responses": [response.tolist() for response in batch.responses],
+        "anchor": [logprob.tolist() for logprob in batch.rollout_logprobs],
+        "rollout": [logprob.tolist() for logprob in batch.rollout_logprobs],
+        "reference": [logprobs.tolist() for logprobs in reference],
         "advantages": batch.advantages_N.tolist(),
     }
 

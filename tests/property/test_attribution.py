@@ -36,9 +36,9 @@ def waits(draw: st.DrawFn) -> WaitInterval:
 def test_every_second_has_exactly_one_kind(
     intervals: list[Interval], wait_intervals: list[WaitInterval], end_s: float
 ) -> None:
-    found = sweep(intervals, wait_intervals, 0.0, end_s)
-    assert all(seconds > 0 and kind in KINDS for (kind, _), seconds in found.items())
-    assert sum(found.values()) == pytest.approx(end_s, abs=1e-6)
+    divided = sweep(intervals, wait_intervals, 0.0, end_s)
+    assert all(seconds > 0 and kind in KINDS for (kind, _), seconds in divided.items())
+    assert sum(divided.values()) == pytest.approx(end_s, abs=1e-6)
 
 
 @given(st.lists(spans(), max_size=8), st.lists(waits(), max_size=5), st.floats(0, 20, width=32))
@@ -46,7 +46,7 @@ def test_two_adjacent_windows_add_up_to_one(
     intervals: list[Interval], wait_intervals: list[WaitInterval], cut_s: float
 ) -> None:
     """For spans without gaps: of the others only the sum of the gaps is known."""
-    whole_spans = [one._replace(worked_s=one.end_s - one.start_s) for one in intervals]
+    whole_spans = [interval._replace(worked_s=interval.end_s - interval.start_s) for interval in intervals]
     whole = sweep(whole_spans, wait_intervals, 0.0, 20.0)
     first, second = sweep(whole_spans, wait_intervals, 0.0, cut_s), sweep(whole_spans, wait_intervals, cut_s, 20.0)
     for key in {*whole, *first, *second}:
@@ -57,25 +57,25 @@ def test_two_adjacent_windows_add_up_to_one(
 def test_overlapping_spans_count_as_the_first_kind_of_the_order(
     intervals: list[Interval], wait_intervals: list[WaitInterval], at_s: float
 ) -> None:
-    whole = [one._replace(worked_s=one.end_s - one.start_s) for one in intervals]
+    whole = [interval._replace(worked_s=interval.end_s - interval.start_s) for interval in intervals]
     end_s = at_s + 1e-3
-    edges = [edge for one in whole for edge in (one.start_s, one.end_s)]
-    edges += [edge for one in wait_intervals for edge in (one.start_s, one.end_s)]
+    edges = [edge for interval in whole for edge in (interval.start_s, interval.end_s)]
+    edges += [edge for interval in wait_intervals for edge in (interval.start_s, interval.end_s)]
     if any(at_s < edge < end_s for edge in edges):
         return
-    names = {one.kind for one in whole if one.start_s <= at_s and one.end_s >= end_s}
-    present = {KIND_OF_SPAN.get(one, Kind.BUSY).value for one in names}
-    wait = next((one for one in wait_intervals if one.start_s <= at_s and one.end_s >= end_s), None)
+    names = {interval.kind for interval in whole if interval.start_s <= at_s and interval.end_s >= end_s}
+    present = {KIND_OF_SPAN.get(name, Kind.BUSY).value for name in names}
+    wait = next((interval for interval in wait_intervals if interval.start_s <= at_s and interval.end_s >= end_s), None)
     first = next((kind for kind in ORDER if kind in present), None)
-    (found,) = {kind for kind, _ in sweep(whole, wait_intervals, at_s, end_s)}
+    (chosen,) = {kind for kind, _ in sweep(whole, wait_intervals, at_s, end_s)}
     if "ranks" in names and first != "away":
-        assert found == "samples"
+        assert chosen == "samples"
     elif first is not None:
-        assert found == first
+        assert chosen == first
     elif wait is not None:
-        assert found in {one.cause.value for one in wait_intervals}
+        assert chosen in {interval.cause.value for interval in wait_intervals}
     else:
-        assert found == ("samples" if "samples" in present else "other")
+        assert chosen == ("samples" if "samples" in present else "other")
 
 
 def test_gaps_of_merged_spans_count_as_the_wait_that_covers_them() -> None:
@@ -103,7 +103,7 @@ def test_steps_add_up_to_the_time_from_joining_to_leaving(
     account.training_started(0.25)
     complete = []
     now, joined, left = 0.0, False, False
-    pending = sorted(reported, key=lambda one: one[1].end_s)
+    pending = sorted(reported, key=lambda pair: pair[1].end_s)
     for number, length_s in enumerate(steps):
         now += length_s
         if now >= joins_s and not joined:
@@ -119,11 +119,11 @@ def test_steps_add_up_to_the_time_from_joining_to_leaving(
         account.close_step(number, now)
         complete += account.advance(now)
     complete += account.finish(now + 1.0)
-    assert [one.step for one in complete] == list(range(len(steps) + 1))
-    seconds = {role: sum(one.seconds[role].total() for one in complete) for role in ("rollout", "trainer")}
+    assert [window.step for window in complete] == list(range(len(steps) + 1))
+    seconds = {role: sum(window.seconds[role].total() for window in complete) for role in ("rollout", "trainer")}
     assert seconds["rollout"] == pytest.approx(now + 1.0 + (leaves_s if left else now + 1.0), abs=1e-5)
     assert seconds["trainer"] == pytest.approx(now + 1.0 - joins_s if joined else 0.0, abs=1e-5)
-    for line in (one.as_json(0.0) for one in complete):
+    for line in (window.as_json(0.0) for window in complete):
         assert all(of[kind] >= 0 for of in line["roles"].values() for kind in KINDS)
 
 

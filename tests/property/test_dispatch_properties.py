@@ -223,8 +223,8 @@ def test_length_aware_dispatch_limits_the_overtaking_of_a_slot(steps: list[tuple
         waiting |= {slot.id for slot in slots}
         for slot in (slot for _ in range(4) for slot in queue.take(pull(f"w{worker}", 16))):
             waiting.remove(slot.id)
-            overtaken |= {one: overtaken.get(one, 0) + 1 for one in waiting if one < slot.id}
-        assert all(overtaken.get(one, 0) <= policy.most_overtaking for one in waiting)
+            overtaken |= {other: overtaken.get(other, 0) + 1 for other in waiting if other < slot.id}
+        assert all(overtaken.get(other, 0) <= policy.most_overtaking for other in waiting)
 
 
 @settings(max_examples=examples(40))

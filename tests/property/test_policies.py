@@ -116,10 +116,10 @@ def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
     scenario = dataclasses.replace(scenario, batcher=GroupCount(scenario.groups_per_step), ranks=1)
     cut, plain = SimulatedCluster(scenario).run(), SimulatedCluster(dataclasses.replace(scenario, cut=None)).run()
     assert [(step, row) for step, row in cut.trained] == [(step, row) for step, row in plain.trained]
-    for one in cut.log:
-        if isinstance(one, Send) and isinstance(one.message, m.Grant) and one.worker == "trainer0":
-            kept = {values.column: values.values for values in one.message.inline}.get(KEPT_TOKENS, ())
-            assert list(kept) == [sum(span[1::2]) for span in one.message.spans]
+    for command in cut.log:
+        if isinstance(command, Send) and isinstance(command.message, m.Grant) and command.worker == "trainer0":
+            kept = {values.column: values.values for values in command.message.inline}.get(KEPT_TOKENS, ())
+            assert list(kept) == [sum(span[1::2]) for span in command.message.spans]
 
 
 @given(scenario=scenarios(cut=FixedTokens(7), members=3, groups_per_step=3))
@@ -127,10 +127,10 @@ def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
 def test_a_cut_step_trains_its_budget_or_all_tokens(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
     kept: dict[int, float] = {}
-    for one in cluster.log:
-        if isinstance(one, Send) and isinstance(one.message, m.Grant) and one.worker.startswith("trainer"):
-            columns = {values.column: values.values for values in one.message.inline}
-            kept |= dict(zip(one.message.slots, columns.get(KEPT_TOKENS, ()), strict=True))
+    for command in cluster.log:
+        if isinstance(command, Send) and isinstance(command.message, m.Grant) and command.worker.startswith("trainer"):
+            columns = {values.column: values.values for values in command.message.inline}
+            kept |= dict(zip(command.message.slots, columns.get(KEPT_TOKENS, ()), strict=True))
     for step in range(scenario.steps):
         rows = [row for at, row in cluster.trained if at == step]
         generated = sum(sum(row.spans[1::2]) for row in rows)

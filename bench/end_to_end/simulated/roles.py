@@ -107,7 +107,7 @@ def _rows(batches: list[Batch], column: str) -> list[torch.Tensor]:
 
 
 def _leased(batches: list[Batch]) -> tuple[list[int], list[int]]:
-    return [slot for batch in batches for slot in batch.slots], [one for batch in batches for one in batch.leases]
+    return [slot for batch in batches for slot in batch.slots], [lease for batch in batches for lease in batch.leases]
 
 
 async def trainer(session: Session, spec: RunSpec) -> None:

@@ -56,7 +56,7 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
     Returns:
         Seconds by kind of time and root; only values above zero.
     """
-    found: Seconds = defaultdict(float)
+    seconds_of: Seconds = defaultdict(float)
     if end_s <= start_s:
         return {}
     all_spans, all_waits = list(spans), list(waits)
@@ -72,11 +72,11 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
         length_s = finish_s - begin_s
         begin_s = finish_s
         if not present:
-            found[OTHER_KEY] += length_s
+            seconds_of[OTHER_KEY] += length_s
             continue
         place = present[0][2] if len(present) == 1 else min([item[2] for item in present])
         if place in UNDIVIDED_KEYS:
-            found[UNDIVIDED_KEYS[place]] += length_s
+            seconds_of[UNDIVIDED_KEYS[place]] += length_s
         elif place == BUSY:
             chosen = max([item[3] for item in present if item[2] == BUSY], key=lambda index: _share(all_spans[index]))
             covered = work.get(chosen) or work.setdefault(chosen, _Covered())
@@ -85,10 +85,10 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
         else:
             first = min([item[3] for item in present if item[2] == place])
             key = _key(all_waits[first]) if place == WAIT else (Kind.SAMPLES.value, all_spans[first].root)
-            found[key] += length_s
+            seconds_of[key] += length_s
     for index, covered in work.items():
-        _divide(covered, _share(all_spans[index]), all_waits, found)
-    return {key: seconds for key, seconds in found.items() if seconds > 0}
+        _divide(covered, _share(all_spans[index]), all_waits, seconds_of)
+    return {key: seconds for key, seconds in seconds_of.items() if seconds > 0}
 
 
 def _items(spans: list[Interval], waits: list[WaitInterval], start_s: float, end_s: float) -> list[_Item]:
@@ -119,15 +119,15 @@ class _Covered:
             self.waits[wait] = self.waits.get(wait, 0.0) + length_s
 
 
-def _divide(covered: _Covered, share: float, waits: list[WaitInterval], found: Seconds) -> None:
+def _divide(covered: _Covered, share: float, waits: list[WaitInterval], seconds_of: Seconds) -> None:
     """Add the work, waiting and `other` of a span of work to ``found``."""
     gap_s = covered.length_s * (1.0 - share)
-    found[BUSY_KEY] += covered.length_s - gap_s
+    seconds_of[BUSY_KEY] += covered.length_s - gap_s
     waited_s = sum(covered.waits.values())
     taken_s = min(gap_s, waited_s)
-    found[OTHER_KEY] += gap_s - taken_s
+    seconds_of[OTHER_KEY] += gap_s - taken_s
     for index, seconds in covered.waits.items():
-        found[_key(waits[index])] += taken_s * seconds / waited_s
+        seconds_of[_key(waits[index])] += taken_s * seconds / waited_s
 
 
 def _key(wait: WaitInterval) -> Key:

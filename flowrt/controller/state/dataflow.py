@@ -83,25 +83,27 @@ class Flows:
 
     def undone_with(self, stage: str) -> list[str]:
         """The stage, and all stages that need its columns directly or indirectly: they are undone together."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         pending = [stage]
         while pending:
             name = pending.pop()
-            if name not in found:
-                found[name] = None
+            if name not in names:
+                names[name] = None
                 pending += [after.name for after in self.after[name]]
-        return list(found)
+        return list(names)
 
     def undone_for_group(self, undone: Iterable[str]) -> list[str]:
         """The stages to undo for the other slots of a group when the stages ``undone`` are undone for one slot.
 
         A stage of whole groups is done for all slots of a group or for none, because its result depends on all.
         """
-        return list(dict.fromkeys(name for one in undone if one in self.of_groups for name in self.undone_with(one)))
+        return list(
+            dict.fromkeys(name for stage in undone if stage in self.of_groups for name in self.undone_with(stage))
+        )
 
     def complete(self, groups: Iterable[Group]) -> list[Group]:
         """The groups for all of whose slots every stage of their flow is done."""
-        found = []
+        complete_groups = []
         flow, bits = "", 0
         for group in groups:
             if group.flow != flow:
@@ -110,12 +112,12 @@ class Flows:
                 if slot.done != bits:
                     break
             else:
-                found.append(group)
-        return found
+                complete_groups.append(group)
+        return complete_groups
 
     def _found(self, flow: str) -> tuple[list[Stage], int]:
-        found = self._of.get(flow)
-        if found is None:
+        stages_and_bits = self._of.get(flow)
+        if stages_and_bits is None:
             stages = [stage for stage in self.stages.values() if stage.flow in ("", flow)]
-            found = self._of[flow] = stages, sum(self.bits[stage.name] for stage in stages)
-        return found
+            stages_and_bits = self._of[flow] = stages, sum(self.bits[stage.name] for stage in stages)
+        return stages_and_bits

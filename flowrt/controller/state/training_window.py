@@ -181,7 +181,7 @@ class TrainingWindow:
             ready: groups that have become ready; those up to `decided`, made again, are returned first.
             complete: all groups that are ready to train.
         """
-        due = [one for one in ready if one <= self.decided]
+        due = [step for step in ready if step <= self.decided]
         for index in range(bisect_right(self.waiting, self.decided), len(self.waiting)):
             if (number := self.waiting[index]) not in complete:
                 break

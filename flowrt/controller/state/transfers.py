@@ -55,7 +55,7 @@ class Lanes:
         """Why a worker with these transports cannot join; empty if it can."""
         if self._forced == AUTO:
             return ""
-        forced = [one for one in lanes if _name(one) == self._forced]
+        forced = [lane for lane in lanes if _name(lane) == self._forced]
         if not forced:
             return f"lanes are forced to be {self._forced}, and it can only do {', '.join(map(_name, lanes))}"
         if any(forced[0] not in able for able in self._able.values()):
@@ -85,7 +85,7 @@ class Lanes:
 
     def _choose(self, sender: WorkerId, receiver: WorkerId) -> str:
         theirs = self._willing(receiver)
-        both = [_name(one) for one in self._willing(sender) if one in theirs]
+        both = [_name(lane) for lane in self._willing(sender) if lane in theirs]
         return next((name for name in both if self._forced in (AUTO, name)), EVERYWHERE)
 
     def _willing(self, worker: WorkerId) -> tuple[str, ...]:

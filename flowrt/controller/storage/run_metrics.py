@@ -256,13 +256,13 @@ class RunMetrics:
 
     def evaluation_summary(self) -> dict[str, Any]:
         """By data set: the number of evaluations, and the newest evaluated version with its results."""
-        found: dict[str, Any] = {}
+        latest: dict[str, Any] = {}
         for name in dict.fromkeys(name for name, _ in self.evaluations):
             versions = [version for of, version in self.evaluations if of == name]
             last = max(versions)
             results = _results(self.evaluations[name, last])
-            found[name] = {"evaluations": len(versions), "version": last, **results}
-        return found
+            latest[name] = {"evaluations": len(versions), "version": last, **results}
+        return latest
 
 
 def _mean(values: list[float]) -> float | None:
@@ -279,10 +279,10 @@ def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, A
 
     Returns the parsed lines, the elapsed seconds of the run, and the first and last step that were removed, or None.
     """
-    found, _ = read_lines(path, is_step) if path.is_file() else ([], 0)
+    recorded, _ = read_lines(path, is_step) if path.is_file() else ([], 0)
     kept = [json.loads(text) for text in known]
     if path.exists() or kept:
         atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
-    undone = {line["step"] for line in found} - {line["step"] for line in kept}
-    elapsed_s = max((line["wall_s"] for line in (*found, *kept)), default=0.0)
+    undone = {line["step"] for line in recorded} - {line["step"] for line in kept}
+    elapsed_s = max((line["wall_s"] for line in (*recorded, *kept)), default=0.0)
     return kept, elapsed_s, (min(undone), max(undone)) if undone else None

@@ -33,9 +33,9 @@ def update_pin(state: State, env: Environment) -> list[Command]:
     exact.take_changed()
     versions.keep(exact.live)
     if versions.set_pin(exact.active, membership.leaving):
-        for one in (pin, versions.pin):
-            if one is not None and one.worker in membership:
-                state.work.add_worker(one.worker)  # its parked pulls may be served, or need newer weights
+        for pinned in (pin, versions.pin):
+            if pinned is not None and pinned.worker in membership:
+                state.work.add_worker(pinned.worker)  # its parked pulls may be served, or need newer weights
     return commands
 
 
@@ -64,7 +64,7 @@ def split_rows(
         accepted.append((lease, [row for row in of_lease if row not in wrong]))
         for slot in [lease.slots[SlotId(message.slots[row])] for row in wrong] if lease is not None else ():
             table.release(slot, message.stage)
-    return [one for one in accepted if one[1]], refused
+    return [pair for pair in accepted if pair[1]], refused
 
 
 def _is_of_other_version(lease: Lease, message: Commit, row: int) -> bool:

@@ -135,7 +135,7 @@ def _lost_stage(state: State, env: Environment, slot: Slot) -> str:
 
 
 def _check_source(state: State, env: Environment, group: Group) -> list[Command]:
-    is_owned = state.recovery.is_active or all(one.owners for one in group.tensors.values())
+    is_owned = state.recovery.is_active or all(tensor.owners for tensor in group.tensors.values())
     if is_owned or group.id in state.window.taken:
         return []
     state.dropped.count("its source left")

@@ -230,7 +230,8 @@ def _step_closed(
         measures += _spread(trained)
     if len(env.settings.data_sets) > 1:
         of_set = [
-            [one for one in trained if data_set_of(one.prompt) == at] for at in range(len(env.settings.data_sets))
+            [sample for sample in trained if data_set_of(sample.prompt) == at]
+            for at in range(len(env.settings.data_sets))
         ]
         for name, groups in zip(env.settings.data_sets, of_set, strict=True):
             counts.append((f"{GROUPS_OF}{name}", len(groups)))
@@ -256,12 +257,12 @@ def _step_closed(
 
 def _spread(groups: Sequence[Group]) -> list[tuple[str, float]]:
     """The standard deviation of the reward over the samples, and two percentiles of the groups' mean rewards."""
-    found = _rewards(groups)
-    if not found:
+    rewards = _rewards(groups)
+    if not rewards:
         return []
-    mean = sum(found) / len(found)
-    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in found) / len(found))
-    means = sorted(one for group in groups if (one := mean_reward(group)) is not None)
+    mean = sum(rewards) / len(rewards)
+    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    means = sorted(mean_of_group for group in groups if (mean_of_group := mean_reward(group)) is not None)
     return [(REWARD_STD, deviation), (REWARD_P10, _percentile(means, 0.1)), (REWARD_P90, _percentile(means, 0.9))]
 
 

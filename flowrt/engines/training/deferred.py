@@ -147,8 +147,8 @@ class DeferredStep:
         lengths = torch.tensor([len(response) for response in batch.responses], dtype=torch.int64)
         advantages = batch.advantages_N.repeat_interleave(lengths)
         present_T, rollout_T, advantages_T = (
-            torch.cat(gather_rows(one))
-            for one in (torch.cat(self._before or [nothing]), torch.cat(rollout or [nothing]), advantages)
+            torch.cat(gather_rows(samples))
+            for samples in (torch.cat(self._before or [nothing]), torch.cat(rollout or [nothing]), advantages)
         )
         entropy_T = None
         if self._algorithm.needs.entropy:

@@ -194,12 +194,12 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
 
 def _reference(all_facts: Sequence[Facts], want: Wanted) -> Finding:
     """Check that a node has accelerators with enough free memory for the reference workers."""
-    free = {facts.node: min(one["free_bytes"] for one in facts.devices) for facts in all_facts if facts.devices}
+    free = {facts.node: min(device["free_bytes"] for device in facts.devices) for facts in all_facts if facts.devices}
     if not free:
         where = all_facts[0].node if len(all_facts) == 1 else "all"
         fix = f"reference.device is {want.reference_device}: ask for devices (--gpus), load their driver, or use cpu"
         return _finding("reference device", where, False, "no accelerator", fix)
-    node = max(free, key=lambda one: free[one])
+    node = max(free, key=lambda candidate: free[candidate])
     return _finding(
         "reference device",
         node,
@@ -231,9 +231,9 @@ def _versions(all_facts: Sequence[Facts]) -> list[Finding]:
     """Check that packages, Python's minor version and the protocol are equal on all nodes."""
     findings = []
     for name in (*PACKAGES, "Python", "protocol"):
-        found = {facts.node: _version(facts, name) for facts in all_facts}
-        if len(set(found.values())) > 1:
-            text = ", ".join(f"{node} {version or 'none'}" for node, version in found.items())
+        versions = {facts.node: _version(facts, name) for facts in all_facts}
+        if len(set(versions.values())) > 1:
+            text = ", ".join(f"{node} {version or 'none'}" for node, version in versions.items())
             findings.append(_finding(f"versions: {name}", "all", False, text, "install the same on every node"))
     return findings or [_finding("versions", "all", True, "the same everywhere", "")]
 
@@ -255,9 +255,9 @@ def _lanes(all_facts: Sequence[Facts], want: Wanted) -> Iterator[Finding]:
         speed = sink.bytes_per_s.get(source.probe)
         if speed is None:
             error = sink.lane_errors.get(source.probe) or source.lane_errors.get(sink.probe)
-            found = error or sink.peer_error or source.peer_error or "nothing arrived"
+            error_text = error or sink.peer_error or source.peer_error or "nothing arrived"
             fix = "does a firewall stand between them? Lanes use free ports"
-            yield _finding("lane", where, False, found, fix)
+            yield _finding("lane", where, False, error_text, fix)
             continue
         fails = speed < want.lane_bytes_per_s
         fix = "is this the fast network? See controller.host; else check that link"

@@ -104,10 +104,10 @@ def merge_good(findings: Sequence[Finding]) -> list[Finding]:
             good.setdefault(finding.check, []).append(finding)
     lines = []
     for check, same in good.items():
-        found = list(dict.fromkeys(finding.found for finding in same))
+        facts = list(dict.fromkeys(finding.found for finding in same))
         where = same[0].where if len(same) == 1 else f"{same[0].where} and {len(same) - 1} more"
-        more = "" if len(found) == 1 else f"; {found[-1]}" if len(found) == 2 else f"; …; {found[-1]}"
-        lines.append(Finding(check, where, Verdict.GOOD, found[0] + more))
+        more = "" if len(facts) == 1 else f"; {facts[-1]}" if len(facts) == 2 else f"; …; {facts[-1]}"
+        lines.append(Finding(check, where, Verdict.GOOD, facts[0] + more))
     return [*lines, *(finding for finding in findings if finding.verdict is not Verdict.GOOD)]
 
 

@@ -155,7 +155,7 @@ def _intermediate(table: Mapping[str, Any], hidden: int) -> int:
 
 def _kept(table: Mapping[str, Any], sizes: Iterable[str]) -> KeptActivations:
     """What a layer keeps for the backward pass, from the names of the weights of the first layer."""
-    names = [found.group(1) for name in sizes if (found := FIRST_LAYER.search(name))]
+    names = [match.group(1) for name in sizes if (match := FIRST_LAYER.search(name))]
     norms = {name for name in names if re.search(r"(norm\w*|ln_?\w*)\.weight$", name)}
     of_heads = {name for name in norms if re.search(r"(q|k|query|key)_?(layer)?norm", name)}
     norms -= of_heads

@@ -49,11 +49,11 @@ def devices() -> list[Accelerator]:
         backend = torch_npu().npu
     else:
         return []
-    found = []
+    accelerators = []
     for index in range(backend.device_count()):
         free, _ = backend.mem_get_info(index)
-        found.append(Accelerator(name=backend.get_device_name(index), free_bytes=free))
-    return found
+        accelerators.append(Accelerator(name=backend.get_device_name(index), free_bytes=free))
+    return accelerators
 
 
 async def send_test(lanes: LaneSet, source: str, sink: str) -> None:

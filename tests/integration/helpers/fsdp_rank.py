@@ -59,7 +59,7 @@ def samples(step: int) -> TrainingBatch:
 
 def share(step: int, rank: int, ranks: int) -> list[list[int]]:
     """Micro-batches of a rank, uneven as if each pulled at its own speed: in each step another rank gets none."""
-    working = [one for one in range(ranks) if ranks == 1 or one != step % ranks]
+    working = [other for other in range(ranks) if ranks == 1 or other != step % ranks]
     if rank not in working:
         return []
     place = working.index(rank)
@@ -115,7 +115,7 @@ def execute(order: dict[str, Any], model: Path) -> None:
     with patch.object(sharding, "load_sharded", load):
         engine = build_engine(order, model)
     packed = is_packing_enabled(engine.model)
-    unsharded = sum(not isinstance(one, DTensor) for one in engine.model.parameters())
+    unsharded = sum(not isinstance(parameter, DTensor) for parameter in engine.model.parameters())
     compiled = sum(layer._compiled_call_impl is not None for layer in decoder_layers(engine.model))
     calls: list[int] = []  # one for each run of the first layer, in forward and backward passes
     first = next(module for name, module in engine.model.named_modules() if name.endswith(".0.mlp"))

@@ -145,8 +145,8 @@ async def waits(_: Path) -> str:
         await asyncio.to_thread(trainer.to_training_batch, *[None] * 4)  # type: ignore[arg-type]
     with timeline.busy("step"):
         await ranks.call(dist.barrier, "step 0")
-    spans = [one for one in timeline.drain() if one.kind == RANKS]
-    return f"{'+'.join({one.root for one in spans})} {sum(one.end_s - one.start_s for one in spans):.2f}"
+    spans = [interval for interval in timeline.drain() if interval.kind == RANKS]
+    return f"{'+'.join({span.root for span in spans})} {sum(span.end_s - span.start_s for span in spans):.2f}"
 
 
 async def exports(run_dir: Path) -> str:

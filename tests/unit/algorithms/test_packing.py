@@ -16,11 +16,11 @@ def test_padded_rows_and_their_masks() -> None:
 
 
 def test_samples_that_cannot_be_padded_are_refused() -> None:
-    one, none = torch.tensor([1]), torch.tensor([], dtype=torch.long)
+    single, none = torch.tensor([1]), torch.tensor([], dtype=torch.long)
     with pytest.raises(ValueError, match="prompt of sample 1 is empty"):
-        pad_samples([one, none], [one, one], pad_id=0)
+        pad_samples([single, none], [single, single], pad_id=0)
     with pytest.raises(ValueError, match="1 prompts and 2 responses"):
-        pad_samples([one], [one, one], pad_id=0)
+        pad_samples([single], [single, single], pad_id=0)
     with pytest.raises(ValueError, match="0 prompts and 0 responses"):
         pad_samples([], [], pad_id=0)
 

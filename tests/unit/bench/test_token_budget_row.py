@@ -5,9 +5,9 @@ from objectives_rows import token_budget
 
 
 def test_the_spread_of_tokens_falls_without_length_bias() -> None:
-    found = token_budget.measure(quick=True)
-    assert found["c3po_cv_ratio"] >= 10.0
-    assert found["c3po_length_bias"] == pytest.approx(1.0, abs=0.03)
+    figures = token_budget.measure(quick=True)
+    assert figures["c3po_cv_ratio"] >= 10.0
+    assert figures["c3po_length_bias"] == pytest.approx(1.0, abs=0.03)
 
 
 def test_a_policy_that_prefers_short_samples_is_detected() -> None:

@@ -125,7 +125,7 @@ def test_uniform_steps_do_not_end_later(rows: int, within: float) -> None:
     for seed in range(3):
         steps = epochs(seed, 0.0, within)
         before, after = durations(Fifo(), steps, rows), durations(LengthAware(COST, PROMPTS * MEMBERS), steps, rows)
-        assert all(one / other >= 0.98 for one, other in zip(before, after, strict=True))
+        assert all(first / other >= 0.98 for first, other in zip(before, after, strict=True))
 
 
 def test_history_recalls_the_longest_prompts() -> None:

@@ -24,16 +24,16 @@ def batch_of(model: torch.nn.Module, ages: int, shift: float) -> TrainingBatch:
     dice = torch.Generator().manual_seed(0)
     prompts, responses = ([torch.randint(2, 32, (pair[part],), generator=dice) for pair in LENGTHS] for part in (0, 1))
     scored = score(model, prompts, responses, 1.0, budget_tokens=1)
-    offsets = [shift * (torch.arange(len(one)) % 2 * 2 - 1) for one in scored]
+    offsets = [shift * (torch.arange(len(logprobs)) % 2 * 2 - 1) for logprobs in scored]
     return TrainingBatch(
         prompts=prompts,
         responses=responses,
-        rollout_logprobs=[one - offset for one, offset in zip(scored, offsets, strict=True)],
+        rollout_logprobs=[logprobs - offset for logprobs, offset in zip(scored, offsets, strict=True)],
         reference_logprobs=None,
         advantages_N=torch.tensor([1.0, -1.0, 0.5]),
         weights_N=torch.ones(3),
         groups_N=torch.zeros(3, dtype=torch.int64),
-        ages=[torch.full((len(one),), ages) for one in responses],
+        ages=[torch.full((len(response),), ages) for response in responses],
     )
 
 
@@ -94,7 +94,7 @@ def test_the_limit_is_a_hundredth_where_both_compute_in_float32() -> None:
 
 def unusable(batch: TrainingBatch, *rows: int) -> TrainingBatch:
     """The batch without usable log-probabilities of these rows."""
-    logprobs = [one * torch.nan if row in rows else one for row, one in enumerate(batch.rollout_logprobs)]
+    logprobs = [own * torch.nan if row in rows else own for row, own in enumerate(batch.rollout_logprobs)]
     return replace(batch, rollout_logprobs=logprobs)
 
 
@@ -103,9 +103,9 @@ def test_samples_without_usable_log_probabilities_do_not_dilute_the_mismatch() -
     batch = batch_of(engine.model, 0, 0.35)
     engine.accumulate(unusable(batch, 0, 2))
     without.accumulate(batch.only([1]))
-    found, expected = engine.step(), without.step()
+    measured, expected = engine.step(), without.step()
     for name in ("mismatch_kl_k1", "mismatch_kl_k3", "divergence_0", "effective_sample_fraction"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert measured[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     checked = trainer(0.02)
     checked.accumulate(unusable(batch, 0, 2))
     with pytest.raises(ConfigError, match="rollout and trainer disagree by"):

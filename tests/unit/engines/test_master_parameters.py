@@ -65,7 +65,7 @@ def test_tied_and_frozen_weights_stay_tied_and_frozen() -> None:
     tied.transformer.wpe.weight.requires_grad_(False)
     masters = MasterParameters(tied, BF16)
     assert tied.lm_head.weight is tied.transformer.wte.weight
-    assert {one.dtype for one in tied.parameters()} == {BF16}
+    assert {parameter.dtype for parameter in tied.parameters()} == {BF16}
     assert not tied.transformer.wpe.weight.requires_grad
     with pytest.raises(KeyError):
         masters.of(tied.transformer.wpe.weight)
@@ -77,9 +77,9 @@ def test_bfloat16_training_approximates_float32_training() -> None:
         batch = samples(0)
         for start in range(0, 12, cut):
             trainer.accumulate(batch.only(range(start, start + cut)))
-        found: list[torch.Tensor] = []
-        trainer.on_gradient = lambda gradient: found.append(gradient.clone())
-        return trainer.step(), found
+        gradients: list[torch.Tensor] = []
+        trainer.on_gradient = lambda gradient: gradients.append(gradient.clone())
+        return trainer.step(), gradients
 
     (wide, exact), (narrow, near), (_, cut) = trained(None, 12), trained(BF16, 12), trained(BF16, 4)
     assert near[0].dtype == torch.float32
@@ -111,15 +111,15 @@ def test_a_version_reaches_a_rollout_worker_of_any_dtype(
     engine = cast(TorchTrainer, train_engine(config))
     worker = cast(TorchRollout, rollout_engine(config))
     published = engine.parameters()
-    assert {one.dtype for one in published.values()} == {getattr(torch, dtype)}
+    assert {tensor.dtype for tensor in published.values()} == {getattr(torch, dtype)}
     with torch.no_grad():
-        for one in published.values():
-            one.mul_(1.5)
+        for tensor in published.values():
+            tensor.mul_(1.5)
     worker.swap(Snapshot.take(3, published))
     held: dict[str, Any] = dict(worker._cached.model.named_parameters())
-    for name, one in published.items():
+    for name, tensor in published.items():
         assert held[name].dtype == expected
-        assert torch.equal(held[name], one.to(expected)), name
+        assert torch.equal(held[name], tensor.to(expected)), name
     worker.add([Prompt(0, torch.tensor([3, 4, 5], dtype=torch.int32), 1)])
     (response,) = worker.run(threading.Event())
     assert response.spans[0] == 3
@@ -130,8 +130,8 @@ def test_an_exported_model_has_the_master_weights(checkpoint: Path, tmp_path: Pa
     config = parse(["--model", str(checkpoint), "--trainer.dtype", "bfloat16"])
     engine = cast(TorchTrainer, train_engine(config))
     with torch.no_grad():
-        for one in engine._parameters:
-            one.add_(1e-6)
+        for parameter in engine._parameters:
+            parameter.add_(1e-6)
     engine.export(tmp_path / "final")
     exported = type(engine.model).from_pretrained(tmp_path / "final", dtype=torch.float32)
     for mine, theirs in zip(engine._parameters, exported.parameters(), strict=True):
@@ -141,4 +141,4 @@ def test_an_exported_model_has_the_master_weights(checkpoint: Path, tmp_path: Pa
 def test_float32_training_has_no_master_copies() -> None:
     trainer = TorchTrainer(model("llama"), TrainOptions(), Objective(), temperature=1.0, narrow=torch.float32)
     assert trainer._masters is None
-    assert all(one is other for one, other in zip(trainer._parameters, trainer.model.parameters(), strict=True))
+    assert all(own is other for own, other in zip(trainer._parameters, trainer.model.parameters(), strict=True))

@@ -57,8 +57,8 @@ def test_the_time_of_a_batch_is_the_sum_of_its_shrinking_steps() -> None:
     by_hand = 30 * 0.03 + 70 * 0.025 + (150 + 150 + 500) * 0.02
     assert finished[-1].at_s == pytest.approx(by_hand, abs=1e-9)
     assert completion_s(lengths, COST.step_s) == pytest.approx(by_hand, abs=1e-9)
-    assert [one.key for one in finished[:2]] == [5, 1]
-    assert {one.key for one in finished[3:5]} == {2, 3}
+    assert [sequence.key for sequence in finished[:2]] == [5, 1]
+    assert {sequence.key for sequence in finished[3:5]} == {2, 3}
     assert decoder.running == 0
     assert decoder.next_finish() == float("inf")
 
@@ -82,7 +82,7 @@ def test_a_joining_sequence_slows_the_others_and_polling_changes_nothing() -> No
     for tenth in range(6, 15):
         assert decoder.advance(tenth / 10) == []
     # The first has 50 tokens left at half the speed; then the second has 50 left at full speed.
-    assert [(one.key, round(one.at_s, 9)) for one in decoder.advance(10.0)] == [(0, 1.5), (1, 2.0)]
+    assert [(sequence.key, round(sequence.at_s, 9)) for sequence in decoder.advance(10.0)] == [(0, 1.5), (1, 2.0)]
     assert decoder.row_s == pytest.approx(0.5 + 2 * 1.0 + 0.5)
 
 
@@ -104,11 +104,11 @@ def test_a_run_is_repeatable_and_has_the_right_types_and_shapes() -> None:
         while todo or engine.running:
             engine.add([todo.pop(0) for _ in range(min(engine.room, len(todo)))])
             responses += engine.run(NEVER)
-        for one in responses:
-            assert one.tokens.dtype == torch.int32
-            assert one.logprobs.dtype == torch.float32
-            assert len(one.tokens) == len(one.logprobs) == one.spans[1]
-        return [(one.key, len(one.tokens), one.spans) for one in responses], clock.now()
+        for response in responses:
+            assert response.tokens.dtype == torch.int32
+            assert response.logprobs.dtype == torch.float32
+            assert len(response.tokens) == len(response.logprobs) == response.spans[1]
+        return [(response.key, len(response.tokens), response.spans) for response in responses], clock.now()
 
     assert run_once() == run_once()
     assert sorted(key for key, _, _ in run_once()[0]) == list(range(10))
@@ -211,8 +211,8 @@ def test_the_time_of_a_training_step_does_not_depend_on_micro_batches() -> None:
     def train(*batches: TrainingBatch) -> float:
         clock = DrivenClock()
         trainer = SimulatedTrainer(TrainCost(0.001, optimizer_s=2.0), ManualSimClock(clock))
-        for one in batches:
-            trainer.accumulate(one)
+        for training_batch in batches:
+            trainer.accumulate(training_batch)
         assert trainer.step() == {"trained_tokens": 630.0}
         return clock.now()
 
@@ -238,7 +238,7 @@ def test_a_scorer_takes_the_configured_time() -> None:
     clock = DrivenClock()
     scorer = SimulatedScorer(ScoreCost(token_s=0.01, sample_s=1.0, pass_s=5.0, pass_samples=2), ManualSimClock(clock))
     responses = [torch.zeros(length) for length in (10, 20, 30)]
-    assert [len(one) for one in scorer.logprobs([torch.zeros(5)] * 3, responses)] == [10, 20, 30]
+    assert [len(logprob) for logprob in scorer.logprobs([torch.zeros(5)] * 3, responses)] == [10, 20, 30]
     assert clock.now() == pytest.approx(2 * 5.0 + 3 * 1.0 + 75 * 0.01)
     assert scorer.rewards(responses) == [0.0, 0.0, 0.0]
 

@@ -39,24 +39,24 @@ def batch_of(first: int, samples: int) -> TrainingBatch:
 
 def test_joined_batches_have_the_samples_of_all_in_order() -> None:
     joined = TrainingBatch.joined([batch_of(0, 2), batch_of(2, 0), batch_of(2, 3)])
-    assert [int(one) for one in joined.prompts] == [0, 1, 2, 3, 4] == joined.groups_N.tolist()
+    assert [int(prompt) for prompt in joined.prompts] == [0, 1, 2, 3, 4] == joined.groups_N.tolist()
     for column in (joined.responses, joined.rollout_logprobs, joined.reference_logprobs, joined.ages):
         assert column is not None
-        assert [abs(int(one[1])) for one in column] == [0, 1, 2, 3, 4]
+        assert [abs(int(response[1])) for response in column] == [0, 1, 2, 3, 4]
     assert joined.credit is not None
     assert joined.credit.kl_N is not None
     assert joined.credit.kl_N.tolist() == joined.credit.rewards_N.tolist() == joined.advantages_N.tolist()
     assert joined.captures is not None
-    assert [one and one.advantage for one in joined.captures] == [0, 1, 2, 3, 4]
+    assert [capture and capture.advantage for capture in joined.captures] == [0, 1, 2, 3, 4]
     assert len(TrainingBatch.joined([]).responses) == 0
 
 
 def test_selected_samples_keep_every_column_but_the_arguments_of_credit() -> None:
     batch = batch_of(0, 5)
     chosen = batch.only([3, 1])
-    assert [int(one) for one in chosen.prompts] == [3, 1] == chosen.weights_N.tolist()
+    assert [int(prompt) for prompt in chosen.prompts] == [3, 1] == chosen.weights_N.tolist()
     assert chosen.supports is not None
-    assert [int(one.tokens_E) for one in chosen.supports] == [3, 1]
+    assert [int(support.tokens_E) for support in chosen.supports] == [3, 1]
     assert chosen.captures is not None
     assert batch.captures is not None
     assert chosen.captures[0] is batch.captures[3]

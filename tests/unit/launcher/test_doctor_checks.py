@@ -89,9 +89,9 @@ def test_reference_workers_need_an_accelerator_with_free_memory() -> None:
     (line,) = bad(judge([HEALTHY], SCORING))
     assert (line.check, line.where, line.found) == ("reference device", "a", "no accelerator")
     assert "reference.device is cuda" in line.fix
-    one, two = pair()
-    assert [found.where for found in bad(judge([one, two], SCORING))] == ["all"]
-    assert not bad(judge([one, dataclasses.replace(two, devices=[GPU])], SCORING))
+    first, second = pair()
+    assert [finding.where for finding in bad(judge([first, second], SCORING))] == ["all"]
+    assert not bad(judge([first, dataclasses.replace(second, devices=[GPU])], SCORING))
     small = dataclasses.replace(HEALTHY, devices=[{**GPU, "free_bytes": 40 * GIB}])
     (line,) = bad(judge([small], SCORING))
     assert (line.check, "reference.dtype" in line.fix) == ("reference device", True)
@@ -116,8 +116,8 @@ def test_a_warning_is_not_a_failure(check: str, changes: dict[str, Any]) -> None
 def test_a_loopback_address_fails_only_with_several_nodes() -> None:
     single = dataclasses.replace(HEALTHY, own_address="127.0.0.1")
     assert not bad(judge([single], WANT))
-    one, two = pair()
-    (line,) = bad(judge([dataclasses.replace(one, own_address="127.0.0.1"), two], WANT))
+    first, second = pair()
+    (line,) = bad(judge([dataclasses.replace(first, own_address="127.0.0.1"), second], WANT))
     assert (line.check, "controller.host" in line.fix) == ("address", True)
 
 
@@ -131,34 +131,34 @@ def test_a_loopback_address_fails_only_with_several_nodes() -> None:
     ],
 )
 def test_version_differences_between_nodes_are_found(change: dict[str, Any], check: str) -> None:
-    one, two = pair()
-    (line,) = bad(judge([one, dataclasses.replace(two, **change)], WANT))
+    first, second = pair()
+    (line,) = bad(judge([first, dataclasses.replace(second, **change)], WANT))
     assert line.check == check
     assert "a " in line.found
     assert "b " in line.found
 
 
 def test_python_patch_versions_may_differ() -> None:
-    one, two = pair()
-    assert not bad(judge([one, dataclasses.replace(two, python="3.11.9")], WANT))
+    first, second = pair()
+    assert not bad(judge([first, dataclasses.replace(second, python="3.11.9")], WANT))
 
 
 def test_a_pair_without_a_connection_fails() -> None:
-    one, two = pair()
-    lost = dataclasses.replace(two, bytes_per_s={}, peer_error="waited 60 s for its turn with probe-a-1")
-    (line,) = bad(judge([one, lost], WANT))
+    first, second = pair()
+    lost = dataclasses.replace(second, bytes_per_s={}, peer_error="waited 60 s for its turn with probe-a-1")
+    (line,) = bad(judge([first, lost], WANT))
     assert (line.check, line.where) == ("lane", "a to b")
     assert "waited 60 s" in line.found
     assert "firewall" in line.fix
 
 
 def test_a_pair_without_a_connection_reports_only_its_own_errors() -> None:
-    one, two = pair()
+    first, second = pair()
     unmet: dict[str, Any] = {"bytes_per_s": {}}
-    lines = bad(judge([dataclasses.replace(one, **unmet), dataclasses.replace(two, **unmet)], WANT))
+    lines = bad(judge([dataclasses.replace(first, **unmet), dataclasses.replace(second, **unmet)], WANT))
     assert {line.found for line in lines} == {"nothing arrived"}
-    reported = dataclasses.replace(one, **unmet, lane_errors={"probe-b-1": "timed out", "probe-c-1": "another error"})
-    lines = bad(judge([reported, dataclasses.replace(two, **unmet)], WANT))
+    reported = dataclasses.replace(first, **unmet, lane_errors={"probe-b-1": "timed out", "probe-c-1": "another error"})
+    lines = bad(judge([reported, dataclasses.replace(second, **unmet)], WANT))
     assert {line.where: line.found for line in lines} == {"a to b": "timed out", "b to a": "timed out"}
 
 
@@ -173,8 +173,8 @@ def test_a_lane_below_the_minimum_transfer_rate_fails() -> None:
 
 
 def test_nodes_of_the_same_name_get_unique_names() -> None:
-    one, two = (other("vm", own_address=f"10.0.0.{number}", protocol=number) for number in (1, 2))
-    unique = with_unique_names([one, two, other("c")])
+    first, second = (other("vm", own_address=f"10.0.0.{number}", protocol=number) for number in (1, 2))
+    unique = with_unique_names([first, second, other("c")])
     assert [facts.node for facts in unique] == ["vm (10.0.0.1)", "vm (10.0.0.2)", "c"]
     (line,) = [line for line in bad(judge(unique[:2], Wanted())) if line.check.startswith("versions")]
     assert line.found == "vm (10.0.0.1) 1, vm (10.0.0.2) 2"
@@ -204,10 +204,10 @@ def test_facts_of_another_version_are_refused(text: str) -> None:
 @pytest.mark.parametrize("count", range(1, 10))
 def test_every_pair_of_nodes_is_probed_once(count: int) -> None:
     schedule = rounds(count)
-    pairs = [pair for one in schedule for pair in one]
+    pairs = [pair for round_of_pairs in schedule for pair in round_of_pairs]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
-    for one in schedule:
-        assert len({node for pair in one for node in pair}) == 2 * len(one)
+    for round_of_pairs in schedule:
+        assert len({node for pair in round_of_pairs for node in pair}) == 2 * len(round_of_pairs)
     assert len(schedule) <= count
 
 

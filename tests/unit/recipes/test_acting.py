@@ -29,7 +29,7 @@ def type_of(name: str) -> Any:
 def another(kind: Any, but: tuple[Any, ...]) -> Any:
     """A value of this type that is none of ``but``."""
     if get_origin(kind) is Literal:
-        return next(one for one in get_args(kind) if one not in but)
+        return next(arg for arg in get_args(kind) if arg not in but)
     if get_origin(kind) is UnionType:
         return another(get_args(kind)[0], but)
     values: dict[Any, tuple[Any, ...]] = {
@@ -38,8 +38,8 @@ def another(kind: Any, but: tuple[Any, ...]) -> Any:
         float: (0.25, 0.5, 0.75),
         str: ("x", "y", "z"),
     }
-    found = [("http://127.0.0.1:1",), ("http://127.0.0.1:2",)] if get_origin(kind) is tuple else values[kind]
-    return next(one for one in found if one not in but)
+    choices = [("http://127.0.0.1:1",), ("http://127.0.0.1:2",)] if get_origin(kind) is tuple else values[kind]
+    return next(choice for choice in choices if choice not in but)
 
 
 FUNCTIONS = {"file": "mine.py", "http": "http:http://127.0.0.1:1", "model": "model:DIR"}
@@ -53,12 +53,13 @@ def functions(kind: object) -> tuple[str, ...]:
 
 def fulfilled(conditions: tuple[OnlyIf, ...]) -> dict[str, Any]:
     """Values of other keys with which all conditions hold."""
-    found: dict[str, Any] = {
-        one.key: one.have[0] if one.have else another(type_of(one.key), one.but) for one in conditions
+    changed: dict[str, Any] = {
+        condition.key: condition.have[0] if condition.have else another(type_of(condition.key), condition.but)
+        for condition in conditions
     }
-    if "reward.functions" in found:
-        found["reward.functions"] = functions(found["reward.functions"])
-    return found | ({"recipe": "gsm8k"} if "recipe" in found else {})
+    if "reward.functions" in changed:
+        changed["reward.functions"] = functions(changed["reward.functions"])
+    return changed | ({"recipe": "gsm8k"} if "recipe" in changed else {})
 
 
 def broken(condition: OnlyIf) -> dict[str, Any]:
@@ -74,7 +75,11 @@ def broken(condition: OnlyIf) -> dict[str, Any]:
 def test_a_key_acts_or_is_refused(key: Key) -> None:
     """Under each of its conditions: accepted where all hold, refused by name where one does not."""
     base = defaults("gsm8k")
-    unusual = (key.default, attrgetter(key.name)(base), *(value for one in key.conditions for value in one.off))
+    unusual = (
+        key.default,
+        attrgetter(key.name)(base),
+        *(value for condition in key.conditions for value in condition.off),
+    )
     value = another(type_of(key.name), unusual)
     acts = changed(base, fulfilled(key.conditions) | {key.name: value})
     check_acting(acts)
@@ -90,11 +95,11 @@ def test_a_key_acts_or_is_refused(key: Key) -> None:
 def test_conditions_name_keys_and_values_that_exist() -> None:
     names = {key.name for key in keys()}
     for key in CONDITIONAL:
-        for one in key.conditions:
-            assert set(one.keys) <= names, key.name
-            kind = type_of(one.key)
+        for condition in key.conditions:
+            assert set(condition.keys) <= names, key.name
+            kind = type_of(condition.key)
             if get_origin(kind) is Literal:
-                assert {*one.have, *one.but} <= set(get_args(kind)), key.name
+                assert {*condition.have, *condition.but} <= set(get_args(kind)), key.name
 
 
 def texts(table: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -107,22 +112,22 @@ def texts(table: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             for field, text in zip(body.body, body.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                     below[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
-    for one in dataclasses.fields(table):
-        value = getattr(table, one.name)
+    for attribute in dataclasses.fields(table):
+        value = getattr(table, attribute.name)
         if dataclasses.is_dataclass(value):
-            yield from texts(value, f"{prefix}{one.name}.")
+            yield from texts(value, f"{prefix}{attribute.name}.")
         else:
-            yield f"{prefix}{one.name}", below[one.name]
+            yield f"{prefix}{attribute.name}", below[attribute.name]
 
 
 def test_keys_of_one_policy_or_engine_have_a_condition() -> None:
     """Whose help begins with "Policy NAME:" or "Engine NAME:"; an engine's descriptor refuses those of another one."""
     by_descriptor = {"rollout.device", "rollout.dtype"}
     conditional = {key.name for key in CONDITIONAL}
-    found = {
+    names = {
         name: text for name, text in texts(RunConfig()) if re.match(r"(Policy|Engine) (?!immediate|fifo|unif)", text)
     }
-    starts = {name for name in found if name.rpartition(".")[2] not in ("policy", "engine")}
+    starts = {name for name in names if name.rpartition(".")[2] not in ("policy", "engine")}
     assert len(starts) > 10
     assert starts - conditional == by_descriptor
 

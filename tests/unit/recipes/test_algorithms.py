@@ -153,11 +153,13 @@ def test_every_preset_is_accepted_and_trains(name: str) -> None:
     config = parse(["--algorithm", name])
     assert config.algorithm == PRESETS[name]
     assert from_toml(to_toml(config)) == config
-    assert needs_reference(config.algorithm) == ("reference" in [one.name for one in dataflow(config).stages])
+    assert needs_reference(config.algorithm) == ("reference" in [stage.name for stage in dataflow(config).stages])
     assert needs_reference(config.algorithm) == algorithm(config).needs.reference
     weights = trained_weights(run_config(config.algorithm))
     assert bool(weights.isfinite().all())
-    assert not torch.equal(weights, torch.cat([one.detach().reshape(-1) for one in small_model().parameters()]))
+    assert not torch.equal(
+        weights, torch.cat([parameter.detach().reshape(-1) for parameter in small_model().parameters()])
+    )
 
 
 @pytest.mark.slow
@@ -190,8 +192,8 @@ def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
         for other in alternatives(name, kind, attrgetter(name)(base)):
             pair = run_config(base), run_config(changed(base, {name: other}))
             try:
-                for one in pair:
-                    check(one)
+                for variant in pair:
+                    check(variant)
             except ConfigError:
                 continue
             tried.append((preset.name, other))
@@ -262,9 +264,9 @@ def test_contradictory_flags_are_refused(flags: list[str], message: str) -> None
 
 def test_the_commands_of_the_page_on_objectives_are_accepted() -> None:
     page = Path(__file__).parents[3] / "docs" / "objectives.md"
-    found = re.findall(r"^flowrt run ([^#\n]*)", page.read_text(), re.MULTILINE)
-    assert len(found) > 5
-    for command in found:
+    commands = re.findall(r"^flowrt run ([^#\n]*)", page.read_text(), re.MULTILINE)
+    assert len(commands) > 5
+    for command in commands:
         if ".py:" not in command:
             parse(command.split())
 

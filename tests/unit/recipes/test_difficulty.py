@@ -36,8 +36,8 @@ def test_rows_within_the_limits_are_used(tmp_path: Path) -> None:
     options = data(write(tmp_path / "rows.jsonl", [5, 1, 2.5, 9, 3, 4.0]), min_difficulty=2.0, max_difficulty=5.0)
     [opened] = open_sets(options)
     check_rows([opened], options)
-    assert [one.prompt for one in opened.training] == ["p0", "p2", "p4"]
-    assert [one.prompt for one in opened.held_out] == ["p5"]
+    assert [problem.prompt for problem in opened.training] == ["p0", "p2", "p4"]
+    assert [problem.prompt for problem in opened.held_out] == ["p5"]
     assert opened.rows.where(1) == f"data file {tmp_path / 'rows.jsonl'}, line 3"
     assert [opened.rows.row(at) for at in range(4)] == list(opened.rows.scan())
 
@@ -62,15 +62,15 @@ def test_easy_first_sorts_the_rows_in_every_epoch(tmp_path: Path) -> None:
     assert list(opened.difficulties) == [3, 1, 2, 1, 9]
     [training_set] = CustomTask(options, RewardOptions()).training_sets()
     sizes = [SetSize(training_set.name, training_set.weight, len(training_set.problems), training_set.difficulties)]
-    found = list(islice(mixture(sizes, None, 0, lambda place: (place.epoch, place.row)), 8))
-    assert found == [(epoch, row) for epoch in (0, 1) for row in (1, 3, 2, 0)]
+    places = list(islice(mixture(sizes, None, 0, lambda place: (place.epoch, place.row)), 8))
+    assert places == [(epoch, row) for epoch in (0, 1) for row in (1, 3, 2, 0)]
 
 
 def test_without_a_seed_rows_keep_their_order() -> None:
     sizes = [SetSize("a", 1.0, 3), SetSize("b", 1.0, 2)]
-    found = list(islice(mixture(sizes, None, 0, lambda place: place), 8))
-    assert [(one.epoch, one.row) for one in found if one.data_set == 0] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert [(one.epoch, one.row) for one in found if one.data_set == 1] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    places = list(islice(mixture(sizes, None, 0, lambda place: place), 8))
+    assert [(place.epoch, place.row) for place in places if place.data_set == 0] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert [(place.epoch, place.row) for place in places if place.data_set == 1] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize(

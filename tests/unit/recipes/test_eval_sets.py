@@ -20,7 +20,7 @@ from flowrt.recipes.tasks.registry import task_of
 
 
 def rows(path: Path, prompts: Sequence[str]) -> Path:
-    path.write_text("".join(json.dumps({"prompt": one, "answer": "1", "level": 1}) + "\n" for one in prompts))
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "1", "level": 1}) + "\n" for prompt in prompts))
     return path
 
 
@@ -40,20 +40,20 @@ def test_an_evaluation_set_is_independent_of_weights_and_difficulty(tmp_path: Pa
     eval_file.write_text('{"prompt": "mine", "answer": "1"}\n')  # has no difficulty level
     run = config(tmp_path, *training, *difficulty, "--eval.data", f"mine={eval_file}")
     [(name, problems)] = eval_sets(run, task_of(run)).items()
-    assert (name, [one.prompt for one in problems]) == ("mine", ["mine"])
+    assert (name, [problem.prompt for problem in problems]) == ("mine", ["mine"])
     check_eval_sets(run, task_of(run))
 
 
 def test_run_prompts_include_training_and_evaluation_prompts(tmp_path: Path) -> None:
     training, eval_file = rows(tmp_path / "a.jsonl", ["one", "two"]), rows(tmp_path / "held.jsonl", ["three"])
     run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={eval_file}")
-    found = [
+    prompts = [
         (prompt, block.where(at))
         for block in run_prompts(run, task_of(run))
         for at, (prompt, _, _) in enumerate(block.prompts)
     ]
-    assert [prompt for prompt, _ in found] == ["one", "two", "three"]
-    assert found[-1][1].endswith("held.jsonl, line 1")
+    assert [prompt for prompt, _ in prompts] == ["one", "two", "three"]
+    assert prompts[-1][1].endswith("held.jsonl, line 1")
 
 
 def test_evaluation_with_several_samples_uses_the_rollout_temperature(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_rows_of_an_evaluation_may_have_another_form_than_those_of_the_run(tmp_p
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": [{"role": "user", "content": "three"}], "gold": "3"}\n')
     flags = ("--data.prompt-key=text", "--data.answer_key=gold", f"--data.chat-template={tmp_path / 'chat.jinja'}")
-    one = evaluated_config(run, EvalOptions(data=(str(other),), flags=flags), tmp_path / "run", tmp_path)
-    assert one.data.chat_template == str(tmp_path / "chat.jinja")
-    [problem] = eval_sets(one, task_of(one))["eval"]
+    evaluated = evaluated_config(run, EvalOptions(data=(str(other),), flags=flags), tmp_path / "run", tmp_path)
+    assert evaluated.data.chat_template == str(tmp_path / "chat.jinja")
+    [problem] = eval_sets(evaluated, task_of(evaluated))["eval"]
     assert problem.messages == (("user", "three"),)
 
 
@@ -145,8 +145,8 @@ def test_an_evaluation_reads_the_test_split_else_validation(
     folder = splits(tmp_path / "bench", kind, names)
     run = config(tmp_path, "--data", str(folder), "--eval.data", f"bench={folder}", *flags)
     check_eval(run)
-    assert [one.prompt for one in eval_sets(run, task_of(run))["bench"]] == [read_split]
-    assert [one.prompt for one in task_of(run).training_problems()] == ["train"]
+    assert [held.prompt for held in eval_sets(run, task_of(run))["bench"]] == [read_split]
+    assert [problem.prompt for problem in task_of(run).training_problems()] == ["train"]
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "suffixes", "directories"])
@@ -168,7 +168,7 @@ def test_a_directory_without_splits_is_evaluated_whole(tmp_path: Path) -> None:
     rows(tmp_path / "bench" / "a.jsonl", ["one"]), rows(tmp_path / "bench" / "b.jsonl", ["two"])
     training = rows(tmp_path / "a.jsonl", ["three"])
     run = config(tmp_path, "--data", str(training), "--eval.data", f"bench={tmp_path / 'bench'}")
-    assert [one.prompt for one in eval_sets(run, task_of(run))["bench"]] == ["one", "two"]
+    assert [held.prompt for held in eval_sets(run, task_of(run))["bench"]] == ["one", "two"]
 
 
 def test_a_split_of_evaluations_that_are_files_is_refused(tmp_path: Path) -> None:
@@ -198,20 +198,20 @@ def test_each_set_has_keys_a_split_and_a_format_of_its_own(tmp_path: Path) -> No
     )
     check_data_options(run)
     check_eval(run)
-    for one in (run, from_toml(to_toml(with_absolute_paths(run)))):
-        task = task_of(one)
+    for variant in (run, from_toml(to_toml(with_absolute_paths(run)))):
+        task = task_of(variant)
         first, second = task.training_problems()
         assert (first.prompt, json.loads(first.answer)["answer"], second.prompt) == ("1 + 1", "2", "extra")
         assert first.form is not None
         assert first.form.system_prompt == "Think, then answer."
         assert second.form is not None
         assert (second.form.system_prompt, second.form.template) == ("Be terse.", f"{tmp_path}/own.jinja")
-        [found] = eval_sets(one, task)["mine"]
-        assert (found.prompt, json.loads(found.answer)["answer"]) == ("2 + 2", 4)
-        assert found.form is not None
-        assert (found.form.system_prompt, found.form.template) == ("", "chat")
-        forms = [block.form for block in run_prompts(one, task)]
-        assert forms == [first.form, second.form, found.form]
+        [problem] = eval_sets(variant, task)["mine"]
+        assert (problem.prompt, json.loads(problem.answer)["answer"]) == ("2 + 2", 4)
+        assert problem.form is not None
+        assert (problem.form.system_prompt, problem.form.template) == ("", "chat")
+        forms = [block.form for block in run_prompts(variant, task)]
+        assert forms == [first.form, second.form, problem.form]
     assert chat_templates(run) == ("", f"{tmp_path}/own.jinja", "chat")
 
 
@@ -254,6 +254,6 @@ def test_an_evaluation_by_flowrt_eval_takes_options_without_a_name(tmp_path: Pat
     training = rows(tmp_path / "a.jsonl", ["one"])
     run = config(tmp_path, "--data", str(training))
     options = EvalOptions(data=(f"{training} prompt_key=answer system_prompt=Be terse.",))
-    found = evaluated_config(run, options, tmp_path / "run", tmp_path)
-    assert found.eval.data == (f"eval={training} prompt_key=answer system_prompt=Be terse.",)
-    assert [one.prompt for one in eval_sets(found, task_of(found))["eval"]] == ["1"]
+    evaluated = evaluated_config(run, options, tmp_path / "run", tmp_path)
+    assert evaluated.eval.data == (f"eval={training} prompt_key=answer system_prompt=Be terse.",)
+    assert [problem.prompt for problem in eval_sets(evaluated, task_of(evaluated))["eval"]] == ["1"]

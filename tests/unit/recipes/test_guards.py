@@ -38,9 +38,9 @@ def test_metric_names_are_those_of_a_training_step(name: str) -> None:
     objective = algorithm(config)
     trainer = TorchTrainer(small_model(), TrainOptions(), objective, temperature=1.0)
     trainer.accumulate(step_batch(config, objective))
-    found = {one for one in trainer.step() if not one.startswith("divergence_")}
-    named = {one for one in metric_names(config) if not one.startswith("divergence_")}
-    assert found == named - CONTROLLER_METRICS
+    names = {metric for metric in trainer.step() if not metric.startswith("divergence_")}
+    named = {name for name in metric_names(config) if not name.startswith("divergence_")}
+    assert names == named - CONTROLLER_METRICS
 
 
 def test_a_table_and_a_flag_give_the_same_rule(tmp_path: Path) -> None:
@@ -65,12 +65,12 @@ def test_a_table_and_a_flag_give_the_same_rule(tmp_path: Path) -> None:
 def test_flags_follow_the_file_and_off_removes_earlier_rules(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[[guard]]\nmetric = "nll"\nbelow = 0.5\n')
     file = ["--config", str(tmp_path / "run.toml")]
-    of_nll = [one for one in guard_rules(parse(file)) if one.metric == "nll"]
-    assert [one.below for one in of_nll] == [0.02, 0.5]
+    of_nll = [rule for rule in guard_rules(parse(file)) if rule.metric == "nll"]
+    assert [guard.below for guard in of_nll] == [0.02, 0.5]
     of_nll = [
-        one
-        for one in guard_rules(parse([*file, "--guard", "nll off", "--guard", "nll above 9"]))
-        if one.metric == "nll"
+        rule
+        for rule in guard_rules(parse([*file, "--guard", "nll off", "--guard", "nll above 9"]))
+        if rule.metric == "nll"
     ]
     assert of_nll == [GuardRule("nll", above=9.0, hold_steps=10)]
 

@@ -148,7 +148,7 @@ def test_length_aware_dispatch_shortens_steps_depending_on_its_flags() -> None:
         )
     )
     seconds = [
-        ClusterSimulation(dataclasses.replace(plan, dispatch=one)).run() for one in (Fifo(), none, cheap, costly)
+        ClusterSimulation(dataclasses.replace(plan, dispatch=policy)).run() for policy in (Fifo(), none, cheap, costly)
     ]
     assert seconds[0] == seconds[1]
     assert seconds[3] < min(seconds[0], seconds[2])
@@ -159,8 +159,10 @@ def test_a_micro_batch_is_limited_by_tokens_or_by_samples() -> None:
     by_samples = policies(parse(["--trainer.micro-batch-samples", "4"])).batcher
     assert by_samples == SampleCount(4)
     scenario = Scenario(groups_per_step=6, members=2, batcher=by_samples)
-    runs = [SimulatedCluster(one).run() for one in (scenario, dataclasses.replace(scenario, batcher=TokenBudget(1)))]
-    sizes = [[size for one in run.log if (size := _trained_samples(one))] for run in runs]
+    runs = [
+        SimulatedCluster(config).run() for config in (scenario, dataclasses.replace(scenario, batcher=TokenBudget(1)))
+    ]
+    sizes = [[size for command in run.log if (size := _trained_samples(command))] for run in runs]
     assert min(sizes[1]) == 2
     assert min(sizes[0]) == 4
     assert sum(sizes[0]) == sum(sizes[1])
@@ -197,14 +199,14 @@ def test_samples_to_which_no_reward_function_applies_are_neither_trained_nor_in_
     batch = pulled([1.0, 0.0, 3.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0], unscored, (0,) * 3 + (1,) * 3 + (2,) * 3)
     objective = Objective(credit_rule=GroupAdvantages(scale="none", whiten=scope == "step"))
     flags = ["custom", "--reward", "exact", "--group-size", "3"]
-    found = to_training_batch(batch, parse(flags), 0, objective)
-    assert [int(response) for response in found.responses] == [0, 2]
-    assert found.groups_N.tolist() == [0, 0]
+    joined = to_training_batch(batch, parse(flags), 0, objective)
+    assert [int(response) for response in joined.responses] == [0, 2]
+    assert joined.groups_N.tolist() == [0, 0]
     if scope == "group":
-        assert found.advantages_N.tolist() == [-1.0, 1.0]
+        assert joined.advantages_N.tolist() == [-1.0, 1.0]
     else:
-        assert found.credit is not None
-        assert found.credit.rewards_N.tolist() == [1.0, 3.0]
+        assert joined.credit is not None
+        assert joined.credit.rewards_N.tolist() == [1.0, 3.0]
     nothing = pulled([0.0, 0.0], [1.0, 1.0], (0, 0))
     assert to_training_batch(nothing, parse(flags), 0, objective).responses == []
 

@@ -65,7 +65,7 @@ def test_a_copy_of_the_custom_recipe_accepts_its_flags(tmp_path: Path) -> None:
     shutil.copy(str(custom.__file__), copy)
     flags = ["--data", "plus=a.jsonl", "--data", "minus=b.jsonl", "--reward", "exact", "--data.prefill", "True"]
     config = parse([str(copy), *flags])
-    assert [one.name for one in config.data.sets] == ["plus", "minus"]
+    assert [set_.name for set_ in config.data.sets] == ["plus", "minus"]
     with pytest.raises(ConfigError, match=r"data\.prefill changes nothing"):
         parse([str(EXAMPLE), "--data.prefill", "True"])
     with pytest.raises(ConfigError, match=r"data\.sets changes nothing"):

@@ -70,7 +70,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_new_process_lists_the_devices_of_its_machine() -> None:
-    assert devices() == [{"name": f"GPU {one}", "free_bytes": 10 + one} for one in range(2)]
+    assert devices() == [{"name": f"GPU {index}", "free_bytes": 10 + index} for index in range(2)]
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -117,20 +117,20 @@ def best_split(
         rows: maximum number of sequences that a worker runs at a time.
         cost: seconds per decoding step by number of rows.
     """
-    unsplit_s = [pool_s([tokens for tokens, _ in one], workers, rows, cost) for one in scenarios]
-    found = [Split(0, 0, 0, _mean(unsplit_s))]
+    unsplit_s = [pool_s([tokens for tokens, _ in scenario], workers, rows, cost) for scenario in scenarios]
+    splits = [Split(0, 0, 0, _mean(unsplit_s))]
     for prompts in _tried(max_prompts):
-        lanes = [[tokens for tokens, rank in one if rank < prompts] for one in scenarios]
-        rests = [[tokens for tokens, rank in one if rank >= prompts] for one in scenarios]
+        lanes = [[tokens for tokens, rank in scenario if rank < prompts] for scenario in scenarios]
+        rests = [[tokens for tokens, rank in scenario if rank >= prompts] for scenario in scenarios]
         for reserved in range(max(1, math.ceil(len(lanes[0]) / rows)), workers):
             lanes_s = [pool_s(lane, reserved, rows, cost) for lane in lanes]
             rests_s = [pool_s(rest, workers - reserved, rows, cost) for rest in rests]
             latency_s = _mean(list(map(max, lanes_s, rests_s)))
-            found.append(Split(prompts, reserved, math.ceil(len(lanes[0]) / reserved), latency_s))
+            splits.append(Split(prompts, reserved, math.ceil(len(lanes[0]) / reserved), latency_s))
             if all(map(float.__le__, lanes_s, rests_s)):
                 break  # with more reserved workers the other pool, already the slower one, only gets slower
-    least_s = min(split.latency_s for split in found)
-    near = [split for split in found if split.latency_s <= TIE_FACTOR * least_s]
+    least_s = min(split.latency_s for split in splits)
+    near = [split for split in splits if split.latency_s <= TIE_FACTOR * least_s]
     return min(near, key=lambda split: (split.workers, split.latency_s))
 
 
@@ -378,28 +378,28 @@ class LengthAwareQueue:
         """
         if self._split.workers == 0:
             return self._regular.take(puller), False
-        one, worker = replace(puller, room=1), puller.worker
-        if overdue := self._overdue(one):
-            return overdue.take(one), overdue is self._tail
+        single, worker = replace(puller, room=1), puller.worker
+        if overdue := self._overdue(single):
+            return overdue.take(single), overdue is self._tail
         small = self._pullers.running(worker) < self._split.rows
         reserved = worker in self._pullers.reserved
-        if reserved and small and (slots := self._tail.take(one)):
+        if reserved and small and (slots := self._tail.take(single)):
             return slots, True
         if reserved and not small and self._pullers.tail_running(worker):
             return [], False
-        if slots := self._regular.take(one):
+        if slots := self._regular.take(single):
             return slots, False
-        return self._tail.take(one) if small or len(self._tail) > self._reserved_room() else [], True
+        return self._tail.take(single) if small or len(self._tail) > self._reserved_room() else [], True
 
     def _reserved_room(self) -> int:
         """Room of the reserved workers for slots of the tail lane."""
         return sum(max(0, self._split.rows - self._pullers.tail_running(worker)) for worker in self._pullers.reserved)
 
-    def _overdue(self, one: Puller) -> FifoQueue | None:
+    def _overdue(self, puller: Puller) -> FifoQueue | None:
         """The lane of the oldest slot that may start, if a slot issued more than a round later was taken before it."""
         heads: list[tuple[int, FifoQueue]] = []
         for lane in (self._regular, self._tail):
-            head = lane.take(one)
+            head = lane.take(puller)
             lane.add(head)
             heads += [(slot.id, lane) for slot in head]
         oldest, lane = min(heads, key=lambda head: head[0], default=(self._latest, self._regular))
