@@ -15,7 +15,7 @@ from flowrt.launcher.supervision import read_summary
 from flowrt.net.curve_keys import KEYS_VARIABLE, WorkerKeys, worker_keys
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
-from flowrt.recipes.config_io import from_file
+from flowrt.recipes.config_io import read_toml
 from flowrt.recipes.run_dir import CONFIG, read_address
 from flowrt.runtime.waits import CONTROLLER, LivenessTimeout, wait_until
 
@@ -184,9 +184,13 @@ def address_of(run_dir: Path) -> str:
 
 
 def find_keys(named: str, run_dir: Path | None) -> WorkerKeys | None:
-    """The observer's keys, from directory ``named``, else the one of the run, else of the environment; None without."""
+    """The observer's keys, from directory ``named``, else the one of the run, else of the environment; None without.
+
+    Of the run's configuration nothing else is read: another version of flowrt may have written it.
+    """
     directory = named
     if not directory and run_dir is not None and (run_dir / CONFIG).is_file():
-        directory = from_file(run_dir / CONFIG).controller.keys
+        controller = read_toml(run_dir / CONFIG).get("controller", {})
+        directory = str(controller.get("keys", "")) if isinstance(controller, dict) else ""
     directory = directory or os.environ.get(KEYS_VARIABLE, "")
     return worker_keys(Path(directory), OBSERVER) if directory else None

@@ -491,8 +491,8 @@ def _whole(value: object, default: int) -> int:
     return value if type(value) is int else default
 
 
-def _changed(text: str) -> list[list[Any]]:
-    """(key, value, default) of each setting that differs from the recipe's default.
+def _changed(text: str) -> list[list[Any]] | None:
+    """(key, value, default) of each setting that differs from the recipe's default; None if it cannot be read.
 
     A user's task file is not executed: its settings are compared with the defaults of a built-in task.
     """
@@ -500,7 +500,7 @@ def _changed(text: str) -> list[list[Any]]:
         config = from_toml(text)
         base = defaults(RECIPE_NAMES[0] if is_task_file(config.recipe) else config.recipe, config.algorithm.name)
     except (ConfigError, KeyError, ValueError):  # written by another version of flowrt
-        return []
+        return None
     mine, usual = dict(flat(dataclasses.asdict(config))), dict(flat(dataclasses.asdict(base)))
     return [[key, value, usual.get(key)] for key, value in mine.items() if value != usual.get(key)]
 

@@ -148,7 +148,7 @@ class _RunFiles:
             done=progress.done,
             steps=steps,
             reward=progress.reward,
-            samples_per_s=progress.samples_per_s if whole_rate is None else whole_rate,
+            samples_per_s=progress.samples_per_s if whole_rate is None or not progress.done else whole_rate,
             started_unix_s=self._started(),
         )
         self._ended = None if summary_version is None else (summary_version, line)

@@ -1127,13 +1127,13 @@ async function files() {
   const fold = (name, ...inside) => el("details", {}, el("summary", {}, name), ...inside);
   const log = ([name, lines]) => fold(`Log: ${visible(name, 80)}, last ${lines.length} lines`, el("pre", { tabindex: 0 }, visible(lines.join("\n"), 40000)));
   let logs = {};
-  try { logs = (await get("api/logs")).files; } catch { /* said below */ }
+  try { logs = (await get("api/logs")).files; } catch { /* below */ }
   body.replaceChildren(
-    info.changed.length ? table(["setting", "value", "default"], info.changed.map(([name, ...values]) => row([name, ...values.map(say)])), "settings") : note("Every setting has its default."),
+    info.changed?.length ? table(["setting", "value", "default"], info.changed.map(([name, ...values]) => row([name, ...values.map(say)])), "settings") : note(info.changed ? "Every setting has its default." : "Written by another version of flowrt."),
     fold("All settings", two(flat(info.config))),
-    info.summary ? fold("Summary", two(flat(info.summary))) : note(info.state === "live" ? "The summary is written at the end." : "There is no summary: the run did not end in order."),
+    info.summary ? fold("Summary", two(flat(info.summary))) : note(info.state === "live" ? "The summary is written at the end." : "No summary: the run did not end in order."),
     ...Object.entries(logs).filter(([, lines]) => lines.length).map(log),
-    Object.keys(logs).length ? "" : note("No logs: the directory has none."));
+    Object.keys(logs).length ? "" : note("There are no logs."));
 }
 
 // ---------------------------------------------------------------- live

@@ -212,6 +212,13 @@ def test_settings_that_differ_from_the_recipe_are_listed(run_dir: Path) -> None:
     assert run["staleness_bound"] == 1
 
 
+def test_settings_of_another_version_are_unknown_not_default(run_dir: Path) -> None:
+    (run_dir / "config.toml").write_text(to_toml(defaults("arithmetic")) + "\n[of_another_version]\nkey = 1\n")
+    assert RunReader(run_dir).run()["changed"] is None
+    (run_dir / "config.toml").write_text(to_toml(defaults("arithmetic")))
+    assert RunReader(run_dir).run()["changed"] == []
+
+
 def test_a_run_is_live_while_its_lock_is_held(run_dir: Path) -> None:
     assert not is_locked(run_dir)
     lock = RunLock(run_dir)

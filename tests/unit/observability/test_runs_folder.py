@@ -74,6 +74,8 @@ def test_states_and_numbers_are_those_of_the_files(tmp_path: Path) -> None:
     assert (line.done, line.steps, line.recipe, line.samples_per_s) == (12, 120, "arithmetic", 0.0167)
     assert line.reward == pytest.approx(0.65)  # of the steps 2 to 11
     assert listed["failed"].samples_per_s == 0.015
+    create(tmp_path / "no step", 0, 1, reason="no rollout worker")
+    assert by_name(tmp_path)["no step"].samples_per_s is None
 
 
 def test_the_program_of_the_guide_prints_runs_differences_and_resources(
