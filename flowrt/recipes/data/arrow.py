@@ -16,6 +16,9 @@ from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.file_kinds import ARROW_FILE
 
 BATCH_ROWS = 1024
+NOT_CONVERTED = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError)
+"""Raised for a value that Python cannot hold: a date after the year 9999, nanoseconds without pandas, text that is not
+UTF-8, an unknown time zone."""
 
 
 class ArrowRows(Rows):
@@ -38,16 +41,43 @@ class ArrowRows(Rows):
 
     def row(self, index: int) -> object:
         batch = bisect_right(self._starts, index) - 1
-        rows: list[object] = self._batches[batch].slice(index - self._starts[batch], 1).to_pylist()
-        return rows[0]
+        place = index - self._starts[batch]
+        try:
+            return self._batches[batch].slice(place, 1).to_pylist()[0]
+        except NOT_CONVERTED as error:
+            raise self._mistake(index, self._batches[batch], place) from error
 
     def where(self, index: int) -> str:
         return f"data file {self._path}, row {index + 1}"
 
     def scan(self) -> Iterator[object]:
-        for batch in self._batches:
+        for first, batch in zip(self._starts, self._batches, strict=False):
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from batch.slice(start, BATCH_ROWS).to_pylist()
+                rows = batch.slice(start, BATCH_ROWS)
+                try:
+                    yield from rows.to_pylist()
+                except NOT_CONVERTED:
+                    yield from self._one_by_one(first + start, rows.num_rows)
+
+    def _one_by_one(self, first: int, count: int) -> Iterator[object]:
+        """Rows of which some cannot be converted; in place of these their ConfigError."""
+        for index in range(first, first + count):
+            try:
+                yield self.row(index)
+            except ConfigError as error:
+                yield error
+
+    def _mistake(self, index: int, batch: Any, place: int) -> ConfigError:
+        """The error of a row that cannot be converted: its first column that cannot be."""
+        for name, values in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                values[place].as_py()
+            except NOT_CONVERTED as error:
+                return ConfigError(
+                    f"{self.where(index)}: column {name!r:.80} of type {values.type} has a value that Python cannot "
+                    f"hold: {first_line(error).rstrip('.')}; convert the column, or leave it out of the file"
+                )
+        return ConfigError(f"{self.where(index)} cannot be read")
 
 
 def parquet_rows(path: Path) -> ArrowRows:

@@ -3,6 +3,8 @@
 import dataclasses
 import gzip
 import json
+import re
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,34 @@ def test_damaged_files_are_reported_by_path(tmp_path: Path, name: str, content: 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"^data file {tmp_path}.*{error}"):
         open_rows(tmp_path / name if name.startswith("rows") else tmp_path)
+
+
+NOT_HELD = {
+    "timestamp[ms]": pa.array([0, 10**18, 0], pa.timestamp("ms")),
+    "string": pa.StringArray.from_buffers(3, pa.py_buffer(struct.pack("<4i", 0, 1, 2, 3)), pa.py_buffer(b"a\xffb")),
+    "list": pa.array([[0], [10**18], []], pa.list_(pa.timestamp("ms"))),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("kind", NOT_HELD)
+def test_values_that_python_cannot_hold_are_reported_by_row_and_column(kind: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    table = pa.table({"prompt": ["a", "b", "c"], "when": NOT_HELD[kind]})
+    if suffix == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    rows = open_rows(path)
+    first, second, third = rows.scan()
+    assert first == rows.row(0)
+    assert third == rows.row(2)
+    text = f"data file {path}, row 2: column 'when' of type {kind}"
+    assert isinstance(second, ConfigError)
+    assert str(second).startswith(text)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        rows.row(1)
 
 
 @pytest.mark.parametrize(
