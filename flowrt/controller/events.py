@@ -194,6 +194,7 @@ EventKind = Literal[
     "version_lost",
     "checkpoint",
     "evaluation",
+    "evaluation_skipped",
     "guard",
     "exporter",
     "recorder",

@@ -5,7 +5,8 @@
 - Each version is evaluated with the same random numbers, which reduces the noise in differences between versions.
 - An evaluation is complete when the controller has closed its groups. An answer counts as it was granted last: a slot
   is granted again if its commit was refused, or got lost with the controller.
-- Results go to the controller, which records them with the version; a resumed run evaluates only what is missing.
+- Results go to the controller, which records them with the version; a resumed run evaluates only what is missing, from
+  the version of its checkpoint on: the weights of earlier versions are gone.
 """
 
 import asyncio
@@ -163,11 +164,14 @@ class Evaluations:
     async def at_start(self) -> None:
         """Evaluate the initial weights, unless their results are known or training has begun.
 
-        Known results of the version that the run continues from are reported again.
+        Known results of the version that the run continues from are reported again. Evaluations that were not complete
+        when the run ended, of versions before that one, are recorded as skipped.
         """
         for (name, version), numbers in self._known.items():
             if version == self._first_step:  # the trainer may have been killed before it wrote these weights
                 self._session.evaluated(name, version, numbers)
+        for name, version in self._interrupted():
+            self._note_skipped(name, version, "the run ended before it was complete, and continues with newer weights")
         options = self._config.eval
         if (options.at_start or options.only) and not self._first_step:
             await self._evaluate(0, "eval_first")
@@ -181,13 +185,24 @@ class Evaluations:
 
     def due(self) -> Iterator[int]:
         """The versions to be evaluated during training, ascending, from where the run continues."""
-        interval, last = self._config.eval.interval, self._config.steps
-        if not interval or not self._sets:
-            return
-        first = max(interval, -(-self._first_step // interval) * interval)
-        for version in range(first, last + 1, interval):
+        last = self._config.steps
+        for version in self._multiples(self._first_step, last + 1):
             if version < last or not self._config.eval.at_end:
                 yield version
+
+    def _multiples(self, start: int, stop: int) -> range:
+        """The positive multiples of ``eval.interval`` from ``start`` to before ``stop``; none without evaluations."""
+        interval = self._config.eval.interval
+        if not interval or not self._sets:
+            return range(0)
+        return range(max(interval, -(-start // interval) * interval), stop, interval)
+
+    def _interrupted(self) -> Iterator[tuple[str, int]]:
+        """Data set and version of evaluations before `_first_step` that were due after the last complete one."""
+        for name in (eval_set.name for eval_set in self._sets):
+            complete = max((version for known, version in self._known if known == name), default=0)
+            for version in self._multiples(complete + 1, self._first_step):
+                yield name, version
 
     async def follow(self, training_is_over: asyncio.Event) -> None:
         """Evaluate the due versions; returns when training is over or a result reaches ``eval.stop_at``."""
@@ -256,7 +271,9 @@ class Evaluations:
         dropped = self._session.evaluations.take_dropped(groups)
         if missing := [group for group in groups if len(answers[group]) < options.samples]:
             reason = next(iter(dropped.values()), "it was given up while the controller was restarted")
-            self._note_skipped(eval_set, version, f"{len(missing)} of {len(groups)} prompts were dropped: {reason}")
+            self._note_skipped(
+                eval_set.name, version, f"{len(missing)} of {len(groups)} prompts were dropped: {reason}"
+            )
             return None
         rows = [answer for group in groups for answer in answers[group].values()]
         versions = {number for row in rows for number in row.spans[::2]}
@@ -264,7 +281,7 @@ class Evaluations:
             raise RemoteProtocolError(f"answers to {eval_set.name} of version {version} are of {sorted(versions)}")
         scored = [group for group in groups if not all(answer.is_unscored for answer in answers[group].values())]
         if not scored:
-            self._note_skipped(eval_set, min(versions), "no reward function applies to any of its prompts")
+            self._note_skipped(eval_set.name, min(versions), "no reward function applies to any of its prompts")
             return None
         rewards = [[answer.reward for answer in answers[group].values()] for group in scored]
         numbers = {
@@ -297,10 +314,10 @@ class Evaluations:
         finally:
             await cancel_and_wait(collecting, CANCEL_S)
 
-    def _note_skipped(self, eval_set: EvalSet, version: int, reason: str) -> None:
-        log.warning("version %d is not evaluated on %s: %s", version, eval_set.name, reason)
+    def _note_skipped(self, name: str, version: int, reason: str) -> None:
+        log.warning("version %d is not evaluated on %s: %s", version, name, reason)
         if version >= 0:
-            self._session.evaluated(eval_set.name, version, {})
+            self._session.evaluated(name, version, {})
 
     async def _offer(self, eval_set: EvalSet, version: int, training_is_over: asyncio.Event | None) -> range | None:
         """Offer the prompts once the version is published; None if training ends before, or the version is gone."""
@@ -321,7 +338,7 @@ class Evaluations:
                 if not offer.done():
                     return None
                 if (groups := offer.result()) is None:
-                    self._note_skipped(eval_set, version, "another evaluation ran until it was gone")
+                    self._note_skipped(eval_set.name, version, "another evaluation ran until it was gone")
                 return groups
             except WaitExpired:
                 continue  # the interval may take longer than the deadline of a request

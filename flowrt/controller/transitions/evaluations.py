@@ -75,6 +75,8 @@ def _is_of_other_version(lease: Lease, message: Commit, row: int) -> bool:
 def evaluated(state: State, env: Environment, worker: WorkerId, message: Evaluated, now: float) -> list[Command]:
     """Record the results of an evaluation that a source reports, and forward them to the trainers, now or as they join.
 
+    Without results it was skipped, which is an event.
+
     Raises RemoteProtocolError if the worker is no source, the version was not published, or a name is invalid.
     """
     fault = state.membership.role_fault(worker, env.settings.source_roles, "evaluates")
@@ -89,4 +91,11 @@ def evaluated(state: State, env: Environment, worker: WorkerId, message: Evaluat
     state.results.add(message, state.window.step)
     roles = env.settings.checkpointing_roles
     trainers = [member.id for member in state.membership.of_roles(roles)]
-    return [*([closed] if message.name and message.numbers else []), *(Send(trainer, message) for trainer in trainers)]
+    record = [] if not message.name else [closed if message.numbers else _skipped(state, message)]
+    return [*record, *(Send(trainer, message) for trainer in trainers)]
+
+
+def _skipped(state: State, message: Evaluated) -> LogEvent:
+    text = f"version {message.version} is not evaluated on {message.name}; the log of the source says why"
+    fields = (("version", message.version), ("name", message.name))
+    return LogEvent("evaluation_skipped", state.window.step, text, fields=fields)

@@ -15,7 +15,7 @@ MODULE = "tensorboardX"
 MISSING = f"exporting to TensorBoard needs {MODULE}; install it: pip install 'flowrt[tensorboard]'"
 SAMPLES_PER_STEP = 4
 MAX_CHARS = 2_000
-SHOWN_EVENTS = ("guard", "warning", "gone", "rolled_back", "version_lost")
+SHOWN_EVENTS = ("guard", "warning", "gone", "rolled_back", "version_lost", "evaluation_skipped")
 
 
 def check() -> None:

@@ -1,6 +1,6 @@
 """Results of evaluations reach the trainers, whenever they join."""
 
-from flowrt.controller.events import WorkerConnected
+from flowrt.controller.events import LogEvent, WorkerConnected
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from tests.simulation.core_driver import CoreDriver
@@ -29,3 +29,13 @@ def test_results_that_no_trainer_can_need_are_dropped() -> None:
     results.add(NEW, 1)
     results.add(NO_MORE, 2)
     assert list(results) == [NO_MORE]
+
+
+def test_an_evaluation_without_results_is_an_event() -> None:
+    driver = CoreDriver()
+    commands = driver.send("source0", OLD)
+    assert [(event.kind, event.fields) for event in commands if isinstance(event, LogEvent)] == [
+        ("evaluation_skipped", (("version", 0), ("name", "set")))
+    ]
+    results = driver.send("source0", m.Evaluated("set", 0, (("avg@1", 0.5),)))
+    assert not [event for event in results if isinstance(event, LogEvent)]
