@@ -37,8 +37,8 @@ from flowrt.rewards.user_file import (
 from flowrt.runtime.user_module import Unusable, cut, defined_at
 
 BATCH, GROUP, TOKENIZER = "completions", "group", "tokenizer"
-IGNORED = "log_extra"
-"""Argument of TRL that logs columns of a table; it does nothing here."""
+LOG_METRIC, IGNORED = "log_metric", "log_extra"
+"""Arguments of TRL: `LOG` under another name, and one that logs columns of a table, which does nothing here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +116,27 @@ class UserReward:
                 return self._function(*positional, **named)
             known = self._of_batch(samples, rows) if self.form.form == "batch" else self._of_group(samples, rows)
             log = partial(note_all, logged)
-            known = {LOG: log, "log_metric": log, IGNORED: _ignore, TOKENIZER: self._tokenizer} | known
+            known = {LOG: log, LOG_METRIC: log, IGNORED: _ignore, TOKENIZER: self._tokenizer} | known
             return self._function(**self._named(known))
         except MissingColumn as missing:
-            what = f"it takes {str(missing)!r}, and {no_column(str(missing), rows[0])}"
+            row = next((row for row in rows if str(missing) not in row), rows[0])
+            what = f"it takes {str(missing)!r}, and {no_column(str(missing), row)}"
             raise Unusable(what, self._line) from None
 
     def _of_batch(self, samples: Sequence[RewardSample], rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
-        """The arguments of a batch function; of columns, those that every row has, and with ``**`` those of any row."""
+        """The arguments of a batch function: a column that some rows lack has None for them.
+
+        Raises MissingColumn for a parameter without a default that is a column of some rows.
+        """
         facts = {name: [sample.facts.get(name) for sample in samples] for name in self.form.facts}
         step = _last_step(samples)
-        is_needed = all if not self._takes_any else any
         names = dict.fromkeys(name for row in rows for name in row)
-        columns = {name: [row.get(name) for row in rows] for name in names if is_needed(name in row for row in rows)}
+        lacked = {name for name in names if not all(name in row for row in rows)}
+        offered = {*facts, "step", LOG, LOG_METRIC, IGNORED, TOKENIZER, "trainer_state", "prompts", BATCH}
+        columns = {name: [row.get(name) for row in rows] for name in names if name not in lacked & offered}
+        for one in self._parameters:
+            if one.name in lacked - offered and one.default is Parameter.empty and one.kind is not one.VAR_KEYWORD:
+                raise MissingColumn(one.name)
         return {
             **facts,
             **columns,

@@ -154,6 +154,27 @@ def test_a_function_of_trl_gets_messages_if_the_prompt_is_messages(tmp_path: Pat
     assert [outcome.value for outcome in outcomes(written(tmp_path, text), [RewardSample("abc", row)])] == [3.0]
 
 
+@pytest.mark.parametrize("columns", ["level=None", "level=None, **columns"])
+def test_a_column_that_some_rows_of_a_batch_lack_is_none_for_them(tmp_path: Path, columns: str) -> None:
+    text = (
+        f"async def reward(completions, {columns}):\n"
+        "    levels = level or [None] * len(completions)\n"
+        "    return [-1 if one is None else one for one in levels]\n"
+    )
+    rows = [json.dumps({"prompt": "1", "level": 5} if place % 2 else {"prompt": "1"}).encode() for place in range(8)]
+    results = outcomes(written(tmp_path, text), [RewardSample("a", row) for row in rows])
+    assert [outcome.value for outcome in results] == [-1.0, 5.0] * 4
+
+
+@pytest.mark.parametrize("columns", ["level", "level, **columns"])
+def test_rows_without_a_needed_column_fail_without_the_others_of_a_batch(tmp_path: Path, columns: str) -> None:
+    text = f"async def reward(completions, {columns}): return level\n"
+    rows = [json.dumps({"prompt": "1", "level": 5} if place % 2 else {"prompt": "1"}).encode() for place in range(4)]
+    results = outcomes(written(tmp_path, text), [RewardSample("a", row) for row in rows])
+    assert [outcome.result for outcome in results] == [Result.ERROR, Result.OK] * 2
+    assert "it takes 'level', and the row has no such column; it has prompt" in results[0].detail
+
+
 def test_a_batch_has_at_most_the_configured_samples(tmp_path: Path) -> None:
     text = "async def reward(completions, log):\n    log('n', len(completions))\n    return [1] * len(completions)\n"
     results = outcomes(written(tmp_path, text), samples(*"abcdefgh"), batch_size=3)
