@@ -43,7 +43,7 @@ ROW_BITS = 40
 MAX_SETS = 100
 """Maximum number of data sets of a run."""
 UNSCORED = "reward_failures/not_applicable"
-"""Column that is 1 for a sample to which no reward function applies, else 0. Such a sample is not trained."""
+"""Column that is 1 for a sample to which no reward function of a weight above 0 applies, else 0: it is not trained."""
 MAX_ROWS = 1 << ROW_BITS
 """Maximum number of rows of a data set."""
 

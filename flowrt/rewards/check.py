@@ -45,7 +45,7 @@ def check_rewards(
     Returns:
         Names of the parts of the functions and of the functions of groups, see `RewardOptions.parts`.
 
-    Raises ConfigError if a function cannot be loaded or fails, and if none returns a reward.
+    Raises ConfigError if a function cannot be loaded or fails, and if none of a weight above 0 returns a reward.
     """
     check_here(options)
     return asyncio.run(_check(replace(options, on_failure="stop", workers=1), rows, progress, model))
@@ -68,6 +68,7 @@ async def _check(
     scorer = RewardScorer(options, output=subprocess.DEVNULL, model=model)
     parts: dict[str, None] = {}
     applied = Counter[str]()
+    scoring = [function.name for function in scorer.functions if function.weight]
     tried, begin_s = 0, monotonic()
     try:
         await scorer.load(progress)
@@ -82,13 +83,14 @@ async def _check(
                 applied[function.name] += outcome.result is Result.OK
                 parts |= dict.fromkeys(f"{function.name}/{part}" for part in outcome.parts)
             is_late = monotonic() - begin_s > MAX_S
-            if min(applied.values()) >= CALLS or (is_late and any(applied.values())):
+            if min(applied.values()) >= CALLS or (is_late and any(applied[name] for name in scoring)):
                 break
     finally:
         await scorer.close()
     unused = [function.described for function in scorer.functions if not applied[function.name]]
-    if len(unused) == len(scorer.functions):
-        raise ConfigError(f"{unused[0]}: it returned None for the first {tried} rows; {FIX}")
+    if not any(applied[name] for name in scoring):
+        first = next(function for function in scorer.functions if function.weight)
+        raise ConfigError(f"{first.described}: it returned None for the first {tried} rows; {FIX}")
     for name in unused:
         progress(f"{name} returned None for the first {tried} rows: it applies to none of them")
     return tuple(parts)

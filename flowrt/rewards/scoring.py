@@ -1,8 +1,8 @@
 """One reward from several functions: weights, failed calls, and the numbers that a run reports of them.
 
 The reward of a sample is the weighted sum of its functions' values. A function that returns None does not apply to the
-row; the weights of the others are then scaled up so that their sum stays the same. A sample to which none applies is
-not trained (`UNSCORED`). A failed call counts as 0.
+row; the weights of the others are then scaled up so that their sum stays the same. A sample to which none of a weight
+above 0 applies is not trained (`UNSCORED`). A failed call counts as 0.
 """
 
 import asyncio
@@ -72,8 +72,16 @@ def reward_columns(options: RewardOptions) -> tuple[str, ...]:
     return (*names, *(f"{FAILED}/{result}" for result in Result if result in can_fail))
 
 
+def is_scored(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutcome]) -> bool:
+    """Whether a function of a weight above 0 applies: those of weight 0 are only logged."""
+    return any(
+        function.weight and outcome.result is not Result.NOT_APPLICABLE
+        for function, outcome in zip(functions, outcomes, strict=True)
+    )
+
+
 def combined(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutcome]) -> float:
-    """The weighted sum of the values of the functions that apply; 0 if none applies.
+    """The weighted sum of the values of the functions that apply; 0 if it is not `is_scored`.
 
     Their weights are scaled up so that they sum to those of all functions.
     """
@@ -125,8 +133,9 @@ class RewardScorer:
         self._window: deque[str] = deque(maxlen=WINDOW)
         """For each of the last calls, how it failed; empty if it did not fail."""
         self._unscored = 0
-        """Number of samples, since the last other one, to which no function applied."""
+        """Number of samples, since the last other one, that no function scored."""
         self._unknown_parts: set[str] = set()
+        self._weighted = "" if all(function.weight for function in self.functions) else " of a weight above 0"
 
     async def load(self, progress: Callable[[str], None] = log.info) -> None:
         """Load the functions in a child process, unless they are; ``progress`` receives notes on long waits.
@@ -262,19 +271,20 @@ class RewardScorer:
                         "%s: it gave %r, which it did not give for the first rows before the run: it has no metric",
                         *(function.described, part),
                     )
-        if not all(outcome.result is Result.NOT_APPLICABLE for outcome in outcomes):
+        if is_scored(self.functions, outcomes):
             self._unscored = 0
             return
         self._unscored += 1
         if self._unscored >= WINDOW and self._options.max_failures < 1:
             raise ConfigError(
-                f"no reward function applies to any of the last {WINDOW} samples, the last {on(response, row)}; {FIX}"
+                f"no reward function{self._weighted} applies to any of the last {WINDOW} samples, the last "
+                f"{on(response, row)}; {FIX}"
             )
         if UNSCORED not in self._unknown_parts:
             self._unknown_parts.add(UNSCORED)
             log.warning(
-                "no reward function applies, %s: such samples are not trained, and counted as %s",
-                *(on(response, row), UNSCORED),
+                "no reward function%s applies, %s: such samples are not trained, and counted as %s",
+                *(self._weighted, on(response, row), UNSCORED),
             )
 
     def _count(self, outcomes: Sequence[RewardOutcome], failures: Sequence[str]) -> None:
@@ -299,7 +309,7 @@ class RewardScorer:
                 numbers[f"{APPLIES}/{function.name}"] = float(outcome.result is not Result.NOT_APPLICABLE)
             if outcome.is_failure:
                 numbers[f"{FAILED}/{outcome.result}"] = 1.0
-        if all(outcome.result is Result.NOT_APPLICABLE for outcome in outcomes):
+        if not is_scored(self.functions, outcomes):
             numbers[UNSCORED] = 1.0
         return numbers
 

@@ -31,6 +31,7 @@ from flowrt.recipes.tasks.task_reward import is_scored_by_task, row_of, task_rew
 from flowrt.rewards.check import check_here
 from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.options import RewardOptions
+from flowrt.rewards.outcomes import Result
 from flowrt.rewards.rows import decode_row
 from flowrt.rewards.samples import CallForm, RewardSample
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
@@ -261,10 +262,11 @@ class FunctionRewards:
 
 
 def _score(reward: SampleReward) -> Score:
+    is_unscored = reward.reason == Result.NOT_APPLICABLE  # a function of weight 0 may have failed
     return Score(
         reward.reward,
         reward.numbers,
-        f"{reward.reason}: {reward.failure}" if reward.failure else reward.reason,
+        reward.reason if is_unscored or not reward.failure else f"{reward.reason}: {reward.failure}",
         reward.seconds,
     )
 

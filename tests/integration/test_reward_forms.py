@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
@@ -228,6 +229,13 @@ def test_the_check_finds_functions_of_groups(tmp_path: Path) -> None:
     parts = check_rewards(options, [json.dumps(ROW).encode()], print)
     assert parts == ("mine/", "mine/truncated")
     assert RewardOptions(parts=parts).of_groups == ("mine",)
+
+
+def test_the_check_refuses_functions_of_which_only_those_of_weight_0_apply(tmp_path: Path) -> None:
+    reward_file = written(tmp_path, "def none(response): return None\ndef logged(response): return 1.0\n")
+    options = RewardOptions(functions=(f"{reward_file}:none", f"{reward_file}:logged:0"))
+    with pytest.raises(ConfigError, match=r"function none .* returned None for the first 2 rows"):
+        check_rewards(options, [json.dumps(ROW).encode()] * 2, print)
 
 
 def test_a_column_called_group_is_a_column_of_a_function_of_single_samples(tmp_path: Path) -> None:

@@ -279,6 +279,16 @@ async def test_a_sample_to_which_no_function_applies_is_counted_and_no_failure(o
     assert (sample.reward, sample.reason, sample.numbers[UNSCORED]) == (2.0, "", 0.0)
 
 
+@pytest.mark.parametrize("logged", [RewardOutcome(Result.OK, 3.0), RewardOutcome(Result.ERROR, detail="it failed")])
+async def test_a_function_of_weight_0_scores_no_sample(logged: RewardOutcome) -> None:
+    options = RewardOptions(functions=("a=exact:0.5", "b=exact:0"), max_failures=1.0)
+    sample = await scored(options, RewardOutcome(Result.NOT_APPLICABLE), logged)
+    assert (sample.reward, sample.reason, sample.numbers[UNSCORED]) == (0.0, "not_applicable", 1.0)
+    assert (sample.numbers["reward/b"], sample.numbers["applies/b"]) == (logged.value, 1.0)
+    sample = await scored(options, RewardOutcome(Result.OK, 2.0), logged)
+    assert (sample.reward, sample.numbers[UNSCORED]) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("text", "without", "expected"),
     [
