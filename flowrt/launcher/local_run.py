@@ -59,7 +59,7 @@ from flowrt.recipes.algorithms import name_and_changes
 from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import OWN_DATA, to_toml
 from flowrt.recipes.devices import named_accelerators
-from flowrt.recipes.run_dir import CONFIG, address_file, has_adapters_to_merge, model_dir, ranks_dir
+from flowrt.recipes.run_dir import CONFIG, address_file, checkpoint_steps, has_adapters_to_merge, model_dir, ranks_dir
 from flowrt.recipes.tasks.custom import check_given
 from flowrt.recipes.tasks.task_file import is_task_file, split
 from flowrt.runtime.addresses import parse_address
@@ -529,4 +529,16 @@ class LocalRun:
             self._end_reason = summary["reason"]
         self._failure = self._failure or (self._end_reason if code != EXIT_OK else "")
         if self._failure:
-            self._console.print(f"flowrt: {self._failure}", style="red", highlight=False, markup=False, soft_wrap=True)
+            text = f"flowrt: {self._failure}{continuation(self._failure, self._run_dir, self._config.steps)}"
+            self._console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def continuation(failure: str, run_dir: Path, steps: int) -> str:
+    """The end of the last line of a run that did not complete its ``steps``: the command that continues it.
+
+    Empty without a checkpoint, and if the text of the failure has the command.
+    """
+    saved = max(checkpoint_steps(run_dir), default=0)
+    if not saved or "flowrt resume" in failure:
+        return ""
+    return f"; continue from step {saved} of {steps}: flowrt resume {shlex.quote(str(run_dir))}"

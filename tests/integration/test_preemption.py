@@ -62,6 +62,9 @@ def terminate(run: Any, others: Sequence[psutil.Process] = (), number: signal.Si
     [saved] = checkpoint_steps(run.run_dir)
     assert saved == len(lines(run.run_dir)) >= STEPS_BEFORE
     assert re.search(rf"interrupted \(SIG(TERM|{number.name[3:]})\); saved after {saved} steps", run.words), run.output
+    assert re.search(rf"; continue from step {saved} of \d+: flowrt resume {run.run_dir}$", run.words.strip()), (
+        run.output
+    )
     assert not (run.run_dir / "final").exists()
     return saved
 

@@ -57,8 +57,12 @@ FollowRun = Callable[[Path, Callable[[Status | None], None]], Coroutine[Any, Any
 class _OpenRun:
     """The page of one run, kept up to date."""
 
-    def __init__(self, page: PageServer, tasks: set[asyncio.Future[Any]]) -> None:
+    def __init__(
+        self, page: PageServer, tasks: set[asyncio.Future[Any]], run_dir: Path, inode: tuple[int, int] | None
+    ) -> None:
         self.page = page
+        self._run_dir = run_dir
+        self._inode = inode
         self.handlers = page.handlers()
         self.used_s = monotonic()
         self._tasks = tasks
@@ -72,6 +76,11 @@ class _OpenRun:
         """Whether the page is kept: it was used a while ago at most, and its files and status are followed."""
         has_failed = any(task.done() and not task.cancelled() and task.exception() for task in self._tasks)
         return not has_failed and (self.page.streams() > 0 or monotonic() - self.used_s < UNUSED_S)
+
+    async def is_there(self) -> bool:
+        """Whether the directory of the run is still the one that was opened: not deleted, nor replaced by another."""
+        inode = asyncio.to_thread(_inode, self._run_dir)
+        return self._inode == await wait_until(inode, READ_TIMEOUT_S, f"the directory {self._run_dir}", "the disk")
 
     async def close(self) -> None:
         """Follow the run no more, and close the page."""
@@ -114,12 +123,12 @@ class RunsServer:
             await pause(UNUSED_S / 10)
             for name, task in list(self._open.items()):
                 if _has_failed(task) or (task.done() and not task.result().is_in_use):
-                    await self._close_run(name)
+                    await self._close_run(name, task)
 
     async def close(self) -> None:
         """Close all pages, and stop listening."""
-        for name in list(self._open):
-            await self._close_run(name)
+        for name, task in list(self._open.items()):
+            await self._close_run(name, task)
         if self._runner is not None:
             await self._runner.cleanup()
         self._scanning.shutdown(wait=False, cancel_futures=True)
@@ -161,11 +170,14 @@ class RunsServer:
     async def _opened(self, name: str) -> _OpenRun:
         """The page of a run; opens it if necessary. Raises FlowError if there is no such run, or too many are open."""
         task = self._open.get(name)
+        if task is not None and task.done() and not _has_failed(task) and not await task.result().is_there():
+            await self._close_run(name, task)
+            task = self._open.get(name)
         if task is None or _has_failed(task):
             if self._folder.run_dir(name) is None:
                 await self._scan()
             run_dir = self._folder.run_dir(name)
-            if run_dir is None:
+            if run_dir is None or not run_dir.is_dir():
                 raise FlowError(f"there is no run {name!r:.200} in {self._folder.folder}")
             await self._make_room()
             task = self._open.get(name)
@@ -174,10 +186,11 @@ class RunsServer:
         return await wait_until(asyncio.shield(task), READ_TIMEOUT_S, f"the files of {name}", "the disk")
 
     async def _open_run(self, run_dir: Path) -> _OpenRun:
+        inode = await asyncio.to_thread(_inode, run_dir)
         reader = await asyncio.to_thread(RunReader, run_dir)
         page = PageServer(reader, self._access)
         following = (page.follow(), self._follow_run(run_dir, page.show))
-        return _OpenRun(page, {asyncio.ensure_future(coroutine) for coroutine in following})
+        return _OpenRun(page, {asyncio.ensure_future(coroutine) for coroutine in following}, run_dir, inode)
 
     async def _make_room(self) -> None:
         """Close the page that was not used for longest, if as many as allowed are open. Raises FlowError if all are."""
@@ -187,14 +200,26 @@ class RunsServer:
         idle = {name: opened.used_s for name, opened in ready.items() if not opened.page.streams()}
         if not idle:
             raise FlowError(f"the pages of {MAX_OPEN} runs are open; close one")
-        await self._close_run(min(idle, key=lambda name: idle[name]))
+        unused = min(idle, key=lambda name: idle[name])
+        await self._close_run(unused, self._open[unused])
 
-    async def _close_run(self, name: str) -> None:
-        task = self._open.pop(name)
+    async def _close_run(self, name: str, task: asyncio.Task[_OpenRun]) -> None:
+        if self._open.get(name) is not task:
+            return  # closed meanwhile
+        del self._open[name]
         if not task.done():
             task.cancel()
         elif not _has_failed(task):
             await task.result().close()
+
+
+def _inode(directory: Path) -> tuple[int, int] | None:
+    """Device and inode of a directory; None if there is none."""
+    try:
+        status = directory.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _has_failed(task: asyncio.Task[_OpenRun]) -> bool:

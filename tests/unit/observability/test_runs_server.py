@@ -171,6 +171,17 @@ async def test_a_run_that_is_deleted_or_replaced_is_opened_anew(runs: Runs) -> N
     (runs.folder / "run-1" / "metrics.jsonl").write_text(json.dumps({"step": 0, "wall_s": 1.0}) + "\n")
     runs.scan_at_once()
     assert (await runs.get("run/run-1/api/series?from=0"))["steps"] == [0]
+    pages = ("/", "/metrics", "/api/run", "/api/series?from=0")
+    assert {await runs.status(f"/run/run-2{path}") for path in pages} == {200}
+    (runs.folder / "run-2").rename(runs.folder.parent / "run-2")
+    assert {await runs.status(f"/run/run-2{path}") for path in pages} == {404}
+    assert "run-2" not in runs.followed
+    create_run(runs.folder / "run-2", 1)
+    runs.scan_at_once()
+    assert (await runs.get("run/run-2/api/series?from=0"))["steps"] == [0]
+    (runs.folder / "run-2").rename(runs.folder.parent / "other")
+    create_run(runs.folder / "run-2", 3)  # before the next request
+    assert (await runs.get("run/run-2/api/series?from=0"))["steps"] == [0, 1, 2]
 
 
 async def test_many_requests_open_a_page_once(runs: Runs) -> None:
