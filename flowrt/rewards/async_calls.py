@@ -12,11 +12,11 @@ from time import monotonic
 from typing import Any
 
 from flowrt.errors import WaitExpired
-from flowrt.rewards.calls import CallQueue, RewardCall
+from flowrt.rewards.calls import CallQueue, RewardCall, new_number
 from flowrt.rewards.child import packed
 from flowrt.rewards.children import RewardChildren
 from flowrt.rewards.options import RewardOptions
-from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, RewardProcess
+from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, WROTE, RewardProcess
 from flowrt.rewards.samples import Rate
 from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_any, wait_until
 
@@ -60,7 +60,6 @@ class AsyncCalls:
         self._received_s = 0.0
         """When the child was last sent a call, or sent a message."""
         self._has_more = asyncio.Event()
-        self._next = 0
         self.is_started = False
 
     def add(self, call: RewardCall) -> None:
@@ -110,6 +109,10 @@ class AsyncCalls:
                     receiving = asyncio.create_task(process.receive(OUTCOMES, "rewards"))
                     self._received_s = monotonic()
                     for word, number, *rest in messages:
+                        if number not in self._running:
+                            process.fault = WROTE
+                            self._lose(process, is_hung=False)
+                            return
                         if word == "began":
                             self._since_s[number] = monotonic()
                         else:
@@ -133,7 +136,7 @@ class AsyncCalls:
             if (call := self._waiting.take()) is None:
                 return None
             self._rate.take()
-            number, self._next = self._next, self._next + 1
+            number = new_number()
             self._running[number], self._received_s = call, monotonic()
             facts = self._children.form(call.function).facts
             message, limit_s = packed([call.message(number, facts)]), self._options.timeout_s + GRACE_S

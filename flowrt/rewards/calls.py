@@ -1,6 +1,7 @@
 """Calls of reward functions that wait for a child process, and their outcomes."""
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,11 @@ from flowrt.rewards.samples import CallForm, RewardSample
 
 SPLIT = (Result.ERROR, Result.MEMORY, Result.TIMEOUT)
 """How a call with several samples fails as a whole, by one of them: it is made again with half of the samples."""
+
+
+def new_number() -> int:
+    """A number for a call in messages that nobody can guess, of 63 bits."""
+    return secrets.randbits(63)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,12 +4,15 @@ Messages are msgpack, on a stream socket:
 
 | from | message | meaning |
 |---|---|---|
-| child | ``["ready", forms]``, or ``["unusable", function, what, line]`` | all functions are loaded (the `CallForm` \
-of each), or one cannot be |
+| child | ``["ready", 0, forms]``, or ``["unusable", function, what, line]`` | all functions are loaded (the \
+`CallForm` of each), or one cannot be |
 | pool | ``[[call, function, [[response, row, facts], ...]], ...]`` | calls, each with one or more `RewardSample` |
 | child | ``["began", call]`` | the deadline of the call starts |
 | child | ``["done", call, [[result, value, parts, detail, line], ...], worn]`` | a `RewardOutcome` a sample; worn: \
 replace the child |
+
+The number of a call is random, so that a function that writes to the socket cannot guess it: a message with another
+number, or that cannot be read, is the end of the child for the pool.
 
 The first message is sent once, after the start. After an empty message from the pool the child makes calls side by
 side, which are of async functions; without, one after the other.
@@ -50,7 +53,12 @@ MODEL, TOKENIZERS = "flowrt.roles.reward_model", "flowrt.engines.hf"
 MORE_THREADS = 512
 """Number of processes and threads of the user allowed beyond those that run on the machine at the start."""
 POOL = BoundedElsewhere("the end of the pool, which closes the socket")
-UNPACKING: Mapping[str, Any] = {"raw": False, "unicode_errors": "surrogatepass", "max_buffer_size": MAX_MESSAGE_BYTES}
+UNPACKING: Mapping[str, Any] = {
+    "raw": False,
+    "unicode_errors": "surrogatepass",
+    "max_buffer_size": MAX_MESSAGE_BYTES,
+    "max_array_len": 1 << 24,  # msgpack allocates an array when it reads the length
+}
 
 
 def packed(message: Sequence[object]) -> bytes:
@@ -110,7 +118,7 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], limits
             connection.sendall(packed(["unusable", index, what, line_of(error, function.path)]))
             return
     child = _Child(connection, functions, loaded, limits)
-    connection.sendall(packed(["ready", [[one.form.form, one.form.is_async, one.form.facts] for one in loaded]]))
+    connection.sendall(packed(["ready", 0, [[one.form.form, one.form.is_async, one.form.facts] for one in loaded]]))
     while data := blocking(partial(connection.recv, RECV_BYTES), POOL, "calls", "the pool"):
         child.unpacker.feed(data)
         for calls in child.unpacker:

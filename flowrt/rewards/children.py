@@ -19,7 +19,7 @@ from typing import Any
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.options import RewardOptions
-from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, RewardProcess
+from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, WROTE, RewardProcess
 from flowrt.rewards.samples import CallForm
 from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import cancel_and_wait, wait_all, wait_until
@@ -145,8 +145,10 @@ class RewardChildren:
             ended = await self._drop(process, hung=True)
             what = f"it did not return in {options.load_timeout_s:g} s"
         else:
+            if messages and messages[0][0] not in ("ready", "unusable"):
+                process.fault, messages = WROTE, []
             ended = {} if messages else await self._drop(process)
-            what = described_end(ended)
+            what = process.fault or described_end(ended)
         if messages and messages[0][0] == "unusable":
             _, index, what, line = messages[0]
             await self._drop(process)
@@ -161,7 +163,7 @@ class RewardChildren:
             functions = [function for function in self._functions if lines.get(function.path)] or self._functions[:1]
             at = functions[0].at(lines.get(functions[0].path, 0))
             raise ConfigError(f"{at}: {what}, {LOADING}; {FIX}")
-        self.forms = [CallForm(form, is_async, tuple(facts)) for form, is_async, facts in messages[0][1]]
+        self.forms = [CallForm(form, is_async, tuple(facts)) for form, is_async, facts in messages[0][2]]
         return process
 
     def _spawn(self) -> RewardProcess:

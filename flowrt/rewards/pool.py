@@ -13,13 +13,13 @@ from typing import Any
 
 from flowrt.errors import ConfigError, FlowError, WaitExpired
 from flowrt.rewards.async_calls import AsyncCalls
-from flowrt.rewards.calls import CallQueue, RewardCall, Scoring
+from flowrt.rewards.calls import CallQueue, RewardCall, Scoring, new_number
 from flowrt.rewards.child import packed
 from flowrt.rewards.children import FIX, RewardChildren, described_end
 from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.processes import GRACE_S, RewardProcess
+from flowrt.rewards.processes import GRACE_S, WROTE, RewardProcess
 from flowrt.rewards.samples import CallForm, Rate, RewardSample
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 
@@ -188,10 +188,10 @@ class RewardPool:
 
     async def _make(self, process: RewardProcess, calls: list[RewardCall]) -> bool:
         """Send calls to a child and set their outcomes; returns False if the child is lost or is being replaced."""
-        left = dict(enumerate(calls))
+        left = {new_number(): call for call in calls}
         if not left:
             return True
-        message = packed([call.message(index, self.form(call.function).facts) for index, call in left.items()])
+        message = packed([call.message(number, self.form(call.function).facts) for number, call in left.items()])
         began, began_s, is_hung, has_begun = 0, monotonic(), False, False
         await process.send(message, self._options.timeout_s + GRACE_S)
         is_worn = False
@@ -204,13 +204,16 @@ class RewardPool:
                 messages = await process.receive(max(deadline_s, 1e-3), "a reward")
             except WaitExpired:
                 messages, is_hung = [], True
-            for word, index, *rest in messages:
+            for word, number, *rest in messages:
+                if number not in left:
+                    process.fault, messages = WROTE, []
+                    break
                 if word == "began":
-                    began, began_s, has_begun = index, monotonic(), True
+                    began, began_s, has_begun = number, monotonic(), True
                 elif word == "done":
                     rows, worn = rest
                     is_worn |= self._children.note_call(process) or worn
-                    self._waiting.finish(left.pop(index), rows, monotonic() - began_s)
+                    self._waiting.finish(left.pop(number), rows, monotonic() - began_s)
                     began_s, has_begun = monotonic(), False
             if not messages:
                 culprit = began if has_begun else next(iter(left)) if is_hung else None
@@ -230,7 +233,7 @@ class RewardPool:
             self._children.idle_ends += 1
             if self._children.idle_ends >= MAX_IDLE_ENDS:
                 function = self._functions[0]
-                what = f"{described_end(ended)}, outside of a call, {MAX_IDLE_ENDS} times"
+                what = f"{process.fault or described_end(ended)}, outside of a call, {MAX_IDLE_ENDS} times"
                 self._fail(ConfigError(f"{function.described}: {what}; {FIX}"))
         elif halves := call.halves():
             self._waiting.put_back(halves)
@@ -238,7 +241,9 @@ class RewardPool:
             call.attempts += 1
             self._waiting.put_back([call])
         elif not call.is_done:
-            detail = f"it did not return in {self._options.timeout_s:g} s" if is_hung else described_end(ended)
+            detail = process.fault or described_end(ended)
+            if is_hung:
+                detail = f"it did not return in {self._options.timeout_s:g} s"
             line = ended.get("lines", {}).get(self._functions[call.function].path, 0)
             result = Result.TIMEOUT if is_hung else Result.DIED
             call.finish([RewardOutcome(result, detail=detail, line=line, seconds=seconds)])

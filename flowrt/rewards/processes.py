@@ -23,6 +23,7 @@ GRACE_S = 5.0
 """Seconds that a guard may take to end the processes of its child."""
 RECV_BYTES = 1 << 16
 BLOCKED_ON = "the user's reward function"
+WROTE = "it wrote to the file descriptors of its process"
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,8 @@ class RewardProcess:
     control: socket.socket
     unpacker: Any = field(default_factory=functools.partial(msgpack.Unpacker, **UNPACKING))
     calls: int = 0
+    fault: str = ""
+    """What the user's function did to the connection, after which nothing more is received; empty if nothing."""
 
     async def send(self, message: bytes, deadline_s: float) -> bool:
         """Send calls; returns False if the child has ended, which `receive` reports, or does not read them."""
@@ -48,12 +51,12 @@ class RewardProcess:
         await self.send(packed([]), GRACE_S)
 
     async def receive(self, deadline_s: Deadline, what: str) -> list[list[Any]]:
-        """The next messages, one or more; none if the child has closed its connection.
+        """The next messages, one or more; none if the child has closed its connection, or `fault` is set.
 
         Raises WaitExpired at the deadline.
         """
         while True:
-            if messages := list(self.unpacker):
+            if (messages := self._unpacked()) or self.fault:
                 return messages
             begin_s = monotonic()
             loop = asyncio.get_running_loop()
@@ -66,6 +69,25 @@ class RewardProcess:
             if isinstance(deadline_s, float):
                 deadline_s = max(deadline_s - (monotonic() - begin_s), 1e-3)
             self.unpacker.feed(data)
+
+    def _unpacked(self) -> list[list[Any]]:
+        """The messages that have been received, up to the first one that no child sends, which sets `fault`."""
+        messages: list[list[Any]] = []
+        while not self.fault:
+            try:
+                message = self.unpacker.unpack()
+            except msgpack.OutOfData:
+                break
+            except Exception:  # noqa: BLE001 (bytes of the user's function: msgpack raises errors of many types)
+                message = None
+            match message:
+                case ["began", int()] | ["done", int(), list(), bool()]:
+                    messages.append(message)
+                case ["ready", int(), list()] | ["unusable", int(), str(), int()]:
+                    messages.append(message)
+                case _:
+                    self.fault = WROTE
+        return messages
 
     async def end(self, *, hung: bool = False) -> dict[str, Any]:
         """End the child and all processes that it has started.

@@ -12,6 +12,7 @@ import pytest
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
 from flowrt.rewards.check import check_rewards
+from flowrt.rewards.child import packed
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.samples import RewardSample
@@ -108,6 +109,39 @@ def test_a_faulty_async_call_fails_without_others(tmp_path: Path, monkeypatch: p
         "is text": (Result.INVALID, 4),
     }
     assert "did not return in 3 s" in results["waits"].detail
+
+
+WRITES = """
+import os
+
+DATA = {{
+    "garbage": b"\\xc1hello",
+    "nil": b"\\xc0",
+    "words": b"hello",
+    "a large array": b"\\xdd\\x7f\\xff\\xff\\xff",
+    "a reward": {reward!r},
+    "a beginning": {beginning!r},
+}}
+
+{word} reward(response):
+    for fd in range(3, 40):
+        try:
+            os.write(fd, DATA.get(response, b""))
+        except OSError:
+            pass
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize("word", ["def", "async def"])
+def test_bytes_that_a_function_writes_to_its_connection_cost_its_own_sample(tmp_path: Path, word: str) -> None:
+    reward = packed(["done", 0, [["ok", 1000.0, {}, "", 0]], False])
+    text = WRITES.format(word=word, reward=reward, beginning=packed(["began", 0]))
+    responses = ("a", "garbage", "b", "a reward", "c", "words", "nil", "a beginning", "a large array", "d")
+    results = dict(zip(responses, outcomes(written(tmp_path, text), samples(*responses), retries=0), strict=True))
+    for response, outcome in results.items():
+        assert (outcome.result, outcome.value) == ((Result.OK, 0.5) if len(response) == 1 else (Result.DIED, 0.0))
+    assert results["a reward"].detail == "it wrote to the file descriptors of its process"
 
 
 def test_the_rate_of_async_calls_is_limited(tmp_path: Path) -> None:
