@@ -99,6 +99,7 @@ REWARDS, OFFERED = "rewards", ("prompt", "epoch", "lengths", "version")
 """Columns of a filter function: the rewards of a group, which it always takes, and those that it can take by name."""
 LOG, LOGGED = "log", "_"
 """Parameter that receives a function which logs a number, and prefix of the names of parts that are only logged."""
+PART_NAME = "a name is text that does not end in /"
 LARGEST = 3e38
 
 
@@ -186,8 +187,8 @@ def outcome_of(value: object, line: int, logged: Mapping[str, float] | None = No
         summed: dict[str, float] = {}
         unsummed = dict(logged)
         for name, one in value.items():
-            if not isinstance(name, str) or not name.removeprefix(LOGGED):
-                raise Invalid(f"it returned a part named {cut(repr(name))}")
+            if not is_part_name(name):
+                raise Invalid(f"it returned a part named {cut(repr(name))}; {PART_NAME}")
             if not name.startswith(LOGGED):
                 summed[name] = number(one, f"{cut(repr(name))} as ")
             elif one is not None and not isinstance(one, str):
@@ -204,10 +205,15 @@ def outcome_of(value: object, line: int, logged: Mapping[str, float] | None = No
     return RewardOutcome(Result.OK, total, summed | unsummed)
 
 
+def is_part_name(name: object) -> bool:
+    """Whether a number can have this name: after `LOGGED` it is text that does not end in a slash, see `PART_NAME`."""
+    return isinstance(name, str) and bool(name.removeprefix(LOGGED)) and not name.endswith("/")
+
+
 def note(logged: dict[str, float], name: str, value: object) -> None:
     """Log a number under a name. Raises Unusable if it is no finite number, or the name no text."""
-    if not isinstance(name, str) or not name:
-        raise Unusable(f"it logged a number named {cut(repr(name))}; name it with text")
+    if not is_part_name(name):
+        raise Unusable(f"it logged a number named {cut(repr(name))}; {PART_NAME}")
     try:
         logged[name] = number(value, f"{cut(repr(name))} as ", "logged")
     except Invalid as wrong:

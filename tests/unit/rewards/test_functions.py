@@ -21,7 +21,8 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.samples import RewardSample
 from flowrt.rewards.scoring import RewardScorer, SampleReward, combined, reward_columns
-from flowrt.rewards.user_file import MISSING, Arguments, MissingColumn, outcome_of
+from flowrt.rewards.user_file import MISSING, Arguments, MissingColumn, note, outcome_of
+from flowrt.runtime.user_module import Unusable
 
 
 @pytest.mark.parametrize(
@@ -231,8 +232,18 @@ def test_any_returned_value_has_an_outcome(value: object) -> None:
 
 def test_a_mapping_of_numbers_gives_their_sum_and_parts() -> None:
     assert outcome_of({"a": 1, "b": 0.5}, 0) == RewardOutcome(Result.OK, 1.5, {"a": 1.0, "b": 0.5})
-    for wrong in ({}, {1: 2.0}, {"": 1.0}, {"a": None}, {"a": math.nan}):
+    for wrong in ({}, {1: 2.0}, {"": 1.0}, {"a": None}, {"a": math.nan}, {"a/": 1.0}, {"/": 1.0}, {"a": 1, "_b/": 1}):
         assert outcome_of(wrong, 0).result is Result.INVALID, wrong
+
+
+@pytest.mark.parametrize("name", ["a/", "/", "", "_", 1, None])
+def test_a_name_that_no_part_can_have_is_no_name_of_a_logged_number(name: Any) -> None:
+    assert outcome_of({"b": 1.0, name: 1.0}, 0).result is Result.INVALID
+    with pytest.raises(Unusable, match="a name is text that does not end in /"):
+        note({}, name, 1.0)
+    logged: dict[str, float] = {}
+    note(logged, "a/b", 1.0)
+    assert logged == {"a/b": 1.0}
 
 
 def test_parts_with_an_underscore_are_logged_and_not_summed() -> None:
