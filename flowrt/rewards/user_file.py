@@ -3,7 +3,9 @@
 - A parameter called response or completion receives the response, one called answer the reference answer, and any other
   the column of its name, such as prompt.
 - If one of the first two parameters has another name, which is no column, it receives the response; if that is received
-  by name, or by the first of the two, it receives the answer.
+  by name, or by the first of the two, it receives the answer. If neither is received by name, parameters that are
+  columns do not count: ``compute_score(data_source, solution_str, ground_truth)``.
+- A parameter that receives the answer for one row and its column for another is refused.
 - One called log receives a function that logs a number under a name: ``log("acc", 1.0)``.
 - ``**names`` receives each column, and the response and the answer, that no parameter receives.
 """
@@ -41,6 +43,11 @@ class Arguments:
         names = {one.name for one in self.parameters}
         unnamed = [index for index, named in enumerate((names & {*RESPONSE}, names & {ANSWER})) if not named]
         self._unnamed = unnamed
+        self._function = function
+        self._columns: set[str] = set()
+        """Parameters that are columns of rows so far."""
+        self._others: set[str] = set()
+        """Parameters of other names that have received the response or the answer."""
         self._takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in self.parameters)
 
     def of(
@@ -48,13 +55,15 @@ class Arguments:
     ) -> tuple[list[object], dict[str, object]]:
         """The positional and the keyword arguments of a call; a column goes before a fact of its name.
 
-        Raises MissingColumn, also for an answer `MISSING`.
+        Raises MissingColumn, also for an answer `MISSING`, and Unusable for a parameter that is a column of some rows
+        and would receive the response or the answer for others.
         """
         known = {**(facts or {}), **columns, ANSWER: answer, **dict.fromkeys(RESPONSE, response)}
         if answer is MISSING:
             del known[ANSWER]
         both: list[tuple[str, object]] = [(RESPONSE[0], response), (ANSWER, answer)]
         unnamed = [both[index] for index in self._unnamed]
+        others: set[str] = set()
         positional: list[object] = []
         named: dict[str, object] = {}
         for index, one in enumerate(self.parameters):
@@ -66,8 +75,9 @@ class Arguments:
                 continue
             if one.name in known:
                 value = known[one.name]
-            elif index < 2 and unnamed and one.kind is not Parameter.KEYWORD_ONLY:
+            elif unnamed and one.kind is not Parameter.KEYWORD_ONLY and self._can_be_unnamed(index):
                 _, value = unnamed.pop(0)
+                others |= {one.name} if value is not MISSING else set()
                 if value is MISSING and one.default is Parameter.empty:
                     raise MissingColumn(ANSWER)
                 value = one.default if value is MISSING else value
@@ -84,11 +94,25 @@ class Arguments:
                 positional.append(value)
             else:
                 named[one.name] = value
+        self._check_meaning(columns, others)
         if self._takes_any:
             has = {one.name for one in self.parameters}
             rest = (*columns.items(), *unnamed)
             named |= {name: value for name, value in rest if name not in has and value is not MISSING}
         return positional, named
+
+    def _can_be_unnamed(self, index: int) -> bool:
+        """Whether a parameter that is no column can receive the response or the answer."""
+        return index < 2 or (len(self._unnamed) == 2 and self.parameters[index].default is Parameter.empty)
+
+    def _check_meaning(self, columns: Mapping[str, object], others: set[str]) -> None:
+        """Note which parameters have received columns, and which ``others``. Raises Unusable for one that is both."""
+        self._columns |= columns.keys() & {one.name for one in self.parameters}
+        self._others |= others
+        if both := sorted(self._columns & self._others):
+            what = f"its parameter {both[0]!r} is a column of some rows, and would get the response or the answer for"
+            fix = f"call the parameters for these response and answer, or put {both[0]} behind a *"
+            raise Unusable(f"{what} others; {fix}", defined_at(self._function))
 
 
 MODULE = "flowrt_own_reward"

@@ -199,6 +199,36 @@ def test_a_parameter_without_a_value_is_named() -> None:
         Arguments(lambda: 0)
 
 
+def test_columns_before_the_response_and_the_answer_do_not_count_if_neither_has_its_name() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> None: ...
+
+    assert arguments_of(compute_score, data_source="D", extra_info=1) == (["D", "R", "A", 1], {})
+    assert arguments_of(compute_score, data_source="D") == (["D", "R", "A"], {})
+    assert arguments_of(lambda a, b, text, gold=5: 0, a=1, b=2) == ([1, 2, "R"], {})
+    with pytest.raises(MissingColumn, match=r"^lvel$"):
+        arguments_of(lambda response, prompt, lvel: 0, prompt="P")
+    with pytest.raises(MissingColumn, match=r"^extra$"):
+        arguments_of(lambda text, gold, extra: 0)
+
+
+@pytest.mark.parametrize("rows", [({"tests": 1}, {}), ({}, {"tests": 1})])
+@pytest.mark.parametrize("function", [lambda response, tests=None: 0, lambda text, tests: 0, lambda tests, text: 0])
+def test_a_parameter_that_gets_its_column_or_the_answer_is_refused(function: Any, rows: Any) -> None:
+    arguments = Arguments(function)
+    arguments.of("R", "A", rows[0])
+    for _ in range(2):
+        with pytest.raises(Unusable, match=r"'tests' is a column of some rows, and would get .* behind a \*"):
+            arguments.of("R", "A", rows[1])
+
+
+def test_a_parameter_that_can_only_get_its_column_has_its_default_without() -> None:
+    for function in (lambda response, *, tests=None: tests, lambda response, answer, tests=None: tests):
+        arguments = Arguments(function)
+        rows: list[dict[str, object]] = [{"tests": 1}, {}]
+        calls = [arguments.of("R", "A", row) for row in rows]
+        assert [function(*positional, **named) for positional, named in calls] == [1, None]
+
+
 # ---- results
 
 
