@@ -34,6 +34,7 @@ from flowrt.protocol.messages import Position, unpack
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import from_file, to_toml
+from flowrt.recipes.input_digests import changed_inputs
 from flowrt.recipes.run_dir import CONFIG, address_file, check_summary_file, checkpoint_steps
 from flowrt.runtime.addresses import Endpoint, parse_address
 from flowrt.runtime.arguments import Parser
@@ -155,6 +156,8 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace, ear
     except (FlowError, OSError):
         server.close()
         raise
+    for text in changed_inputs(config) if arguments.from_checkpoint else ():
+        server.warn(text)
     loop = asyncio.get_running_loop()
     if config.guards.health:
         server.watch_health()

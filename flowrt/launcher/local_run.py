@@ -16,7 +16,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -59,6 +59,7 @@ from flowrt.recipes.algorithms import name_and_changes
 from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import OWN_DATA, to_toml
 from flowrt.recipes.devices import named_accelerators
+from flowrt.recipes.input_digests import changed_inputs, input_digests
 from flowrt.recipes.run_dir import CONFIG, address_file, checkpoint_steps, has_adapters_to_merge, model_dir, ranks_dir
 from flowrt.recipes.tasks.custom import check_given
 from flowrt.recipes.tasks.task_file import is_task_file, split
@@ -146,7 +147,17 @@ def check_and_run(
         progress(unused_devices)
     if config.recipe == OWN_DATA:
         check_given(config)
-    return asyncio.run(_run(check_files(config, progress), console, prepare, page_port))
+    config = _with_input_digests(check_files(config, progress), progress)
+    return asyncio.run(_run(config, console, prepare, page_port))
+
+
+def _with_input_digests(config: RunConfig, progress: Callable[[str], None]) -> RunConfig:
+    """The configuration, of a new run with ``input_digests``; notes on files that have changed since the start."""
+    if not (Path(config.run_dir) / CONFIG).exists():
+        return changed(config, {"input_digests": input_digests(config)})
+    for text in changed_inputs(config):
+        progress(text)
+    return config
 
 
 async def _show_log(path: Path, view: LiveView) -> None:

@@ -763,6 +763,8 @@ class RunConfig:
     your own."""
     recipe_sha256: str = ""
     """SHA-256 of the file of a task of your own; found out when the run starts."""
+    input_digests: tuple[str, ...] = ()
+    """Digest and path of the data sets and of the files of reward functions; found out when the run starts."""
     seed: Annotated[int, Interval(ge=0, le=MAX_INT64)] = 0
     """Seed of the model, the data order and the sampling."""
     steps: Annotated[int, Interval(gt=0, le=10_000_000)] = 150

@@ -54,14 +54,21 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_killed_and_resumed_run_of_two_data_sets_trains_in_the_seeded_order(
-    launch: Callable[..., Any], flags: list[str], capsys: pytest.CaptureFixture[str]
+    launch: Callable[..., Any], flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = launch(*flags)
     killed.wait_for(lambda: len(metrics(killed.run_dir)) >= 2 * EVERY + 2, "steps", 120.0)
     killed.kill_all()
     run_dir = killed.run_dir
+    with (tmp_path / "mine.py").open("a") as reward:
+        reward.write("# changed\n")
     resumed = launch(resume=run_dir)
     assert resumed.wait(180.0) == 0, resumed.output
+    has_changed = f"{tmp_path / 'mine.py'} is not the file of the start of the run"
+    assert has_changed in resumed.words
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if has_changed in event["text"]] == ["warning"]
+    assert "jsonl is not the file of the start" not in resumed.words
 
     sizes = [SetSize(name, weight, TRAINING_ROWS[name]) for name, (_, weight) in ROWS.items()]
     order = list(islice(mixture(sizes, SEED, 0, lambda place: place), STEPS * PROMPTS))

@@ -61,21 +61,22 @@ def open_rows(path: Path, split: str = "train") -> Rows:
     try:
         if not path.exists():
             raise ConfigError(f"data file {path} does not exist; give one with --data")
-        if path.is_dir():
-            files = _files(path, split)
-        elif path.is_file():
-            files = [path]
-        else:
+        if not (path.is_dir() or path.is_file()):
             raise ConfigError(
                 f"data file {path} is not a regular file; each worker reads it, so it must be a file of rows"
             )
-        parts = [_open(file) for file in files]
+        parts = [_open(file) for file in data_files(path, split)]
     except OSError as error:
         raise ConfigError(f"data file {path} cannot be read: {error.strerror or error}") from error
     rows = parts[0] if len(parts) == 1 else Shards(parts)
     if not len(rows):
         raise ConfigError(f"data file {path} is empty; it needs at least one row")
     return rows
+
+
+def data_files(path: Path, split: str) -> list[Path]:
+    """The files that `open_rows` reads. Raises ConfigError if a directory does not have the split."""
+    return _files(path, split) if path.is_dir() else [path]
 
 
 def held_out_split(path: Path, split: str) -> str:
