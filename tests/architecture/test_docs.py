@@ -1,5 +1,6 @@
 """Names in the documentation exist: pages, headings, files, configuration keys, flags, API names."""
 
+import argparse
 import importlib.util
 import re
 from operator import attrgetter
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from flowrt import api
+from flowrt.cli import COMMANDS
 from flowrt.recipes.config import DataSetConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -142,3 +144,21 @@ def test_the_api_page_has_every_public_name() -> None:
     text = (ROOT / "docs" / "reference" / "api.md").read_text()
     table = text.partition("## Engines")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(api.__all__)
+
+
+SAME = {"status": {"--run", "--controller"}, "drain": {"--controller"}}
+"""Flags that are another spelling of an argument."""
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.add_arguments is not None])
+def test_the_reference_of_commands_has_their_flags(name: str) -> None:
+    add_arguments = COMMANDS[name].add_arguments
+    assert add_arguments is not None
+    add_arguments(parser := argparse.ArgumentParser())
+    spellings = [[word for word in action.option_strings if word.startswith("--")] for action in parser._actions]
+    lines = (ROOT / "docs" / "reference" / "cli.md").read_text().splitlines()
+    [row] = [line.split(" | ")[0] for line in lines if line.startswith(f"| `flowrt {name} ")]
+    written = set(re.findall(r"--[a-z][a-z-]*", row))
+    assert written <= {word for words in spellings for word in words}
+    needed = [words for words in spellings if words and words[0] != "--help" and "." not in words[0]]
+    assert [words for words in needed if not written & set(words) and words[0] not in SAME.get(name, ())] == []

@@ -74,7 +74,8 @@ def check_given(config: RunConfig) -> None:
         ("--reward FUNCTION (FILE.py:FUNCTION, math …)", config.reward.functions),
     )
     if missing := [flag for flag, value in needed if not value]:
-        raise ConfigError(f"recipe custom needs {' and '.join(missing)}, too")
+        small = "; the small model of a run of recipe arithmetic is RUN/model, and a task in FILE.py may build its own"
+        raise ConfigError(f"recipe custom needs {' and '.join(missing)}, too{small if not config.model else ''}")
 
 
 RECIPE = Recipe(
