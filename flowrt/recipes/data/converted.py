@@ -67,7 +67,8 @@ def table_rows(path: Path, delimiter: str) -> ConvertedRows:
 
     Args:
         path: file.
-        delimiter: between fields; a file for "," whose first line has ";" and no "," is read with that.
+        delimiter: between fields; a file for "," whose first line has one name with it is read with ";" or a tab if it
+            has several names with that.
 
     Raises ConfigError if the file is no table, or has no names of columns.
     """
@@ -79,12 +80,10 @@ def _records(path: Path, text: io.TextIOWrapper, delimiter: str) -> Iterator[tup
     csv.field_size_limit(MAX_FIELD_CHARS)
     line = 1
     try:
-        first = next(text, "")
-        text.seek(0)
-        if delimiter == "," and "," not in first and ";" in first:
-            delimiter = ";"
+        if delimiter == ",":
+            delimiter = next((mark for mark in ",;\t" if _has_several_names(text, mark)), delimiter)
         reader = csv.reader(text, delimiter=delimiter, strict=True)
-        names = next(reader, [])
+        names = _names(reader)
         _check_names(path, names)
         line = reader.line_num + 1
         for fields in reader:
@@ -101,8 +100,23 @@ def _records(path: Path, text: io.TextIOWrapper, delimiter: str) -> Iterator[tup
         raise ConfigError(f"data file {path}, line {line} cannot be read: {error}; check its quotes") from None
 
 
+def _names(reader: Iterator[list[str]]) -> list[str]:
+    """The first line that is not blank; empty without one."""
+    return next((fields for fields in reader if any(map(str.strip, fields))), [])
+
+
+def _has_several_names(text: io.TextIOWrapper, delimiter: str) -> bool:
+    """Whether the first line has several fields with this delimiter."""
+    try:
+        return len(_names(csv.reader(text, delimiter=delimiter, strict=True))) > 1
+    except csv.Error:
+        return False
+    finally:
+        text.seek(0)
+
+
 def _check_names(path: Path, names: list[str]) -> None:
-    if not any(name.strip() for name in names):
+    if not names:
         raise ConfigError(f"data file {path} is empty; its first line has the names of the columns")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"data file {path} has two columns {twice[0]!r:.80} in its first line; rename one")

@@ -115,12 +115,13 @@ def _splits(directory: Path) -> list[str]:
 
 def _open(file: Path) -> Rows:
     head = _head(file)
-    if file.suffix == ".parquet" or head.startswith(PARQUET):
+    name = file.name.lower()
+    if name.endswith(".parquet") or head.startswith(PARQUET):
         return parquet_rows(file)
-    if file.suffix == ".arrow" or head.startswith(ARROW_FILE):
+    if name.endswith(".arrow") or head.startswith(ARROW_FILE):
         return arrow_rows(file)
     check_text(file, head)
-    table = Path(file.name.removesuffix(".gz")).suffix
+    table = Path(name.removesuffix(".gz")).suffix
     if table in TABLES:
         return table_rows(file, TABLES[table])
     check_json(file, head)
@@ -200,7 +201,7 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
 
 def _of_one_kind(folder: Path, chosen: list[Path]) -> list[Path]:
     """These files. Raises ConfigError if they are not all in the same format."""
-    kinds = {next(suffix for suffix in chain(*SUFFIXES) if file.name.endswith(suffix)) for file in chosen}
+    kinds = {next(suffix for suffix in chain(*SUFFIXES) if file.name.lower().endswith(suffix)) for file in chosen}
     if len(kinds) > 1:
         raise ConfigError(f"data file {folder} has files of several kinds ({', '.join(sorted(kinds))}); name one file")
     return chosen
@@ -213,7 +214,7 @@ def _is_named(file: Path, split: str) -> bool:
 def _row_files(folder: Path) -> list[Path]:
     """The files of rows of a directory, sorted; none if it does not exist."""
     files = [file for file in sorted(folder.glob("*")) if not DESCRIPTIONS.fullmatch(file.name) and file.is_file()]
-    by_suffix = ([file for file in files if file.name.endswith(suffixes)] for suffixes in SUFFIXES)
+    by_suffix = ([file for file in files if file.name.lower().endswith(suffixes)] for suffixes in SUFFIXES)
     return next(filter(None, by_suffix), [])
 
 

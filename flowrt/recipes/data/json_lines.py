@@ -18,6 +18,7 @@ from typing import IO
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.data.base import Rows
+from flowrt.recipes.data.file_kinds import BOM
 
 BLOCK_BYTES = 1 << 20
 """Approximate number of bytes that are read at once for the index."""
@@ -34,7 +35,8 @@ class JsonLines(Rows):
         weakref.finalize(self, self._file.close)
         self._starts = array("q")
         self._numbers = array("q")
-        offset, number = 0, 1
+        offset, number = len(BOM) if self._file.read(len(BOM)) == BOM else 0, 1
+        self._file.seek(offset)
         while lines := self._file.readlines(BLOCK_BYTES):
             offsets = list(accumulate(map(len, lines), initial=offset))
             offset = offsets.pop()
@@ -67,7 +69,7 @@ class JsonLines(Rows):
         return f"data file {self._path}, line {self._numbers[index]}"
 
     def scan(self) -> Iterator[object]:
-        self._file.seek(0)
+        self._file.seek(self._starts[0])
         index = 0
         for line in self._file:
             if line.isspace():
@@ -80,8 +82,7 @@ class JsonLines(Rows):
 
     def _parse(self, index: int, line: bytes) -> object:
         try:
-            text = line.decode("utf-8-sig" if self._numbers[index] == 1 else "utf-8")
-            row: object = json.loads(text)
+            row: object = json.loads(line.decode())
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.where(index)} is not UTF-8 text: {error.reason}") from error
         except json.JSONDecodeError as error:

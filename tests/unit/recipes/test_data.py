@@ -168,6 +168,28 @@ def test_damaged_files_are_reported_by_path(tmp_path: Path, name: str, content: 
         open_rows(tmp_path / name if name.startswith("rows") else tmp_path)
 
 
+ROW = {"prompt, text": "1 + 1?", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", b'\n  \n"prompt, text",answer\n1 + 1?,2\n'),
+        ("rows.csv", b'"prompt, text";answer\n1 + 1?;2\n'),
+        ("rows.csv", b"prompt, text\tanswer\n1 + 1?\t2\n".replace(b"prompt, text", b'"prompt, text"')),
+        ("ROWS.CSV", b'\xef\xbb\xbf"prompt, text",answer\n1 + 1?,2\n'),
+        ("Rows.Csv.GZ", gzip.compress(b'"prompt, text",answer\n1 + 1?,2\n')),
+        ("rows.jsonl", b'\xef\xbb\xbf\n{"prompt, text": "1 + 1?", "answer": "2"}\n'),
+        ("rows.jsonl", b'\xef\xbb\xbf{"prompt, text": "1 + 1?", "answer": "2"}\n'),
+    ],
+)
+def test_tables_and_lines_are_read_as_programs_write_them(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path / name, tmp_path):
+        rows = open_rows(path)
+        assert list(rows.scan()) == [rows.row(0)] == [ROW]
+
+
 NOT_HELD = {
     "timestamp[ms]": pa.array([0, 10**18, 0], pa.timestamp("ms")),
     "string": pa.StringArray.from_buffers(3, pa.py_buffer(struct.pack("<4i", 0, 1, 2, 3)), pa.py_buffer(b"a\xffb")),
