@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from flowrt.errors import EXIT_OK, FlowError, WaitExpired
 from flowrt.runtime.waits import blocking
@@ -24,8 +25,10 @@ def last_line(module: str, words: Sequence[str], limit_s: float, what: str) -> s
         limit_s: time limit, in seconds.
         what: the process, in messages.
 
-    Raises WaitExpired after the limit, and FlowError with the last line of its errors if it fails.
+    Raises WaitExpired after the limit, FlowError with the last line of its errors if it fails, and FileNotFoundError if
+    the working directory, in which it would start, has been deleted.
     """
+    Path.cwd()
     command = [sys.executable, RUN_MODULE, module, *words]
     call = partial(subprocess.run, command, capture_output=True, text=True, timeout=limit_s, check=False)
     try:

@@ -118,17 +118,17 @@ def accelerator_use() -> AcceleratorUse:
     )
 
 
-_UNMEASURED: set[str] = set()
-"""Kinds of accelerators whose share of time cannot be measured: not tried again."""
+_UNMEASURED: set[Any] = set()
+"""Modules of accelerators whose share of time cannot be measured: not tried again."""
 
 
 def _busy_share(module: Any, index: int) -> float:
-    if module.__name__ in _UNMEASURED:
+    if module in _UNMEASURED:
         return -1.0
     try:
         return float(module.utilization(index)) / 100
     except Exception:  # noqa: BLE001 - errors of the driver's own library, which may be missing
-        _UNMEASURED.add(module.__name__)
+        _UNMEASURED.add(module)
         return -1.0
 
 

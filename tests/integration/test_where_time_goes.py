@@ -131,7 +131,7 @@ def assert_resources(run_dir: Path) -> None:
         assert before["to_s"] <= after["from_s"]
     rollout = [window["roles"]["rollout"] for window in used if "rollout" in window["roles"]]
     assert max(use["workers"] for use in rollout) == 2
-    assert max(use["tokens_per_s"] for use in rollout) > 0
+    assert max(use.get("tokens_per_s", 0.0) for use in rollout) > 0
     for role in ("rollout", "trainer", "reward"):
         of_role = [window["roles"][role]["figures"] for window in used if role in window["roles"]]
         assert max(figures["processors"][2] for figures in of_role) > 0
