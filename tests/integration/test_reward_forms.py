@@ -124,7 +124,7 @@ DATA = {{
 }}
 
 {word} reward(response):
-    for fd in range(3, 40):
+    for fd in range(3, 1024):
         try:
             os.write(fd, DATA.get(response, b""))
         except OSError:
