@@ -167,7 +167,8 @@ def _print(found: dict[tuple[str, str], Found], rows: int, console: Console) -> 
         spread = (statistics.fmean(values), min(values), max(values)) if values else (float("nan"),) * 3
         counts = {result: sum(outcome.result is result for outcome in one.outcomes) for result in Result}
         kinds = ", ".join(f"{result} {count}" for result, count in counts.items() if count)
-        numbers = " ".join(f"{value:>9.4g}" for value in (*spread, statistics.fmean(times), max(times)))
+        numbers = " ".join(f"{value:>9.4g}" for value in spread)
+        numbers += "".join(f" {value:>9.3f}" for value in (statistics.fmean(times), max(times)))
         line(f"{name:<16} {probe:<12} {numbers}  {kinds}")
     for text in dict.fromkeys(text for one in found.values() for text in one.first.values()):
         line(f"  {text}")

@@ -216,6 +216,7 @@ def assert_bad_input_is_refused(run_dir: Path) -> None:
         (("--steps", "3:1"), "is not A:B"),
         (("--tokens", "--jsonl", "x"), "takes --tokens without --jsonl"),
         (("--jsonl", "/proc/none/x"), "cannot be written"),
+        (("--parquet", "-"), "--parquet needs a file"),
     ):
         done = run_samples(run_dir, *arguments)
         assert done.returncode == 2, (arguments, done.stdout)

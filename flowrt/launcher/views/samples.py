@@ -59,6 +59,8 @@ def show(run_dir: Path, options: SampleOptions, console: Console) -> int:
     """Print samples of a run, or write them to a file; returns the exit code. Raises ConfigError for bad input."""
     if options.tokens and (options.jsonl or options.parquet):
         raise ConfigError("flowrt samples takes --tokens without --jsonl and --parquet, whose tables have no tokens")
+    if options.parquet == STDOUT:
+        raise ConfigError("flowrt samples --parquet needs a file: standard output (-) takes text, as of --jsonl -")
     _check_by(options)
     reader = SampleReader(run_dir)
     names = set_names_of(run_dir)

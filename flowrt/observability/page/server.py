@@ -297,7 +297,10 @@ def _seconds(of: Values, name: str) -> float | None:
     text = of.get(name, "")
     if not text:
         return None
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not abs(value) < 1e12:
-        raise ValueError(f"{name} is not a time")
+        raise ValueError(f"{name} is not a number of seconds")
     return value

@@ -245,6 +245,7 @@ async def test_a_replay_does_not_block_other_requests(page: Page) -> None:
         assert "nothing is recorded at 900 s" in (await answer.json())["error"]
     async with page.browser.get(f"{page.base}/api/replay?at=x") as answer:
         assert answer.status == 400
+        assert "at is not a number of seconds" in await answer.text()
 
 
 async def test_compared_runs_are_served_with_their_names(tmp_path: Path) -> None:
