@@ -22,7 +22,7 @@ from flowrt.recipes.tasks.problems import in_turn, open_sets
 from flowrt.recipes.tasks.registry import takes_reward
 from flowrt.recipes.tasks.task_file import PROCESS, is_task_file, split
 from flowrt.recipes.tasks.task_reward import row_of, task_reward, with_task_reward
-from flowrt.rewards.check import check_here
+from flowrt.rewards.check import check_here, note_rate
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.rows import decode_row
 from flowrt.rewards.samples import RewardSample, facts
@@ -86,7 +86,7 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     sets = open_sets(replace(config.data, eval_prompts=0))
     problems = [one.training for one in sets]
     answers = [problem.answer.encode() for problem in islice(in_turn(problems), int(limit))]
-    _print(asyncio.run(_found(config, answers)), len(answers), console)
+    _print(asyncio.run(_found(config, answers, console)), len(answers), console)
     config = _with_training_rows(config, console)
     config = check_files(config, lambda text: console.print(printable(text)))
     if config.model:
@@ -116,7 +116,7 @@ def _check_task(config: RunConfig, limit: int, console: Console) -> int:
     if not isinstance(answers, list):
         raise ConfigError(f"{file} ended its process without an answer; correct it")
     rows = [row_of(str(answer).encode()) for answer in answers]
-    outcomes = asyncio.run(_found(with_task_reward(config), rows))
+    outcomes = asyncio.run(_found(with_task_reward(config), rows, console))
     _print(outcomes, len(rows), console)
     config = check_files(config, lambda text: console.print(printable(text)))
     if config.model:
@@ -124,12 +124,17 @@ def _check_task(config: RunConfig, limit: int, console: Console) -> int:
     return EXIT_OK
 
 
-async def _found(config: RunConfig, rows: Sequence[bytes]) -> dict[tuple[str, str], Found]:
+async def _found(config: RunConfig, rows: Sequence[bytes], console: Console) -> dict[tuple[str, str], Found]:
     """The outcomes of all calls, by function and kind of response. ``rows``: JSON of the columns of each row."""
     scorer = RewardScorer(config.reward, task=task_reward(config), model=config.model)
+
+    def note(text: str) -> None:
+        console.print(printable(text, one_line=True), soft_wrap=True, highlight=False, markup=False)
+
     found = {(one.name, probe): Found() for one in scorer.functions for probe in PROBES}
     try:
-        await scorer.load()
+        await scorer.load(note)
+        note_rate(config.reward, scorer, len(rows) * len(PROBES), note)
         calls = [(probe, response, row) for row in rows for probe, response in _responses(row)]
         samples = [RewardSample(response, row, facts(response)) for _, response, row in calls]
         groups = [samples[at : at + len(PROBES)] for at in range(0, len(samples), len(PROBES))]

@@ -10,7 +10,7 @@ from time import monotonic
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.built_in import check_packages
-from flowrt.rewards.children import FIX
+from flowrt.rewards.children import FIX, PROGRESS_AFTER_S
 from flowrt.rewards.code import check_sandbox
 from flowrt.rewards.functions import check_file, parse_functions
 from flowrt.rewards.options import RewardOptions
@@ -51,6 +51,24 @@ def check_rewards(
     return asyncio.run(_check(replace(options, on_failure="stop", workers=1), rows, progress, model))
 
 
+def note_rate(options: RewardOptions, scorer: RewardScorer, calls: int, progress: Callable[[str], None]) -> None:
+    """Tell how long ``reward.rate_per_s`` makes calls take, if that is long.
+
+    Args:
+        options: the functions.
+        scorer: the scorer of the functions, which are loaded.
+        calls: number of calls of each function.
+        progress: receives the note.
+    """
+    limited = [function.name for function in scorer.functions if scorer.form(function).is_async]
+    least_s = calls * len(limited) / options.rate_per_s if options.rate_per_s else 0.0
+    if least_s >= PROGRESS_AFTER_S:
+        progress(
+            f"up to {calls * len(limited)} calls of {', '.join(limited)} begin within {least_s:.0f} s: "
+            f"{options.rate_per_s:g} in a second (reward.rate_per_s)"
+        )
+
+
 def check_here(options: RewardOptions) -> None:
     """Raise ConfigError if a file, a package, a program or a key is missing on this host."""
     for function in parse_functions(options.functions):
@@ -72,6 +90,7 @@ async def _check(
     tried, begin_s = 0, monotonic()
     try:
         await scorer.load(progress)
+        note_rate(options, scorer, CALLS, progress)
         parts |= dict.fromkeys(f"{name}/" for name in scorer.of_groups)
         for row in islice(rows, MAX_ROWS):
             tried += 1

@@ -272,6 +272,14 @@ def test_the_check_refuses_functions_of_which_only_those_of_weight_0_apply(tmp_p
         check_rewards(options, [json.dumps(ROW).encode()] * 2, print)
 
 
+def test_the_check_says_how_long_a_limited_rate_makes_it_take(tmp_path: Path) -> None:
+    reward_file = written(tmp_path, "async def reward(response): return 1.0\ndef other(response): return 1.0\n")
+    options = RewardOptions(functions=(str(reward_file), f"{reward_file}:other"), rate_per_s=0.01)
+    notes: list[str] = []
+    check_rewards(options, [json.dumps(ROW).encode()], notes.append)
+    assert "up to 4 calls of mine begin within 400 s: 0.01 in a second (reward.rate_per_s)" in notes
+
+
 def test_a_column_called_group_is_a_column_of_a_function_of_single_samples(tmp_path: Path) -> None:
     reward_file = written(tmp_path, "def reward(response, answer, group): return float(group)\n")
     row = json.dumps(ROW | {"group": 5}).encode()
