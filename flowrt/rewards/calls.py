@@ -15,7 +15,7 @@ SPLIT = (Result.ERROR, Result.MEMORY, Result.TIMEOUT)
 
 
 def new_number() -> int:
-    """A number for a call in messages that nobody can guess, of 63 bits."""
+    """A number for a call in messages, of 63 bits, which a function cannot guess."""
     return secrets.randbits(63)
 
 

@@ -13,6 +13,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import Parameter
 
 from flowrt.rewards.outcomes import Result, RewardOutcome
@@ -38,6 +39,9 @@ class Arguments:
             self.parameters = list(inspect.signature(function).parameters.values())
         except ValueError:  # a function written in C without a signature
             self.parameters = [Parameter("args", Parameter.VAR_POSITIONAL)]
+        self.bound = frozenset(function.keywords if isinstance(function, partial) else ())
+        """Parameters that a partial function has bound by name: they keep their values."""
+        self.parameters = [one for one in self.parameters if one.name not in self.bound]
         if not self.parameters:
             raise TypeError("it takes no argument")
         names = {one.name for one in self.parameters}
@@ -96,7 +100,7 @@ class Arguments:
                 named[one.name] = value
         self._check_meaning(columns, others)
         if self._takes_any:
-            has = {one.name for one in self.parameters}
+            has = {one.name for one in self.parameters} | self.bound
             rest = (*columns.items(), *unnamed)
             named |= {name: value for name, value in rest if name not in has and value is not MISSING}
         return positional, named
@@ -182,7 +186,7 @@ class UserFilter:
         """
         result = self._function(columns[REWARDS], **{name: columns[name] for name in self._taken})
         if type(result).__name__ not in ("bool", "bool_"):  # of Python, of NumPy
-            what = f"it returned {cut(repr(result))} ({type(result).__name__}), not True or False"
+            what = f"it returned {shown(result)} ({type(result).__name__}), not True or False"
             return RewardOutcome(Result.INVALID, detail=what, line=self._line)
         return RewardOutcome(Result.OK, float(bool(result)))
 
@@ -218,7 +222,8 @@ def outcome_of(value: object, line: int, logged: Mapping[str, float] | None = No
             elif one is not None and not isinstance(one, str):
                 unsummed[name.removeprefix(LOGGED)] = number(one, f"{cut(repr(name))} as ")
         if not summed:
-            raise Invalid("it returned no part")
+            only = " but logged numbers; for a row to which it does not apply it returns None" if unsummed else ""
+            raise Invalid(f"it returned no part{only}")
         if twice := summed.keys() & unsummed.keys():
             raise Invalid(f"it returned the part {cut(repr(min(twice)))}, and logged a number of that name")
     except Invalid as wrong:
@@ -246,15 +251,25 @@ def note(logged: dict[str, float], name: str, value: object) -> None:
 
 def number(value: object, what: str = "", did: str = "returned") -> float:
     """A value as a finite number up to `LARGEST`. Raises Invalid, with ``what`` before the value, for any other."""
-    if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
-        raise Invalid(f"it {did} {what}{cut(repr(value))} ({type(value).__name__}), not a number")
+    kind = type(value).__name__
+    is_complex = "complex" in str(getattr(value, "dtype", ""))  # of NumPy, of torch: float() drops a part of it
+    if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__") or is_complex:
+        raise Invalid(f"it {did} {what}{shown(value)} ({kind}), not a number")
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):  # an array of several numbers; an integer that is too large
-        raise Invalid(f"it {did} {what}{cut(repr(value))} ({type(value).__name__}), not a finite number") from None
+        raise Invalid(f"it {did} {what}{shown(value)} ({kind}), not a finite number") from None
     if not math.isfinite(found) or abs(found) > LARGEST:
         raise Invalid(f"it {did} {what}{found}, not a finite number")
     return found
+
+
+def shown(value: object) -> str:
+    """A value of the user's function, shortened."""
+    try:
+        return cut(repr(value))
+    except Exception:  # noqa: BLE001 (of the user's class, or an integer of more digits than Python writes)
+        return "a value that Python cannot write"
 
 
 def no_column(name: str, columns: Mapping[str, object]) -> str:

@@ -33,6 +33,7 @@ from flowrt.rewards.user_file import (
     no_column,
     note,
     outcome_of,
+    shown,
 )
 from flowrt.runtime.user_module import Unusable, cut, defined_at
 
@@ -171,7 +172,8 @@ class UserReward:
                 named[one.name] = known[one.name]
             elif one.default is Parameter.empty:
                 raise MissingColumn(one.name)
-        return {**known, **named} if self._takes_any else named
+        rest = known if self._takes_any else {}
+        return {name: value for name, value in rest.items() if name not in self._arguments.bound} | named
 
     def _outcomes(self, value: object, logged: Sequence[Mapping[str, float]]) -> list[RewardOutcome]:
         """The outcome of each sample of a call that returned ``value``."""
@@ -183,7 +185,7 @@ class UserReward:
         if not isinstance(values, list | tuple) or len(values) != len(logged):
             size = f" of {len(values)}" if isinstance(values, list | tuple) else ""
             kind = f"{type(value).__name__}{size}"
-            detail = f"it returned {cut(repr(value))} ({kind}), not a list of {len(logged)} rewards"
+            detail = f"it returned {shown(value)} ({kind}), not a list of {len(logged)} rewards"
             return [RewardOutcome(Result.INVALID, detail=detail, line=self._line) for _ in logged]
         return [outcome_of(one, self._line, of) for one, of in zip(values, logged, strict=True)]
 

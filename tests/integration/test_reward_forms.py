@@ -272,7 +272,7 @@ def test_the_check_refuses_functions_of_which_only_those_of_weight_0_apply(tmp_p
         check_rewards(options, [json.dumps(ROW).encode()] * 2, print)
 
 
-def test_the_check_says_how_long_a_limited_rate_makes_it_take(tmp_path: Path) -> None:
+def test_the_check_reports_how_long_a_limited_rate_makes_it_take(tmp_path: Path) -> None:
     reward_file = written(tmp_path, "async def reward(response): return 1.0\ndef other(response): return 1.0\n")
     options = RewardOptions(functions=(str(reward_file), f"{reward_file}:other"), rate_per_s=0.01)
     notes: list[str] = []

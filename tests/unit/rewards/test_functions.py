@@ -3,9 +3,12 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -274,6 +277,31 @@ def test_a_name_that_no_part_can_have_is_no_name_of_a_logged_number(name: Any) -
     logged: dict[str, float] = {}
     note(logged, "a/b", 1.0)
     assert logged == {"a/b": 1.0}
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("value", [10**5000, Unwritable(), numpy.complex64(1), torch.tensor(1 + 2j)], ids=range(4))
+def test_values_that_are_no_numbers_or_cannot_be_written_are_invalid(value: Any) -> None:
+    for returned in (value, {"a": value}):
+        outcome = outcome_of(returned, 3)
+        assert (outcome.result, outcome.line) == (Result.INVALID, 3)
+
+
+def test_logged_numbers_without_a_part_are_invalid_with_what_to_return() -> None:
+    assert "for a row to which it does not apply it returns None" in outcome_of({"_a": 1}, 0).detail
+
+
+def test_what_a_partial_function_has_bound_stays() -> None:
+    def function(response: str, answer: str, step: int, **row: Any) -> Any:
+        return step, row
+
+    bound: Any = partial(function, step=33)
+    positional, named = Arguments(bound).of("R", "A", {"step": 1, "x": 2}, {"step": 5})
+    assert bound(*positional, **named) == (33, {"x": 2})
 
 
 def test_parts_with_an_underscore_are_logged_and_not_summed() -> None:
