@@ -138,9 +138,9 @@ def assert_resources(run_dir: Path) -> None:
         assert all(
             10e6 < least <= middle <= largest for figures in of_role for least, middle, largest in [figures["memory"]]
         )
-    shares = [share for use in rollout for share in use["figures"]["cache"]]
+    shares = [share for use in rollout for share in use["figures"].get("cache", ())]
     assert all(0 <= share <= 1 for share in shares)
-    assert max(shares) > 0
+    assert shares  # what an engine holds at an instant may be nothing
     assert "late" in {worker for window in used for worker, _ in window["worst"]["memory"]}
 
 
