@@ -258,7 +258,7 @@ def _samples(arguments: argparse.Namespace) -> int:
         "random": arguments.random,
         "newest": arguments.newest,
     }
-    order: Order = next((one for one, count in counts.items() if count is not None), "newest")
+    order: Order = next((name for name, count in counts.items() if count is not None), "newest")
     options = SampleOptions(
         steps=arguments.steps if arguments.step is None else (arguments.step, arguments.step),
         order=order,

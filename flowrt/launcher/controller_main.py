@@ -156,8 +156,8 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace, ear
     except (FlowError, OSError):
         server.close()
         raise
-    for text in changed_inputs(config) if arguments.from_checkpoint else ():
-        server.warn(text)
+    for sentence in changed_inputs(config) if arguments.from_checkpoint else ():
+        server.warn(sentence)
     loop = asyncio.get_running_loop()
     if config.guards.health:
         server.watch_health()

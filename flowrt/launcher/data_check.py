@@ -140,14 +140,14 @@ def check_data(config: RunConfig, show: int, is_deep: bool, console: Console) ->
     check(config, has_weights=has_weights(Path(config.model)))
     sets = open_sets(replace(config.data, eval_prompts=0) if config.eval.data else config.data)
     try:
-        found = _report(config, sets, show, console)
+        prompts = _report(config, sets, show, console)
     except ConfigError:
         check_rows(sets, replace(config.data, allow_overlap=True))  # all mistakes together
         raise
     except EngineError as error:
         raise ConfigError(str(error)) from error
     checked = check_files(config, lambda note: console.print(printable(note), soft_wrap=True))
-    check_start(checked, are_fit=not (found.overlong.count or found.empty.count or found.outside.count))
+    check_start(checked, are_fit=not (prompts.overlong.count or prompts.empty.count or prompts.outside.count))
     try:
         return _compare(config, sets, console) if is_deep else EXIT_OK
     except EngineError as error:
@@ -171,57 +171,64 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
     encoders = PromptEncoders(tokenizer, config.data.prompt_format)
     limits = prompt_limits(config, model_config)
     check_end_token(tokenizer, limits.vocab_size, f"model {config.model}")
-    found = _read(encoders, tokenizer.bos_token_id, limits, sets)
+    prompts = _read(encoders, tokenizer.bos_token_id, limits, sets)
 
     def line(name: str, text: str) -> None:
         console.print(f"{name:<14}{text}", soft_wrap=True)
 
     for note in notes:
         line("weights", note)
-    for one, of_share in zip(sets, _shares(sets), strict=True):
-        training, held_out = len(one.training), len(one.held_out)
-        counts = f"{len(one.rows):,}: {training:,} to train on, {held_out:,} held out{of_share}"
-        left_out = f"; {one.rows.left_out:,} by their difficulty left out" if isinstance(one.rows, Selection) else ""
-        line(f"rows {one.name}".strip(), counts + left_out)
+    for data_set, of_share in zip(sets, _shares(sets), strict=True):
+        training, held_out = len(data_set.training), len(data_set.held_out)
+        counts = f"{len(data_set.rows):,}: {training:,} to train on, {held_out:,} held out{of_share}"
+        left_out = (
+            f"; {data_set.rows.left_out:,} by their difficulty left out" if isinstance(data_set.rows, Selection) else ""
+        )
+        line(f"rows {data_set.name}".strip(), counts + left_out)
     has_template = bool(template_text(tokenizer, config.data.chat_template))
     line("template", (config.data.chat_template or "of the checkpoint") if has_template else "none: text as it is")
-    quantiles = ", ".join(f"{share:.0%} {_quantile(found.lengths, share):,}" for share in QUANTILES)
-    line("tokens", f"shortest {found.lengths[0]:,}, {quantiles}, longest {found.lengths[-1]:,} ({found.longest})")
-    if found.overlong.count:
+    quantiles = ", ".join(f"{share:.0%} {_quantile(prompts.lengths, share):,}" for share in QUANTILES)
+    line("tokens", f"shortest {prompts.lengths[0]:,}, {quantiles}, longest {prompts.lengths[-1]:,} ({prompts.longest})")
+    if prompts.overlong.count:
         outcome = "left out (data.overlong drop)" if limits.overlong == "drop" else "refused by a run"
         line(
             "too long",
-            f"{found.overlong.count:,} prompts over {limits.most:,} tokens{_reason(limits)}, {outcome}; first: "
-            f"{found.overlong.first}",
+            f"{prompts.overlong.count:,} prompts over {limits.most:,} tokens{_reason(limits)}, {outcome}; first: "
+            f"{prompts.overlong.first}",
         )
-    if found.empty.count:
-        line("empty", f"{found.empty.count:,} prompts without a token, refused by a run; first: {found.empty.first}")
-    if found.outside.count:
+    if prompts.empty.count:
+        line(
+            "empty", f"{prompts.empty.count:,} prompts without a token, refused by a run; first: {prompts.empty.first}"
+        )
+    if prompts.outside.count:
         line(
             "vocabulary",
-            f"{found.outside.count:,} prompts with token ids above the vocab_size of {limits.vocab_size:,}, refused by "
-            f"a run; first: {found.outside.first}",
+            f"{prompts.outside.count:,} prompts with token ids above the vocab_size of {limits.vocab_size:,}, refused "
+            f"by a run; first: {prompts.outside.first}",
         )
-    if found.double_starts:
-        line("start token", f"twice in {found.double_starts:,} prompts: the template or the text has one of its own")
-    if found.controls.count:
+    if prompts.double_starts:
+        line("start token", f"twice in {prompts.double_starts:,} prompts: the template or the text has one of its own")
+    if prompts.controls.count:
         line(
             "controls",
-            f"{found.controls.count:,} prompts have the text of a control token, which becomes that token; first: "
-            f"{found.control!r} in {found.controls.first}",
+            f"{prompts.controls.count:,} prompts have the text of a control token, which becomes that token; first: "
+            f"{prompts.control!r} in {prompts.controls.first}",
         )
     line("stop tokens", _stop_tokens(model, tokenizer, chat_templates(config)))
-    if found.duplicates.count:
-        line("duplicates", f"{found.duplicates.count:,} training rows repeat a prompt; first: {found.duplicates.first}")
-    if found.shared.count:
+    if prompts.duplicates.count:
+        line(
+            "duplicates",
+            f"{prompts.duplicates.count:,} training rows repeat a prompt; first: {prompts.duplicates.first}",
+        )
+    if prompts.shared.count:
         outcome = "allowed (data.allow_overlap)" if config.data.allow_overlap else "refused by a run"
         line(
             "held out",
-            f"{found.shared.count:,} training rows have a held-out prompt, {outcome}; first: {found.shared.first}",
+            f"{prompts.shared.count:,} training rows have a held-out prompt, {outcome}; first: {prompts.shared.first}",
         )
-    for problem in Concatenated([one.training for one in sets])[:show]:
+    for problem in Concatenated([set_.training for set_ in sets])[:show]:
         _show(problem, encoders, tokenizer, console)
-    return found
+    return prompts
 
 
 def _check_model(config: RunConfig, model: Path) -> list[str]:
@@ -244,11 +251,11 @@ def _compare(config: RunConfig, sets: Sequence[ProblemSet], console: Console) ->
     tokenizer, model_config = _model(base_model_dir(Path(config.model)), tokenizer_dir(Path(config.model)))
     encoders = PromptEncoders(tokenizer, config.data.prompt_format)
     most = prompt_limits(config, model_config).most
-    first = [one.training[place] for one in sets for place in range(min(MAX_COMPARED, len(one.training)))]
-    encoded = [encoders.of(one.form)(*one.as_prompt) for one in first]
-    found = compare(config, [ids for ids in encoded if len(ids) <= most])
-    console.print(f"{'policies':<14}{found}", soft_wrap=True)
-    return EXIT_BAD_INPUT if found.is_refused else EXIT_OK
+    first = [set_.training[place] for set_ in sets for place in range(min(MAX_COMPARED, len(set_.training)))]
+    encoded = [encoders.of(problem.form)(*problem.as_prompt) for problem in first]
+    mismatch = compare(config, [ids for ids in encoded if len(ids) <= most])
+    console.print(f"{'policies':<14}{mismatch}", soft_wrap=True)
+    return EXIT_BAD_INPUT if mismatch.is_refused else EXIT_OK
 
 
 def _model(path: Path, with_tokenizer: Path) -> tuple[Any, Any]:
@@ -269,46 +276,46 @@ def _model(path: Path, with_tokenizer: Path) -> tuple[Any, Any]:
 
 def _shares(sets: Sequence[ProblemSet]) -> list[str]:
     """The share of each data set as text; empty for a single data set."""
-    total = sum(one.weight for one in sets)
-    return [f", {one.weight / total:.3g} of the prompts" for one in sets] if len(sets) > 1 else [""]
+    total = sum(set_.weight for set_ in sets)
+    return [f", {set_.weight / total:.3g} of the prompts" for set_ in sets] if len(sets) > 1 else [""]
 
 
 def _read(encoders: Any, start: int | None, limits: PromptLimits, sets: Sequence[ProblemSet]) -> Prompts:
     """Tokenize all prompts, and find those that occur twice. ``start``: id of the start token."""
-    found = Prompts()
-    evaluated = {folded(*one.as_prompt) for part in sets for one in part.held_out}
+    prompts = Prompts()
+    evaluated = {folded(*problem.as_prompt) for part in sets for problem in part.held_out}
     trained: set[int] = set()
     """Hashes of prompts; the prompts themselves would take as much memory as the data set."""
     longest = -1
-    for one in sets:
+    for set_ in sets:
         index = 0
-        for block in one.prompt_blocks():
+        for block in set_.prompt_blocks():
             encoder = encoders.of(block.form)
             for place, ids in enumerate(_encoded(encoder, block)):
-                found.lengths.append(len(ids))
+                prompts.lengths.append(len(ids))
                 if len(ids) > longest:
-                    longest, found.longest = len(ids), block.where(place)
+                    longest, prompts.longest = len(ids), block.where(place)
                 if not ids:
-                    found.empty.add(block, place)
+                    prompts.empty.add(block, place)
                 elif len(ids) > limits.most:
-                    found.overlong.add(block, place)
+                    prompts.overlong.add(block, place)
                 elif max(ids) >= limits.vocab_size:
-                    found.outside.add(block, place)
-                found.double_starts += start is not None and ids[:2] == [start, start]
+                    prompts.outside.add(block, place)
+                prompts.double_starts += start is not None and ids[:2] == [start, start]
                 if control := encoder.control_token(block.prompts[place]):
-                    found.control = found.control or control
-                    found.controls.add(block, place)
+                    prompts.control = prompts.control or control
+                    prompts.controls.add(block, place)
                 index += 1
-                if index > one.first_held_out:
+                if index > set_.first_held_out:
                     continue
                 own = folded(*block.prompts[place])
                 if own in evaluated:
-                    found.shared.add(block, place)
+                    prompts.shared.add(block, place)
                 if (hashed := hash(own)) in trained:
-                    found.duplicates.add(block, place)
+                    prompts.duplicates.add(block, place)
                 trained.add(hashed)
-    found.lengths.sort()
-    return found
+    prompts.lengths.sort()
+    return prompts
 
 
 def _encoded(encoder: Any, block: PromptBlock) -> list[list[int]]:
@@ -336,12 +343,12 @@ def _stop_tokens(model: Path, tokenizer: Any, templates: Sequence[str]) -> str:
 
     ids = stop_token_ids(model, tokenizer, templates)
     of_checkpoint = stop_token_ids(model, tokenizer, "none")
-    names = ", ".join(f"{one} {tokenizer.convert_ids_to_tokens(one)!r}" for one in ids)
+    names = ", ".join(f"{id_} {tokenizer.convert_ids_to_tokens(id_)!r}" for id_ in ids)
     own = [
-        one
+        token_id
         for template in templates
-        for one in end_of_turn_ids(tokenizer, template_text(tokenizer, template))
-        if one not in of_checkpoint
+        for token_id in end_of_turn_ids(tokenizer, template_text(tokenizer, template))
+        if token_id not in of_checkpoint
     ]
     note = f"; {own[0]} is the template's end of turn alone, generation_config.json does not name it" if own else ""
     return names + note

@@ -84,7 +84,7 @@ def reward_check(words: Sequence[str], console: Console) -> int:
         raise ConfigError("flowrt reward check needs --data PATH and --reward FUNCTION; --help lists all flags")
     check_here(config.reward)
     sets = open_sets(replace(config.data, eval_prompts=0))
-    problems = [one.training for one in sets]
+    problems = [set_.training for set_ in sets]
     answers = [problem.answer.encode() for problem in islice(in_turn(problems), int(limit))]
     _print(asyncio.run(_found(config, answers, console)), len(answers), console)
     config = _with_training_rows(config, console)
@@ -111,8 +111,8 @@ def _check_task(config: RunConfig, limit: int, console: Console) -> int:
             f"recipe {config.recipe} has a reward of its own; flowrt reward check takes FILE.py or custom"
         )
     file = f"task file {split(config.recipe)[0]}"
-    found = ask(PROCESS, ["answers", str(limit)], file, config.data.check_timeout_s, to_toml(config))
-    answers = found.get("answers")
+    answered = ask(PROCESS, ["answers", str(limit)], file, config.data.check_timeout_s, to_toml(config))
+    answers = answered.get("answers")
     if not isinstance(answers, list):
         raise ConfigError(f"{file} ended its process without an answer; correct it")
     rows = [row_of(str(answer).encode()) for answer in answers]
@@ -131,7 +131,7 @@ async def _found(config: RunConfig, rows: Sequence[bytes], console: Console) -> 
     def note(text: str) -> None:
         console.print(printable(text, one_line=True), soft_wrap=True, highlight=False, markup=False)
 
-    found = {(one.name, probe): Found() for one in scorer.functions for probe in PROBES}
+    outcomes_of = {(function.name, probe): Found() for function in scorer.functions for probe in PROBES}
     try:
         await scorer.load(note)
         note_rate(config.reward, scorer, len(rows) * len(PROBES), note)
@@ -140,16 +140,16 @@ async def _found(config: RunConfig, rows: Sequence[bytes], console: Console) -> 
         groups = [samples[at : at + len(PROBES)] for at in range(0, len(samples), len(PROBES))]
         scoring = [asyncio.create_task(scorer.outcomes_of(group)) for group in groups]
         await wait_all(scoring, CALLS, "rewards", "reward functions")
-        outcomes = [of_sample for one in scoring for of_sample in one.result()]
+        outcomes = [of_sample for task in scoring for of_sample in task.result()]
     finally:
         await scorer.close()
     for (probe, response, row), of_call in zip(calls, outcomes, strict=True):
-        for one, outcome in zip(scorer.functions, of_call, strict=True):
-            place = found[one.name, probe]
+        for function, outcome in zip(scorer.functions, of_call, strict=True):
+            place = outcomes_of[function.name, probe]
             place.outcomes.append(outcome)
             if outcome.is_failure and outcome.result not in place.first:
-                place.first[outcome.result] = scorer.failures([outcome], response, row, [one])[0]
-    return found
+                place.first[outcome.result] = scorer.failures([outcome], response, row, [function])[0]
+    return outcomes_of
 
 
 def _responses(row: bytes) -> Iterable[tuple[str, str]]:
@@ -160,29 +160,29 @@ def _responses(row: bytes) -> Iterable[tuple[str, str]]:
     return zip(PROBES, texts, strict=True)
 
 
-def _print(found: dict[tuple[str, str], Found], rows: int, console: Console) -> None:
+def _print(outcomes_of: dict[tuple[str, str], Found], rows: int, console: Console) -> None:
     def line(text: str) -> None:
         console.print(printable(text, one_line=True), soft_wrap=True, highlight=False, markup=False)
 
     heads = " ".join(f"{head:>9}" for head in ("mean", "min", "max", "ms", "max ms"))
     line(f"{'function':<16} {'response':<12} {heads}  outcomes ({rows} rows)")
-    for (name, probe), one in found.items():
-        values = [outcome.value for outcome in one.outcomes if outcome.result is Result.OK]
-        times = [1e3 * outcome.seconds for outcome in one.outcomes]
+    for (name, probe), of_function in outcomes_of.items():
+        values = [outcome.value for outcome in of_function.outcomes if outcome.result is Result.OK]
+        times = [1e3 * outcome.seconds for outcome in of_function.outcomes]
         spread = (statistics.fmean(values), min(values), max(values)) if values else (float("nan"),) * 3
-        counts = {result: sum(outcome.result is result for outcome in one.outcomes) for result in Result}
+        counts = {result: sum(outcome.result is result for outcome in of_function.outcomes) for result in Result}
         kinds = ", ".join(f"{result} {count}" for result, count in counts.items() if count)
         numbers = " ".join(f"{value:>9.4g}" for value in spread)
         numbers += "".join(f" {value:>9.3f}" for value in (statistics.fmean(times), max(times)))
         line(f"{name:<16} {probe:<12} {numbers}  {kinds}")
-    for text in dict.fromkeys(text for one in found.values() for text in one.first.values()):
+    for text in dict.fromkeys(text for of_function in outcomes_of.values() for text in of_function.first.values()):
         line(f"  {text}")
-    for name in dict.fromkeys(name for name, _ in found):
+    for name in dict.fromkeys(name for name, _ in outcomes_of):
         given = {
             outcome.value
-            for (of, _), one in found.items()
+            for (of, _), of_function in outcomes_of.items()
             if of == name
-            for outcome in one.outcomes
+            for outcome in of_function.outcomes
             if outcome.result is Result.OK
         }
         if len(given) == 1:

@@ -64,8 +64,8 @@ def with_checked_task(config: RunConfig, progress: Callable[[str], None]) -> Run
     check_digest(config, now)
     config = replace(config, recipe_sha256=now)
     limit_s = config.data.check_timeout_s
-    found = ask(PROCESS, ["check"], f"task file {split(config.recipe)[0]}", limit_s, to_toml(config), progress)
-    parts = found.get("parts")
+    answered = ask(PROCESS, ["check"], f"task file {split(config.recipe)[0]}", limit_s, to_toml(config), progress)
+    parts = answered.get("parts")
     if not isinstance(parts, list):
         raise ConfigError(f"task file {split(config.recipe)[0]} ended its process without an answer; correct it")
     if not parts:
@@ -114,8 +114,8 @@ def check_start(config: RunConfig, *, are_fit: bool = False) -> None:
         if not has_weights(model):
             check_without_weights(own, model, are_fit=are_fit)
             return
-        given = [Path(one) for one in (config.model, config.reference.model) if one]
-        sizes = [file.stat().st_size for one in given for file in weight_files(base_model_dir(one))]
+        given = [Path(path) for path in (config.model, config.reference.model) if path]
+        sizes = [file.stat().st_size for path in given for file in weight_files(base_model_dir(path))]
         if sum(sizes) > MAX_LOADED_BYTES:
             reference = replace(config.reference, model=_base(config.reference.model))
             own = replace(own, model=_base(config.model), reference=reference)

@@ -25,13 +25,16 @@ def input_digests(config: RunConfig) -> tuple[str, ...]:
 
 
 def changed_inputs(config: RunConfig) -> list[str]:
-    """A sentence for each file that is not the one of the start (``input_digests``). Raises as `input_digests`."""
+    """A sentence for each file of this host that is not the one of the start (``input_digests``).
+
+    Raises as `input_digests`.
+    """
     before = {path: digest for digest, _, path in (line.partition(" ") for line in config.input_digests)}
     now = _digests(config) if before else {}
     return [
         f"{path} is not the file of the start of the run: its content has changed; the run goes on with what it is now"
         for path, digest in now.items()
-        if before.get(path, digest) != digest
+        if before.get(path, digest) != digest and Path(path).exists()
     ]
 
 
@@ -66,7 +69,7 @@ def _digest(files: list[Path]) -> str:
 def _add(sha: "hashlib._Hash", file: Path, limit: int) -> None:
     size = file.stat().st_size
     sha.update(b"%d " % size)
-    with file.open("rb", buffering=0) as opened:
+    with file.open("rb") as opened:
         if size <= limit:
             sha.update(opened.read())
             return

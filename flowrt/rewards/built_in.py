@@ -49,8 +49,8 @@ def _regex(pattern: str) -> Scorer:
 
     def score(response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG001
         matches = deque(compiled.finditer(response), maxlen=1)
-        found = matches[0][min(compiled.groups, 1)] if matches else None
-        return outcome_of(float(found is not None and found.strip() == as_text(answer).strip()), 0)
+        extracted = matches[0][min(compiled.groups, 1)] if matches else None
+        return outcome_of(float(extracted is not None and extracted.strip() == as_text(answer).strip()), 0)
 
     return score
 

@@ -118,7 +118,9 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], limits
             connection.sendall(packed(["unusable", index, what, line_of(error, function.path)]))
             return
     child = _Child(connection, functions, loaded, limits)
-    connection.sendall(packed(["ready", 0, [[one.form.form, one.form.is_async, one.form.facts] for one in loaded]]))
+    connection.sendall(
+        packed(["ready", 0, [[reward.form.form, reward.form.is_async, reward.form.facts] for reward in loaded]])
+    )
     while data := blocking(partial(connection.recv, RECV_BYTES), POOL, "calls", "the pool"):
         child.unpacker.feed(data)
         for calls in child.unpacker:
@@ -224,9 +226,11 @@ class _Child:
             await wait_until(sending, POOL, "outcomes to be read", "the pool")
 
     def _done(self, call: int, outcomes: Sequence[RewardOutcome]) -> bytes:
-        is_worn = any(one.result is Result.MEMORY for one in outcomes)
+        is_worn = any(outcome.result is Result.MEMORY for outcome in outcomes)
         is_worn = is_worn and _address_space() > self._first_bytes + self._limit_bytes // 2
-        rows = [[one.result, one.value, dict(one.parts), one.detail, one.line] for one in outcomes]
+        rows = [
+            [outcome.result, outcome.value, dict(outcome.parts), outcome.detail, outcome.line] for outcome in outcomes
+        ]
         return packed(["done", call, rows, is_worn])
 
 

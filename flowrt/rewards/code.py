@@ -81,7 +81,7 @@ def sandboxed(
     if isinstance(tests, str) or not isinstance(tests, Sequence):
         inputs = []
     else:
-        inputs = [one for one in tests if isinstance(one, Mapping)]
+        inputs = [test for test in tests if isinstance(test, Mapping)]
         inputs = inputs if len(inputs) == len(tests) else []
     if not inputs and not (isinstance(tests, str) and tests):
         raise Unusable(f"function code needs the column {TESTS!r}: Python statements, or a list of input and output")
@@ -111,10 +111,10 @@ def _passes(sandbox: Sandbox, tests: str) -> bool:
 def _prints(sandbox: Sandbox, tests: Sequence[Mapping[str, object]]) -> bool:
     """Whether a program prints the words that are expected for each input. Raises Ended."""
     passed = True
-    for one in tests:
-        expected = str(one.get("output", ""))
+    for test in tests:
+        expected = str(test.get("output", ""))
         sandbox.send(str(4 * len(encoded(expected)) + MORE_OUTPUT_BYTES).encode())
-        sandbox.send(encoded(str(one.get("input", ""))))
+        sandbox.send(encoded(str(test.get("input", ""))))
         exit_code, printed = json.loads(sandbox.receive()), sandbox.receive()
         passed = exit_code == 0 and printed.decode(errors="replace").split() == expected.split()
         if not passed:

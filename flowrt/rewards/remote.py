@@ -74,7 +74,7 @@ class RemoteRewards:
         check_key(options)
         self._options = options
         self._key = os.environ.get(options.key_variable, "") if options.key_variable else ""
-        self._urls = {one.name: _url(one, options) for one in functions}
+        self._urls = {function.name: _url(function, options) for function in functions}
         self._pattern = re.compile(options.judge.pattern)
         self._room = asyncio.Semaphore(options.concurrency)
         self._session: aiohttp.ClientSession | None = None
@@ -223,8 +223,8 @@ class Answers:
         """The stored answer of a request; None if there is none that can be read."""
         try:
             row = self._db.execute("SELECT answer FROM answers WHERE request = ?", (key,)).fetchone()
-            found = json.loads(row[0]) if row else None
-            return found if isinstance(found, dict) and "reward" in found else None
+            answered = json.loads(row[0]) if row else None
+            return answered if isinstance(answered, dict) and "reward" in answered else None
         except (sqlite3.Error, ValueError):
             return None
 
@@ -242,7 +242,7 @@ class Answers:
 def check_remote(options: RewardOptions) -> None:
     """Raise ConfigError if the options of function ``judge`` cannot be used."""
     judge = options.judge
-    if not any(one.kind == "judge" for one in parse_functions(options.functions)):
+    if not any(function.kind == "judge" for function in parse_functions(options.functions)):
         return
     for name in ("url", "model"):
         if not getattr(judge, name):
@@ -293,7 +293,9 @@ def _http_body(response: str, columns: Mapping[str, object]) -> dict[str, object
 def _conversation(prompt: object) -> str:
     """A prompt as text; messages follow one another, each with its role."""
     if isinstance(prompt, list):
-        return "\n\n".join(f"{one.get('role')}: {_content(one)}" for one in prompt if isinstance(one, Mapping))
+        return "\n\n".join(
+            f"{message.get('role')}: {_content(message)}" for message in prompt if isinstance(message, Mapping)
+        )
     return as_text(prompt)
 
 

@@ -41,10 +41,10 @@ class Arguments:
             self.parameters = [Parameter("args", Parameter.VAR_POSITIONAL)]
         self.bound = frozenset(function.keywords if isinstance(function, partial) else ())
         """Parameters that a partial function has bound by name: they keep their values."""
-        self.parameters = [one for one in self.parameters if one.name not in self.bound]
+        self.parameters = [parameter for parameter in self.parameters if parameter.name not in self.bound]
         if not self.parameters:
             raise TypeError("it takes no argument")
-        names = {one.name for one in self.parameters}
+        names = {parameter.name for parameter in self.parameters}
         unnamed = [index for index, named in enumerate((names & {*RESPONSE}, names & {ANSWER})) if not named]
         self._unnamed = unnamed
         self._function = function
@@ -52,7 +52,7 @@ class Arguments:
         """Parameters that are columns of rows so far."""
         self._others: set[str] = set()
         """Parameters of other names that have received the response or the answer."""
-        self._takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in self.parameters)
+        self._takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self.parameters)
 
     def of(
         self, response: str, answer: object, columns: Mapping[str, object], facts: Mapping[str, object] | None = None
@@ -70,37 +70,37 @@ class Arguments:
         others: set[str] = set()
         positional: list[object] = []
         named: dict[str, object] = {}
-        for index, one in enumerate(self.parameters):
-            if one.kind is Parameter.VAR_KEYWORD:
+        for index, parameter in enumerate(self.parameters):
+            if parameter.kind is Parameter.VAR_KEYWORD:
                 continue
-            if one.kind is Parameter.VAR_POSITIONAL:
+            if parameter.kind is Parameter.VAR_POSITIONAL:
                 positional += [value for _, value in unnamed if value is not MISSING]
                 unnamed = []
                 continue
-            if one.name in known:
-                value = known[one.name]
-            elif unnamed and one.kind is not Parameter.KEYWORD_ONLY and self._can_be_unnamed(index):
+            if parameter.name in known:
+                value = known[parameter.name]
+            elif unnamed and parameter.kind is not Parameter.KEYWORD_ONLY and self._can_be_unnamed(index):
                 _, value = unnamed.pop(0)
-                others |= {one.name} if value is not MISSING else set()
-                if value is MISSING and one.default is Parameter.empty:
+                others |= {parameter.name} if value is not MISSING else set()
+                if value is MISSING and parameter.default is Parameter.empty:
                     raise MissingColumn(ANSWER)
-                value = one.default if value is MISSING else value
-            elif one.default is not Parameter.empty:
-                if one.kind is Parameter.POSITIONAL_ONLY:
+                value = parameter.default if value is MISSING else value
+            elif parameter.default is not Parameter.empty:
+                if parameter.kind is Parameter.POSITIONAL_ONLY:
                     break
                 continue
             else:
-                raise MissingColumn(one.name)
+                raise MissingColumn(parameter.name)
             # Parameters after one that keeps its default are passed by name.
-            if one.kind is Parameter.POSITIONAL_ONLY or (
-                one.kind is Parameter.POSITIONAL_OR_KEYWORD and len(positional) == index
+            if parameter.kind is Parameter.POSITIONAL_ONLY or (
+                parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and len(positional) == index
             ):
                 positional.append(value)
             else:
-                named[one.name] = value
+                named[parameter.name] = value
         self._check_meaning(columns, others)
         if self._takes_any:
-            has = {one.name for one in self.parameters} | self.bound
+            has = {parameter.name for parameter in self.parameters} | self.bound
             rest = (*columns.items(), *unnamed)
             named |= {name: value for name, value in rest if name not in has and value is not MISSING}
         return positional, named
@@ -111,7 +111,7 @@ class Arguments:
 
     def _check_meaning(self, columns: Mapping[str, object], others: set[str]) -> None:
         """Note which parameters have received columns, and which ``others``. Raises Unusable for one that is both."""
-        self._columns |= columns.keys() & {one.name for one in self.parameters}
+        self._columns |= columns.keys() & {parameter.name for parameter in self.parameters}
         self._others |= others
         if both := sorted(self._columns & self._others):
             what = f"its parameter {both[0]!r} is a column of some rows, and would get the response or the answer for"
@@ -139,10 +139,10 @@ def load(argument: str, index: int) -> Callable[..., object]:
         index: a number that makes the name of the module unique.
     """
     path, _, function = argument.rpartition(":")
-    found: object = getattr(load_module(path, f"{MODULE}_{index}"), function, None)
-    if not callable(found):
+    attribute: object = getattr(load_module(path, f"{MODULE}_{index}"), function, None)
+    if not callable(attribute):
         raise Unusable(f"it has no function {function!r}; name the function as FILE.py:FUNCTION")
-    return found
+    return attribute
 
 
 class UserFilter:
@@ -154,20 +154,24 @@ class UserFilter:
         Raises Unusable if it is async, or needs other arguments than the rewards and names of `OFFERED`.
         """
         function = argument.rpartition(":")[2]
-        found = load(argument, index)
-        self._function = found
-        self._line = defined_at(found)
-        if inspect.iscoroutinefunction(found):
+        loaded = load(argument, index)
+        self._function = loaded
+        self._line = defined_at(loaded)
+        if inspect.iscoroutinefunction(loaded):
             what = f"{function} is an async function; a filter must be a plain one (def) that returns a bool"
             raise Unusable(what, self._line)
         try:
-            signature = inspect.signature(found)
+            signature = inspect.signature(loaded)
         except ValueError:  # a function written in C without a signature
             self._taken: list[str] = []
             return
         parameters = list(signature.parameters.values())
-        named = [one.name for one in parameters[1:] if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = [
+            parameter.name
+            for parameter in parameters[1:]
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._taken = [name for name in OFFERED if takes_any or name in named]
         try:
             signature.bind([], **dict.fromkeys(self._taken))
@@ -214,13 +218,13 @@ def outcome_of(value: object, line: int, logged: Mapping[str, float] | None = No
             return RewardOutcome(Result.OK, number(value), logged)
         summed: dict[str, float] = {}
         unsummed = dict(logged)
-        for name, one in value.items():
+        for name, value_of_part in value.items():
             if not is_part_name(name):
                 raise Invalid(f"it returned a part named {cut(repr(name))}; {PART_NAME}")
             if not name.startswith(LOGGED):
-                summed[name] = number(one, f"{cut(repr(name))} as ")
-            elif one is not None and not isinstance(one, str):
-                unsummed[name.removeprefix(LOGGED)] = number(one, f"{cut(repr(name))} as ")
+                summed[name] = number(value_of_part, f"{cut(repr(name))} as ")
+            elif value_of_part is not None and not isinstance(value_of_part, str):
+                unsummed[name.removeprefix(LOGGED)] = number(value_of_part, f"{cut(repr(name))} as ")
         if not summed:
             only = " but logged numbers; for a row to which it does not apply it returns None" if unsummed else ""
             raise Invalid(f"it returned no part{only}")
@@ -256,12 +260,12 @@ def number(value: object, what: str = "", did: str = "returned") -> float:
     if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__") or is_complex:
         raise Invalid(f"it {did} {what}{shown(value)} ({kind}), not a number")
     try:
-        found = float(value)
+        converted = float(value)
     except (TypeError, ValueError, OverflowError):  # an array of several numbers; an integer that is too large
         raise Invalid(f"it {did} {what}{shown(value)} ({kind}), not a finite number") from None
-    if not math.isfinite(found) or abs(found) > LARGEST:
-        raise Invalid(f"it {did} {what}{found}, not a finite number")
-    return found
+    if not math.isfinite(converted) or abs(converted) > LARGEST:
+        raise Invalid(f"it {did} {what}{converted}, not a finite number")
+    return converted
 
 
 def shown(value: object) -> str:

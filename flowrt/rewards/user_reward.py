@@ -61,22 +61,22 @@ class UserReward:
     def __init__(self, argument: str, index: int, tokenizer: Callable[[], object]) -> None:
         """Load the function, see `load`; ``tokenizer`` returns the run's. Raises Unusable if it cannot be called."""
         function = argument.rpartition(":")[2]
-        found = load(argument, index)
-        self._function: Callable[..., Any] = found
-        self._line = defined_at(found)
+        loaded = load(argument, index)
+        self._function: Callable[..., Any] = loaded
+        self._line = defined_at(loaded)
         try:
-            self._arguments = Arguments(found)
+            self._arguments = Arguments(loaded)
         except TypeError as error:
             raise Unusable(f"{function} cannot be called as {CALLED_AS}: {error}", self._line) from None
         self._parameters = self._arguments.parameters
-        names = [one.name for one in self._parameters]
-        takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in self._parameters)
+        names = [parameter.name for parameter in self._parameters]
+        takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self._parameters)
         form: Form = "sample"
         if BATCH in names and not {*RESPONSE} & {*names}:
             form = "batch"
         elif names[0] == GROUP:
             form = "group"
-        if form != "sample" and any(one.kind is Parameter.POSITIONAL_ONLY for one in self._parameters):
+        if form != "sample" and any(parameter.kind is Parameter.POSITIONAL_ONLY for parameter in self._parameters):
             what = f"{function} has a positional-only parameter, and is called by name; leave the / out"
             raise Unusable(what, self._line)
         facts = [name for name in FACTS if name in names]
@@ -86,7 +86,7 @@ class UserReward:
             facts = list(dict.fromkeys([*facts, "step", "completion_ids"]))
         elif form == "batch" and "trainer_state" in names:
             facts = list(dict.fromkeys([*facts, "step"]))
-        is_async = any(map(inspect.iscoroutinefunction, (found, getattr(type(found), "__call__", None))))  # noqa: B004
+        is_async = any(map(inspect.iscoroutinefunction, (loaded, getattr(type(loaded), "__call__", None))))  # noqa: B004
         self.form = CallForm(form, is_async, tuple(facts))
         self._takes_any = takes_any
         self._tokenizer = tokenizer() if TOKENIZER in names else None
@@ -135,9 +135,13 @@ class UserReward:
         lacked = {name for name in names if not all(name in row for row in rows)}
         offered = {*facts, "step", LOG, LOG_METRIC, IGNORED, TOKENIZER, "trainer_state", "prompts", BATCH}
         columns = {name: [row.get(name) for row in rows] for name in names if name not in lacked & offered}
-        for one in self._parameters:
-            if one.name in lacked - offered and one.default is Parameter.empty and one.kind is not one.VAR_KEYWORD:
-                raise MissingColumn(one.name)
+        for parameter in self._parameters:
+            if (
+                parameter.name in lacked - offered
+                and parameter.default is Parameter.empty
+                and parameter.kind is not parameter.VAR_KEYWORD
+            ):
+                raise MissingColumn(parameter.name)
         return {
             **facts,
             **columns,
@@ -165,13 +169,13 @@ class UserReward:
     def _named(self, known: Mapping[str, object]) -> dict[str, object]:
         """The arguments by the names of the parameters. Raises MissingColumn."""
         named = {}
-        for one in self._parameters:
-            if one.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        for parameter in self._parameters:
+            if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
                 continue
-            if one.name in known:
-                named[one.name] = known[one.name]
-            elif one.default is Parameter.empty:
-                raise MissingColumn(one.name)
+            if parameter.name in known:
+                named[parameter.name] = known[parameter.name]
+            elif parameter.default is Parameter.empty:
+                raise MissingColumn(parameter.name)
         rest = known if self._takes_any else {}
         return {name: value for name, value in rest.items() if name not in self._arguments.bound} | named
 
@@ -180,14 +184,14 @@ class UserReward:
         if self.form.form == "sample":
             return [outcome_of(value, self._line, logged[0])]
         if value is None:
-            return [outcome_of(None, self._line, one) for one in logged]
+            return [outcome_of(None, self._line, of_sample) for of_sample in logged]
         values = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(values, list | tuple) or len(values) != len(logged):
             size = f" of {len(values)}" if isinstance(values, list | tuple) else ""
             kind = f"{type(value).__name__}{size}"
             detail = f"it returned {shown(value)} ({kind}), not a list of {len(logged)} rewards"
             return [RewardOutcome(Result.INVALID, detail=detail, line=self._line) for _ in logged]
-        return [outcome_of(one, self._line, of) for one, of in zip(values, logged, strict=True)]
+        return [outcome_of(value_of_sample, self._line, of) for value_of_sample, of in zip(values, logged, strict=True)]
 
 
 def note_all(logged: Sequence[dict[str, float]], name: str, value: object) -> None:
@@ -196,9 +200,9 @@ def note_all(logged: Sequence[dict[str, float]], name: str, value: object) -> No
     if isinstance(values, list | tuple):
         if len(values) != len(logged):
             raise Unusable(f"it logged {len(values)} numbers as {cut(repr(name))} for {len(logged)} samples")
-        for one, of in zip(values, logged, strict=True):
-            if one is not None:
-                note(of, name, one)
+        for value_of_sample, of in zip(values, logged, strict=True):
+            if value_of_sample is not None:
+                note(of, name, value_of_sample)
         return
     for of in logged:
         note(of, name, values)

@@ -53,6 +53,20 @@ def test_processes_run_modules_without_the_current_directory_on_their_path() -> 
     assert sorted(starters) == ["flowrt/__init__.py", "flowrt/engines/sglang/server_process.py"]
 
 
+def test_names_of_variables_say_what_they_hold() -> None:
+    """`one` and `found` do not; nor as parameters."""
+    listed = subprocess.run(["git", "ls-files", "*.py", "scripts/house"], cwd=ROOT, capture_output=True, text=True)
+    named = [
+        f"{path}:{node.lineno}"
+        for path in listed.stdout.split()
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if (isinstance(node, ast.Name) and node.id in ("one", "found"))
+        or (isinstance(node, ast.arg) and node.arg in ("one", "found"))
+    ]
+    assert listed.stdout
+    assert named == []
+
+
 def test_importing_flowrt_loads_no_torch() -> None:
     code = "import flowrt, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert run("-c", code).returncode == 0

@@ -42,7 +42,7 @@ class Finding:
     check: str
     where: str
     verdict: Verdict
-    found: str
+    state: str
     fix: str = ""
 
 
@@ -100,9 +100,9 @@ def is_well(findings: Iterable[Finding]) -> bool:
     return all(finding.verdict is not Verdict.BAD for finding in findings)
 
 
-def _finding(check: str, where: str, good: bool, found: str, fix: str, worst: Verdict = Verdict.BAD) -> Finding:
+def _finding(check: str, where: str, good: bool, state: str, fix: str, worst: Verdict = Verdict.BAD) -> Finding:
     return Finding(
-        check=check, where=where, verdict=Verdict.GOOD if good else worst, found=found, fix="" if good else fix
+        check=check, where=where, verdict=Verdict.GOOD if good else worst, state=state, fix="" if good else fix
     )
 
 
@@ -110,8 +110,8 @@ def _finding(check: str, where: str, good: bool, found: str, fix: str, worst: Ve
 
 
 def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Finding]:
-    def finding(check: str, good: bool, found: str, fix: str, worst: Verdict = Verdict.BAD) -> Finding:
-        return _finding(check, facts.node, good, found, fix, worst)
+    def finding(check: str, good: bool, state: str, fix: str, worst: Verdict = Verdict.BAD) -> Finding:
+        return _finding(check, facts.node, good, state, fix, worst)
 
     version = tuple(int(part) for part in facts.python.split(".")[:2] if part.isdigit())
     yield finding("Python", version >= MIN_PYTHON, facts.python, "install Python 3.11 or newer")

@@ -87,11 +87,11 @@ def report(findings: Sequence[Finding], console: Console) -> int:
     for heading in ("check", "where", "found", "what to do"):
         table.add_column(heading, overflow="fold")
     for finding in merge_good(findings):
-        table.add_row(finding.check, finding.where, finding.found, finding.fix, style=finding.verdict.value)
+        table.add_row(finding.check, finding.where, finding.state, finding.fix, style=finding.verdict.value)
     console.print(table)
     for finding in findings:
         if finding.verdict is Verdict.BAD:
-            line = f"flowrt: {finding.check}, {finding.where}: {finding.found}; {finding.fix}"
+            line = f"flowrt: {finding.check}, {finding.where}: {finding.state}; {finding.fix}"
             console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
     return EXIT_OK if is_well(findings) else EXIT_FAILED
 
@@ -104,7 +104,7 @@ def merge_good(findings: Sequence[Finding]) -> list[Finding]:
             good.setdefault(finding.check, []).append(finding)
     lines = []
     for check, same in good.items():
-        facts = list(dict.fromkeys(finding.found for finding in same))
+        facts = list(dict.fromkeys(finding.state for finding in same))
         where = same[0].where if len(same) == 1 else f"{same[0].where} and {len(same) - 1} more"
         more = "" if len(facts) == 1 else f"; {facts[-1]}" if len(facts) == 2 else f"; …; {facts[-1]}"
         lines.append(Finding(check, where, Verdict.GOOD, facts[0] + more))

@@ -51,6 +51,6 @@ def _load(spec: str) -> Any:
     if not inspect.isclass(kind):
         raise ConfigError(f"exporters has {spec!r}, and {path} has no class {name}")
     exporter = called("exporter", path, f"while {name} was made", kind)
-    if missing := [one for one in METHODS if not callable(getattr(exporter, one, None))]:
+    if missing := [method for method in METHODS if not callable(getattr(exporter, method, None))]:
         raise ConfigError(f"exporter {spec} has no method {missing[0]}; it needs {', '.join(METHODS)}")
     return exporter

@@ -73,12 +73,12 @@ class _OpenRun:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the page is kept: it was used a while ago at most, and its files and status are followed."""
+        """Whether the page is kept: used in the last `UNUSED_S` seconds, with its files and status still followed."""
         has_failed = any(task.done() and not task.cancelled() and task.exception() for task in self._tasks)
         return not has_failed and (self.page.streams() > 0 or monotonic() - self.used_s < UNUSED_S)
 
     async def is_there(self) -> bool:
-        """Whether the directory of the run is still the one that was opened: not deleted, nor replaced by another."""
+        """Whether the directory of the run is the one that was opened: it was neither deleted nor replaced."""
         inode = asyncio.to_thread(_inode, self._run_dir)
         return self._inode == await wait_until(inode, READ_TIMEOUT_S, f"the directory {self._run_dir}", "the disk")
 

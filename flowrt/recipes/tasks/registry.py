@@ -44,10 +44,10 @@ def default_of(name: str, key: str) -> Any:
     """The default of a key, by its dotted name, in a recipe. Raises ConfigError if the recipe cannot be loaded."""
     if not is_task_file(name):
         return attrgetter(key)(recipe(name).defaults)
-    found: Any = described(name).defaults
+    value: Any = described(name).defaults
     for part in key.split("."):
-        found = found.get(part)  # TOML has no null
-    return tuple(found) if isinstance(found, list) else found
+        value = value.get(part)  # TOML has no null
+    return tuple(value) if isinstance(value, list) else value
 
 
 def task_of(config: RunConfig) -> Task:
@@ -66,8 +66,8 @@ def task_of(config: RunConfig) -> Task:
 def _own_task(config: RunConfig) -> Task:
     path = split(config.recipe)[0]
     check_digest(config, digest(config.recipe))
-    name, found = load(config.recipe)
-    task: object = called(path, f"while {name} made the task", lambda: found.task(config))
+    name, recipe = load(config.recipe)
+    task: object = called(path, f"while {name} made the task", lambda: recipe.task(config))
     if not isinstance(task, Task):
         raise ConfigError(f"task file {path}: {name}.task gives {type(task).__name__}, and no flowrt.tasks.Task")
     return task

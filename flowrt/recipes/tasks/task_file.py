@@ -86,12 +86,12 @@ def described(name: str) -> TaskFile:
 @functools.cache
 def _described(path: str, attribute: str, _digest: str) -> TaskFile:
     """As `described`; the digest is only part of the key of the cache."""
-    found = ask(PROCESS, ["describe", f"{path}:{attribute}"], f"task file {path}", LOAD_S)
+    description = ask(PROCESS, ["describe", f"{path}:{attribute}"], f"task file {path}", LOAD_S)
     return TaskFile(
-        recipe=f"{path}:{found['name']}",
-        summary=str(found["summary"]),
-        defaults=tomllib.loads(str(found["defaults"])),
-        takes_reward=found["takes_reward"] is True,
+        recipe=f"{path}:{description['name']}",
+        summary=str(description["summary"]),
+        defaults=tomllib.loads(str(description["defaults"])),
+        takes_reward=description["takes_reward"] is True,
     )
 
 

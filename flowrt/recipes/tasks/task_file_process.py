@@ -37,11 +37,11 @@ def describe(name: str) -> dict[str, object]:
 
     Raises ConfigError if the file cannot be loaded.
     """
-    found, recipe = load(name)
+    attribute, recipe = load(name)
     path = split(name)[0]
-    defaults = called(path, f"while {found}.defaults were written", lambda: to_toml(recipe.defaults))
+    defaults = called(path, f"while {attribute}.defaults were written", lambda: to_toml(recipe.defaults))
     return {
-        "name": found,
+        "name": attribute,
         "summary": " ".join(recipe.summary.split()),
         "defaults": defaults,
         "takes_reward": recipe.takes_reward,
@@ -91,31 +91,31 @@ def answers(config: RunConfig, limit: int) -> dict[str, object]:
     training = _problems(path, "training_problems", task_of(config).training_problems)
     if not training:
         raise ConfigError(f"task file {path}: training_problems gives no prompts; {FIX}")
-    return {"answers": [one.answer for one in islice(training, limit)]}
+    return {"answers": [problem.answer for problem in islice(training, limit)]}
 
 
 def _problems(path: str, name: str, problems: Callable[[], Sequence[Example]]) -> Sequence[Example]:
     """The problems that a method of the task returns. Raises ConfigError for one that is not a valid example."""
 
     def checked() -> Sequence[Example]:
-        found: object = problems()
-        if not isinstance(found, Sequence):
-            raise ConfigError(f"task file {path}: {name} gives {type(found).__name__}, not a sequence; {FIX}")
-        for index, one in enumerate(found):
-            _check_example(path, name, index, one)
-        return found
+        examples: object = problems()
+        if not isinstance(examples, Sequence):
+            raise ConfigError(f"task file {path}: {name} gives {type(examples).__name__}, not a sequence; {FIX}")
+        for index, example in enumerate(examples):
+            _check_example(path, name, index, example)
+        return examples
 
     return called(path, f"in {name}", checked)
 
 
-def _check_example(path: str, name: str, index: int, one: object) -> None:
-    if not isinstance(one, Example):
-        raise ConfigError(f"task file {path}: {name} gives {type(one).__name__} at {index}, no Example; {FIX}")
+def _check_example(path: str, name: str, index: int, example: object) -> None:
+    if not isinstance(example, Example):
+        raise ConfigError(f"task file {path}: {name} gives {type(example).__name__} at {index}, no Example; {FIX}")
     for field in ("prompt", "answer", "solution"):
-        if not isinstance(value := getattr(one, field), str):
+        if not isinstance(value := getattr(example, field), str):
             kind = type(value).__name__
             raise ConfigError(f"task file {path}: {field} {index} of {name} is {kind}, not text; {FIX}")
-    if not one.prompt and not one.messages:
+    if not example.prompt and not example.messages:
         raise ConfigError(f"task file {path}: prompt {index} of {name} is empty; {FIX}")
 
 
@@ -131,8 +131,8 @@ def _check_same(path: str, config: RunConfig, training: Sequence[Example]) -> No
 
 def _check_held_out(config: RunConfig, what: str, training: Sequence[Example], held_out: Sequence[Example]) -> None:
     """Raise ConfigError if a held-out prompt is also a training prompt, unless ``data.allow_overlap``."""
-    trained = {folded(*one.as_prompt) for one in training}
-    shared = [one for one in held_out if folded(*one.as_prompt) in trained]
+    trained = {folded(*problem.as_prompt) for problem in training}
+    shared = [problem for problem in held_out if folded(*problem.as_prompt) in trained]
     if shared and not config.data.allow_overlap:
         raise ConfigError(
             f"{what}: {len(shared)} of {len(held_out)} held-out prompts are training prompts too, the first one "
@@ -159,23 +159,23 @@ def _check_embedded_model(path: str, task: Task, config: RunConfig) -> None:
     for steps, answer_only in ((config.sft.steps, False), (config.sft.answer_only_steps, True)):
         if steps:
             draw = functools.partial(task.sft_example, random.Random(config.seed), answer_only)
-            one: object = called(path, "in sft_example", draw)
-            if not isinstance(one, Example):
-                raise ConfigError(f"task file {path}: sft_example gives {type(one).__name__}, no Example; {FIX}")
+            example: object = called(path, "in sft_example", draw)
+            if not isinstance(example, Example):
+                raise ConfigError(f"task file {path}: sft_example gives {type(example).__name__}, no Example; {FIX}")
 
 
 def main(words: Sequence[str]) -> NoReturn:
     """Execute the command of these words, write its result or its error as the answer, and exit."""
     try:
         if words[0] == "describe":
-            found = describe(words[1])
+            answered = describe(words[1])
         elif words[0] == "answers":
-            found = answers(from_toml(sys.stdin.read()), int(words[1]))
+            answered = answers(from_toml(sys.stdin.read()), int(words[1]))
         else:
-            found = check(from_toml(sys.stdin.read()))
+            answered = check(from_toml(sys.stdin.read()))
     except ConfigError as error:
-        found = {"error": str(error)}
-    answer(found)
+        answered = {"error": str(error)}
+    answer(answered)
 
 
 if __name__ == "__main__":

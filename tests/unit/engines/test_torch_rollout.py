@@ -56,6 +56,19 @@ def drain(engine: TorchRollout) -> list[Response]:
     return finished
 
 
+def test_the_use_of_an_engine_is_what_it_has_generated_and_holds(model: Any) -> None:
+    engine = TorchRollout(model, rows=12, stop=StopConditions((EOS,)), max_new_tokens=40, temperature=1.0)
+    engine.add(prompts())
+    done = list(engine.run(threading.Event()))
+    while_running = engine.use()
+    assert engine.running
+    assert 0 < while_running.cache_tokens < while_running.cache_size
+    done += drain(engine)
+    generated = sum(len(response.tokens) for response in done)
+    assert while_running.generated < generated
+    assert engine.use()[:2] == (generated, 0)
+
+
 @pytest.mark.slow
 def test_greedy_answers_are_those_of_transformers(model: Any) -> None:
     responses = generate_all(model, prompts(greedy=True), rows=5, arrivals=2)

@@ -79,7 +79,7 @@ def test_a_failed_check_names_its_fix(check: str, changes: dict[str, Any], want:
     (line,) = bad(judge([dataclasses.replace(HEALTHY, **changes)], want))
     assert (line.check, line.where) == (check, "a")
     assert fix in line.fix
-    assert all(value in line.found for value in changes.values() if isinstance(value, str))
+    assert all(value in line.state for value in changes.values() if isinstance(value, str))
 
 
 SCORING = dataclasses.replace(WANT, reference_device="cuda", reference_bytes=50 * GIB)
@@ -87,7 +87,7 @@ SCORING = dataclasses.replace(WANT, reference_device="cuda", reference_bytes=50 
 
 def test_reference_workers_need_an_accelerator_with_free_memory() -> None:
     (line,) = bad(judge([HEALTHY], SCORING))
-    assert (line.check, line.where, line.found) == ("reference device", "a", "no accelerator")
+    assert (line.check, line.where, line.state) == ("reference device", "a", "no accelerator")
     assert "reference.device is cuda" in line.fix
     first, second = pair()
     assert [finding.where for finding in bad(judge([first, second], SCORING))] == ["all"]
@@ -95,8 +95,8 @@ def test_reference_workers_need_an_accelerator_with_free_memory() -> None:
     small = dataclasses.replace(HEALTHY, devices=[{**GPU, "free_bytes": 40 * GIB}])
     (line,) = bad(judge([small], SCORING))
     assert (line.check, "reference.dtype" in line.fix) == ("reference device", True)
-    assert "40.0 GiB free" in line.found
-    assert "50.0 GiB" in line.found
+    assert "40.0 GiB free" in line.state
+    assert "50.0 GiB" in line.state
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_version_differences_between_nodes_are_found(change: dict[str, Any], che
     first, second = pair()
     (line,) = bad(judge([first, dataclasses.replace(second, **change)], WANT))
     assert line.check == check
-    assert "a " in line.found
-    assert "b " in line.found
+    assert "a " in line.state
+    assert "b " in line.state
 
 
 def test_python_patch_versions_may_differ() -> None:
@@ -148,7 +148,7 @@ def test_a_pair_without_a_connection_fails() -> None:
     lost = dataclasses.replace(second, bytes_per_s={}, peer_error="waited 60 s for its turn with probe-a-1")
     (line,) = bad(judge([first, lost], WANT))
     assert (line.check, line.where) == ("lane", "a to b")
-    assert "waited 60 s" in line.found
+    assert "waited 60 s" in line.state
     assert "firewall" in line.fix
 
 
@@ -156,10 +156,10 @@ def test_a_pair_without_a_connection_reports_only_its_own_errors() -> None:
     first, second = pair()
     unmet: dict[str, Any] = {"bytes_per_s": {}}
     lines = bad(judge([dataclasses.replace(first, **unmet), dataclasses.replace(second, **unmet)], WANT))
-    assert {line.found for line in lines} == {"nothing arrived"}
+    assert {line.state for line in lines} == {"nothing arrived"}
     reported = dataclasses.replace(first, **unmet, lane_errors={"probe-b-1": "timed out", "probe-c-1": "another error"})
     lines = bad(judge([reported, dataclasses.replace(second, **unmet)], WANT))
-    assert {line.where: line.found for line in lines} == {"a to b": "timed out", "b to a": "timed out"}
+    assert {line.where: line.state for line in lines} == {"a to b": "timed out", "b to a": "timed out"}
 
 
 def test_a_slow_lane_is_a_warning() -> None:
@@ -168,7 +168,7 @@ def test_a_slow_lane_is_a_warning() -> None:
 
 def test_a_lane_below_the_minimum_transfer_rate_fails() -> None:
     lines = bad(judge(pair(speed=5e5), dataclasses.replace(WANT, lane_bytes_per_s=1e6)))
-    assert [(line.where, line.found) for line in lines] == [("a to b", "0.5 MB/s"), ("b to a", "0.5 MB/s")]
+    assert [(line.where, line.state) for line in lines] == [("a to b", "0.5 MB/s"), ("b to a", "0.5 MB/s")]
     assert "controller.min_transfer_mb_per_s (1)" in lines[0].fix
 
 
@@ -177,7 +177,7 @@ def test_nodes_of_the_same_name_get_unique_names() -> None:
     unique = with_unique_names([first, second, other("c")])
     assert [facts.node for facts in unique] == ["vm (10.0.0.1)", "vm (10.0.0.2)", "c"]
     (line,) = [line for line in bad(judge(unique[:2], Wanted())) if line.check.startswith("versions")]
-    assert line.found == "vm (10.0.0.1) 1, vm (10.0.0.2) 2"
+    assert line.state == "vm (10.0.0.1) 1, vm (10.0.0.2) 2"
 
 
 def test_only_good_findings_are_merged() -> None:
