@@ -53,8 +53,8 @@ def test_processes_run_modules_without_the_current_directory_on_their_path() -> 
     assert sorted(starters) == ["flowrt/__init__.py", "flowrt/engines/sglang/server_process.py"]
 
 
-def test_names_of_variables_say_what_they_hold() -> None:
-    """`one` and `found` do not; nor as parameters."""
+def test_no_variable_is_called_one_or_found() -> None:
+    """Nor a parameter: such names tell nothing of a value."""
     listed = subprocess.run(["git", "ls-files", "*.py", "scripts/house"], cwd=ROOT, capture_output=True, text=True)
     named = [
         f"{path}:{node.lineno}"

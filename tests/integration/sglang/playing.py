@@ -26,6 +26,8 @@ from tests.integration.sglang import standin
 
 STANDIN = Path(__file__).with_name("standin.py")
 TOKENS = 40
+MANY_TOKENS = 400
+"""Responses of this length are still generated when a new checkpoint is written, also on a loaded machine."""
 DEADLINE_S = 60.0  # engines and stand-ins take long to import on a loaded machine
 
 
@@ -74,7 +76,9 @@ def start_standin() -> Iterator[Callable[..., StandinProcess]]:
 def make_engine(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., SglangRollout]]:
     engines: list[SglangRollout] = []
 
-    def create(*, start: bool = True, url: str = "", stop: tuple[str, ...] = (), **options: Any) -> SglangRollout:
+    def create(
+        *, start: bool = True, url: str = "", stop: tuple[str, ...] = (), tokens: int = TOKENS, **options: Any
+    ) -> SglangRollout:
         engine = SglangRollout(
             SglangOptions(
                 url=(url,) if url else (),
@@ -83,7 +87,7 @@ def make_engine(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Sgla
             checkpoint,
             stop=StopConditions((9_999,), stop, load_tokenizer(checkpoint)),  # a stand-in's tokens are its versions
             rows=4,
-            max_new_tokens=TOKENS,
+            max_new_tokens=tokens,
             temperature=1.0,
             threads=1,
             log_path=tmp_path / "server.log",
@@ -126,10 +130,10 @@ def snapshot(model: Path, version: int) -> Snapshot:
     return Snapshot.take(version, named_parameters(load_model(model)))
 
 
-def is_complete(response: Response) -> bool:
+def is_complete(response: Response, tokens: int = TOKENS) -> bool:
     """The stand-in's tokens are the versions that generated them: spans and tokens must agree."""
     versions = [version for version, count in _version_counts(response.spans) for _ in range(count)]
-    return versions == response.tokens.tolist() and len(versions) == len(response.logprobs) == TOKENS
+    return versions == response.tokens.tolist() and len(versions) == len(response.logprobs) == tokens
 
 
 def _version_counts(spans: tuple[int, ...]) -> list[tuple[int, int]]:

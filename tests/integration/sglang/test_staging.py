@@ -14,6 +14,7 @@ from flowrt.engines.hf import load_model, named_parameters
 from flowrt.errors import EngineError
 
 from .playing import (
+    MANY_TOKENS,
     STANDIN,
     drain,
     fake_python,
@@ -37,7 +38,7 @@ def test_a_checkpoint_is_written_before_the_server_is_paused(
     start_standin: Callable[..., Any], make_engine: Callable[..., Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     standin = start_standin("0.5.21")
-    engine = make_engine(url=f"http://127.0.0.1:{standin.port}", stage=str(tmp_path))
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}", stage=str(tmp_path), tokens=MANY_TOKENS)
     before = len(standin.request("/routes"))
     engine.add(prompts(4))
     wait_for_generation(standin)
@@ -52,7 +53,7 @@ def test_a_checkpoint_is_written_before_the_server_is_paused(
     assert not staged(tmp_path)
     done = drain(engine)
     assert len(done) == 4
-    assert all(is_complete(response) and response.spans[-2] == 1 for response in done.values())
+    assert all(is_complete(response, MANY_TOKENS) and response.spans[-2] == 1 for response in done.values())
     assert engine.prepare(snapshot(checkpoint, 2)) is None  # no sequence is running that a pause would delay
 
 

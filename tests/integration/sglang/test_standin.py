@@ -20,6 +20,7 @@ from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.sglang.standin import RELEASES
 
 from .playing import (
+    MANY_TOKENS,
     TOKENS,
     drain,
     is_complete,
@@ -45,14 +46,14 @@ def test_weights_change_during_running_sequences(
 ) -> None:
     """Every token has the right version; where the server reports none, running sequences are aborted and resumed."""
     standin = start_standin(release)
-    engine = make_engine(url=f"http://127.0.0.1:{standin.port}", weights=weights)
+    engine = make_engine(url=f"http://127.0.0.1:{standin.port}", weights=weights, tokens=MANY_TOKENS)
     assert engine.room == 4
     engine.add(prompts(4))
     wait_for_generation(standin)
     engine.swap(snapshot(checkpoint, 1))
     done = drain(engine)
     assert sorted(done) == [0, 1, 2, 3]
-    assert all(is_complete(response) and response.spans[-2] == 1 for response in done.values())
+    assert all(is_complete(response, MANY_TOKENS) and response.spans[-2] == 1 for response in done.values())
     assert any(response.spans[0] == 0 for response in done.values())
     routes = standin.request("/routes")
     aborted = release in ("0.5.12.post1", "0.5.18")
