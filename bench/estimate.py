@@ -155,20 +155,23 @@ def prepare(shape: Shape, folder: Path) -> list[str]:
 
 
 def peaks(arguments: list[str]) -> dict[str, int]:
-    """Peak memory in bytes of a process of each role. Raises RuntimeError if the run fails."""
+    """Peak memory in bytes of a process of each role. Raises RuntimeError if the run fails, or has none of a role."""
     run = subprocess.Popen([*FLOWRT, "run", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     highest = dict.fromkeys(ROLES, 0)
     end_s = time.monotonic() + DEADLINE_S
     while run.poll() is None and time.monotonic() < end_s:
         for process in psutil.Process(run.pid).children(recursive=True):
             with contextlib.suppress(OSError, ValueError, psutil.Error):  # it has ended
-                words, peak = process.cmdline(), peak_bytes(process.pid)
+                # The words of a forked process are one text.
+                words, peak = " ".join(process.cmdline()).split(), peak_bytes(process.pid)
                 for role in [role for role, module in ROLES.items() if module in words]:
                     highest[role] = max(highest[role], peak)
         time.sleep(POLL_S)
     output = run.communicate(timeout=DEADLINE_S)[0]
     if run.returncode != 0:
         raise RuntimeError(f"flowrt run {' '.join(arguments)} ended with exit code {run.returncode}: {output[-2000:]}")
+    if unseen := [role for role, peak in highest.items() if not peak]:
+        raise RuntimeError(f"no process of {' and '.join(unseen)} was seen in {' '.join(arguments)}")
     return highest
 
 
