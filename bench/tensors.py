@@ -29,7 +29,7 @@ from pathlib import Path
 
 from common.children import Child, ask_all, start_all
 from common.harness import Bench, Figures, Options
-from common.transfer_queue import start_queue
+from common.peer_queue import start_queue
 from data_plane.raw import WarmMemory, run_gloo, run_tcp
 from data_plane.stub_controller import CONSUMER, PRODUCER, TRANSPORTS, StubController
 

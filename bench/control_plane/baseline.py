@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common.children import serve_commands
-from common.transfer_queue import connect
+from common.peer_queue import connect
 
 FIELD, TASK = "value", "consume"
 IDLE_S = 0.001

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.children import Child, cpu_s
 from common.harness import ROOT, Samples
 from common.memory import status_bytes
-from common.transfer_queue import start_queue
+from common.peer_queue import start_queue
 
 from flowrt.recipes.config_io import defaults, to_toml
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.children import Child, ask_all, start_all
 from common.harness import Samples
-from common.transfer_queue import start_queue
+from common.peer_queue import start_queue
 
 REQUESTS = {1: 1000, 64: 300, 512: 60}
 """Number of requests of a measurement, by rows a request."""

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from common.children import serve_commands
-from common.transfer_queue import connect
+from common.peer_queue import connect
 
 FIELD = "x"
 

@@ -32,6 +32,14 @@ def imported(folder: Path) -> set[str]:
     return packages - sys.stdlib_module_names - {"flowrt"}
 
 
+def test_no_script_has_the_name_of_a_package_that_it_would_hide() -> None:
+    folders = [path for path in (ROOT / "bench").rglob("*") if any(path.glob("*.py"))]
+    own = {folder.name for folder in folders} | {path.stem for path in (ROOT / "bench").glob("*.py")}
+    hidden = imported(ROOT / "bench") - own | sys.stdlib_module_names
+    scripts = [path for folder in [ROOT / "bench", *folders] for path in folder.glob("*.py")]
+    assert [str(path) for path in scripts if path.stem in hidden] == []
+
+
 def test_what_is_imported_is_a_dependency() -> None:
     declared = names(PROJECT["dependencies"]).union(*(names(EXTRAS[extra]) for extra in FOR_USERS))
     homes = packages_distributions()

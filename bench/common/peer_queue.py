@@ -1,6 +1,8 @@
 """TransferQueue for the benchmarks that are compared with it; runs with a Python that has it, without flowrt.
 
-python bench/common/transfer_queue.py     starts Ray, the queue's controller and its storage; prints how to reach them
+The file has another name than the package: the folder of a script comes first where Python looks for modules.
+
+python bench/common/peer_queue.py     starts Ray, the queue's controller and its storage; prints how to reach them
 
 In TransferQueue's fastest configuration: two storage units (its default), polling, one torch thread (several compete
 for the cores of a small machine).
@@ -22,7 +24,7 @@ UNITS = 2
 
 def start_queue(python: str) -> Child:
     """A queue; its first answer has ``address`` and ``controller_pid``."""
-    return Child("common/transfer_queue.py", python=python)
+    return Child("common/peer_queue.py", python=python)
 
 
 def controller_pid() -> int | None:
