@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from common.memory import begin_peak, peak_bytes
 from flowrt.algorithms.support import Support
 from flowrt.client.samples import Batch, Columns, Numbers
 from flowrt.controller.storage.journals import read_journals
-from flowrt.engines.base import Interrupt, Prefix, Prompt, Response
+from flowrt.engines.base import Interrupt, NewTokens, Prompt, Response
 from flowrt.protocol.journals import SampleKey, journal_of, journals_of
 from flowrt.protocol.messages import Grant
 from flowrt.roles.journal import Journal, KeptJournals, prompt_checksum
@@ -51,20 +51,16 @@ class Engine:
         self._logprobs_RT = -torch.rand(rows, tokens)
         self._supports = supports
 
-    def prefixes(self) -> dict[int, Prefix]:
-        """The first ``count`` tokens of each sequence."""
-        count, width = self.count, self._supports
-        return {
-            row: Prefix(
-                tokens=self._tokens_RT[row, :count].clone(),
-                logprobs=self._logprobs_RT[row, :count].clone(),
-                spans=(3, count),
-                support=Support(torch.zeros(count * width, dtype=torch.int32), torch.full((count,), width))
-                if width
-                else None,
-            )
-            for row in range(len(self._tokens_RT))
-        }
+    def new_tokens(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
+        """Up to the first ``count`` tokens of each sequence."""
+        new: dict[int, NewTokens] = {}
+        for row, (tokens_T, logprobs_T) in enumerate(zip(self._tokens_RT, self._logprobs_RT, strict=True)):
+            start, width = starts.get(row, 0), self._supports
+            count = self.count - start
+            support = Support(torch.zeros(count * width, dtype=torch.int32), torch.full((count,), width))
+            columns = tokens_T[start : self.count].clone(), logprobs_T[start : self.count].clone()
+            new[row] = NewTokens(start, *columns, (3, self.count), support if width else None)
+        return new
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Not used."""

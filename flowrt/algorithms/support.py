@@ -71,6 +71,18 @@ def join_supports(supports: Sequence[Support]) -> Support:
     )
 
 
+def last_supports(supports: Sequence[Support], positions: int) -> Support:
+    """One support of the last ``positions`` positions of all responses, 1 or more."""
+    parts: list[Support] = []
+    for support in reversed(supports):
+        if positions <= 0:
+            break
+        count = len(support.counts_T)
+        parts.append(support if count <= positions else support.suffix(count - positions))
+        positions -= count
+    return join_supports(parts[::-1])
+
+
 def support_logprobs(
     logits_UV: Tensor, prediction_T: Tensor, target_T: Tensor, support: Support, temperature: float
 ) -> Tensor:

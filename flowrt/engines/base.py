@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from flowrt.algorithms.algorithm import Groups
-from flowrt.algorithms.support import Support
+from flowrt.algorithms.support import Support, last_supports
 from flowrt.engines.options import SamplingOptions
 from flowrt.protocol.resources import EngineUse
 from flowrt.transport.weights.snapshot import Snapshot
@@ -30,6 +30,33 @@ class Prefix:
         support: as `Response.support`.
     """
 
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    spans: tuple[int, ...]
+    support: Support | None = None
+
+    def after(self, start: int) -> "NewTokens":
+        """What follows the first ``start`` tokens; a copy, unless that is all."""
+        support = self.support
+        if start:
+            support = None if support is None else last_supports([support], len(self.tokens) - start)
+            return NewTokens(start, self.tokens[start:].clone(), self.logprobs[start:].clone(), self.spans, support)
+        return NewTokens(0, self.tokens, self.logprobs, self.spans, support)
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The tokens of a sequence from token ``start`` on.
+
+    Attributes:
+        start: number of tokens before these.
+        tokens: [T] int32, on the CPU.
+        logprobs: [T] float32, as `Response.logprobs`.
+        spans: of all tokens of the sequence, as `Prefix.spans`: their counts sum to start + T.
+        support: of these tokens, as `Response.support`.
+    """
+
+    start: int
     tokens: torch.Tensor
     logprobs: torch.Tensor
     spans: tuple[int, ...]
@@ -182,10 +209,14 @@ class SupportsInFlightUpdate(Protocol):
 class ContinuesSequences(Protocol):
     """Optional method of a rollout engine that continues sequences from `Prompt.prefix`."""
 
-    def prefixes(self) -> dict[int, Prefix]:
-        """What is generated of the running sequences, by key. Called between two calls of `run`.
+    def new_tokens(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
+        """What is generated of the running sequences from these tokens on, by key. Called between two calls of `run`.
 
-        Sequences of which nothing is generated are left out. The sequences go on.
+        Its cost is that of the new tokens: it is called at each `rollout.journal_s`, and sequences are long. Sequences
+        without new tokens are left out. The sequences go on.
+
+        Args:
+            starts: number of tokens that the caller has already, by key; 0 for keys that are not in it.
 
         Raises:
             EngineError: if the engine failed and cannot continue.

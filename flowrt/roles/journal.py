@@ -22,7 +22,7 @@ from zlib import crc32
 import torch
 
 from flowrt.algorithms.support import Support
-from flowrt.engines.base import Prefix
+from flowrt.engines.base import NewTokens, Prefix
 from flowrt.errors import FlowError
 from flowrt.protocol.codec import from_blob, to_blob
 from flowrt.protocol.journals import (
@@ -67,31 +67,22 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True)
 class NewPart:
-    """Tokens of a sample to be written: those from token ``start`` on, of a prompt of these tokens [L].
-
-    Its columns are copies where they do not begin at the first token, so that the others need no memory while the part
-    waits for the disk.
-    """
+    """Tokens of a sample to be written, of a prompt of these tokens [L]."""
 
     slot: int
     key: SampleKey
     prompt: torch.Tensor
-    start: int
-    spans: tuple[int, ...]
-    columns: Mapping[str, torch.Tensor]
-    is_complete: bool
-    truncated: bool
+    new: NewTokens
+    is_complete: bool = False
+    truncated: bool = False
 
-    @classmethod
-    def of(cls, slot: int, key: SampleKey, prompt: torch.Tensor, start: int, kept: KeptTokens) -> "NewPart":
-        """The part from token ``start`` on of all that there is of a sample."""
-        prefix = kept.prefix
-        columns = {"response": prefix.tokens[start:], "logprobs": prefix.logprobs[start:]}
-        if prefix.support is not None:
-            support = prefix.support.suffix(start)
+    @property
+    def columns(self) -> dict[str, torch.Tensor]:
+        """The columns of these tokens."""
+        columns = {"response": self.new.tokens, "logprobs": self.new.logprobs}
+        if (support := self.new.support) is not None:
             columns |= {"support": support.tokens_E, "support_counts": support.counts_T}
-        own = {name: values.to(DTYPES[TYPES[name]], copy=start > 0) for name, values in columns.items()}
-        return cls(slot, key, prompt, start, prefix.spans, own, kept.is_complete, kept.truncated)
+        return {name: values.to(DTYPES[TYPES[name]]) for name, values in columns.items()}
 
     @property
     def size(self) -> int:
@@ -194,15 +185,15 @@ class Journal:
         part = SamplePart(
             *new.key,
             prompt_crc=prompt_checksum(new.prompt),
-            start=new.start,
-            count=len(new.columns["response"]),
-            spans=new.spans,
+            start=new.new.start,
+            count=len(new.new.tokens),
+            spans=new.new.spans,
             is_complete=new.is_complete,
             truncated=new.truncated,
             columns=tuple([(name, TYPES[name], len(data)) for name, data in columns.items()]),
         )
         place = writer.append(to_blob(part), list(columns.values()))
-        if new.start == 0:
+        if part.start == 0:
             self._forget(new.slot)
         written = self._live.get(new.slot)
         if written is None:

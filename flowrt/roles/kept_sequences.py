@@ -7,7 +7,7 @@ Complete samples of the flow that is trained are written as they end. Sequences 
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from operator import itemgetter
 from time import monotonic
@@ -16,7 +16,15 @@ import torch
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
-from flowrt.engines.base import ContinuesSequences, ExternalEngine, Interrupt, Prefix, Response, RolloutEngine
+from flowrt.engines.base import (
+    ContinuesSequences,
+    ExternalEngine,
+    Interrupt,
+    NewTokens,
+    Prefix,
+    Response,
+    RolloutEngine,
+)
 from flowrt.errors import EngineError, WaitExpired
 from flowrt.protocol.journals import SampleKey
 from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, NewPart, prompt_checksum
@@ -36,8 +44,9 @@ class _KeptSequence:
     written: int = 0
     """Number of its tokens in the journal."""
 
-
-Running = tuple[_KeptSequence, KeptTokens]
+    def part(self, new: NewTokens) -> NewPart:
+        """Tokens that follow those in the journal; the sequence goes on."""
+        return NewPart(self.slot, self.key, self.prompt, new)
 
 
 class KeptSequences:
@@ -112,7 +121,7 @@ class KeptSequences:
             del self._running[other]
         sequence = self._running[key] = _KeptSequence(slot, _key(batch, row), prompt)
         if kept is not None and not kept.is_complete:
-            self._write([(sequence, kept)])
+            self._write([(sequence, sequence.part(kept.prefix.after(0)))])
 
     def note_returned(self, responses: Sequence[Response]) -> None:
         """Note what the engine has returned; called on its thread, also after the role has stopped waiting for it."""
@@ -120,12 +129,13 @@ class KeptSequences:
 
     def finished(self, responses: Sequence[Response], *, is_last: bool = False) -> None:
         """Write sequences that are complete."""
-        complete: list[Running] = []
+        complete: list[tuple[_KeptSequence, NewPart]] = []
         for response in responses:
             sequence = self._running.pop(response.key, None)
             if sequence is not None:
-                prefix = Prefix(response.tokens, response.logprobs, response.spans, response.support)
-                complete.append((sequence, KeptTokens(prefix, is_complete=True, truncated=response.truncated)))
+                whole = Prefix(response.tokens, response.logprobs, response.spans, response.support)
+                part = sequence.part(whole.after(sequence.written))
+                complete.append((sequence, replace(part, is_complete=True, truncated=response.truncated)))
         self._write(complete, is_last=is_last)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -176,20 +186,16 @@ class KeptSequences:
     async def _write_running(self, *, is_last: bool = False) -> None:
         if self._engine is None or self._thread is None:
             return
-        new: list[Running] = []
-        for key, prefix in (await self._thread.run(self._engine.prefixes)).items():
-            sequence = self._running.get(key)
-            if sequence is not None and len(prefix.tokens) > sequence.written:
-                new.append((sequence, KeptTokens(prefix, is_complete=False, truncated=False)))
-        self._write(new, is_last=is_last)
+        starts = {key: sequence.written for key, sequence in self._running.items()}
+        generated = await self._thread.run(self._engine.new_tokens, starts)
+        running = [(sequence, generated[key]) for key, sequence in self._running.items() if key in generated]
+        following = [(sequence, new) for sequence, new in running if sequence.written == new.start]
+        self._write([(sequence, sequence.part(new)) for sequence, new in following], is_last=is_last)
 
-    def _write(self, new: Sequence[Running], *, is_last: bool = False) -> None:
-        parts = [
-            NewPart.of(sequence.slot, sequence.key, sequence.prompt, sequence.written, tokens)
-            for sequence, tokens in new
-        ]
-        for sequence, tokens in new[: self._journal.add(parts, is_last=is_last)]:
-            sequence.written = len(tokens.prefix.tokens)
+    def _write(self, new: Sequence[tuple[_KeptSequence, NewPart]], *, is_last: bool = False) -> None:
+        count = self._journal.add([part for _, part in new], is_last=is_last)
+        for sequence, part in new[:count]:
+            sequence.written = part.new.start + len(part.new.tokens)
 
     def _on_freed(self, columns: Sequence[str], slots: Sequence[int]) -> None:
         if not columns or "response" in columns:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from flowrt.algorithms.support import Support, singletons
-from flowrt.engines.base import Interrupt, Prefix, Prompt, Response
+from flowrt.engines.base import Interrupt, NewTokens, Prompt, Response
 from flowrt.engines.options import SamplingOptions, SglangOptions, Truncation
 from flowrt.engines.sglang import protocol
 from flowrt.engines.sglang.server_process import SglangServer
@@ -80,30 +80,31 @@ class _Sequence:
 
     def response(self, *, with_support: bool) -> Response:
         """The complete response, up to the first token that ends it."""
-        first = self.prefix(with_support=with_support)
+        all_ = self.after(0, with_support=with_support)
         return Response(
             self.prompt.key,
-            first.tokens,
-            first.logprobs,
-            first.spans,
+            all_.tokens,
+            all_.logprobs,
+            all_.spans,
             truncated=self.end is None,
-            support=first.support,
+            support=all_.support,
         )
 
-    def prefix(self, *, with_support: bool) -> Prefix:
-        """The tokens so far, up to the first one that ends the sequence."""
-        tokens = torch.tensor(self.tokens[: self.end], dtype=torch.int32)
-        return Prefix(
+    def after(self, start: int, *, with_support: bool) -> NewTokens:
+        """The tokens from ``start`` on, up to the first one that ends the sequence."""
+        tokens = torch.tensor(self.tokens[start : self.end], dtype=torch.int32)
+        return NewTokens(
+            start,
             tokens,
-            torch.tensor(self.logprobs[: self.end], dtype=torch.float32),
-            _first_spans(self.spans, len(tokens)),
-            support=self._support(tokens) if with_support else None,
+            torch.tensor(self.logprobs[start : self.end], dtype=torch.float32),
+            _first_spans(self.spans, start + len(tokens)),
+            support=self._support(start, tokens) if with_support else None,
         )
 
-    def _support(self, tokens: torch.Tensor) -> Support:
+    def _support(self, start: int, tokens: torch.Tensor) -> Support:
         if not self.supports:  # greedy, or with sampling options of its own
             return singletons(tokens)
-        supports = self.supports[: len(tokens)]
+        supports = self.supports[start : start + len(tokens)]
         return Support(
             torch.tensor([token for support in supports for token in support], dtype=torch.int32),
             torch.tensor([len(support) for support in supports], dtype=torch.int32),
@@ -264,15 +265,19 @@ class SglangRollout:
     def swap(self, snapshot: Snapshot) -> None:
         self._run_in_loop(self._supervisor.swap(snapshot))
 
-    def prefixes(self) -> dict[int, Prefix]:
-        """What is generated of the running sequences, by key (see `ContinuesSequences`).
+    def new_tokens(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
+        """What is generated of the running sequences from these tokens on, by key (see `ContinuesSequences`).
 
         The server returns what it has of each, and computes it again from its cache of prefixes.
         """
         self._run_in_loop(self._return_unfinished())
         has_support = self._sampling.truncation.is_active
-        unfinished = [sequence for sequence in list(self._sequences) if sequence.tokens and sequence.end is None]
-        return {sequence.prompt.key: sequence.prefix(with_support=has_support) for sequence in unfinished}
+        new: dict[int, NewTokens] = {}
+        for sequence in list(self._sequences):
+            start = starts.get(sequence.prompt.key, 0)
+            if sequence.end is None and len(sequence.tokens) > start:
+                new[sequence.prompt.key] = sequence.after(start, with_support=has_support)
+        return new
 
     async def _return_unfinished(self) -> None:
         """Have the server return what it has of the running sequences, and wait until that is here."""

@@ -7,7 +7,7 @@ row, most likely first.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from flowrt.algorithms.logprobs import CHUNK_ELEMENTS, distribution_logprobs
-from flowrt.algorithms.support import Support, join_supports, singletons
-from flowrt.engines.base import Interrupt, Prefix, Prompt, Response
+from flowrt.algorithms.support import Support, join_supports, last_supports, singletons
+from flowrt.engines.base import Interrupt, NewTokens, Prompt, Response
 from flowrt.engines.hf import named_parameters
 from flowrt.engines.options import SamplingOptions, Truncation
 from flowrt.engines.stopping import StopConditions
@@ -197,22 +197,28 @@ class TorchRollout:
         return None if self._shadow.has_caught_up(sequences) else partial(self._shadow.catch_up, snapshot, sequences)
 
     @torch.inference_mode()
-    def prefixes(self) -> dict[int, Prefix]:
-        """What is generated of the running sequences, by key (see `ContinuesSequences`)."""
-        count = len(self._running)
-        longest = max(self._generated, default=0)
-        tokens_RT, logprobs_RT = self._tokens_RT[:count, :longest].cpu(), self._logprobs_RT[:count, :longest].cpu()
-        started = {
-            prompt.key: Prefix(
-                tokens=tokens_RT[row, : self._generated[row]].clone(),
-                logprobs=logprobs_RT[row, : self._generated[row]].clone(),
-                spans=self._spans_of(row, self._generated[row]),
-                support=join_supports(self._supports[row]).to(CPU) if self._truncation else None,
+    def new_tokens(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
+        """What is generated of the running sequences from these tokens on, by key (see `ContinuesSequences`)."""
+        started = [starts.get(prompt.key, 0) for prompt in self._running]
+        first, longest = min(started, default=0), max(self._generated, default=0)
+        columns = slice(0, len(self._running)), slice(first, longest)
+        tokens_RT, logprobs_RT = self._tokens_RT[columns].cpu(), self._logprobs_RT[columns].cpu()
+        new = {
+            prompt.key: NewTokens(
+                start=start,
+                tokens=tokens_RT[row, start - first : end - first].clone(),
+                logprobs=logprobs_RT[row, start - first : end - first].clone(),
+                spans=self._spans_of(row, end),
+                support=last_supports(self._supports[row], end - start).to(CPU) if self._truncation else None,
             )
-            for row, prompt in enumerate(self._running)
+            for row, (prompt, start, end) in enumerate(zip(self._running, started, self._generated, strict=True))
+            if end > start
         }
-        waiting = {prompt.key: prompt.prefix for waiting in self._waiting for prompt in waiting.prompts}
-        return started | {key: prefix for key, prefix in waiting.items() if prefix is not None}
+        for prompt in [prompt for waiting in self._waiting for prompt in waiting.prompts]:
+            start = starts.get(prompt.key, 0)
+            if prompt.prefix is not None and len(prompt.prefix.tokens) > start:
+                new[prompt.key] = prompt.prefix.after(start)
+        return new
 
     @torch.inference_mode()
     def swap(self, snapshot: Snapshot) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowrt.engines.base import ContinuesSequences
+from flowrt.engines.base import ContinuesSequences, Prefix
 from flowrt.engines.sglang.engine import SglangRollout
 
 from .playing import TOKENS, drain, is_complete, make_engine, prompts, snapshot, start_standin, wait_for_generation
@@ -21,14 +21,21 @@ def test_unfinished_sequences_go_on_after_their_tokens_were_read(
 ) -> None:
     standin = start_standin(release)
     engine = make_engine(url=f"http://127.0.0.1:{standin.port}")
-    assert engine.prefixes() == {}
+    assert engine.new_tokens({}) == {}
     engine.add(prompts(4))
     wait_for_generation(standin)
-    prefixes = engine.prefixes()
+    prefixes = engine.new_tokens({})
     assert prefixes
     assert engine.room == 0
+    later = engine.new_tokens(dict.fromkeys(prefixes, 1))
     done = drain(engine)
     assert sorted(done) == [0, 1, 2, 3]
+    for key, new in later.items():
+        end = new.start + len(new.tokens)
+        assert new.start == 1
+        assert done[key].tokens[1:end].tolist() == new.tokens.tolist()
+        assert done[key].logprobs[1:end].tolist() == new.logprobs.tolist()
+        assert sum(new.spans[1::2]) == end
     for key, prefix in prefixes.items():
         assert 0 < len(prefix.tokens) < TOKENS
         assert sum(prefix.spans[1::2]) == len(prefix.tokens) == len(prefix.logprobs)
@@ -43,7 +50,9 @@ def test_a_sequence_is_continued_on_another_server_by_prefill(
     engine = make_engine(url=f"http://127.0.0.1:{first.port}")
     engine.add(prompts(4))
     wait_for_generation(first)
-    prefixes = engine.prefixes()
+    prefixes = {
+        key: Prefix(new.tokens, new.logprobs, new.spans, new.support) for key, new in engine.new_tokens({}).items()
+    }
     other: SglangRollout = make_engine(url=f"http://127.0.0.1:{second.port}")
     other.swap(snapshot(checkpoint, 2))
     todo = [replace(prompt, prefix=prefixes[prompt.key]) for prompt in prompts(4) if prompt.key in prefixes]
@@ -69,4 +78,4 @@ def test_a_server_that_is_gone_does_not_stop_the_reading_of_tokens(
     wait_for_generation(standin)
     standin.process.kill()
     assert issubclass(SglangRollout, ContinuesSequences)
-    assert set(engine.prefixes()) <= {0, 1, 2, 3}
+    assert set(engine.new_tokens({})) <= {0, 1, 2, 3}

@@ -1,9 +1,11 @@
 """Log-probabilities over supports, against a masked log-softmax, and supports that do not fit their tokens."""
 
+from typing import cast
+
 import pytest
 import torch
 
-from flowrt.algorithms.support import Support, join_supports, singletons, support_logprobs
+from flowrt.algorithms.support import Support, join_supports, last_supports, singletons, support_logprobs
 
 VOCABULARY = 13
 PREDICTION_T = torch.tensor([0, 0, 1, 3])  # two tokens share a prediction
@@ -79,3 +81,11 @@ def test_supports_are_cut_with_their_responses_and_joined_in_order() -> None:
     assert torch.equal(whole.tokens_E, SUPPORT.tokens_E)
     joined = join_supports([first, singletons(torch.tensor([9], dtype=torch.int32))])
     assert (joined.tokens_E.tolist(), joined.counts_T.tolist()) == ([4, 7, 1, 7, 4, 1, 9], [3, 3, 1])
+
+
+def test_the_last_positions_of_many_supports_are_taken_without_the_others() -> None:
+    unread = cast(Support, None)
+    last = last_supports([unread, SUPPORT, singletons(torch.tensor([9, 8], dtype=torch.int32))], 3)
+    own = SUPPORT.suffix(len(SUPPORT.counts_T) - 1)
+    assert last.tokens_E.tolist() == [*own.tokens_E.tolist(), 9, 8]
+    assert last.counts_T.tolist() == [*own.counts_T.tolist(), 1, 1]

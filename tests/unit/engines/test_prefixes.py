@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowrt.engines.base import ContinuesSequences, Prefix, Prompt, Response
+from flowrt.algorithms.support import join_supports
+from flowrt.engines.base import ContinuesSequences, NewTokens, Prefix, Prompt, Response
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model
@@ -64,11 +65,48 @@ def finish(engine: TorchRollout, todo: list[Prompt]) -> dict[int, Response]:
 def interrupt(engine: TorchRollout, todo: list[Prompt], steps: int) -> tuple[dict[int, Response], dict[int, Prefix]]:
     """Responses and prefixes after this many steps."""
     engine.add(todo)
+    return run_for(engine, steps), prefixes_of(engine)
+
+
+def run_for(engine: TorchRollout, steps: int) -> dict[int, Response]:
     done: dict[int, Response] = {}
     after = AfterSteps(steps)
     while after._left >= 0 and engine.running:
         done |= {response.key: response for response in engine.run(after)}
-    return done, engine.prefixes()
+    return done
+
+
+def prefixes_of(engine: TorchRollout) -> dict[int, Prefix]:
+    """All that is generated of the running sequences."""
+    return {key: Prefix(new.tokens, new.logprobs, new.spans, new.support) for key, new in engine.new_tokens({}).items()}
+
+
+@pytest.mark.parametrize("truncation", [None, SPARSE], ids=["all tokens", "truncated"])
+def test_the_tokens_since_the_last_time_are_those_that_the_whole_has_more(
+    model: Any, truncation: Truncation | None
+) -> None:
+    engine = engine_of(model, truncation=truncation)
+    engine.add(prompts())
+    taken: dict[int, list[NewTokens]] = {}
+    for steps in (1, 1, 14, 3, 20):
+        run_for(engine, steps)
+        starts = {key: new[-1].start + len(new[-1].tokens) for key, new in taken.items()}
+        for key, new in engine.new_tokens(starts).items():
+            assert new.start == starts.get(key, 0)
+            assert sum(new.spans[1::2]) == new.start + len(new.tokens)
+            taken.setdefault(key, []).append(new)
+    assert engine.new_tokens({key: new.start + len(new.tokens) for key, (*_, new) in taken.items()}) == {}
+    whole = prefixes_of(engine)
+    assert whole
+    for key, prefix in whole.items():
+        assert len(taken[key]) > 1
+        assert torch.equal(torch.cat([new.tokens for new in taken[key]]), prefix.tokens)
+        assert torch.equal(torch.cat([new.logprobs for new in taken[key]]), prefix.logprobs)
+        assert prefix.spans == taken[key][-1].spans
+        if prefix.support is not None:
+            joined = join_supports([new.support for new in taken[key] if new.support is not None])
+            assert torch.equal(joined.counts_T, prefix.support.counts_T)
+            assert torch.equal(joined.tokens_E, prefix.support.tokens_E)
 
 
 @pytest.mark.parametrize("truncation", [None, SPARSE], ids=["all tokens", "truncated"])
@@ -101,10 +139,13 @@ def test_a_sequence_that_has_not_begun_to_continue_keeps_its_prefix(model: Any) 
     _, prefixes = interrupt(engine_of(model), prompts(), 3)
     waiting = engine_of(model)
     waiting.add([replace(prompt, prefix=prefixes[prompt.key]) for prompt in prompts() if prompt.key in prefixes])
-    again = waiting.prefixes()
+    again = prefixes_of(waiting)
     assert isinstance(waiting, ContinuesSequences)
     assert again.keys() == prefixes.keys()
     assert all(torch.equal(again[key].tokens, prefixes[key].tokens) for key in again)
+    later = waiting.new_tokens(dict.fromkeys(again, 1))
+    assert all(torch.equal(new.tokens, prefixes[key].tokens[1:]) for key, new in later.items())
+    assert all(len(prefixes[key].tokens) == 1 for key in again.keys() - later.keys())
 
 
 def test_the_spans_of_a_continued_sequence_name_the_weights_of_each_token(model: Any) -> None:

@@ -34,7 +34,7 @@ def tokens(count: int, first: int = 0, *, complete: bool = False, support: bool 
 
 
 def part(slot: int, sample: SampleKey, start: int, kept: KeptTokens) -> list[NewPart]:
-    return [NewPart.of(slot, sample, PROMPT, start, kept)]
+    return [NewPart(slot, sample, PROMPT, kept.prefix.after(start), kept.is_complete, kept.truncated)]
 
 
 def written(tmp_path: Path, work: Callable[[Journal], object], checkpoint: Callable[[], int] = lambda: 0) -> Path:
@@ -240,7 +240,8 @@ def test_any_failure_of_the_thread_ends_the_journal_and_is_logged(
 ) -> None:
     def work(journal: Journal) -> None:
         [new] = part(1, key(7), 0, tokens(4))
-        journal.add([replace(new, spans=cast(tuple[int, ...], ("no number",)))])
+        wrong = replace(new.new, spans=cast(tuple[int, ...], ("no number",)))
+        journal.add([replace(new, new=wrong)])
         journal.add(part(2, key(8), 0, tokens(4)))
 
     written(tmp_path, work)

@@ -13,7 +13,7 @@ import torch
 from flowrt import api
 from flowrt.client.samples import Batch, Columns, Numbers
 from flowrt.client.session import Session
-from flowrt.engines.base import Interrupt, Prefix, Prompt, Response
+from flowrt.engines.base import Interrupt, NewTokens, Prefix, Prompt, Response
 from flowrt.protocol.journals import SampleKey
 from flowrt.protocol.messages import Grant
 from flowrt.recipes.grpo import POLICY
@@ -73,12 +73,13 @@ class Engine:
     def swap(self, snapshot: Snapshot) -> None:
         raise AssertionError
 
-    def prefixes(self) -> Mapping[int, Prefix]:
-        return {key: prefix(tokens) for key, tokens in self.tokens.items() if tokens}
+    def new_tokens(self, starts: Mapping[int, int]) -> Mapping[int, NewTokens]:
+        ends = {key: len(tokens) for key, tokens in self.tokens.items() if len(tokens) > starts.get(key, 0)}
+        return {key: prefix(self.tokens[key]).after(starts.get(key, 0)) for key in ends}
 
 
 class ExternalEngine(Engine):
-    """One that generates between its runs: its sequences end after it was asked for the prefixes."""
+    """One that generates between its runs: its sequences end after it was asked for their tokens."""
 
     later: Sequence[Response] = ()
 
@@ -86,8 +87,8 @@ class ExternalEngine(Engine):
 
     def close(self) -> None: ...
 
-    def prefixes(self) -> Mapping[int, Prefix]:
-        kept = super().prefixes()
+    def new_tokens(self, starts: Mapping[int, int]) -> Mapping[int, NewTokens]:
+        kept = super().new_tokens(starts)
         self.ends += self.later
         return kept
 
@@ -165,7 +166,7 @@ async def test_a_refused_sequence_leaves_the_later_one_of_its_slot_in_the_journa
     assert kept.prefix.tokens.tolist() == [11, 12, 13, 14]
 
 
-async def test_a_sequence_that_ends_while_the_prefixes_are_taken_is_written(tmp_path: Path) -> None:
+async def test_a_sequence_that_ends_while_the_others_are_taken_is_written(tmp_path: Path) -> None:
     engine = ExternalEngine()
     sequences = await begun(tmp_path, engine)
     sequences.started(1, batch(), 0, None)
