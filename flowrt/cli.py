@@ -189,9 +189,7 @@ def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--why", default="", metavar="PROMPT", help="each decision about PROMPT, or EPOCH:PROMPT")
     parser.add_argument("--check", action="store_true", help="assert all invariants of the state after each event")
     parser.add_argument("--force", action="store_true", help="replay also with other sources than those of the run")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--as-test", action="store_true", help="print a test for pytest that replays up to this state")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -204,7 +202,6 @@ def _replay(arguments: argparse.Namespace) -> int:
         as_json=arguments.json,
         why=arguments.why,
         check=arguments.check,
-        as_test=arguments.as_test,
         force=arguments.force,
     )
     return show(arguments.run_dir, options, console())

@@ -213,7 +213,7 @@ class _SegmentWriter:
                 kinds=list(map(event_kind, events)),
                 workers=senders,
                 times=list(times),
-                data=[packed or event_data(event) for packed, event in zip(data, events, strict=True)],
+                data=list(map(event_data, events, data)),
                 counts=list(map(len, commands)),
             )
         )

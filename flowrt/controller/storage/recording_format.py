@@ -4,28 +4,24 @@ A recording of a term (one controller of a run) is a sequence of segments ``RUN/
 
     segment   MAGIC, then blocks
     block     length and CRC-32 of its data (uint32 each, little endian), then the data
-    data      part of the raw zlib stream of the segment, at level 1, ended by a sync flush: each block can be read
+    data      part of the raw zlib stream of the segment, ended by a sync flush: each block can be read
               after the blocks before it
     content   MessagePack array, the first item is its kind:
               [BEGIN, term, segment, first event, header or None]   the first of each segment; a header in segment 0
-              [EVENTS, first event, names, columns..., digest]      see `EventBlock.pack`
+              [EVENTS, first event, names, kinds, senders, times, data, counts, digest]       see `EventBlock`
               [END, reason]                                         the last block: the controller has ended, or with a
                                                                     reason, the recording was stopped
 
 Messages are stored as received from the socket, but without the busy spans and resources of reports, on which no
-decision depends. Times are exact: with times rounded to microseconds, a replay would compute other commands. The
-messages of a kind are stored by columns of their fields (`flowrt.controller.storage.columns`), which are much smaller
-than the messages.
+decision depends. Times are exact: with times rounded to microseconds, a replay would compute other commands.
 """
 
 import hashlib
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
-from itertools import count, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -62,16 +58,15 @@ from flowrt.controller.state.replay import (
     WorkerDrained,
 )
 from flowrt.controller.state.reward_history import Outcome
-from flowrt.controller.storage.columns import ColumnPacker, ColumnReader, pack_numbers, pack_reals
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
-from flowrt.protocol.codec import TAGS, decode, encode, from_blob, to_blob
+from flowrt.protocol.codec import decode, encode, from_blob, to_blob
 from flowrt.protocol.messages import Position, Report
 
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""
 _FAMILY = b"flowrt recording "
-MAGIC = _FAMILY + b"4\n"
+MAGIC = _FAMILY + b"5\n"
 BEGIN, EVENTS, END = range(3)
 BLOCK_EVENTS = 1000
 """Events after which a block is written at the latest, with a digest of all commands so far."""
@@ -93,14 +88,6 @@ _KINDS: tuple[type[Any], ...] = (
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _ENTRIES: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
 _ORDERS: tuple[type[Order], ...] = (WorkerDrained, RunPreempted)
-_REPORT = TAGS[Report]
-_OMITTED = {"spans": (), "resources": b""}
-_UNRECORDED = {
-    1 + at: _OMITTED[report_field.name]
-    for at, report_field in enumerate(fields(Report))
-    if report_field.name in _OMITTED
-}
-"""Fields of a `Report` that are not recorded, by their place: what is recorded instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +122,7 @@ class Header:
 
 @dataclass(slots=True)
 class EventBlock:
-    """Consecutive events by columns, with the numbers of commands that the core returned, and a digest of these."""
+    """Consecutive events, with the numbers of commands that the core returned, and a digest of these."""
 
     first: int = 0
     """Number of the first event, from 0 in each term."""
@@ -165,71 +152,26 @@ class EventBlock:
         self.digest = digest
 
     def pack(self) -> list[Any]:
-        """The content of a block: [EVENTS, first, names, tags, senders, order, times, counts, columns, digest].
-
-        Pairs of a tag and a sender are sorted; ``tags`` and ``senders`` have those of each pair, ``order`` the place of
-        each event's pair. A tag is the tag of a message, or the negative kind of another event. ``counts`` are in order
-        of the pairs, because events of one pair have similar fields; ``columns`` has, for each tag, the columns of the
-        fields of its events in the same order. ``times`` are in order of the events.
-        """
-        unpacker = msgpack.Unpacker(use_list=False, unicode_errors="surrogatepass", max_buffer_size=0)
-        unpacker.feed(b"".join(self.data))
-        arrays = list(unpacker)
-        tags = [items[0] if kind == _MESSAGE else -kind for kind, items in zip(self.kinds, arrays, strict=True)]
-        if _REPORT in tags:
-            arrays = [_recorded(array) if tag == _REPORT else array for tag, array in zip(tags, arrays, strict=True)]
-        keys = list(zip(tags, self.workers, strict=True))
-        pairs = sorted(set(keys))
-        order = list(map(dict(zip(pairs, count())).__getitem__, keys))
-        events = sorted(range(len(order)), key=order.__getitem__)
-        sizes = Counter(tags)
-        in_order = iter(map(arrays.__getitem__, events))
-        packer = ColumnPacker()
+        """The content of a block."""
         return [
             EVENTS,
             self.first,
             self.names,
-            pack_numbers([tag for tag, _ in pairs]),
-            pack_numbers([worker for _, worker in pairs]),
-            pack_numbers(order),
-            pack_reals(self.times),
-            pack_numbers(list(map(self.counts.__getitem__, events))),
-            [packer.pack_fields(list(islice(in_order, sizes[tag]))) for tag in sorted(sizes)],
+            self.kinds,
+            self.workers,
+            self.times,
+            self.data,
+            self.counts,
             self.digest,
         ]
 
     @classmethod
     def unpack(cls, content: Sequence[Any]) -> "EventBlock":
-        """The block with the content that `pack` returned.
-
-        Raises ValueError, TypeError, LookupError or OverflowError for other content.
-        """
-        _, first, names, *packed, columns, digest = content
-        reader = ColumnReader()
-        tags, senders, order, times, counts = map(reader.read, packed)
-        sizes = Counter(map(tags.__getitem__, order))
-        arrays: list[tuple[Any, ...]] = []
-        for tag, of_tag in zip(dict.fromkeys(tags), columns, strict=True):
-            arrays += reader.read_fields(of_tag) if of_tag else [()] * sizes[tag]  # an event without fields
-        if not len(order) == len(times) == len(counts) == len(arrays):
-            raise ValueError("the columns of a block have different lengths")
-        events = sorted(range(len(order)), key=order.__getitem__)
-        places = sorted(range(len(order)), key=events.__getitem__)  # of each event in the columns
-        return cls(
-            first=first,
-            names=list(names),
-            kinds=[max(-tags[pair], _MESSAGE) for pair in order],
-            workers=[senders[pair] for pair in order],
-            times=times,
-            data=[msgpack.packb(arrays[place], unicode_errors="surrogatepass") for place in places],
-            counts=[counts[place] for place in places],
-            digest=digest,
-        )
-
-
-def _recorded(report: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The array of a `Report` without what the core does not read: busy spans and resources are in other files."""
-    return tuple(_UNRECORDED.get(place, value) for place, value in enumerate(report))
+        """The block with the content that `pack` returned. Raises ValueError or TypeError for other content."""
+        _, first, names, kinds, workers, times, data, counts, digest = content
+        if not len(kinds) == len(workers) == len(times) == len(data) == len(counts):
+            raise ValueError("the lists of a block have different lengths")
+        return cls(first, list(names), list(kinds), list(workers), list(times), list(data), list(counts), digest)
 
 
 # ---- events and commands
@@ -240,10 +182,19 @@ def event_kind(event: Event) -> int:
     return _NUMBER_OF[type(event)]
 
 
-def event_data(event: Event) -> bytes:
-    """An event as bytes: the encoded message of a `MessageReceived`, or the fields of another event in MessagePack."""
+def event_data(event: Event, received: bytes = b"") -> bytes:
+    """An event as bytes: the encoded message of a `MessageReceived`, or the fields of another event in MessagePack.
+
+    A `Report` is encoded without what the core does not read: busy spans and resources are in other files.
+
+    Args:
+        event: the event.
+        received: its message as it was received, if it was.
+    """
     if isinstance(event, MessageReceived):
-        return encode(event.message)
+        if isinstance(event.message, Report):
+            return encode(replace(event.message, spans=(), resources=b""))
+        return received or encode(event.message)
     data: bytes = msgpack.packb(astuple(event), unicode_errors="surrogatepass")
     return data
 
@@ -263,9 +214,7 @@ class CommandDigest:
     """Digest of all commands of a core, in order: messages with their receivers, and the identity of other commands."""
 
     def __init__(self) -> None:
-        self._receivers = hashlib.sha256()
-        self._messages = hashlib.sha256()
-        self._records = hashlib.sha256()
+        self._digest = hashlib.sha256()
 
     def add(self, commands: Iterable[Command], encoded: Iterable[bytes]) -> None:
         """Add commands.
@@ -274,17 +223,14 @@ class CommandDigest:
             commands: the commands, in order.
             encoded: for each command, the encoded message of a Send, or empty bytes.
         """
-        receivers: list[str] = []
-        records: list[bytes] = []
-        for command in commands:
+        parts: list[bytes] = []
+        for command, message in zip(commands, encoded, strict=True):
             if type(command) is Send:
-                receivers.append(command.worker)
+                parts += (_pack(command.worker), message)
             else:
                 record = command.entry if type(command) is AppendReplay else command
-                records.append(_pack(_IDENTITY.get(type(record), repr)(record)))
-        self._receivers.update("\n".join([*receivers, ""]).encode(errors="surrogatepass"))
-        self._messages.update(b"".join(encoded))
-        self._records.update(b"".join(records))
+                parts.append(_pack(_IDENTITY.get(type(record), repr)(record)))
+        self._digest.update(b"".join(parts))
 
     def add_unencoded(self, commands: Sequence[Command]) -> None:
         """Add commands whose messages are not encoded yet."""
@@ -292,8 +238,7 @@ class CommandDigest:
 
     def value(self) -> bytes:
         """The digest of all commands added so far, `DIGEST_BYTES` long."""
-        parts = (self._receivers, self._messages, self._records)
-        return hashlib.sha256(b"".join([part.digest() for part in parts])).digest()[:DIGEST_BYTES]
+        return self._digest.digest()[:DIGEST_BYTES]
 
 
 _IDENTITY: dict[type, Callable[[Any], object]] = {
@@ -385,7 +330,7 @@ class BlockPacker:
     """Writes the blocks of one segment, which share a compressed stream."""
 
     def __init__(self) -> None:
-        self._stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
+        self._stream = zlib.compressobj(wbits=-zlib.MAX_WBITS)
 
     def pack(self, content: Sequence[Any]) -> bytes:
         """The bytes of the next block of the stream."""

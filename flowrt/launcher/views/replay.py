@@ -18,7 +18,6 @@ from flowrt.launcher.views.status import draw
 from flowrt.observability.prompt_decisions import Decision, PromptDecisions
 from flowrt.observability.recordings import Recordings, TermRecording
 from flowrt.observability.replay import Replay, condition, replay_to
-from flowrt.observability.replay_test_file import test_file
 from flowrt.protocol.messages import LARGEST_PROMPT
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.data_sets import set_names
@@ -39,7 +38,6 @@ class ReplayOptions:
         as_json: print JSON.
         why: a prompt whose decisions are shown, see `parse_prompt`.
         check: assert all invariants after each event.
-        as_test: print a test that replays to this state.
         force: replay also with sources that differ from those of the run.
     """
 
@@ -49,7 +47,6 @@ class ReplayOptions:
     as_json: bool = False
     why: str = ""
     check: bool = False
-    as_test: bool = False
     force: bool = False
 
 
@@ -59,12 +56,10 @@ def show(run_dir: Path, options: ReplayOptions, console: Console) -> int:
     Args:
         run_dir: the directory of the run.
         options: of the command.
-        console: receives the tables; JSON and tests go to its file as they are.
+        console: receives the tables; JSON goes to its file as it is.
 
     Raises ConfigError for bad input, FlowError if the replay differs from the run and is not forced.
     """
-    if options.as_test and (options.why or options.as_json):
-        raise ConfigError("flowrt replay --as-test writes a test: leave out --why and --json")
     holds = condition(options.until) if options.until else None
     recordings = Recordings.of(run_dir)
     terms = _terms(recordings, options)
@@ -90,9 +85,6 @@ def show(run_dir: Path, options: ReplayOptions, console: Console) -> int:
     assert replay is not None
     if not replay.events and options.at_s is None:
         raise ConfigError(f"term {replay.recording.term} of {run_dir} has no event that can be read: {_end(replay)}")
-    if options.as_test:
-        console.file.write(test_file(run_dir, replay))
-        return EXIT_OK
     status = {
         **replay.status(options.at_s),
         "terms": [_described(term) for term in recordings.terms.values()],

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -258,30 +256,6 @@ def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.Capt
     assert "rollout-0" in out
 
 
-@pytest.mark.slow
-def test_a_recording_is_exported_as_a_test(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = replay(capsys, str(run_dir), "--to", f"1:{LEASED}", "--as-test")
-    assert code == 0
-    test_file = tmp_path / "test_stall.py"
-    test_file.write_text(text)
-    assert pytest_exit_code(test_file) == 0
-    test_file.write_text(text.replace("'rollout-0'", "'rollout-7'"))
-    assert pytest_exit_code(test_file) == 1
-
-
-def pytest_exit_code(path: Path) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", str(path)], timeout=600, check=False).returncode
-
-
-def test_the_test_of_a_long_recording_refers_to_its_path(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flowrt.observability.replay_test_file.MAX_EMBEDDED_BYTES", 10)
-    _, text = replay(capsys, str(run_dir), "--as-test")
-    assert f"RUN = Path({str(run_dir)!r})" in text
-    compile(text, "test_x.py", "exec")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -301,7 +275,6 @@ def test_the_test_of_a_long_recording_refers_to_its_path(
         (("--why", "0:1:2"), "is not PROMPT or EPOCH:PROMPT"),
         (("--why", "6"), "prompt 6 does not occur"),
         (("--why", "1:5"), "prompt 1:5 does not occur"),
-        (("--why", "5", "--as-test"), "leave out --why"),
         (("--at", "3", "--to", "1:3"), "not allowed with"),
     ],
 )
