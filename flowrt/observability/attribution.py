@@ -15,7 +15,7 @@ from flowrt.controller.attribution.sweep import sweep
 from flowrt.controller.storage.time_recorder import ATTRIBUTION, is_attribution
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.ids import WorkerId
-from flowrt.runtime.timeline import read_lines
+from flowrt.runtime.run_lines import read_lines
 
 MAX_WORST = 8
 

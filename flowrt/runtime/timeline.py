@@ -4,22 +4,15 @@ A span has a kind, a start and an end in seconds of the monotonic clock, which a
 spans of one kind are merged, so that a worker that decodes a thousand tokens reports one span.
 """
 
-import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flowrt.runtime.clock import Clock
 
-NONFINITE = "nonfinite"
-"""Field of a line of metrics.jsonl with the names of the metrics that are NaN or infinite in that step."""
 MERGE_GAP_S = 0.005
 MIN_GAP_S = 1e-9
-MAX_INTEGER_BITS = 64
-"""A larger integer in a file of JSON lines is not a measurement, and cannot be converted to float."""
 
 
 class Span(NamedTuple):
@@ -124,45 +117,3 @@ def busy_fraction(spans: list[Span], start_s: float, end_s: float) -> float:
             covered_s += finish_s - begin_s
             reached_s = finish_s
     return covered_s / (end_s - start_s)
-
-
-def read_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], int]:
-    """Read the objects of a file of JSON lines.
-
-    Returns the objects that ``is_whole`` accepts, and the number of all other lines, which are damaged. A last line
-    without its end is not damaged: it is being written, or its writer was killed. Raises OSError if the file cannot be
-    read.
-    """
-    lines: list[dict[str, Any]] = []
-    damaged = 0
-    with path.open("rb") as file:
-        for data in file:
-            try:
-                line = json.loads(data)
-            except (ValueError, RecursionError):
-                line = None
-            if isinstance(line, dict) and is_whole(line):
-                lines.append(line)
-            elif data.endswith(b"\n"):
-                damaged += 1
-    return lines, damaged
-
-
-def is_step(line: dict[str, Any]) -> bool:
-    """Whether this is a line of metrics.jsonl: finite numbers, with those that the summary uses, and `NONFINITE`."""
-    counts = ("step", "samples", "tokens", "staleness_max")
-    rates = ("wall_s", "samples_per_s", "staleness_mean")
-    names = line.get(NONFINITE, [])
-    numbers = (value for name, value in line.items() if name != NONFINITE)
-    return (
-        all(type(line.get(name)) is int for name in counts)
-        and all(_is_number(value) for value in (*(line.get(name) for name in rates), *numbers))
-        and isinstance(names, list)
-        and all(isinstance(name, str) for name in names)
-    )
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, int):
-        return value.bit_length() <= MAX_INTEGER_BITS
-    return isinstance(value, float) and math.isfinite(value)

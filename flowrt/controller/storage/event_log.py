@@ -6,14 +6,13 @@ resumes and restarts of the controller. After a failed write, one warning is log
 
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flowrt.controller.events import EventKind
-from flowrt.runtime.files import atomic_write
+from flowrt.runtime.run_lines import LineWriter
 
 log = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
@@ -51,12 +50,11 @@ class EventLog:
         self._term = term
         self._unix_time = unix_time
         self._max = max_events
-        self._fd = -1
         self._lines = 0
-        self._failed = False
+        self._file: LineWriter | None = None
         try:
-            self._lines = len(self._repair())
-            self._open()
+            self._file = LineWriter(self._path)
+            self._lines = len(self._file.lines())
         except OSError as error:
             self._fail(error)
 
@@ -84,52 +82,33 @@ class EventLog:
         if worker is not None:
             line["worker"] = worker
         line |= {name: _finite(value) for name, value in more.items() if name not in line}
-        if not self._failed:
-            try:
-                self._append(json.dumps(line, allow_nan=False) + "\n")
-            except OSError as error:
-                self._fail(error)
+        if self._file is not None:
+            self._append(self._file, line)
         return line
 
     def close(self) -> None:
         """Close the file; events that are added later are not written."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-        self._failed = True
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
-    def _append(self, text: str) -> None:
-        data = text.encode()
-        if os.write(self._fd, data) != len(data):
-            raise OSError(28, os.strerror(28))
+    def _append(self, file: LineWriter, line: Mapping[str, Value]) -> None:
+        file.add(line)
         self._lines += 1
         if self._lines > self._max:
-            self._thin()
+            self._thin(file)
+        if file.error is not None:
+            self._fail(file.error)
 
-    def _thin(self) -> None:
-        lines = [line for line in self._path.read_bytes().split(b"\n") if line]
+    def _thin(self, file: LineWriter) -> None:
+        lines = [line for line in file.lines() if line]
         half = len(lines) // 2
         kept = [*_thinned(lines[:half], half // 2), *lines[half:]]
-        atomic_write(self._path, b"".join(line + b"\n" for line in kept).decode(errors="replace"))
-        os.close(self._fd)
-        self._fd = -1
-        self._open()
+        file.replace(kept)
         self._lines = len(kept)
 
-    def _repair(self) -> list[bytes]:
-        """Remove a partial last line; returns the whole ones."""
-        if not self._path.exists():
-            return []
-        whole, newline, partial = self._path.read_bytes().rpartition(b"\n")
-        if partial:
-            os.truncate(self._path, len(whole) + len(newline))
-        return whole.splitlines()
-
-    def _open(self) -> None:
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
     def _fail(self, error: OSError) -> None:
-        self._failed = True
+        self.close()
         log.warning("%s cannot be written: %s; the run goes on without it", self._path, error.strerror)
 
 

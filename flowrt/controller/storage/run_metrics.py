@@ -4,13 +4,11 @@ A resumed run continues in the same files: the lines of steps that were rolled b
 the whole run.
 """
 
-import contextlib
 import json
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
 from flowrt.controller.state.counters import finite, non_finite_names
@@ -19,7 +17,7 @@ from flowrt.controller.transitions.training import LENGTH_MAX, LENGTH_MEAN, REWA
 from flowrt.errors import FlowError
 from flowrt.protocol.messages import Evaluation, Position
 from flowrt.runtime.files import atomic_write
-from flowrt.runtime.timeline import NONFINITE, is_step, read_lines
+from flowrt.runtime.run_lines import NONFINITE, LineWriter, is_step, read_lines
 
 RESERVED_FIELDS = frozenset(
     (
@@ -78,10 +76,7 @@ class RunMetrics:
         self.start_s = start_s - elapsed_s
         """Start of the run on this controller's clock, over all its resumes, in seconds: zero of the run clock."""
         self._first_step = position.step if resumed_from is None else resumed_from
-        for path in (metrics, evaluated):
-            path.touch(mode=0o600)  # the run directory may be readable for all users
-        self._metrics: TextIO = metrics.open("a", buffering=1)
-        self._evaluations: TextIO = evaluated.open("a", buffering=1)
+        self._metrics, self._evaluations = LineWriter(metrics), LineWriter(evaluated)
         self._new_results: dict[str, float] = {}  # of evaluations since the last line of a step
         self._training_start_s: float | None = None  # in this attempt of the run, on the controller's clock
         self._first: list[float] = []
@@ -89,7 +84,6 @@ class RunMetrics:
         self._totals = {"samples": 0, "tokens": 0, "lag_sum": 0, "lag_max": 0, "steps": 0}
         self._train_end_s = start_s
         self._step_ends: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)  # number of steps done, and the time
-        self._write_error = ""
         self._earlier_training_s = 0.0  # in earlier attempts, for steps that were not rolled back
         self._first_step_s: float | None = None  # from the start of the run to that of its first step
         self.numbers: dict[str, float] = dict(position.numbers)
@@ -142,7 +136,7 @@ class RunMetrics:
         if nonfinite := non_finite_names((*closed.inline_means, *closed.metrics)):
             line[NONFINITE] = nonfinite
         self._new_results = {}
-        text = self._write(self._metrics, line)
+        text = self._metrics.add(line)
         self._count(line, sum(closed.lags))
         return text
 
@@ -164,7 +158,7 @@ class RunMetrics:
         self.evaluations[closed.name, closed.version] = line
         named = {f"{EVALUATION}{closed.name}/{name}": value for name, value in results.items()}
         self._new_results |= {**named, f"{EVALUATION}{closed.name}/version": closed.version}
-        return self._write(self._evaluations, line)
+        return self._evaluations.add(line)
 
     def evaluated(self) -> tuple[Evaluation, ...]:
         """The results of all evaluations: from before this controller's start by version, then in order of arrival."""
@@ -191,31 +185,20 @@ class RunMetrics:
         """Keep numbers that a worker has reported; a later number replaces an earlier one of the same name."""
         self.numbers.update(numbers)
 
-    def _write(self, file: TextIO, line: Mapping[str, Any]) -> str:
-        """Write a line; returns its text. Nothing is written after a failure, which may have left a partial line."""
-        text = json.dumps(line, allow_nan=False)
-        if not self._write_error:
-            try:
-                file.write(text + "\n")
-            except OSError as error:
-                self._write_error = f"{file.name} cannot be written: {error.strerror}; is the disk full?"
-        return text
-
     def check(self) -> None:
         """Raises FlowError if an earlier write failed."""
-        if self._write_error:
-            raise FlowError(self._write_error)
+        for file in (self._metrics, self._evaluations):
+            if file.error is not None:
+                raise FlowError(f"{file.path} cannot be written: {file.error.strerror}; is the disk full?")
 
     def persist(self) -> None:
         """Sync metrics.jsonl to disk, so that a power failure cannot undo its lines. Raises OSError if that fails."""
-        os.fsync(self._metrics.fileno())
+        self._metrics.sync()
 
     def close(self) -> None:
-        """Close the files; errors are ignored."""
-        for file in (self._metrics, self._evaluations):
-            # Closing retries a failed write, which fails again.
-            with contextlib.suppress(OSError):
-                file.close()
+        """Close the files."""
+        self._metrics.close()
+        self._evaluations.close()
 
     def summary(self, account: Account, bound: int, dropped: dict[str, int], now: float) -> dict[str, Any]:
         """The numbers of summary.json for the run so far; None for a number that does not exist.

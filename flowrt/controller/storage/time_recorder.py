@@ -5,13 +5,11 @@ or restarted run continues the files. The lines of steps that were rolled back s
 line replaces all earlier lines of its step and of later ones.
 """
 
-import json
 import logging
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -21,13 +19,12 @@ from flowrt.controller.attribution.resources import ResourceAccount
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES, TimelineFile
 from flowrt.protocol.resources import unpack_use
 from flowrt.protocol.spans import MAX_KIND_CHARS, unpack_spans
+from flowrt.runtime.run_lines import LineWriter
 from flowrt.runtime.timeline import Span
 
 log = logging.getLogger(__name__)
 ATTRIBUTION = "attribution.jsonl"
 PATIENCE_HEARTBEATS = 3
-MAX_LINE_BYTES = 1 << 20
-"""Upper bound of a line of attribution.jsonl: it has a bounded number of names of each role and kind."""
 MIN_WAIT_S = 0.001
 """Waits shorter than this are attributed, but not written to the timeline."""
 
@@ -100,11 +97,11 @@ class TimeRecorder:
         """Records of spans and resources that could not be read."""
         self._origin_s = start.origin_s
         self._is_broken = False
-        self._file: TextIO | None = None
+        self._file: LineWriter | None = None
         run_dir = Path(start.run_dir)
         self._timeline = TimelineFile(run_dir, start.timeline_bytes)
         try:
-            self._file = _open(run_dir / ATTRIBUTION)
+            self._file = LineWriter(run_dir / ATTRIBUTION)
         except OSError as error:
             self._fail(error)
 
@@ -175,12 +172,12 @@ class TimeRecorder:
         self.add_waits(open_waits)
         self.resources.finish(now)
         self._write(self.account.finish(now))
-        for file in (self._timeline, self._file):
-            try:
-                if file is not None:
-                    file.close()
-            except OSError as error:
-                self._fail(error)
+        if self._file is not None:
+            self._file.close()
+        try:
+            self._timeline.close()
+        except OSError as error:
+            self._fail(error)
 
     def shares(self) -> dict[str, dict[str, float]]:
         """By role and kind, the fraction of the role's time in complete steps of this controller that the kind took."""
@@ -202,10 +199,9 @@ class TimeRecorder:
             if (used := self.resources.take(self._origin_s)) is not None:
                 self.latest["resources"] = used
             if not self._is_broken and self._file is not None:
-                try:
-                    self._file.write(json.dumps(self.latest, allow_nan=False) + "\n")
-                except OSError as error:
-                    self._fail(error)
+                self._file.add(self.latest)
+                if self._file.error is not None:
+                    self._fail(self._file.error)
         if not self._is_broken:
             try:
                 self._timeline.flush()
@@ -217,16 +213,3 @@ class TimeRecorder:
             return
         self._is_broken = True
         log.warning("where the time goes is not written any more: %s; free the disk and resume the run", error)
-
-
-def _open(path: Path) -> TextIO:
-    """Open attribution.jsonl for appending; a partial last line, of a controller that was killed, is removed."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        start = max(end - MAX_LINE_BYTES, 0)
-        file.seek(start)
-        whole, newline, partial = file.read().rpartition(b"\n")
-        if partial:
-            file.truncate(start + len(whole) + len(newline))
-    return path.open("a", buffering=1)

@@ -14,7 +14,7 @@ from flowrt.observability.exporters.sink import Sink
 from flowrt.observability.run_reader import ATTRIBUTION, EVENTS, METRICS, SUMMARY, is_locked
 from flowrt.observability.samples import SampleFilter, SampleReader
 from flowrt.observability.tails import JsonTail
-from flowrt.runtime.timeline import is_step
+from flowrt.runtime.run_lines import is_step
 
 SAMPLES_LAG_S = 2.0
 """Seconds to wait for the samples of a step after its line was read, because they are stored later."""

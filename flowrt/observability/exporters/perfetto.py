@@ -22,7 +22,7 @@ from flowrt.observability.exporters.exported_names import exported_name
 from flowrt.observability.run_reader import EVENTS, METRICS, TIMELINE
 from flowrt.observability.tails import GzipTail, JsonTail, parse_line
 from flowrt.runtime.files import partial_path
-from flowrt.runtime.timeline import is_step
+from flowrt.runtime.run_lines import is_step
 
 MAX_SLICES = 1_000_000
 RUN_PID = 1

@@ -14,7 +14,7 @@ from flowrt.recipes.config import CurriculumConfig, DataSetConfig, FilterConfig
 from flowrt.recipes.config_io import defaults
 from flowrt.recipes.metric_names import CLOCK, OF_LOSS, metric_names
 from flowrt.rewards.options import RewardOptions
-from flowrt.runtime.timeline import NONFINITE
+from flowrt.runtime.run_lines import NONFINITE
 from tests.unit.recipes.test_algorithms import run_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"

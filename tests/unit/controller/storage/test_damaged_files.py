@@ -23,7 +23,8 @@ from flowrt.launcher.supervision import SUMMARY, read_summary
 from flowrt.observability.page.single_file import write
 from flowrt.protocol.messages import Position, Report
 from flowrt.protocol.spans import pack_spans
-from flowrt.runtime.timeline import Span, is_step, read_lines
+from flowrt.runtime.run_lines import is_step, read_lines
+from flowrt.runtime.timeline import Span
 
 STEPS = 6
 DAMAGE = {

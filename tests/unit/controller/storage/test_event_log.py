@@ -68,7 +68,8 @@ def test_thinning_removes_the_most_frequent_kind_of_the_older_half_first(tmp_pat
 def test_failed_writes_log_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     events = opened(tmp_path)
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, events._fd)
+    assert events._file is not None
+    os.dup2(full, events._file._fd)
     os.close(full)
     with caplog.at_level(logging.WARNING):
         for step in range(3):
