@@ -35,7 +35,7 @@ from flowrt.transport.buffers import BufferPool
 from flowrt.transport.lanes.lane import LaneSet, ignore_exception
 from flowrt.transport.weights.delta import Delta
 from flowrt.transport.weights.relay import PipelinedReceive, split_buckets
-from flowrt.transport.weights.snapshot import RunningChecksum, Snapshot
+from flowrt.transport.weights.snapshot import CPU, PINNED, RunningChecksum, Snapshot
 
 UNTIL_SESSION_END = BoundedElsewhere("the pull that runs at the same time, or the end of the session")
 NO_MEMORY_RETRY_S = 1.0
@@ -87,12 +87,17 @@ class WeightTransfers:
         self._published: dict[str, tuple[Snapshot, int]] = {}  # latest version of each model, and its checksum
         self._publishing: asyncio.Future[None] | None = None
         self._staged: dict[str, StagedWeights] = {}
-        self._devices: dict[str, torch.device] = {}  # of models in use: a new version is pinned before its swap
+        self._devices: dict[str, torch.device] = {}  # of models that this worker uses on a device
         self._changed = asyncio.Event()
         # Reuses the memory of evicted versions: page faults of fresh memory cost more than writing to it.
         self._memory = BufferPool()
         # One thread, so that chunks are added to the checksum in their order.
         self._checksum_thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+
+    def set_device(self, model: str, device: torch.device) -> None:
+        """Set where this worker uses a model: its versions are pinned for that device before they are swapped in."""
+        if device != CPU:
+            self._devices[model] = device
 
     async def publish(self, model: str, snapshot: Snapshot, divergence: Mapping[int, float] | None = None) -> None:
         """Publish a snapshot; training may continue while receivers fetch it.
@@ -175,8 +180,6 @@ class WeightTransfers:
         staged_version = -1 if staged is None else staged.snapshot.version
         if staged is not None and (staged_version == version or (staged_version < version and not staged.older)):
             del self._staged[model]
-            if staged.snapshot.device.type != "cpu":
-                self._devices[model] = staged.snapshot.device
         self._applied[model] = version
         self._send_message(WeightsActivated(model, version))
 
@@ -318,13 +321,19 @@ class WeightTransfers:
 
     def _allocate(self, weights: Weights, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Buffers of these sizes in bytes; pages are faulted in when they are written. Raises TransferError."""
+        device = self._devices.get(weights.model, CPU)
         try:
-            return [self._memory.take(size) for size in sizes]
+            return [self._take(size, device) for size in sizes]
         except (*PROGRAMMING_ERRORS, OSError) as error:
             raise TransferError(
                 f"there is no memory here for the {sum(sizes)} bytes of version {weights.version} of {weights.model}: "
                 f"{error!r}"
             ) from None
+
+    def _take(self, size: int, device: torch.device) -> torch.Tensor:
+        """A buffer, pinned if it is at once: registering 15 GB with a device takes seconds of the event loop."""
+        pinned = PINNED.take_idle(size) if device.type == "cuda" else None
+        return self._memory.take(size) if pinned is None else pinned
 
     async def _report_no_memory(self, order: ReceiveWeights, reason: str) -> None:
         """Report with a delay: the controller orders the transfer again at once, sooner than memory is freed."""

@@ -48,10 +48,11 @@ def init_ranks(device: Device, deadline_s: float) -> None:
     Raises EngineError if the ranks cannot reach the store or each other.
     """
     deadline = timedelta(seconds=group_timeout_s(device, deadline_s, os.environ))
-    if STORE_VARIABLE in os.environ:
-        # All ranks are on this host.
+    if STORE_VARIABLE in os.environ or "MASTER_ADDR" not in os.environ:
+        # All ranks are on this host, which may have no other interface and no name that resolves.
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", LOOPBACK)
+    if STORE_VARIABLE in os.environ:
         rank = int(os.environ["RANK"])
         ranks = int(os.environ["WORLD_SIZE"])
         _init_by_store(dist.FileStore(os.environ[STORE_VARIABLE], ranks), rank, ranks, device, deadline)

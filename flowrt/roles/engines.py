@@ -4,6 +4,8 @@ import dataclasses
 import os
 from pathlib import Path
 
+import torch
+
 from flowrt.engines.base import RolloutEngine, TrainEngine
 from flowrt.engines.descriptor import RolloutSetup, TrainerSetup
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
@@ -66,6 +68,14 @@ def rollout_engine(config: RunConfig, worker: str = f"{ROLLOUT}-0") -> RolloutEn
             worker=worker,
         )
     )
+
+
+def weights_device(config: RunConfig) -> torch.device:
+    """The device that a rollout worker copies weights to; the CPU for an engine in a process of its own."""
+    descriptor = ROLLOUT_ENGINES[config.rollout.engine]
+    if not descriptor.is_in_worker:
+        return torch.device("cpu")
+    return own_device(descriptor.device(with_devices(config).rollout)).torch
 
 
 EXACT = ("float32", "float64")

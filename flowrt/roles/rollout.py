@@ -33,7 +33,7 @@ from flowrt.protocol.resources import EngineUse
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.recipes.run_dir import model_dir
-from flowrt.roles.engines import rollout_engine
+from flowrt.roles.engines import rollout_engine, weights_device
 from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, newest_checkpoint
 from flowrt.roles.kept_sequences import KeptSequences
 from flowrt.roles.main import CONTROLLER_FILE, main
@@ -70,6 +70,7 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
             limit_s = starts * (config.rollout.sglang.start_s + weights_s(model_bytes))
             with session.timeline.busy("load"), session.progress.expected(limit_s):
                 await session.unless_ended(asyncio.to_thread(engine.start))
+        session.params.set_device(POLICY, weights_device(config))
         session.params.applied(POLICY, 0)
         sequences = await keep_sequences(session, config, engine)
         try:

@@ -52,11 +52,14 @@ class Device:
 
     def use(self) -> None:
         """Make this the current device of the calling thread; each thread of a pool has its own."""
+        if self.kind == "cuda":
+            # cuDNN's attention makes a plan, in half a second, for each new shape; a cache makes one in every step.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if self.kind != "cpu":
             self._module().set_device(self.index)
 
     def compute_deterministically(self) -> None:
-        """Use deterministic kernels on an accelerator, and warn of operations that have none.
+        """Use deterministic kernels on an accelerator; on CUDA an operation that has none raises RuntimeError.
 
         Must be called before the first use of the device. No effect on a CPU, whose kernels are deterministic.
         """
@@ -64,7 +67,10 @@ class Device:
             return
         if self.kind == "cuda":  # cuBLAS reads it when it is first used
             os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # With warn_only the backward passes of attention stay as they are, and differ from run to run.
+        torch.use_deterministic_algorithms(True, warn_only=self.kind != "cuda")
+        # Memory is written before it is read: what torch would fill it with costs time alone.
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (a property without a type)
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators, including that of the device."""

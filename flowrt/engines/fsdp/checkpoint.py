@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from flowrt.engines.training.optimizer import optimizer_state
 from flowrt.engines.training.state import CPU_RNG, FILE_BYTES, files_of, number_tensors, numbers_of
 from flowrt.errors import EngineError, WaitExpired, first_line
 from flowrt.ranks.barrier import RankBarrier
@@ -157,8 +158,8 @@ def _tensors(shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimize
     for name, shard in shards.items():
         moments = optimizer.state[shard]
         if not moments:
-            moments["step"] = torch.tensor(0.0)
-            moments.update({moment: torch.zeros_like(shard.detach()) for moment in MOMENTS})
+            zeros = {moment: torch.zeros_like(shard.detach()) for moment in MOMENTS}
+            moments.update(optimizer_state(shard, {"step": torch.tensor(0.0), **zeros}))
         state[f"model.{name}"] = shard.detach()
         state |= {f"optimizer.{name}.{moment}": moments[moment] for moment in MOMENTS}
     return state

@@ -12,6 +12,7 @@ S decode steps.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -187,7 +188,7 @@ def compile_decode_step(model: Any, *, single_row: bool) -> Step:
 
 def _step(device: torch.device) -> Step:
     """The step for a device: compiled, or CUDA graphs that are captured at their first use."""
-    return step_compiled if device.type == "cpu" else GraphedStep(cuda_capture(device))
+    return step_compiled if device.type == "cpu" else GraphedStep(partial(cuda_capture, device))
 
 
 def _trial(model: Any, *, single_row: bool) -> tuple[list[torch.Tensor], int]:

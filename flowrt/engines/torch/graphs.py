@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: a step of a small model is a thousand kernels, which a graph launches at once.
 
 A graph repeats its kernels on the same addresses. So the step works on static inputs, on numbers of rows and of cache
-positions from a few sizes, and on a cache at a fixed address: the capacity at least doubles when it grows, and graphs
-of the old cache are dropped. Rows that are not in use decode a token at position 0, which a prefill overwrites.
+positions from a few sizes, and on a cache at a fixed address: graphs from before it grew are dropped. Rows that are not
+in use decode a token at position 0, which a prefill overwrites.
 
 NOT RUN ON A GPU YET: the sizes and inputs are tested with a `Capture` that repeats the step itself.
 
@@ -35,10 +35,16 @@ class _Graph:
 
 
 class GraphedStep:
-    """A decode step (`flowrt.engines.torch.cached_model.Step`) that uses a captured graph for each size and cache."""
+    """A decode step (`flowrt.engines.torch.cached_model.Step`) that uses a captured graph for each size and cache.
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    Args:
+        new_pool: returns a `Capture` whose graphs share memory. CUDA frees that memory with the last of them, and
+            captures nothing into it after that, so the next graph then gets a new one.
+    """
+
+    def __init__(self, new_pool: Callable[[], Capture]) -> None:
+        self._new_pool = new_pool
+        self._capture: Capture | None = None
         self._graphs: dict[tuple[int, int, int, int], _Graph] = {}
 
     def __call__(self, cached: CachedModel, tokens_R: torch.Tensor) -> torch.Tensor:
@@ -50,13 +56,12 @@ class GraphedStep:
         positions_R = cache.positions_R
         assert positions_R is not None
         places = size_at_least(cache.longest, GROWTH)
-        if places > cache.capacity:
-            self._drop(id(cache))
-            cache.reserve(places)
+        cache.reserve(places)
         rows = min(size_at_least(count, 1), cache.rows)
         key = (id(cache), cache.capacity, rows, places)
         graph = self._graphs.get(key)
         if graph is None:
+            self._drop_replaced(id(cache), cache.capacity)
             padding = torch.zeros(rows - count, dtype=torch.long, device=cached.device)
             inputs = torch.cat([tokens_R, padding]), torch.cat([positions_R, padding])
             graph = self._graphs[key] = self._make(cached, *inputs, places)
@@ -77,12 +82,14 @@ class GraphedStep:
             cached.cache.begin_decode(positions_R, places)
             return cached.decode_eagerly(tokens_R)
 
+        if self._capture is None or not self._graphs:
+            self._capture = self._new_pool()
         repeat, logits_RV = self._capture(step)
         return _Graph(tokens_R, positions_R, logits_RV, repeat)
 
-    def _drop(self, cache: int) -> None:
-        """Drop the graphs of a cache (by its id), whose tensors are about to be replaced."""
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != cache}
+    def _drop_replaced(self, cache: int, capacity: int) -> None:
+        """Drop the graphs of a cache (by its id) from before it grew to this capacity, which replaced its tensors."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != cache or key[1] == capacity}
 
 
 def size_at_least(number: int, least: int) -> int:
@@ -94,7 +101,11 @@ def size_at_least(number: int, least: int) -> int:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """A function that captures CUDA graphs. The graphs share memory, so only one of them may run at a time."""
+    """A function that captures CUDA graphs. The graphs share memory, so only one of them may run at a time.
+
+    It captures nothing any more once all its graphs are dropped: the allocators refuse a pool without users (torch's
+    `create_or_incref_pool`, also vLLM #28426).
+    """
     pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:

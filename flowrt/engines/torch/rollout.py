@@ -30,8 +30,30 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 CPU_DRAW_ELEMENTS = 1 << 21
 """On a CPU, logits that are drawn from at a time: 8 MiB, as the overhead of a slice is small."""
+SUM_BLOCK = 512
+"""Values whose sums one product computes."""
 JOINED_SUPPORTS = 64
 """Supports of successive tokens of a row that are joined to one: a tensor has some 300 bytes besides its numbers."""
+
+
+def prefix_sums(values_RV: torch.Tensor) -> torch.Tensor:
+    """The sums of each value and those before it, along the last dimension; on CUDA in float64.
+
+    A CPU adds one after the other, in double precision. CUDA's scan of float32 is a tree, whose sums decrease here and
+    there, so that a token of no probability may be drawn; and it has no deterministic kernel.
+    """
+    return products_as_sums(values_RV) if values_RV.is_cuda else values_RV.cumsum(dim=-1)
+
+
+def products_as_sums(values_RV: torch.Tensor) -> torch.Tensor:
+    """`prefix_sums` in float64 by products with triangular matrices, of blocks and within blocks."""
+    rows, width = values_RV.shape
+    blocks = -(-width // SUM_BLOCK)
+    values_RBK = torch.nn.functional.pad(values_RV.double(), (0, blocks * SUM_BLOCK - width)).view(rows, blocks, -1)
+    ones = partial(torch.ones, dtype=torch.float64, device=values_RV.device)
+    within_RBK = values_RBK @ ones(SUM_BLOCK, SUM_BLOCK).triu()
+    before_RB = within_RBK[:, :, -1] @ ones(blocks, blocks).triu(1)
+    return (within_RBK + before_RB.unsqueeze(-1)).view(rows, -1)[:, :width].contiguous()
 
 
 def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +61,7 @@ def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Ten
 
     Returns tokens_R1, int64, and their log-probabilities [R, 1] in nats.
     """
-    cumulative_RV = logprobs_RV.exp().cumsum_(dim=-1)
+    cumulative_RV = prefix_sums(logprobs_RV.exp())
     draws_R1 = uniform_R1 * cumulative_RV[:, -1:]
     chosen_R1 = torch.searchsorted(cumulative_RV, draws_R1, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
     return chosen_R1, logprobs_RV.gather(1, chosen_R1)
@@ -63,14 +85,14 @@ def draw_truncated(
     probabilities_RK = logprobs_RK.exp()
     kept_RK = torch.ones_like(tokens_RK, dtype=torch.bool)
     if truncation.top_p < 1:
-        more_likely_RK = torch.nn.functional.pad(probabilities_RK.cumsum(-1)[:, :-1], (1, 0))
+        more_likely_RK = torch.nn.functional.pad(prefix_sums(probabilities_RK)[:, :-1], (1, 0))
         kept_RK &= more_likely_RK < truncation.top_p
     if truncation.min_p > 0:
         kept_RK &= probabilities_RK >= truncation.min_p * probabilities_RK[:, :1]
     kept_RK[:, 0] = True
     kept_logprobs_RK = logprobs_RK.masked_fill(~kept_RK, -torch.inf)
     renormalised_RK = kept_logprobs_RK - kept_logprobs_RK.logsumexp(-1, keepdim=True)  # see distribution_logprobs
-    cumulative_RK = renormalised_RK.exp().cumsum(-1)
+    cumulative_RK = prefix_sums(renormalised_RK.exp())
     counts_R1 = kept_RK.sum(-1, keepdim=True)  # the kept ones come first
     place_R1 = torch.searchsorted(cumulative_RK, uniform_R1 * cumulative_RK[:, -1:], right=True)
     place_R1 = torch.minimum(place_R1, counts_R1 - 1)

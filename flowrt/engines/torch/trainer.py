@@ -25,7 +25,7 @@ from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
 from flowrt.engines.training.loss_passes import LossPasses, ranks
-from flowrt.engines.training.optimizer import adamw, check_finite, optimizer_step
+from flowrt.engines.training.optimizer import adamw, check_finite, optimizer_state, optimizer_step
 from flowrt.engines.training.state import (
     gather_rng,
     number_tensors,
@@ -163,20 +163,17 @@ class TorchTrainer:
         if not self._is_checked:
             self._passes.check_equal_weights(self._options.max_initial_mismatch, model_name(self.model))
             self._is_checked = True
-        gradient = torch.cat([self._gradient(parameter).reshape(-1) for parameter in self._parameters])
+        gradients = [self._gradient(parameter) for parameter in self._parameters]
         if ranks() > 1:
-            dist.all_reduce(gradient)
-        gradient /= divisor
+            gradients = _summed_over_ranks(gradients)
+        torch._foreach_div_(gradients, divisor)
         if self.on_gradient is not None:
-            self.on_gradient(gradient)
-        norm = check_finite(float(gradient.norm()), self._steps, number)
+            self.on_gradient(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        norm = check_finite(float(torch.nn.utils.get_total_norm(gradients)), self._steps, number)
         if norm > self._options.max_grad_norm:
-            gradient *= self._options.max_grad_norm / norm
-        offset = 0
-        for parameter in self._parameters:
-            size = parameter.numel()
-            parameter.grad = gradient[offset : offset + size].view_as(parameter)
-            offset += size
+            torch._foreach_mul_(gradients, self._options.max_grad_norm / norm)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
         self._lr = optimizer_step(self._optimizer, self._options, self._steps)
         if self._masters is not None:
             self._masters.write()
@@ -218,11 +215,8 @@ class TorchTrainer:
         for name, narrow in self.model.named_parameters():
             parameter, start = self._master(narrow), f"optimizer.{name}."
             state = {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
-            if state:  # AdamW keeps its step counts on the host
-                self._optimizer.state[parameter] = {
-                    key: value.to(parameter.device) if value.shape == parameter.shape else value
-                    for key, value in state.items()
-                }
+            if state:
+                self._optimizer.state[parameter] = optimizer_state(parameter, state)
         self._steps = int(tensors["steps"])
         self._passes.restore_numbers(numbers_of(tensors))
         self.discard()
@@ -258,3 +252,11 @@ class TorchTrainer:
     @staticmethod
     def _gradient(parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _summed_over_ranks(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums over all ranks, by one call. Collective."""
+    whole = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(whole)
+    parts = whole.split([gradient.numel() for gradient in gradients])
+    return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]

@@ -1,7 +1,7 @@
 """AdamW, its learning rate schedule, and the check of gradients, for both training engines."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,11 +21,21 @@ def adamw(parameters: Sequence[torch.Tensor], options: TrainOptions, device: str
 
 
 def use_fused_adamw(device: str) -> bool | None:
-    """AdamW's ``fused`` argument: True on a CPU, else None (PyTorch's default, multi-tensor kernels).
+    """AdamW's ``fused`` argument: True on CPUs and CUDA devices, else None (PyTorch's default, multi-tensor kernels).
 
-    The CPU default is ten operations per parameter, each with DTensor's overhead in the fsdp engine.
+    The default makes ten operations per parameter on a CPU, each with DTensor's overhead in the fsdp engine, and takes
+    a temporary of the size of all parameters on a device.
     """
-    return True if device == "cpu" else None
+    return True if device in ("cpu", "cuda") else None
+
+
+def optimizer_state(parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state of a parameter as AdamW keeps it: moments on its device; the step count there too if it is fused."""
+    device = parameter.device
+    on_host = use_fused_adamw(device.type) is None
+    return {
+        name: value if on_host and value.shape != parameter.shape else value.to(device) for name, value in state.items()
+    }
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, options: TrainOptions, step: int) -> float:

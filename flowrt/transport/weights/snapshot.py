@@ -8,6 +8,7 @@
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ from numpy.typing import NDArray
 from zlib_ng import zlib_ng
 
 from flowrt.errors import TransferError
-from flowrt.transport.buffers import copy_bytes
+from flowrt.transport.buffers import PinnedPool, copy_bytes
 from flowrt.transport.devices import torch_npu
 
+log = logging.getLogger(__name__)
 BUCKET_BYTES = 64 * 1024 * 1024
 HALF_PRECISION_BYTES = 2
 CPU = torch.device("cpu")
@@ -48,7 +50,6 @@ class Snapshot:
         self.version = version
         self.buckets = list(buckets)
         self.item_bytes = item_bytes  # element size of most of the bytes: 2 or 4; the width of deltas
-        self.device = CPU  # device of the latest `restore`
 
     @classmethod
     def empty(cls, version: int, sizes: Iterable[int]) -> "Snapshot":
@@ -84,10 +85,12 @@ class Snapshot:
                 f"version {self.version} has buckets of {self.bucket_bytes()} bytes, this model needs {sizes}; "
                 "do trainer and rollout load the same checkpoint?"
             )
-        self.device = device = device_of(tensors.values())
+        device = device_of(tensors.values())
         with torch.no_grad(), copying(device):
-            for bucket, group in zip(self.buckets, groups, strict=True):
-                source, offset = for_device(bucket, device), 0
+            # All sources live until the device has read them.
+            sources = [for_device(bucket, device) for bucket in self.buckets]
+            for source, group in zip(sources, groups, strict=True):
+                offset = 0
                 for tensor in group:
                     size = _nbytes(tensor, dtype)
                     _fill(tensor.detach(), source[offset : offset + size], dtype)
@@ -165,12 +168,31 @@ def host_buffer(size: int, device: torch.device = CPU) -> torch.Tensor:
     if device.type == "cpu":
         # numpy requests huge pages, torch does not: first writes take half the time.
         return torch.from_numpy(np.empty(size, dtype=np.uint8))
+    if device.type == "cuda":
+        try:
+            return PINNED.take(size)
+        except OSError as error:
+            log.warning("memory is pinned by torch, in powers of two: %s", error)
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
+def _register(address: int, size: int) -> None:
+    """Register host memory with the CUDA driver. Raises OSError if it refuses."""
+    if code := int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+        raise OSError(f"CUDA does not register {size} bytes of host memory (error {code})")
+
+
+PINNED = PinnedPool(_register)
+"""The pinned memory of this process."""
+
+
 def for_device(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The bucket, or a copy in pinned memory, which torch does not reuse before the device has read it."""
-    return bucket if device.type == "cpu" or bucket.is_pinned() else bucket.pin_memory()
+    """The bucket, or a copy in pinned memory, which has to live until the device has read it."""
+    if device.type == "cpu" or bucket.is_pinned():
+        return bucket
+    pinned = host_buffer(bucket.numel(), device)
+    copy_bytes(pinned, bucket)
+    return pinned
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Decode steps from captured graphs: sizes, static inputs and caches, with a capture that repeats the step itself."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,17 +23,36 @@ NEW_TOKENS = 70  # more than the initial length of a cache
 LENGTHS = (5, 9, 3, 9, 60, 5, 4, 90, 6)
 
 
-def simulated_capture(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-    """A stand-in for a capture: its replay repeats the call on its static inputs and overwrites its output."""
-    out = call()
-    return lambda: out.copy_(call()), out
+class Graph:
+    """A stand-in for a graph: repeats a call on its static inputs and overwrites its output."""
+
+    def __init__(self, call: Callable[[], torch.Tensor]) -> None:
+        self.out, self._call = call(), call
+
+    def __call__(self) -> None:
+        self.out.copy_(self._call())
+
+
+class Pool:
+    """A stand-in for a pool of graphs, which CUDA gives up with the last of them."""
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._is_new = True
+
+    def __call__(self, call: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        assert self._is_new or self._graphs, "no graph of the pool is left"
+        self._is_new = False
+        graph = Graph(call)
+        self._graphs.add(graph)
+        return graph, graph.out
 
 
 class CheckedStep(GraphedStep):
     """Fails if a graph is replayed after its cache was replaced; counts the captures."""
 
     def __init__(self) -> None:
-        super().__init__(simulated_capture)
+        super().__init__(Pool)
         self.captures = 0
 
     def _make(self, cached: CachedModel, tokens_R: torch.Tensor, positions_R: torch.Tensor, places: int) -> _Graph:

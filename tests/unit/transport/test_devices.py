@@ -3,13 +3,14 @@
 import ast
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flowrt.errors import ConfigError
 from flowrt.launcher.doctor.probe import devices
-from flowrt.transport.devices import Device, Kind, choose
+from flowrt.transport.devices import CUBLAS_WORKSPACE, Device, Kind, choose
 from flowrt.transport.lanes import lane
 
 ROOT = Path(__file__).parents[3]
@@ -94,3 +95,19 @@ def test_only_devices_imports_torch_npu() -> None:
             if by_string or module == "torch_npu" or any(alias.name == "torch_npu" for alias in named):
                 importing.append(path.name)
     assert importing == []
+
+
+def test_cuda_is_deterministic_in_attention_too_and_has_no_plans_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.update(index=index))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda value: chosen.update(cudnn=value))
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda value, *, warn_only: chosen.update(on=value, warns=warn_only)
+    )
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv(CUBLAS_WORKSPACE, ":16:8")
+    device = Device("cuda", 3)
+    device.compute_deterministically()
+    device.use()
+    assert chosen == {"index": 3, "cudnn": False, "on": True, "warns": False}
+    assert not getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009
