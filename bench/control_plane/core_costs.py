@@ -177,7 +177,7 @@ class Size:
         return self.slots // self.workers // 2
 
 
-def new_core(bound: int = 1, refresh: WeightSyncPolicy | None = None, groups: int = STEP_GROUPS) -> Core:
+def new_core(bound: int = 1, weight_sync: WeightSyncPolicy | None = None, groups: int = STEP_GROUPS) -> Core:
     settings = Settings(
         steps=10**9,
         groups_per_step=groups,
@@ -187,8 +187,8 @@ def new_core(bound: int = 1, refresh: WeightSyncPolicy | None = None, groups: in
         worker_timeout_s=30.0,
         no_progress_timeout_s=LONG_S,
     )
-    refresh = DelayedUpdate() if refresh is None else refresh
-    return Core(settings, FLOW, Policies(StrictLag(bound), Fifo(), TokenBudget(65_536), refresh))
+    weight_sync = DelayedUpdate() if weight_sync is None else weight_sync
+    return Core(settings, FLOW, Policies(StrictLag(bound), Fifo(), TokenBudget(65_536), weight_sync))
 
 
 def loaded_run(size: Size) -> Run:
@@ -315,8 +315,8 @@ def weight_costs(workers: int) -> dict[str, float]:
     return costs
 
 
-def receivers_only(workers: int, refresh: WeightSyncPolicy) -> Run:
-    run = Run(new_core(refresh=refresh))
+def receivers_only(workers: int, weight_sync: WeightSyncPolicy) -> Run:
+    run = Run(new_core(weight_sync=weight_sync))
     run.join(TRAINER_WORKER, TRAINER)
     for number in range(workers):
         run.join(WorkerId(f"{ROLLOUT}{number}"), ROLLOUT)

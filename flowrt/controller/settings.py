@@ -164,9 +164,9 @@ class Policies:
     admission: Admission
     dispatch: Dispatch
     batcher: Batcher
-    refresh: WeightSyncPolicy
-    sharing: RankBalancing = field(default_factory=OnDemand)
-    cut: FixedTokens | None = None
+    weight_sync: WeightSyncPolicy
+    rank_balancing: RankBalancing = field(default_factory=OnDemand)
+    tokens_per_step: FixedTokens | None = None
     """Train the same number of response tokens in every step; None: all tokens."""
     group_filter: GroupFilter = field(default_factory=KeepAll)
     curriculum: Curriculum = field(default_factory=EveryPrompt)

@@ -130,9 +130,11 @@ def policies(config: RunConfig) -> Policies:
         admission=StrictLag(config.max_staleness),
         dispatch=dispatch(config),
         batcher=batcher(config.trainer),
-        refresh=refresh(config.rollout.weight_sync),
-        sharing=Balanced(config.trainer.ranks) if config.trainer.balance_ranks_by_tokens else OnDemand(),
-        cut=FixedTokens(config.trainer.tokens_per_step, config.seed) if config.trainer.tokens_per_step else None,
+        weight_sync=weight_sync(config.rollout.weight_sync),
+        rank_balancing=Balanced(config.trainer.ranks) if config.trainer.balance_ranks_by_tokens else OnDemand(),
+        tokens_per_step=FixedTokens(config.trainer.tokens_per_step, config.seed)
+        if config.trainer.tokens_per_step
+        else None,
         group_filter=group_filter(config.algorithm.filter),
         curriculum=curriculum(config),
         guards=guard_rules(config),
@@ -187,7 +189,7 @@ def batcher(config: TrainerConfig) -> Batcher:
     )
 
 
-def refresh(config: WeightSyncConfig) -> WeightSyncPolicy:
+def weight_sync(config: WeightSyncConfig) -> WeightSyncPolicy:
     """The policy that decides which workers receive a new version of the weights, and when."""
     match config.policy:
         case "rolling":

@@ -21,7 +21,7 @@ DISPATCH: tuple[Dispatch, ...] = (
     LengthAware(DecodeCost(base_s=0.01, per_row_s=0.001), 8),
     Priority(lambda slot: float(slot.id % 3), ageing=0.5),
 )
-REFRESH: tuple[WeightSyncPolicy, ...] = (DelayedUpdate(), Rolling(1), EveryN(2))
+WEIGHT_SYNC: tuple[WeightSyncPolicy, ...] = (DelayedUpdate(), Rolling(1), EveryN(2))
 
 
 def scenario(seed: int) -> Scenario:
@@ -34,9 +34,9 @@ def scenario(seed: int) -> Scenario:
         members=2,
         batcher=(TokenBudget(1), GroupCount(2), TokenBudget(60))[seed % 3],
         dispatch=DISPATCH[seed % 3],
-        refresh=REFRESH[seed % 3],
-        sharing=(OnDemand(), Balanced(1 + seed % 3))[seed % 2],
-        cut=FixedTokens(30) if seed % 5 == 0 else None,
+        weight_sync=WEIGHT_SYNC[seed % 3],
+        rank_balancing=(OnDemand(), Balanced(1 + seed % 3))[seed % 2],
+        tokens_per_step=FixedTokens(30) if seed % 5 == 0 else None,
         rollouts=1 + seed % 4,
         rewards=1 + seed % 2,
         references=seed % 3,

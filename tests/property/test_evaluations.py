@@ -17,13 +17,13 @@ from tests.simulation.run_invariants import assert_evaluated, assert_sound
 from tests.simulation.scenario import Scenario
 
 RUNS = settings(test_core.RUNS, max_examples=examples(30))
-REFRESH: tuple[WeightSyncPolicy, ...] = (DelayedUpdate(), Rolling(1), EveryN(2), Divergence(1e9, 3))
+WEIGHT_SYNC: tuple[WeightSyncPolicy, ...] = (DelayedUpdate(), Rolling(1), EveryN(2), Divergence(1e9, 3))
 
 
 @st.composite
 def evaluations(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
-    refresh, bound = draw(st.sampled_from(REFRESH)), draw(st.sampled_from([0, 1, 4]))
-    return draw(scenarios(exact_evals=4, refresh=refresh, bound=bound, **fixed))
+    policy, bound = draw(st.sampled_from(WEIGHT_SYNC)), draw(st.sampled_from([0, 1, 4]))
+    return draw(scenarios(exact_evals=4, weight_sync=policy, bound=bound, **fixed))
 
 
 class PinnedWorkerKiller(SimulatedCluster):

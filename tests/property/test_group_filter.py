@@ -136,7 +136,7 @@ def test_repeated_messages_around_controller_restarts_change_nothing(scenario: S
     assert_filtered(cluster)
 
 
-PLANNED: list[dict[str, Any]] = [{"cut": FixedTokens(9)}, {"sharing": Balanced(2), "ranks": 2}]
+PLANNED: list[dict[str, Any]] = [{"tokens_per_step": FixedTokens(9)}, {"rank_balancing": Balanced(2), "ranks": 2}]
 
 
 @pytest.mark.parametrize("planned", PLANNED, ids=["cut", "balanced"])

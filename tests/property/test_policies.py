@@ -36,20 +36,20 @@ def by_member(slot: Slot) -> float:
 IDENTITIES: dict[str, dict[str, Any]] = {
     "priority": {"dispatch": Priority(zero_urgency, 1.0)},
     "tail lanes": {"dispatch": LengthAware(COST, 8, fraction=0)},
-    "balanced": {"sharing": Balanced(1)},
-    "rolling": {"refresh": Rolling(1000)},
-    "every n": {"refresh": EveryN(1)},
-    "divergence": {"refresh": Divergence(-1.0, 1000)},
+    "balanced": {"rank_balancing": Balanced(1)},
+    "rolling": {"weight_sync": Rolling(1000)},
+    "every n": {"weight_sync": EveryN(1)},
+    "divergence": {"weight_sync": Divergence(-1.0, 1000)},
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "priority": {"dispatch": Priority(by_member, 0.5)},
     "tail lanes": {"dispatch": LengthAware(COST, 4, fraction=0.5)},
-    "balanced": {"sharing": Balanced(2), "ranks": 2},
-    "cut": {"cut": FixedTokens(12)},
-    "both": {"cut": FixedTokens(9), "sharing": Balanced(3), "ranks": 3},
-    "rolling": {"refresh": Rolling(1)},
-    "every n": {"refresh": EveryN(3)},
-    "divergence": {"refresh": Divergence(0.1, 100)},
+    "balanced": {"rank_balancing": Balanced(2), "ranks": 2},
+    "cut": {"tokens_per_step": FixedTokens(12)},
+    "both": {"tokens_per_step": FixedTokens(9), "rank_balancing": Balanced(3), "ranks": 3},
+    "rolling": {"weight_sync": Rolling(1)},
+    "every n": {"weight_sync": EveryN(3)},
+    "divergence": {"weight_sync": Divergence(0.1, 100)},
 }
 
 
@@ -84,8 +84,8 @@ def test_a_place_that_becomes_free_after_replanning_is_filled() -> None:
     faults: dict[str, Any] = {
         "on_lost_sample": OnLostSample.DROP_GROUP,
         "kills": 8,
-        "sharing": Balanced(ranks=3),
-        "cut": cut,
+        "rank_balancing": Balanced(ranks=3),
+        "tokens_per_step": cut,
         "fetch_speed": 0.05,
     }
     size: dict[str, Any] = {
@@ -109,12 +109,13 @@ def test_a_place_that_becomes_free_after_replanning_is_filled() -> None:
     SimulatedCluster(Scenario(seed=268435457, **faults, **size, **rest, **more)).run()
 
 
-@given(scenario=scenarios(cut=FixedTokens(10**9), strict_issue_order=True))
+@given(scenario=scenarios(tokens_per_step=FixedTokens(10**9), strict_issue_order=True))
 @RUNS
 def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
     # Both wait for the whole step; the batches differ only in the column of kept tokens, which contains all.
     scenario = dataclasses.replace(scenario, batcher=GroupCount(scenario.groups_per_step), ranks=1)
-    cut, plain = SimulatedCluster(scenario).run(), SimulatedCluster(dataclasses.replace(scenario, cut=None)).run()
+    uncut = dataclasses.replace(scenario, tokens_per_step=None)
+    cut, plain = SimulatedCluster(scenario).run(), SimulatedCluster(uncut).run()
     assert [(step, row) for step, row in cut.trained] == [(step, row) for step, row in plain.trained]
     for command in cut.log:
         if isinstance(command, Send) and isinstance(command.message, m.Grant) and command.worker == "trainer0":
@@ -122,7 +123,7 @@ def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
             assert list(kept) == [sum(span[1::2]) for span in command.message.spans]
 
 
-@given(scenario=scenarios(cut=FixedTokens(7), members=3, groups_per_step=3))
+@given(scenario=scenarios(tokens_per_step=FixedTokens(7), members=3, groups_per_step=3))
 @RUNS
 def test_a_cut_step_trains_its_budget_or_all_tokens(scenario: Scenario) -> None:
     cluster = SimulatedCluster(scenario).run()
@@ -137,7 +138,7 @@ def test_a_cut_step_trains_its_budget_or_all_tokens(scenario: Scenario) -> None:
         assert sum(kept[row.slot] for row in rows) == min(7, generated)
 
 
-@given(scenario=scenarios(refresh=EveryN(50), bound=0, steps=4))
+@given(scenario=scenarios(weight_sync=EveryN(50), bound=0, steps=4))
 @RUNS
 def test_a_refresh_that_is_never_due_does_not_stop_the_run(scenario: Scenario) -> None:
     # At bound 0 no worker may start on old weights: admission forces the fetch that the policy would delay.

@@ -35,7 +35,7 @@ def test_repeated_preemptions_lose_nothing_and_train_nothing_twice(
     # A simulated worker keeps one result of a slot, and after an expiry it may have two open commits of it.
     scenario = replace(scenario, ranks=ranks, checkpoint_every=0, crashes=0 if scenario.expiries else crashes)
     if balanced:
-        scenario = replace(scenario, sharing=Balanced(ranks))
+        scenario = replace(scenario, rank_balancing=Balanced(ranks))
     with tempfile.TemporaryDirectory() as directory:
         runs = run_with_preemptions(scenario, after, Path(directory) / "ledger.sqlite")
         try:

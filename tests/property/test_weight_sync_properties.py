@@ -43,7 +43,7 @@ class FetchCheckingCluster(SimulatedCluster):
         }
         chosen = {worker: age[worker] for worker in fetching if worker not in outdated}
         self.by_policy += len(chosen)
-        check_fetches(self.scenario.refresh, weights, chosen, {worker for worker in fetching if worker in outdated})
+        check_fetches(self.scenario.weight_sync, weights, chosen, {worker for worker in fetching if worker in outdated})
         return commands
 
 
@@ -51,32 +51,32 @@ def check_fetches(
     policy: WeightSyncPolicy, weights: VersionTable, chosen: dict[WorkerId, int], forced: set[WorkerId]
 ) -> None:
     match policy:
-        case EveryN(versions):
-            assert all(age >= versions for age in chosen.values()), f"{chosen} versions behind, and fetching"
-        case Rolling(at_once, max_behind):
+        case EveryN(interval):
+            assert all(age >= interval for age in chosen.values()), f"{chosen} versions behind, and fetching"
+        case Rolling(max_concurrent, max_behind):
             in_turn = [worker for worker, age in chosen.items() if age <= max_behind]
             moving = [
                 worker
                 for worker, receiver in weights.receivers.items()
                 if worker not in forced and (worker in weights.fetching or receiver.applied < receiver.staged)
             ]
-            assert not in_turn or len(moving) <= at_once, f"{in_turn} fetch in turn, and {moving} update at once"
+            assert not in_turn or len(moving) <= max_concurrent, f"{in_turn} fetch in turn, and {moving} update at once"
 
 
-@given(data=st.data(), at_once=st.integers(1, 3), max_behind=st.integers(0, 2))
+@given(data=st.data(), max_concurrent=st.integers(1, 3), max_behind=st.integers(0, 2))
 @RUNS
 def test_a_rolling_refresh_limits_the_workers_that_update_at_once(
-    data: st.DataObject, at_once: int, max_behind: int
+    data: st.DataObject, max_concurrent: int, max_behind: int
 ) -> None:
-    policy = Rolling(at_once, max_behind)
-    scenario = data.draw(scenarios(refresh=policy, rollouts=4, kills=1, broken_lanes=2, steps=5))
+    policy = Rolling(max_concurrent, max_behind)
+    scenario = data.draw(scenarios(weight_sync=policy, rollouts=4, kills=1, broken_lanes=2, steps=5))
     assert_sound(FetchCheckingCluster(scenario).run())
 
 
-@given(data=st.data(), versions=st.integers(1, 4))
+@given(data=st.data(), interval=st.integers(1, 4))
 @RUNS
-def test_no_worker_fetches_before_it_is_n_versions_behind(data: st.DataObject, versions: int) -> None:
-    scenario = data.draw(scenarios(refresh=EveryN(versions), rollouts=3, kills=1, broken_lanes=2, steps=6))
+def test_no_worker_fetches_before_it_is_n_versions_behind(data: st.DataObject, interval: int) -> None:
+    scenario = data.draw(scenarios(weight_sync=EveryN(interval), rollouts=3, kills=1, broken_lanes=2, steps=6))
     assert_sound(FetchCheckingCluster(scenario).run())
 
 
@@ -84,16 +84,16 @@ def test_no_worker_fetches_before_it_is_n_versions_behind(data: st.DataObject, v
 def test_some_fetches_are_caused_by_the_policy_and_not_by_admission() -> None:
     for policy in (Rolling(1), EveryN(2)):
         watched = [
-            FetchCheckingCluster(Scenario(seed=seed, refresh=policy, rollouts=4, bound=2, steps=6)).run()
+            FetchCheckingCluster(Scenario(seed=seed, weight_sync=policy, rollouts=4, bound=2, steps=6)).run()
             for seed in range(4)
         ]
         assert sum(cluster.by_policy for cluster in watched if isinstance(cluster, FetchCheckingCluster)) > 10
 
 
-@given(data=st.data(), versions=st.integers(1, 4))
+@given(data=st.data(), interval=st.integers(1, 4))
 @RUNS
-def test_an_infinite_divergence_limit_equals_a_refresh_every_n_versions(data: st.DataObject, versions: int) -> None:
-    scenario = data.draw(scenarios(refresh=EveryN(versions), kills=1, broken_lanes=1))
+def test_an_infinite_divergence_limit_equals_a_refresh_every_n_versions(data: st.DataObject, interval: int) -> None:
+    scenario = data.draw(scenarios(weight_sync=EveryN(interval), kills=1, broken_lanes=1))
     every = SimulatedCluster(scenario).run()
-    other = SimulatedCluster(replace(scenario, refresh=Divergence(float("inf"), versions))).run()
+    other = SimulatedCluster(replace(scenario, weight_sync=Divergence(float("inf"), interval))).run()
     assert other.log == every.log

@@ -112,9 +112,9 @@ class Scenario:
     members: int = 2
     batcher: Batcher = field(default_factory=lambda: TokenBudget(1))
     dispatch: Dispatch = field(default_factory=Fifo)
-    refresh: WeightSyncPolicy = field(default_factory=DelayedUpdate)
-    sharing: RankBalancing = field(default_factory=OnDemand)
-    cut: FixedTokens | None = None
+    weight_sync: WeightSyncPolicy = field(default_factory=DelayedUpdate)
+    rank_balancing: RankBalancing = field(default_factory=OnDemand)
+    tokens_per_step: FixedTokens | None = None
     rollouts: int = 2
     rewards: int = 1
     references: int = 1  # 0: the dataflow has no reference stage

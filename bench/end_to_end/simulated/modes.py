@@ -20,7 +20,7 @@ class Mode:
     name: str
     bound: int
     barriers: bool = False  # every task waits until the previous task has done the whole step
-    refresh: api.WeightSyncPolicy = field(default_factory=api.DelayedUpdate)
+    weight_sync: api.WeightSyncPolicy = field(default_factory=api.DelayedUpdate)
     in_flight: bool = False  # new weights are swapped in while sequences run
     tail_lanes: bool = False
 
@@ -33,7 +33,7 @@ SYNC = Mode("sync", bound=0, barriers=True)
 STREAMING = Mode("streaming", bound=0)
 DELAYED = Mode("delayed", bound=1)
 # Sub-step asynchrony: two workers at a time fetch new weights, and swap between two tokens of running sequences.
-ROLLING = Mode("rolling", bound=1, refresh=Rolling(at_once=2, max_behind=1), in_flight=True)
+ROLLING = Mode("rolling", bound=1, weight_sync=Rolling(max_concurrent=2, max_behind=1), in_flight=True)
 TAIL = dataclasses.replace(ROLLING, name="tail", tail_lanes=True)
 MODES = {mode.name: mode for mode in (SYNC, STREAMING, DELAYED, ROLLING, TAIL)}
 
@@ -82,7 +82,7 @@ class RunSpec:
         whole_step = api.GroupCount(self.workload.groups)
         batcher = whole_step if self.mode.barriers else api.TokenBudget(self.workload.micro_batch_tokens)
         return api.Policies(
-            api.StrictLag(self.mode.bound), self.mode.dispatch(self.workload), batcher, self.mode.refresh
+            api.StrictLag(self.mode.bound), self.mode.dispatch(self.workload), batcher, self.mode.weight_sync
         )
 
     def settings(self) -> api.Settings:

@@ -101,7 +101,7 @@ class DelayedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Rolling:
-    """At most ``at_once`` workers fetch or activate new weights at a time; the others keep generating.
+    """At most ``max_concurrent`` workers fetch or activate new weights at a time; the others keep generating.
 
     A worker counts from the order to fetch until it generates with the new version. Workers with the oldest version
     fetch first, because admission stops them first. A worker more than ``max_behind`` versions behind fetches
@@ -109,40 +109,42 @@ class Rolling:
     With ``max_behind`` 0 this is the default, all at once. Raises ConfigError for a value out of range.
     """
 
-    at_once: int
+    max_concurrent: int
     max_behind: int = 1
 
     def __post_init__(self) -> None:
-        if self.at_once < 1:
-            raise ConfigError(f"rolling refresh of {self.at_once} workers at once would never be done; use 1 or more")
+        if self.max_concurrent < 1:
+            raise ConfigError(
+                f"a rolling update of {self.max_concurrent} workers at once would never be done; use 1 or more"
+            )
         if self.max_behind < 0:
             raise ConfigError(f"max_behind is {self.max_behind}, but no worker can be ahead; use 0 or more")
 
     def due(self, latest: int, receivers: Receivers, fetching: int) -> list[WorkerId]:
         behind = [(latest - staged, workers) for (_, staged), workers in receivers.by_version() if staged < latest]
         cannot_wait = [worker for age, workers in behind if age > self.max_behind for worker in workers]
-        free = max(0, self.at_once - fetching - receivers.swapping - len(cannot_wait))
+        free = max(0, self.max_concurrent - fetching - receivers.swapping - len(cannot_wait))
         others = (worker for age, workers in behind if age <= self.max_behind for worker in workers)
         return [*cannot_wait, *islice(others, free)]
 
 
 @dataclass(frozen=True, slots=True)
 class EveryN:
-    """Fetch when the latest version is ``versions`` ahead of the newest received one; 1 is the default, every version.
+    """Fetch when the latest version is ``interval`` ahead of the newest received one; 1 is the default, every version.
 
     Raises ConfigError for less than 1.
     """
 
-    versions: int
+    interval: int
 
     def __post_init__(self) -> None:
-        if self.versions < 1:
-            raise ConfigError(f"a refresh every {self.versions} versions is none; use 1 or more")
+        if self.interval < 1:
+            raise ConfigError(f"an update every {self.interval} versions is none; use 1 or more")
 
     def due(self, latest: int, receivers: Receivers, fetching: int) -> list[WorkerId]:  # noqa: ARG002
         of_versions = receivers.by_version()
         return [
-            worker for (_, staged), workers in of_versions if latest - staged >= self.versions for worker in workers
+            worker for (_, staged), workers in of_versions if latest - staged >= self.interval for worker in workers
         ]
 
 

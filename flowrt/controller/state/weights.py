@@ -431,8 +431,8 @@ class VersionTable:
 
     # ---- fetches
 
-    def begin_fetches(self, refresh: WeightSyncPolicy) -> list[Fetching]:
-        """Start the fetches that are due; returns them. ``refresh`` says which workers fetch the latest version.
+    def begin_fetches(self, policy: WeightSyncPolicy) -> list[Fetching]:
+        """Start the fetches that are due; returns them. ``policy`` says which workers fetch the latest version.
 
         A pinned worker fetches the version that it is pinned to, whatever the policy decides, and no other.
         """
@@ -445,7 +445,7 @@ class VersionTable:
             self.idle.discard(pinned)
         fetching = len(self.fetching) - (pinned is not None and pinned in self.fetching)
         self.idle.divergence = self.divergence
-        due = dict.fromkeys(refresh.due(self.latest, self.idle, fetching))
+        due = dict.fromkeys(policy.due(self.latest, self.idle, fetching))
         due |= dict.fromkeys(worker for worker in self._urgent if worker not in self.resting)
         if pinned is not None:
             due.pop(pinned, None)

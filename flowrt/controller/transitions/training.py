@@ -43,7 +43,7 @@ def next_batch(state: State, env: Environment, worker: WorkerId, step: int) -> l
         return []
     groups: list[Group] | None = None
     if not window.over and window.places:
-        is_planned = env.policies.sharing.whole_step or env.policies.cut is not None
+        is_planned = env.policies.rank_balancing.whole_step or env.policies.tokens_per_step is not None
         groups = _planned(state, env, worker) if is_planned else _streamed(state, env, env.policies.batcher)
     return groups
 
@@ -80,11 +80,11 @@ def _plan_step(state: State, env: Environment, groups: Sequence[Group]) -> None:
 
     A second plan of the same step is not shared: some ranks may have been told that none of it is left for them.
     """
-    plan, step, cut = state.plan, state.window.step, env.policies.cut
+    plan, step, cut = state.plan, state.window.step, env.policies.tokens_per_step
     groups = sorted(groups, key=lambda group: group.id)
     is_second = plan.step == step
     tokens = [] if is_second else [env.sizes.tokens(group) for group in groups]
-    plan.fill(step, groups, None if is_second else env.policies.sharing.split(groups, tokens))
+    plan.fill(step, groups, None if is_second else env.policies.rank_balancing.split(groups, tokens))
     if cut is not None:
         tokens_of = {slot.id: count for group in groups for slot, count in _trainable_tokens(group)}
         kept = cut.kept(list(tokens_of.values()), step)
@@ -109,7 +109,7 @@ def kept_tokens(state: State, env: Environment, slots: Sequence[Slot]) -> tuple[
 
     A sample that was generated again after the step was planned keeps the planned number, at most its new length.
     """
-    if env.policies.cut is None or not slots:
+    if env.policies.tokens_per_step is None or not slots:
         return ()
     kept = [min(state.plan.kept.get(slot.id, 0), _generated_tokens(slot)) for slot in slots]
     return (Values(KEPT_TOKENS, tuple(map(float, kept))),)

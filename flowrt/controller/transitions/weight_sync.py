@@ -123,7 +123,7 @@ def _stop_late(state: State, versions: VersionTable, now: float) -> list[Command
 def _order(state: State, env: Environment, versions: VersionTable, now: float) -> list[Command]:
     commands: list[Command] = []
     models = state.models
-    fetches = versions.begin_fetches(env.policies.refresh)
+    fetches = versions.begin_fetches(env.policies.weight_sync)
     for worker, version in versions.take_rewound():
         commands.append(Send(worker, m.EvictVersion(versions.model, version)))
     for fetch in fetches:

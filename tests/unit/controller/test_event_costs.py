@@ -212,10 +212,10 @@ def orders_to_fetch(commands: Iterable[Command]) -> list[m.ReceiveWeights]:
     return [command for command in messages if isinstance(command, m.ReceiveWeights)]
 
 
-@pytest.mark.parametrize("refresh", [Rolling(4), DelayedUpdate(), EveryN(1), Divergence(-1.0, 3)])
-def test_a_version_for_each_receiver(refresh: WeightSyncPolicy) -> None:
+@pytest.mark.parametrize("weight_sync", [Rolling(4), DelayedUpdate(), EveryN(1), Divergence(-1.0, 3)])
+def test_a_version_for_each_receiver(weight_sync: WeightSyncPolicy) -> None:
     def cost(workers: int) -> float:
-        run = receivers_only(workers, refresh)
+        run = receivers_only(workers, weight_sync)
         run.fetch_all(run.publish())
         return operations(lambda: run.fetch_all(run.publish())) / workers
 

@@ -71,7 +71,7 @@ def test_with_a_slow_link_rollout_workers_wait_for_weights() -> None:
 
 
 def test_the_root_of_a_wait_for_weights_is_the_holder_not_a_waiting_relay() -> None:
-    driver = CoreDriver(refresh=DelayedUpdate(), bound=0, steps=9)
+    driver = CoreDriver(weight_sync=DelayedUpdate(), bound=0, steps=9)
     for worker in ("rollout0", "rollout1"):
         assert driver.pull(worker, "rollout") is None
     driver.offer(at_least=1)

@@ -14,9 +14,9 @@ from tests.simulation.scenario import MODEL, offered_lengths, whole
 ROLLOUTS = ("rollout0", "rollout1", "rollout2")
 
 
-def three_receivers(refresh: WeightSyncPolicy, **scenario: Any) -> CoreDriver:
+def three_receivers(policy: WeightSyncPolicy, **scenario: Any) -> CoreDriver:
     """Three receivers; admission blocks none of them unless the scenario sets a smaller bound."""
-    driver = CoreDriver(refresh=refresh, **{"bound": 9, "steps": 9} | scenario)
+    driver = CoreDriver(weight_sync=policy, **{"bound": 9, "steps": 9} | scenario)
     driver.event(WorkerConnected(WorkerId("rollout2"), "rollout", "host"))
     driver.send("rollout2", m.WeightsActivated(MODEL, 0))
     return driver
@@ -76,7 +76,7 @@ def test_only_waiting_workers_blocked_by_their_version_fetch_early() -> None:
 
 
 def test_versions_are_evicted_before_the_older_version_is_fetched_again() -> None:
-    driver = CoreDriver(refresh=DelayedUpdate(), bound=9, steps=9)
+    driver = CoreDriver(weight_sync=DelayedUpdate(), bound=9, steps=9)
     publish(driver, 1)
     for who in ("rollout0", "rollout1"):
         driver.send(who, m.WeightsStaged(MODEL, 1))
@@ -142,7 +142,7 @@ def test_a_version_is_fetched_when_the_reported_divergence_is_too_large() -> Non
     assert publish(driver, 3, {0: 0.2}) == ["rollout0", "rollout1"]
 
 
-@pytest.mark.parametrize("refresh", [Divergence(0.1, 3), Divergence(float("inf"), 3)])
-def test_without_a_measured_divergence_the_latest_is_fetched_at_max_age(refresh: Divergence) -> None:
-    driver = three_receivers(refresh)
+@pytest.mark.parametrize("policy", [Divergence(0.1, 3), Divergence(float("inf"), 3)])
+def test_without_a_measured_divergence_the_latest_is_fetched_at_max_age(policy: Divergence) -> None:
+    driver = three_receivers(policy)
     assert [publish(driver, version) for version in (1, 2, 3)] == [[], [], [*ROLLOUTS]]

@@ -58,7 +58,7 @@ def test_the_controller_counts_on_unfinished_sequences_of_a_killed_worker_if_the
 
 
 @pytest.mark.parametrize(
-    ("flags", "refresh"),
+    ("flags", "policy"),
     [
         ([], DelayedUpdate()),
         (["--rollout.weight-sync.policy", "rolling", "--rollout.weight-sync.max-concurrent", "3"], Rolling(3)),
@@ -66,11 +66,11 @@ def test_the_controller_counts_on_unfinished_sequences_of_a_killed_worker_if_the
         (["--rollout.weight-sync.policy", "divergence", "--rollout.weight-sync.max-age", "5"], Divergence(1e-3, 5)),
     ],
 )
-def test_the_flag_selects_the_refresh_policy(flags: list[str], refresh: object) -> None:
-    assert policies(parse(flags)).refresh == refresh
+def test_the_flag_selects_the_weight_sync_policy(flags: list[str], policy: object) -> None:
+    assert policies(parse(flags)).weight_sync == policy
 
 
-def test_an_invalid_refresh_policy_is_refused() -> None:
+def test_an_invalid_weight_sync_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_age is 0"):
         parse(["--rollout.weight-sync.policy", "divergence", "--rollout.weight-sync.max-age", "0"])
 
