@@ -448,7 +448,7 @@ def _drain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _drain(arguments: argparse.Namespace) -> int:
-    from flowrt.launcher.drain import drain
+    from flowrt.launcher.drain_command import drain
 
     run = arguments.run or arguments.controller
     return drain(arguments.worker, run, arguments.keys, arguments.within_s, console())

@@ -30,7 +30,7 @@ class StubController:
     def _receive(self, peer: bytes, message: m.Message) -> None:
         match message:
             case m.Hello():
-                self._link.guard.on_joined(peer, self._link.source())
+                self._link.filter.on_joined(peer, self._link.source())
                 self._peer_of[message.worker], self._name_of[peer] = peer, message.worker
                 for lanes in self._lanes.values():
                     lanes.join(WorkerId(message.worker), message.lanes)

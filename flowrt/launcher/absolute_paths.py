@@ -15,7 +15,7 @@ from flowrt.recipes.config import DataSetConfig, RunConfig, changed
 from flowrt.recipes.constraints import check_text
 from flowrt.recipes.data_sets import options_text
 from flowrt.recipes.eval_names import eval_data_sets
-from flowrt.rewards.functions import with_paths
+from flowrt.rewards.reward_names import with_paths
 
 
 def _absolute(path: str) -> str:

@@ -21,7 +21,7 @@ from zmq.backend import Socket as BareSocket
 from zmq.backend import zmq_poll
 
 from flowrt.errors import ConfigError, FlowError, RemoteProtocolError
-from flowrt.net.connection_guard import ConnectionGuard, HandshakeFailure
+from flowrt.net.connection_filter import ConnectionFilter, HandshakeFailure
 from flowrt.net.curve_keys import ADMITTED, KEYS_VARIABLE, PUBLIC, ControllerKeys, WorkerKeys
 from flowrt.net.liveness import HEARTBEAT_MS
 from flowrt.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
@@ -381,14 +381,14 @@ class ServerLink:
         self.drain = self._socket.drain
         self.flush = self._socket.flush
         self.source = self._socket.source
-        self.guard = ConnectionGuard(None if keys is None else keys.admitted, on_closed)
+        self.filter = ConnectionFilter(None if keys is None else keys.admitted, on_closed)
         self._zap_socket = zap_socket(self._socket)
         self._zap_socket.start(self._authenticate)
         self._monitor = Monitor(
             self._socket,
-            on_closed=self.guard.on_closed,
-            on_handshake_failed=self.guard.on_handshake_failed,
-            on_accepted=self.guard.on_accepted,
+            on_closed=self.filter.on_closed,
+            on_handshake_failed=self.filter.on_handshake_failed,
+            on_accepted=self.filter.on_accepted,
         )
 
     def bind(self, address: str) -> str:
@@ -419,19 +419,19 @@ class ServerLink:
 
     def close(self) -> None:
         self._monitor.close()
-        self.guard.close()
+        self.filter.close()
         self._zap_socket.close()
         self._socket.close()
 
     def disconnect(self, peer: bytes) -> None:
         """Close the connection of the peer that sent the latest message."""
-        self.guard.disconnect(peer, self._known_source())
+        self.filter.disconnect(peer, self._known_source())
 
     def _authenticate(self, request: list[bytes]) -> None:
-        self._zap_socket.send(self.guard.authenticate(request))
+        self._zap_socket.send(self.filter.authenticate(request))
 
     def _known_source(self) -> int:
-        """As `source`, once the guard knows of the connection.
+        """As `source`, once the filter knows of the connection.
 
         The events of connections and their messages come over two sockets, whose callbacks run in any order. ZeroMQ's
         I/O thread reports that a connection was accepted before it reads from it, and that it closed before the
@@ -446,7 +446,7 @@ class ServerLink:
 
     def _on_frames(self, frames: list[bytes]) -> None:
         peer = frames[0]
-        if not self.guard.accepts(peer, len(frames[1]), self._known_source):
+        if not self.filter.accepts(peer, len(frames[1]), self._known_source):
             return
         if len(frames) != 2:
             self._on_invalid(peer, f"a message of {len(frames)} frames or more, expected 2")

@@ -22,12 +22,12 @@ from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.run_metrics import EVALUATION
 from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import EXIT_GUARD, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
-from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.sample_statistics import GROUP_ORDERS, SampleSettings, SampleStatistics
 from flowrt.observability.samples import SORTED, Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.series import Axis, Series
 from flowrt.observability.tails import UNLIMITED, JsonTail, file_version
 from flowrt.observability.time_shares import TimeShares
+from flowrt.observability.timeline_rows import MAX_LANES, TimelineRows
 from flowrt.observability.token_texts import TokenTexts
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml
 from flowrt.recipes.run_dir import CONFIG, run_name
@@ -90,7 +90,7 @@ class RunReader:
         self._events = JsonTail(run_dir / EVENTS)
         self._shares = TimeShares(run_dir / ATTRIBUTION)
         self._has_all_shares = False
-        self._lanes = TimelineLanes(run_dir / TIMELINE)
+        self._timeline = TimelineRows(run_dir / TIMELINE)
         self._series = Series()
         self._event_lines: list[dict[str, Any]] = []
         self._thinned = 0  # number of earlier events, which are not kept
@@ -181,7 +181,7 @@ class RunReader:
             METRICS: self._metrics.state,
             EVENTS: self._events.state,
             ATTRIBUTION: self._shares.state,
-            TIMELINE: self._lanes.state,
+            TIMELINE: self._timeline.state,
             **{name: self._presence(name) for name in (SAMPLES, "recording")},
             LEDGER: self._ledger_state or self._presence(LEDGER),
             SUMMARY: summary_problem,
@@ -230,9 +230,9 @@ class RunReader:
     def timeline(
         self, t0: float | None = None, t1: float | None = None, rows: int = MAX_LANES, first: int | None = None
     ) -> dict[str, Any]:
-        """Spans and waits of the workers; see `TimelineLanes.window`."""
-        self._lanes.read_new()
-        return self._lanes.window(t0, t1, rows=rows, first=first)
+        """Spans and waits of the workers; see `TimelineRows.window`."""
+        self._timeline.read_new()
+        return self._timeline.window(t0, t1, rows=rows, first=first)
 
     def samples(self, asked: Mapping[str, str], limit: int, offset: int = 0) -> dict[str, Any]:
         """Samples as ``samples``, with texts cut at 2,000 characters, and the number of all that match as ``total``.

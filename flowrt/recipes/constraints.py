@@ -37,9 +37,9 @@ from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import NEED_MODELS, takes_reward
 from flowrt.recipes.tasks.task_file import is_task_file
-from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.remote import check_remote
+from flowrt.rewards.reward_names import parse_functions
 from flowrt.runtime import time_limits
 from flowrt.runtime.bounds import advice, contains, interval_of
 

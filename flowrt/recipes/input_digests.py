@@ -8,7 +8,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.data.files import data_files, held_out_split
 from flowrt.recipes.data_sets import set_data
 from flowrt.recipes.eval_names import eval_data_sets
-from flowrt.rewards.functions import parse_functions
+from flowrt.rewards.reward_names import parse_functions
 
 READ_BYTES = 64 << 20
 """Bytes that are read of a data set: of a larger one, blocks that are evenly distributed over its files."""

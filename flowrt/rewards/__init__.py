@@ -4,7 +4,7 @@
   and `remote` have the others.
 - `samples` is what they are called with, `rows` the columns of a row, `outcomes` the results of calls, and `scoring`
   combines several functions into one reward.
-- `pool` runs them in child processes (`processes`, `guard`, `child`), async ones side by side (`async_calls`); a call
+- `pool` runs them in child processes (`processes`, `reaper`, `child`), async ones side by side (`async_calls`); a call
   that hangs or dies affects its own outcome only.
 - No module here imports torch; a user's file is imported in a child only.
 """

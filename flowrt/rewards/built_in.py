@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 from flowrt.errors import ConfigError
-from flowrt.rewards.functions import RewardFunction
 from flowrt.rewards.outcomes import RewardOutcome
+from flowrt.rewards.reward_names import RewardFunction
 from flowrt.rewards.user_file import as_text, outcome_of
 from flowrt.runtime.user_module import Unusable
 

@@ -12,10 +12,10 @@ from flowrt.errors import ConfigError
 from flowrt.rewards.built_in import check_packages
 from flowrt.rewards.children import FIX, PROGRESS_AFTER_S
 from flowrt.rewards.code import check_sandbox
-from flowrt.rewards.functions import check_file, parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result
 from flowrt.rewards.remote import check_key
+from flowrt.rewards.reward_names import check_file, parse_functions
 from flowrt.rewards.rows import decode_row
 from flowrt.rewards.samples import RewardSample, facts
 from flowrt.rewards.scoring import RewardScorer

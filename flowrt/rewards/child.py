@@ -1,4 +1,4 @@
-"""The child process that calls reward functions. `flowrt.rewards.guard` starts it; `flowrt.rewards.pool` talks to it.
+"""The child process that calls reward functions. `flowrt.rewards.reaper` starts it; `flowrt.rewards.pool` talks to it.
 
 Messages are msgpack, on a stream socket:
 
@@ -33,8 +33,8 @@ import msgpack
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.built_in import Scorer, built_in
-from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.reward_names import RewardFunction, TaskReward
 from flowrt.rewards.rows import decode_row
 from flowrt.rewards.samples import CallForm, RewardSample
 from flowrt.rewards.user_file import ANSWER, MISSING, UserFilter, no_column

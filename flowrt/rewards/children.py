@@ -1,6 +1,6 @@
 """The child processes that call reward functions: how they are started, replaced and ended.
 
-`flowrt.rewards.guard` is the process of a child; `flowrt.rewards.child` documents the messages.
+`flowrt.rewards.reaper` is the process of a child; `flowrt.rewards.child` documents the messages.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from flowrt.errors import ConfigError, WaitExpired
-from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, WROTE, RewardProcess
+from flowrt.rewards.reward_names import RewardFunction, TaskReward
 from flowrt.rewards.samples import CallForm
 from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import cancel_and_wait, wait_all, wait_until
@@ -103,7 +103,7 @@ class RewardChildren:
         self.in_background(self.end(process))
 
     async def end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
-        """End a child, and start a spare one; returns the report of its guard."""
+        """End a child, and start a spare one; returns the report of its reaper."""
         self._processes.discard(process)
         self._has_lost = True
         self._prepare()
@@ -121,7 +121,7 @@ class RewardChildren:
         loading = [] if self._loading is None else [self._loading]
         await cancel_and_wait([*users, *self._spares, *loading], GRACE_S)
         with contextlib.suppress(WaitExpired):
-            await wait_all(list(self._endings), 4 * GRACE_S, "the end of reward processes", "their guards")
+            await wait_all(list(self._endings), 4 * GRACE_S, "the end of reward processes", "their reapers")
         for process in list(self._processes):
             await self.end(process)
 
@@ -155,7 +155,7 @@ class RewardChildren:
             raise ConfigError(f"{self._functions[index].at(line)}: {what}; {FIX}")
         if not messages:
             lines: dict[str, int] = ended.get("lines", {})
-            if code := max(ended.get("guard") or 0, 0):
+            if code := max(ended.get("reaper") or 0, 0):
                 raise ConfigError(
                     f"the process that loads {self._functions[0].described} could not be started: Python ended with "
                     f"exit code {code}, and the reason is in its output"
@@ -167,20 +167,20 @@ class RewardChildren:
         return process
 
     def _spawn(self) -> RewardProcess:
-        """Start a guard, which forks a child."""
+        """Start a reaper, which forks a child."""
         options = self._options
         data, of_child = socket.socketpair()
-        control, of_guard = socket.socketpair()
-        with of_child, of_guard:
-            fds = (of_child.fileno(), of_guard.fileno())
-            words = [sys.executable, RUN_MODULE, "flowrt.rewards.guard"]
+        control, of_reaper = socket.socketpair()
+        with of_child, of_reaper:
+            fds = (of_child.fileno(), of_reaper.fileno())
+            words = [sys.executable, RUN_MODULE, "flowrt.rewards.reaper"]
             words += ["--data", str(fds[0]), "--control", str(fds[1])]
             words += ["--memory-bytes", str(options.memory_mb << 20), "--sandbox", options.code_sandbox]
             words += ["--timeout-s", str(options.timeout_s), "--model", self._model, "--device", options.model_device]
             if self._task is not None:
                 words += ["--task", json.dumps([self._task.module, self._task.configuration])]
             environment = {name: value for name, value in os.environ.items() if name != options.key_variable}
-            guard = subprocess.Popen(
+            reaper = subprocess.Popen(
                 [
                     *words,
                     json.dumps([[function.name, function.kind, function.argument] for function in self._functions]),
@@ -194,7 +194,7 @@ class RewardChildren:
             )
         for connection in (data, control):
             connection.setblocking(False)
-        return RewardProcess(guard, data, control)
+        return RewardProcess(reaper, data, control)
 
     async def _drop(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
         """End a child that has not loaded the functions."""
@@ -221,7 +221,7 @@ def _retrieve_error(task: asyncio.Task[Any]) -> None:
 
 
 def described_end(ended: dict[str, Any]) -> str:
-    """How a child has ended, as the end of a sentence, from the report of its guard."""
+    """How a child has ended, as the end of a sentence, from the report of its reaper."""
     code = ended.get("ended")
     if code is None:
         return "it closed the file descriptors of its process, or killed it"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from flowrt.rewards.functions import LOCAL, REMOTE, parse_function
+from flowrt.rewards.reward_names import LOCAL, REMOTE, parse_function
 from flowrt.runtime.bounds import Seconds
 from flowrt.runtime.conditions import OnlyIf, Value
 

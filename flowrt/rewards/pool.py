@@ -16,10 +16,10 @@ from flowrt.rewards.async_calls import AsyncCalls
 from flowrt.rewards.calls import CallQueue, RewardCall, Scoring, new_number
 from flowrt.rewards.child import packed
 from flowrt.rewards.children import FIX, RewardChildren, described_end
-from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.processes import GRACE_S, WROTE, RewardProcess
+from flowrt.rewards.reward_names import RewardFunction, TaskReward
 from flowrt.rewards.samples import CallForm, Rate, RewardSample
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 

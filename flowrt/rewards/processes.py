@@ -1,6 +1,6 @@
 """A child process that calls reward functions, as its pool sees it.
 
-`flowrt.rewards.guard` is the process of a child; `flowrt.rewards.child` documents the messages.
+`flowrt.rewards.reaper` is the process of a child; `flowrt.rewards.child` documents the messages.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from flowrt.rewards.child import UNPACKING, packed
 from flowrt.runtime.waits import Deadline, blocking, wait_until
 
 GRACE_S = 5.0
-"""Seconds that a guard may take to end the processes of its child."""
+"""Seconds that a reaper may take to end the processes of its child."""
 RECV_BYTES = 1 << 16
 BLOCKED_ON = "the user's reward function"
 WROTE = "it wrote to the file descriptors of its process"
@@ -28,9 +28,9 @@ WROTE = "it wrote to the file descriptors of its process"
 
 @dataclass(slots=True, eq=False)
 class RewardProcess:
-    """A child with its guard."""
+    """A child with its reaper."""
 
-    guard: subprocess.Popen[bytes]
+    reaper: subprocess.Popen[bytes]
     data: socket.socket
     control: socket.socket
     unpacker: Any = field(default_factory=functools.partial(msgpack.Unpacker, **UNPACKING))
@@ -92,28 +92,28 @@ class RewardProcess:
     async def end(self, *, hung: bool = False) -> dict[str, Any]:
         """End the child and all processes that it has started.
 
-        Returns the report of `flowrt.rewards.guard`; without one, its own exit code as ``guard``. ``hung``: the child
+        Returns the report of `flowrt.rewards.reaper`; without one, its own exit code as ``reaper``. ``hung``: the child
         writes its stack first.
         """
         loop = asyncio.get_running_loop()
         report = b""
         with contextlib.suppress(OSError, WaitExpired):
             if hung:
-                await wait_until(loop.sock_sendall(self.control, b"k"), GRACE_S, "a message", "the guard")
+                await wait_until(loop.sock_sendall(self.control, b"k"), GRACE_S, "a message", "the reaper")
             else:
                 self.control.shutdown(socket.SHUT_WR)
             while not report.endswith(b"\n"):
                 receiving = loop.sock_recv(self.control, RECV_BYTES)
-                data = await wait_until(receiving, GRACE_S, "the end of a reward process", "its guard")
+                data = await wait_until(receiving, GRACE_S, "the end of a reward process", "its reaper")
                 if not data:
                     break
                 report += data
         self.data.close()
         self.control.close()
-        wait = functools.partial(self.guard.wait, GRACE_S)
+        wait = functools.partial(self.reaper.wait, GRACE_S)
         try:
-            await asyncio.to_thread(blocking, wait, GRACE_S, "the end of a guard", "it")
+            await asyncio.to_thread(blocking, wait, GRACE_S, "the end of a reaper", "it")
         except subprocess.TimeoutExpired:
-            self.guard.kill()
-        content: dict[str, Any] = json.loads(report) if report.endswith(b"\n") else {"guard": self.guard.returncode}
+            self.reaper.kill()
+        content: dict[str, Any] = json.loads(report) if report.endswith(b"\n") else {"reaper": self.reaper.returncode}
         return content

@@ -29,9 +29,9 @@ from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.recipes.tasks.task_reward import is_scored_by_task, row_of, task_reward
 from flowrt.rewards.check import check_here
-from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result
+from flowrt.rewards.reward_names import parse_functions
 from flowrt.rewards.rows import decode_row
 from flowrt.rewards.samples import CallForm, RewardSample
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward

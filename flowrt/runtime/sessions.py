@@ -1,6 +1,6 @@
 """Sessions of processes: the processes of a server and the named shared memory that they use, killed and removed.
 
-``python -m flowrt.runtime.sessions`` is the guard that `SessionGuard` starts. It holds no copy of this process's
+``python -m flowrt.runtime.sessions`` is the reaper that `SessionReaper` starts. It holds no copy of this process's
 descriptors, so that it is not affected by how this process ends.
 """
 
@@ -19,10 +19,10 @@ SHARED = Path("/dev/shm")  # noqa: S108 - the system's directory of named shared
 PROCESSES = Path("/proc")
 KILL_TIMEOUT_S = 60.0
 POLL_S = 0.02
-END = BoundedElsewhere("the end of the process that started the guard, or its request")
+END = BoundedElsewhere("the end of the process that started the reaper, or its request")
 
 
-class SessionGuard:
+class SessionReaper:
     """A process that kills the processes of a session when this process ends, however it ends.
 
     A parent-death signal alone covers the first process of a session: a process that this one has started, and that
@@ -43,11 +43,11 @@ class SessionGuard:
         self._pipe = self._process.stdin
 
     def enter(self) -> None:
-        """Name the calling process, the first of a new session, to the guard; called between fork and exec."""
+        """Name the calling process, the first of a new session, to the reaper; called between fork and exec."""
         os.write(self._pipe.fileno(), b"%d\n" % os.getpid())
 
     def close(self) -> None:
-        """End the guard, which kills what is left of the session. Raises TimeoutExpired if it does not end."""
+        """End the reaper, which kills what is left of the session. Raises TimeoutExpired if it does not end."""
         self._pipe.close()
         wait = partial(self._process.wait, KILL_TIMEOUT_S)
         blocking(wait, KILL_TIMEOUT_S, "the end of killed processes", "the system")
@@ -138,7 +138,7 @@ def main() -> None:
     """Kill the sessions that standard input names, one a line, when it ends."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # what ends the other process, too
-    named = blocking(sys.stdin.buffer.read, END, "the end of the process that started the guard", "that process")
+    named = blocking(sys.stdin.buffer.read, END, "the end of the process that started the reaper", "that process")
     for session in named.split():
         kill_session(int(session))
 

@@ -24,9 +24,9 @@ ALLOWED_WAITS = {
     # Whether a process has ended; returns at once.
     ("flowrt/engines/sglang/server_process.py", "self._process.poll"),
     # Whether children have ended; returns at once.
-    ("flowrt/rewards/guard.py", "os.waitpid"),
+    ("flowrt/rewards/reaper.py", "os.waitpid"),
     # Called when there is something to read.
-    ("flowrt/rewards/guard.py", "control.recv"),
+    ("flowrt/rewards/reaper.py", "control.recv"),
     # Of processes that were killed.
     ("flowrt/rewards/programs/descendants.py", "os.waitpid"),
     # In the process for programs, which its caller kills at the deadline of the call.
@@ -49,7 +49,7 @@ ALLOWED_WAITS = {
     # The messages of a connection, which ends when heartbeats are not answered; the callers have deadlines, too.
     ("flowrt/client/session.py", "self._connection"),
     ("flowrt/launcher/observer.py", "connection"),
-    ("flowrt/launcher/drain.py", "statuses(connection)"),
+    ("flowrt/launcher/drain_command.py", "statuses(connection)"),
     # As a write to a blocking descriptor, until the reader takes the output or goes away.
     ("flowrt/runtime/streams.py", "select.select"),
     # zmq's own thread is told to end within LINGER.

@@ -10,7 +10,7 @@ import pytest
 
 from flowrt import api
 from flowrt.launcher.observer import fetch_status
-from flowrt.net.connection_guard import MAX_UNDELIVERED_BYTES
+from flowrt.net.connection_filter import MAX_UNDELIVERED_BYTES
 from tests.integration.helpers import flooder as flooding
 from tests.integration.helpers import small_controller
 from tests.integration.helpers.flooder import KINDS

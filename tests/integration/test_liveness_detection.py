@@ -48,6 +48,6 @@ async def poll_liveness(link: ServerLink, left: asyncio.Event, at_most_s: float)
     """Check for stopped peers as the controller does, until a peer has left or the time is over."""
     end_s = time.monotonic() + at_most_s
     while not left.is_set() and time.monotonic() < end_s:
-        link.guard.close_stopped()
+        link.filter.close_stopped()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(left.wait(), TICK_S)

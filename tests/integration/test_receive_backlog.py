@@ -10,7 +10,7 @@ import pytest
 
 from flowrt import api
 from flowrt.errors import RemoteProtocolError
-from flowrt.net.connection_guard import MAX_UNDELIVERED_BYTES, received_bytes
+from flowrt.net.connection_filter import MAX_UNDELIVERED_BYTES, received_bytes
 from flowrt.protocol.codec import MAX_MESSAGE_BYTES
 
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
@@ -115,7 +115,7 @@ async def test_large_delivered_volume_closes_no_connection(tmp_path: Path) -> No
     """More bytes than a connection may have undelivered, in complete messages: all are processed."""
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
         session = await api.connect(address, "reader", "reader", DEADLINE_S)
-        backlog = server._link.guard.backlog
+        backlog = server._link.filter.backlog
         (descriptor,) = backlog._descriptors
         note = "n" * (1 << 20)
         for _ in range(2 * (MAX_UNDELIVERED_BYTES >> 20)):

@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.check import check_rewards
-from flowrt.rewards.functions import parse_function, with_paths
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.reward_names import parse_function, with_paths
 from flowrt.rewards.scoring import RewardScorer
 from tests.proofs.chat_models import FAMILIES, chat_tokenizer
 

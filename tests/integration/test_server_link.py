@@ -209,8 +209,8 @@ async def test_a_connection_is_known_before_its_first_message_is_handled() -> No
     joined: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
 
     def receive(peer: bytes, _: m.Message) -> None:
-        link.guard.on_joined(peer, source := link.source())
-        joined.set_result((source, link.guard.address(source)))
+        link.filter.on_joined(peer, source := link.source())
+        joined.set_result((source, link.filter.address(source)))
 
     link = ServerLink(receive, lambda peer, why: None, lambda: None)
     with contextlib.closing(link):
@@ -223,9 +223,9 @@ async def test_a_connection_is_known_before_its_first_message_is_handled() -> No
                 source, peer_address = await joined
             link._monitor.drain()
             assert peer_address
-            assert link.guard.is_open(source, peer_address)
-            assert source in link.guard._liveness._watched
-            assert source not in link.guard._unjoined
+            assert link.filter.is_open(source, peer_address)
+            assert source in link.filter._liveness._watched
+            assert source not in link.filter._unjoined
 
 
 def send_and_leave(address: str) -> None:
@@ -249,8 +249,8 @@ async def test_a_connection_that_closed_before_its_first_message_was_handled_is_
                 link.drain()
                 await asyncio.sleep(0)
         peer = received.result()
-        assert not link.guard.carries(link.source(), peer)
-        assert link.guard.backlog._delivered == {}
+        assert not link.filter.carries(link.source(), peer)
+        assert link.filter.backlog._delivered == {}
 
 
 async def test_a_message_after_a_failed_handshake_is_dropped_and_the_failure_reported() -> None:

@@ -72,7 +72,7 @@ def test_reward_errors_and_timeouts_of_a_task_file_are_counted(
     text = Path(str(arithmetic.__file__)).read_text()
     original = 'return float(response.rsplit(",", 1)[-1] == answer)'
     assert original in text
-    is_run = "'rewards.guard' in str(sys.modules['__main__'].__spec__)"
+    is_run = "'rewards.reaper' in str(sys.modules['__main__'].__spec__)"
     fault = f"import sys, time\n        if {is_run}: time.sleep(60 * (int(answer) % 2)); 1 / 0"
     file.write_text(text.replace(original, f"{fault}\n        {original}"))
     sizes = ["--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--data.eval-prompts", "0"]

@@ -13,7 +13,7 @@ import pytest
 
 from flowrt import api
 from flowrt.errors import EXIT_DISMISSED, RemoteProtocolError, Stopped
-from flowrt.net import connection_guard
+from flowrt.net import connection_filter
 from flowrt.protocol import messages as m
 
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
@@ -77,7 +77,7 @@ async def test_connections_with_a_foreign_protocol_are_closed_and_logged_briefly
 
 
 async def test_connection_that_never_sends_hello_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_guard, "HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connection_filter, "HELLO_TIMEOUT_S", 0.5)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):

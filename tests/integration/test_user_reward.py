@@ -353,7 +353,7 @@ def test_processes_of_a_reward_function_end_with_the_scorer(tmp_path: Path) -> N
         scorer = RewardScorer(RewardOptions(functions=(str(reward_file),)))
         try:
             assert (await scorer.score("response", b'{"answer": "7"}')).reward == 1.0
-            # A guard, its child, and the two processes that the child has started.
+            # A reaper, its child, and the two processes that the child has started.
             await asyncio.to_thread(
                 wait_until, lambda: len(marked_processes(str(tmp_path))) == 4, 10.0, lambda: "not started"
             )

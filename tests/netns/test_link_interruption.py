@@ -17,13 +17,13 @@ from flowrt.net.curve_keys import controller_keys
 from flowrt.net.link import ServerLink
 async def main():
     def on_message(peer, message):
-        link.guard.on_joined(peer, link.source())  # else the guard closes the connection as unknown
+        link.filter.on_joined(peer, link.source())  # else the filter closes the connection as unknown
         print("received", peer.hex(), flush=True)
     link = ServerLink(on_message, lambda peer, error: None, lambda: print("left", flush=True),
         controller_keys(Path(sys.argv[3])))
     Path(sys.argv[2]).write_text(link.bind(sys.argv[1]))
     while True:
-        link.guard.close_stopped()
+        link.filter.close_stopped()
         await asyncio.sleep(0.1)
 asyncio.run(main())
 """

@@ -21,7 +21,7 @@ from flowrt import api
 from flowrt.controller.events import MessageReceived, Send
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.net.connection_guard import MAX_REPLIES_UNJOINED
+from flowrt.net.connection_filter import MAX_REPLIES_UNJOINED
 from flowrt.net.curve_keys import controller_keys, worker_keys, write_keys
 from flowrt.protocol import codec
 from flowrt.protocol import messages as m

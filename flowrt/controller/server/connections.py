@@ -64,13 +64,13 @@ class Connections:
         self._name[peer] = worker
         self._peer[worker] = peer
         self._role[worker] = role
-        self._source[worker] = (source, self._link.guard.address(source))
-        self._link.guard.on_joined(peer, source)
+        self._source[worker] = (source, self._link.filter.address(source))
+        self._link.filter.on_joined(peer, source)
 
     def _kernel_alive(self, membership: Membership, now: float) -> Iterator[KernelAlive]:
         """An event for each silent worker whose process still answers at the TCP level: its interpreter is busy."""
         for worker, last_message_s in membership.quiet(now):
-            at_s = now - self._link.guard.idle_s(*self._source.get(worker, (-1, "")))
+            at_s = now - self._link.filter.idle_s(*self._source.get(worker, (-1, "")))
             if at_s > last_message_s:
                 yield KernelAlive(worker, at_s)
 
@@ -78,15 +78,15 @@ class Connections:
         """Close connections of stopped processes and log cut links; returns an event for each worker that is alive but
         busy. ``now``: seconds on the controller's clock.
         """
-        self._link.guard.close_stopped()
+        self._link.filter.close_stopped()
         self._log_cut_links()
         return self._kernel_alive(membership, now)
 
     def _log_cut_links(self) -> None:
         """Log each worker whose link was cut (no TCP traffic at all) or is back since the last call."""
         cut: dict[WorkerId, float] = {}
-        for worker, source in self._source.items() if self._link.guard.has_cut_links else ():
-            if (since_s := self._link.guard.cut_since_s(*source)) is not None:
+        for worker, source in self._source.items() if self._link.filter.has_cut_links else ():
+            if (since_s := self._link.filter.cut_since_s(*source)) is not None:
                 cut[worker] = since_s
         for worker in cut.keys() - self._cut.keys():
             log.warning(
@@ -95,7 +95,7 @@ class Connections:
                 monotonic() - cut[worker],
             )
         for worker in self._cut.keys() - cut.keys():
-            if worker in self and self._link.guard.is_open(*self._source[worker]):
+            if worker in self and self._link.filter.is_open(*self._source[worker]):
                 log.info("the link of %s is back", worker)
         self._cut = cut
 

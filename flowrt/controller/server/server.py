@@ -53,7 +53,7 @@ from flowrt.controller.storage.time_recorder import RecorderStart
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError, LocalProtocolError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
-from flowrt.net.connection_guard import RateLimitedLog
+from flowrt.net.connection_filter import RateLimitedLog
 from flowrt.net.curve_keys import ControllerKeys
 from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
@@ -221,7 +221,7 @@ class Server:
     @property
     def refused_connections(self) -> int:
         """Number of connections whose handshake failed; with keys set, including connections without a valid key."""
-        return self._link.guard.refused.count
+        return self._link.filter.refused.count
 
     @property
     def ended(self) -> EndRun | None:
@@ -304,7 +304,7 @@ class Server:
                 self._handle(alive)
             self._handle(Tick())
             self._flush_recording()
-            self._link.guard.check()
+            self._link.filter.check()
             self._send_status()
             self._flush()
             self._recorder.compact()
@@ -369,13 +369,13 @@ class Server:
         self._refused.warn("refused a message of %s: %s", self._connections.name(peer) or peer.hex(), reason)
 
     def _answer_unknown_peer(self, peer: bytes, answer: m.Message) -> None:
-        if self._link.guard.may_reply(peer):
+        if self._link.filter.may_reply(peer):
             self._link.send(peer, answer)
         else:
             self._link.disconnect(peer)
 
     def _handshake(self, peer: bytes, hello: m.Hello, source: int) -> None:
-        if not self._link.guard.carries(source, peer):
+        if not self._link.filter.carries(source, peer):
             return  # the connection has closed since
         if self._connections.name(peer) == hello.worker:
             return  # repeated while the first hello was delayed

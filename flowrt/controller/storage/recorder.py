@@ -10,7 +10,7 @@ from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import GroupEnd, SampleStore
 from flowrt.errors import FlowError
-from flowrt.net.connection_guard import RateLimitedLog
+from flowrt.net.connection_filter import RateLimitedLog
 from flowrt.protocol.messages import Report, SampleRecords
 
 log = logging.getLogger(__name__)

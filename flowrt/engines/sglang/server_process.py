@@ -26,7 +26,7 @@ from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang.protocol import KEY_VARIABLE
 from flowrt.errors import ConfigError, EngineError
 from flowrt.runtime.parent_death import die_with_parent
-from flowrt.runtime.sessions import KILL_TIMEOUT_S, SessionGuard, kill_session, mapped_names, remove_unused
+from flowrt.runtime.sessions import KILL_TIMEOUT_S, SessionReaper, kill_session, mapped_names, remove_unused
 from flowrt.runtime.waits import blocking, join_thread
 
 KEY_BYTES = 32
@@ -123,7 +123,7 @@ class SglangServer:
         self.key = ""
         """API key of the running server."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard: SessionGuard | None = None
+        self._reaper: SessionReaper | None = None
         self._shared: frozenset[tuple[Path, int]] = frozenset()
 
     def start(self) -> str:
@@ -139,7 +139,7 @@ class SglangServer:
         output = self._log.open()
         try:
             self.key, key_arguments = self._key_file.arguments(command)
-            self._guard = SessionGuard()
+            self._reaper = SessionReaper()
             self._process = subprocess.Popen(
                 [*command, *key_arguments],
                 stdin=subprocess.DEVNULL,
@@ -147,7 +147,7 @@ class SglangServer:
                 stderr=output,
                 env=self._environment(),
                 start_new_session=True,
-                preexec_fn=partial(_bind_to_worker, self._guard),
+                preexec_fn=partial(_bind_to_worker, self._reaper),
             )
         except OSError as error:
             raise EngineError(f"the SGLang server cannot be started: {error}") from error
@@ -184,9 +184,9 @@ class SglangServer:
             wait = partial(self._process.wait, KILL_TIMEOUT_S)
             blocking(wait, KILL_TIMEOUT_S, "the end of a killed server", "the system")
             self._process = None
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
+        if self._reaper is not None:
+            self._reaper.close()
+            self._reaper = None
         self._log.close()
         self._key_file.remove()
         remove_unused(self._shared)
@@ -237,10 +237,10 @@ def _positions(model: Path) -> int | None:
         return None
 
 
-def _bind_to_worker(guard: SessionGuard) -> None:
+def _bind_to_worker(reaper: SessionReaper) -> None:
     """Runs in the first process of a server, before its program."""
     die_with_parent()
-    guard.enter()
+    reaper.enter()
 
 
 class ServerLog:

@@ -19,13 +19,13 @@ from flowrt.errors import FlowError
 from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.exporters.prometheus import CONTENT_TYPE, prometheus_text
 from flowrt.observability.json_text import to_json
-from flowrt.observability.lanes import MAX_LANES
 from flowrt.observability.page.access import METRICS_PATH, Access, Handler, add_headers, refuse
 from flowrt.observability.page.listeners import who_listens
 from flowrt.observability.page.replayer import Replayer
 from flowrt.observability.page.stream import Status, Stream
 from flowrt.observability.run_reader import FileUpdate, RunFigures, RunReader
 from flowrt.observability.series import MAX_POINTS, Axis
+from flowrt.observability.timeline_rows import MAX_LANES
 from flowrt.runtime.waits import pause, wait_until
 
 STATIC = {

@@ -11,8 +11,8 @@ from flowrt.recipes.config_io import from_toml, to_toml
 from flowrt.recipes.tasks.registry import takes_reward, task_of
 from flowrt.recipes.tasks.task_file import is_task_file
 from flowrt.rewards.built_in import Scorer
-from flowrt.rewards.functions import TaskReward
 from flowrt.rewards.outcomes import RewardOutcome
+from flowrt.rewards.reward_names import TaskReward
 from flowrt.rewards.user_file import outcome_of
 
 KIND = "task:"

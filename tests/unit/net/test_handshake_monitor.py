@@ -6,7 +6,7 @@ import pytest
 
 from flowrt.errors import ConfigError, FlowError
 from flowrt.net import link
-from flowrt.net.connection_guard import HandshakeFailure
+from flowrt.net.connection_filter import HandshakeFailure
 from flowrt.net.curve_keys import Pair, WorkerKeys
 from flowrt.net.link import CLOSED_HANDSHAKES_S, HandshakeMonitor
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from flowrt.errors import ConfigError
 from flowrt.observability import tails
 from flowrt.observability.attribution import merged
-from flowrt.observability.lanes import FULL, MAX_SPANS, TimelineLanes
 from flowrt.observability.run_reader import FileUpdate, RunReader, is_locked
 from flowrt.observability.series import Series
 from flowrt.observability.tails import GzipTail, JsonTail, LineTail
+from flowrt.observability.timeline_rows import FULL, MAX_SPANS, TimelineRows
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.runtime.files import RunLock, atomic_write
 
@@ -289,10 +289,10 @@ def test_consecutive_shares_are_added_up() -> None:
     assert (last["step"], last["worst"]) == (9, {"gate": [["rollout-1", 0.5]]})
 
 
-def write_lanes(folder: Path, lines: list[dict[str, Any]], segment: int = 0) -> TimelineLanes:
+def write_lanes(folder: Path, lines: list[dict[str, Any]], segment: int = 0) -> TimelineRows:
     folder.mkdir(exist_ok=True)
     (folder / f"{segment:04}.jsonl.gz").write_bytes(gzip.compress(text_of(lines).encode()))
-    lanes = TimelineLanes(folder)
+    lanes = TimelineRows(folder)
     lanes.read_new()
     return lanes
 

@@ -117,7 +117,7 @@ async def test_a_controller_is_reached_where_it_listens(bound: str) -> None:
     client.send(m.Hello(protocol=1, worker="a", role="b", host="c", pid=1, lanes=()))
     try:
         assert isinstance(await asyncio.wait_for(received, 30.0), m.Hello)
-        peer = server.guard.address(server.source())
+        peer = server.filter.address(server.source())
         assert split_endpoint(peer).host == ("::1" if "::1" in bound else "127.0.0.1")
     finally:
         client.close()

@@ -3,12 +3,12 @@
 - Only peers with a known key are admitted (ZeroMQ Authentication Protocol); a connection must send its hello in time.
 - The memory that peers can occupy is bounded. ZeroMQ limits the size of each frame and the number of unread messages,
   but not the frames of one message, which it keeps until the last one has arrived. The kernel counts the bytes received
-  over a connection (`tcp_info` in Linux's include/uapi/linux/tcp.h), and the guard counts the bytes of its delivered
-  messages; if the difference exceeds a limit, the guard closes the connection.
+  over a connection (`tcp_info` in Linux's include/uapi/linux/tcp.h), and the filter counts the bytes of its delivered
+  messages; if the difference exceeds a limit, the filter closes the connection.
 - Connections of stopped processes are closed (`liveness`).
 
 A connection is identified by its descriptor, and, since descriptors are reused, by its address too. Before a descriptor
-is taken from a message, `ServerLink` has the guard handle all events of connections that preceded the message.
+is taken from a message, `ServerLink` has the filter handle all events of connections that preceded the message.
 """
 
 import asyncio
@@ -156,11 +156,11 @@ class ReceiveBacklog:
         return excessive
 
 
-class ConnectionGuard:
+class ConnectionFilter:
     """The connections of the controller's socket: who may connect, and which have to be closed."""
 
     def __init__(self, admitted: Mapping[bytes, str] | None, on_closed: Callable[[], None]) -> None:
-        """Make a guard without connections.
+        """Make a filter without connections.
 
         Args:
             admitted: names of admitted workers by their public keys; None: peers without keys are admitted.
@@ -169,7 +169,7 @@ class ConnectionGuard:
         self._admitted = admitted
         self._on_closed = on_closed
         self.refused = RateLimitedLog()
-        """Counts connections that were refused or closed by the guard, or closed before their hello."""
+        """Counts connections that were refused or closed by the filter, or closed before their hello."""
         self._addresses: dict[int, str] = {}
         self._unjoined: dict[int, float] = {}  # when each connection without an accepted hello was accepted
         self._joined: dict[bytes, int] = {}  # connection of each peer whose hello was accepted

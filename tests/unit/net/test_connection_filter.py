@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from flowrt.net import connection_guard
-from flowrt.net.connection_guard import HELLO_TIMEOUT_S, UNJOINED_CHECK_S, ConnectionGuard, ReceiveBacklog
+from flowrt.net import connection_filter
+from flowrt.net.connection_filter import HELLO_TIMEOUT_S, UNJOINED_CHECK_S, ConnectionFilter, ReceiveBacklog
 
 DESCRIPTOR = 7
 """No connection of this process: the kernel has received nothing over it."""
@@ -42,20 +42,20 @@ def test_a_peer_that_left_before_its_hello_was_handled_is_forgotten_when_its_des
 
 async def test_a_hello_is_awaited_by_time_in_which_the_controller_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(connection_guard, "monotonic", lambda: now)
-    guard = ConnectionGuard(None, lambda: None)
+    monkeypatch.setattr(connection_filter, "monotonic", lambda: now)
+    connections = ConnectionFilter(None, lambda: None)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()),
         listener.accept()[0] as accepted,
     ):
-        guard.on_accepted(accepted.fileno())
+        connections.on_accepted(accepted.fileno())
         now += 2 * HELLO_TIMEOUT_S  # the controller was stopped: the hello may be unread
-        guard._check_unjoined()
-        assert guard.refused.count == 0
+        connections._check_unjoined()
+        assert connections.refused.count == 0
         end_s = now + HELLO_TIMEOUT_S + 1
         while now < end_s:
             now += UNJOINED_CHECK_S
-            guard._check_unjoined()
-        assert guard.refused.count == 1
-    guard.close()
+            connections._check_unjoined()
+        assert connections.refused.count == 1
+    connections.close()

@@ -1,7 +1,7 @@
-"""The guard of a child process: ``python -m flowrt.rewards.guard``, started by `flowrt.rewards.children`.
+"""The reaper of a child process: ``python -m flowrt.rewards.reaper``, started by `flowrt.rewards.children`.
 
 The process forks before user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent is the
-guard, and runs no user code. It forwards the first part of the child's output. It kills all processes that the child
+reaper, and runs no user code. It forwards the first part of the child's output. It kills all processes that the child
 has started as soon as
 
 - the child has ended,
@@ -9,7 +9,7 @@ has started as soon as
 - the pool closes the control socket, which the end of the pool's process does too.
 
 Then it reports how the child ended, as a JSON object: ``{"ended": exit code, "lines": {path: line}}``. The exit code is
-null if the guard killed the child. For each user's file, line is the one at which the child was; 0 if unknown.
+null if the reaper killed the child. For each user's file, line is the one at which the child was; 0 if unknown.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from select import POLLIN, poll
 from select import poll as Poller  # noqa: N812
 from typing import IO, NoReturn
 
-from flowrt.rewards.functions import RewardFunction, TaskReward
+from flowrt.rewards.reward_names import RewardFunction, TaskReward
 from flowrt.runtime.parent_death import adopt_orphans, die_with_parent
 from flowrt.runtime.waits import BoundedElsewhere, blocking
 
@@ -70,7 +70,7 @@ class Output:
         return bool(data)
 
 
-def guard(control: socket.socket, child: int, paths: Sequence[str], stack: IO[bytes], fds: tuple[int, int]) -> NoReturn:
+def reap(control: socket.socket, child: int, paths: Sequence[str], stack: IO[bytes], fds: tuple[int, int]) -> NoReturn:
     """Wait for an end of the child or the pool, or a request; kill the processes of the child; report; exit.
 
     Args:
@@ -184,9 +184,9 @@ def _children() -> Iterator[int]:
 
 
 def main() -> NoReturn:
-    parser = argparse.ArgumentParser(description="a child process that calls reward functions, and its guard")
+    parser = argparse.ArgumentParser(description="a child process that calls reward functions, and its reaper")
     parser.add_argument("--data", type=int, required=True, help="file descriptor of the socket for calls")
-    parser.add_argument("--control", type=int, required=True, help="file descriptor of the socket of the guard")
+    parser.add_argument("--control", type=int, required=True, help="file descriptor of the socket of the reaper")
     parser.add_argument("--memory-bytes", type=int, required=True, help="that calls may take")
     parser.add_argument("--sandbox", required=True, help="of function code: bwrap or limits")
     parser.add_argument("--timeout-s", type=float, required=True, help="deadline of a call")
@@ -213,7 +213,7 @@ def main() -> NoReturn:
     if child:
         data.close()
         os.close(standard)
-        guard(control, child, paths, stack, (read, output))
+        reap(control, child, paths, stack, (read, output))
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)

@@ -1,4 +1,4 @@
-"""Lanes of the timeline: spans and waits of each worker in a window of time, from timeline/NNNN.jsonl.gz.
+"""Rows of the timeline, one a worker (in the API: lanes): spans and waits in a window, from timeline/NNNN.jsonl.gz.
 
 Up to `MAX_SPANS` spans and waits are given one by one; of more, a matrix has the busy share of the workers over time.
 """
@@ -97,7 +97,7 @@ class _Segment:
         self.first_s, self.last_s = float("inf"), float("-inf")
 
 
-class TimelineLanes:
+class TimelineRows:
     """The timeline of a run, read incrementally."""
 
     def __init__(self, directory: Path) -> None:
