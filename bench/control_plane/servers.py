@@ -25,7 +25,7 @@ from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.weight_sync import DelayedUpdate
 from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.controller.state.replay import Entry
+from flowrt.controller.state.controller_restart import Entry
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.net.link import server_socket
 from flowrt.protocol.messages import Stage
@@ -70,7 +70,7 @@ class NoLedger(Ledger):
     def add(self, record: AppendLedger, at_s: float) -> None:
         pass
 
-    def append_replay(self, entry: Entry) -> None:
+    def append_restart_log(self, entry: Entry) -> None:
         pass
 
 

@@ -26,8 +26,8 @@ from flowrt.controller.events import (
     WorkerDisconnected,
 )
 from flowrt.controller.settings import Dataflow, Policies, Settings, check_filter
+from flowrt.controller.state.controller_restart import RecoveredState
 from flowrt.controller.state.kept_samples import KeptSample
-from flowrt.controller.state.replay import RecoveredState
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import (
@@ -112,7 +112,7 @@ class Core:
             flow: columns and stages.
             policies: one policy for each decision.
             term: the number of this controller of the run, from 1.
-            recovered: the state of an earlier controller that crashed, from its replay log; None without one.
+            recovered: the state of an earlier controller that crashed, from its restart log; None without one.
             outcomes: mean rewards of groups under earlier controllers, for the curriculum.
             kept: samples of earlier starts of the run that journals have.
         """

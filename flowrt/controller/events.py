@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrt.controller.state.replay import Entry
+from flowrt.controller.state.controller_restart import Entry
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import Message
 
@@ -121,8 +121,8 @@ class AppendLedger:
 
 
 @dataclass(slots=True)  # one for every commit: not frozen, because creating a frozen one takes three times as long
-class AppendReplay:
-    """Append an entry to the replay log before any message that follows from it is sent."""
+class AppendRestartLog:
+    """Append an entry to the restart log before any message that follows from it is sent."""
 
     entry: Entry
 
@@ -233,4 +233,4 @@ class EndRun:
     code: int  # exit code of the run
 
 
-Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | EvaluationClosed | LogEvent | Persist | EndRun
+Command = Send | Dismiss | AppendLedger | AppendRestartLog | StepClosed | EvaluationClosed | LogEvent | Persist | EndRun

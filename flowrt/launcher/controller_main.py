@@ -19,7 +19,7 @@ from time import monotonic
 from flowrt.controller.events import EndRun, PreemptRun
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.server.server import Observability, Server
-from flowrt.controller.state.replay import STEP
+from flowrt.controller.state.controller_restart import STEP
 from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpoint
 from flowrt.controller.storage.journals import DISCARDED, KEPT, FoundSamples, delete_unknown, read_journals
 from flowrt.controller.storage.ledger import Ledger

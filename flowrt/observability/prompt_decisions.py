@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from flowrt.controller.core import Core
-from flowrt.controller.events import AppendLedger, AppendReplay, Dismiss, MessageReceived
-from flowrt.controller.state.replay import GroupsOpened, StageCommitted, StageUndone
+from flowrt.controller.events import AppendLedger, AppendRestartLog, Dismiss, MessageReceived
+from flowrt.controller.state.controller_restart import GroupsOpened, StageCommitted, StageUndone
 from flowrt.controller.state.samples import Slot
 from flowrt.ids import LeaseId, SlotId
 from flowrt.observability.replay import Replay, ReplayedEvent, describe
@@ -76,7 +76,7 @@ class PromptDecisions:
         if isinstance(offer, m.Offer) and self._prompt in offer.prompts and self._is_meant(offer.epoch, self._prompt):
             yield offer.epoch, f"offered (flow {offer.flow}, {offer.members} samples)"
         for command in done.commands:
-            if isinstance(command, AppendReplay):
+            if isinstance(command, AppendRestartLog):
                 yield from self._of_entry(command.entry)
             elif isinstance(command, AppendLedger) and self._is_meant(command.epoch, command.prompt):
                 yield command.epoch, _ledger_state(command)

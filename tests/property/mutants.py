@@ -10,10 +10,10 @@ from flowrt.client.requests import ResyncState
 from flowrt.controller.core import HANDLERS
 from flowrt.controller.events import Command, Send
 from flowrt.controller.policies.admission import StrictLag
+from flowrt.controller.state.controller_restart import Recovery
 from flowrt.controller.state.dataflow import Flows
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.opened_prompts import OpenedPrompts
-from flowrt.controller.state.recovery import Recovery
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.state import Preemption, State
 from flowrt.controller.state.training_window import TrainingWindow

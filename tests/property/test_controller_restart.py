@@ -6,9 +6,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.events import AppendReplay, Tick
+from flowrt.controller.events import AppendRestartLog, Tick
 from flowrt.controller.settings import OnLostSample
-from flowrt.controller.state.replay import StageCommitted
+from flowrt.controller.state.controller_restart import StageCommitted
 from tests.effort import examples
 from tests.property.test_core import RUNS, scenarios
 from tests.simulation.cluster import SimulatedCluster
@@ -65,7 +65,7 @@ def test_a_controller_crash_regenerates_no_sample(scenario: Scenario, crashes: i
     commits = [
         event.entry
         for event in cluster.log
-        if isinstance(event, AppendReplay) and isinstance(event.entry, StageCommitted)
+        if isinstance(event, AppendRestartLog) and isinstance(event.entry, StageCommitted)
     ]
     times = Counter(slot for commit in commits if commit.stage == "rollout" for slot in commit.slots)
     assert set(times.values()) == {1}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.events import AppendReplay, MessageReceived, Tick, WorkerConnected
+from flowrt.controller.events import AppendRestartLog, MessageReceived, Tick, WorkerConnected
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
@@ -24,7 +24,7 @@ WORKERS = NAMES[:6]
 
 
 class DurableCoreDriver(CoreDriver):
-    """A `CoreDriver` whose replay entries are kept as in a ledger."""
+    """A `CoreDriver` whose restart entries are kept as in a ledger."""
 
     def __init__(self) -> None:
         self.durable = DurableState()
@@ -33,7 +33,7 @@ class DurableCoreDriver(CoreDriver):
     def event(self, event: Any) -> list[Any]:
         commands = super().event(event)
         for command in commands:
-            if isinstance(command, AppendReplay):
+            if isinstance(command, AppendRestartLog):
                 self.durable.keep(command.entry)
         return commands
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.events import AppendReplay, Command, Event, LogEvent, StepClosed
+from flowrt.controller.events import AppendRestartLog, Command, Event, LogEvent, StepClosed
 from flowrt.controller.policies.guards import Firing, GuardRule, count_violations
+from flowrt.controller.state.controller_restart import VIOLATIONS, CounterSet
 from flowrt.controller.state.guards import Guards
-from flowrt.controller.state.replay import VIOLATIONS, CounterSet
 from tests.effort import examples
 from tests.property.test_core import RUNS, scenarios
 from tests.simulation.cluster import SimulatedCluster
@@ -166,6 +166,6 @@ def is_of_guards(entry: Event | Command) -> bool:
     match entry:
         case LogEvent(kind):
             return kind == "guard"
-        case AppendReplay(CounterSet(name)):
+        case AppendRestartLog(CounterSet(name)):
             return name.startswith(VIOLATIONS)
     return False

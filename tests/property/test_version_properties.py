@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowrt.controller.core import HANDLERS
-from flowrt.controller.events import AppendReplay, LogEvent, Send
+from flowrt.controller.events import AppendRestartLog, LogEvent, Send
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo
@@ -177,8 +177,8 @@ class WeightVersions(RuleBasedStateMachine):
         self, worker: WorkerId, message: m.Publish | m.WeightsStaged | m.FetchFailed | m.WeightsActivated
     ) -> None:
         commands = HANDLERS[type(message)](self.state, self.env, worker, message, self.now)
-        # Replay entries are for a restarted controller.
-        assert all(isinstance(command, AppendReplay | LogEvent) for command in commands)
+        # Restart entries are for a restarted controller.
+        assert all(isinstance(command, AppendRestartLog | LogEvent) for command in commands)
         self.execute_orders()
 
     def execute_orders(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from flowrt.controller.core import Core
 from flowrt.controller.events import (
     AppendLedger,
-    AppendReplay,
+    AppendRestartLog,
     Command,
     Event,
     MessageReceived,
@@ -26,8 +26,8 @@ from flowrt.controller.events import (
 )
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.settings import Policies, Settings
+from flowrt.controller.state.controller_restart import RecoveredState
 from flowrt.controller.state.kept_samples import KeptSample
-from flowrt.controller.state.replay import RecoveredState
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
@@ -294,7 +294,7 @@ class SimulatedCluster:
                     self.state[epoch, prompt] = state
                 case StepClosed():
                     self.steps.append(command)
-                case AppendReplay(entry):
+                case AppendRestartLog(entry):
                     self.disk.keep(entry)
                 case Persist(worker, request):
                     self.durable = len(self.records)

@@ -4,7 +4,7 @@ from collections import Counter
 
 from flowrt.client.requests import ResyncState
 from flowrt.controller.events import WorkerConnected
-from flowrt.controller.state.replay import (
+from flowrt.controller.state.controller_restart import (
     CounterSet,
     DrainEnded,
     Entry,
@@ -101,7 +101,7 @@ class RejoiningWorker(Worker):
 
 
 class DurableState:
-    """The replay state that a ledger has on disk."""
+    """The restart log that a ledger has on disk."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

@@ -8,7 +8,7 @@ from enum import Enum
 
 from flowrt.controller.core import Core
 from flowrt.controller.events import MessageReceived, Tick, WorkerConnected, WorkerDisconnected
-from flowrt.controller.state.replay import RecoveredState
+from flowrt.controller.state.controller_restart import RecoveredState
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import Position

@@ -12,8 +12,8 @@ from typing import Any
 
 from flowrt.controller.core import Core
 from flowrt.controller.events import Command, Event, Send
+from flowrt.controller.state.controller_restart import RecoveredState
 from flowrt.controller.state.kept_samples import KeptSample
-from flowrt.controller.state.replay import RecoveredState
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.observability.recordings import Recordings, TermRecording

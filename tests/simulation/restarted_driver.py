@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from flowrt.controller.events import AppendReplay, Command, Event, Tick, WorkerConnected
+from flowrt.controller.events import AppendRestartLog, Command, Event, Tick, WorkerConnected
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import Part
@@ -24,7 +24,7 @@ class RestartedDriver(CoreDriver):
     def event(self, event: Event) -> list[Command]:
         commands = super().event(event)
         for command in commands:
-            if isinstance(command, AppendReplay):
+            if isinstance(command, AppendRestartLog):
                 self.disk.keep(command.entry)
         return commands
 

@@ -2,10 +2,10 @@
 
 from collections import Counter, defaultdict
 
-from flowrt.controller.events import AppendLedger, AppendReplay, Send
+from flowrt.controller.events import AppendLedger, AppendRestartLog, Send
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.controller.settings import OnLostSample
-from flowrt.controller.state.replay import GroupsOpened, StageCommitted
+from flowrt.controller.state.controller_restart import GroupsOpened, StageCommitted
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.transitions.evaluations import LOST_VERSION
 from flowrt.ids import GroupId, SlotId
@@ -153,11 +153,11 @@ def assert_generated_kept(cluster: SimulatedCluster) -> None:
     generated: set[tuple[int, int]] = set()
     for command in cluster.log:
         match command:
-            case AppendReplay(GroupsOpened(flow="train") as opened):
+            case AppendRestartLog(GroupsOpened(flow="train") as opened):
                 for index, prompt in enumerate(opened.prompts):
                     first = opened.slot + index * opened.members
                     prompt_of.update(dict.fromkeys(range(first, first + opened.members), (opened.epoch, prompt)))
-            case AppendReplay(StageCommitted(stage="rollout") as committed):
+            case AppendRestartLog(StageCommitted(stage="rollout") as committed):
                 generated.update(prompt_of[slot] for slot in committed.slots if slot in prompt_of)
             case AppendLedger(prompt, epoch, "unread"):
                 assert (epoch, prompt) not in generated, f"prompt {prompt} of epoch {epoch} is unread with its source"

@@ -11,6 +11,7 @@ from flowrt.controller.events import Command, EndRun, PreemptRun
 from flowrt.controller.policies.admission import Admission, OnPolicy
 from flowrt.controller.policies.group_filter import KeepAll
 from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.state.controller_restart import UNDECIDED, Recovery, RunPreempted
 from flowrt.controller.state.counters import BoundedCounter
 from flowrt.controller.state.dataflow import Sizes
 from flowrt.controller.state.evaluations import ReportedResults
@@ -19,8 +20,6 @@ from flowrt.controller.state.kept_samples import KeptSamples
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.opened_prompts import OpenedPrompts
 from flowrt.controller.state.parked_requests import ParkedRequests
-from flowrt.controller.state.recovery import Recovery
-from flowrt.controller.state.replay import UNDECIDED, RunPreempted
 from flowrt.controller.state.reward_history import RewardHistory
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.training_window import StepPlan, TrainingWindow
@@ -104,7 +103,7 @@ class Preemption:
         self.steps = steps
 
     def entry(self) -> RunPreempted:
-        """The replay entry of the order. It must be ordered."""
+        """The restart entry of the order. It must be ordered."""
         assert self.order is not None
         steps = UNDECIDED if self.steps is None else self.steps
         return RunPreempted(self.order.reason, self.order.code, self.order.kept, steps)

@@ -1,4 +1,4 @@
-"""Files of a run: the ledger, the replay log, and the metrics.
+"""Files of a run: the ledger, the restart log, and the metrics.
 
 - The ledger has each prompt of each epoch in exactly one state, across any crash, resume or drop.
 - A record is durable before any message that follows from it is sent.

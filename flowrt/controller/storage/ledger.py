@@ -7,7 +7,7 @@
   again, with an event that says why.
 - ``run_attempts`` has a row for each start or resume of the run, ``summary_values`` the numbers of its summary.
 - A commit appends one row of pending writes, which a later flush applies to the tables.
-- A restarted controller reads the replay log to rebuild the live groups. An entry is deleted when every group that was
+- A restarted controller reads the restart log to rebuild the live groups. An entry is deleted when every group that was
   live when it was written has closed, so the log grows with the live groups and not with the length of the run.
 - SQLite's write-ahead log (WAL) is checkpointed on a thread. Within a commit, SQLite would sync the disk while all
   workers wait: 30 to 60 ms for every 4 MB.
@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 from flowrt.controller.events import AppendLedger
-from flowrt.controller.state.replay import (
+from flowrt.controller.state.controller_restart import (
     CounterSet,
     DrainEnded,
     Entry,
@@ -70,7 +70,7 @@ from flowrt.runtime.waits import join_thread
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-# ---- the replay log
+# ---- the restart log
 
 # Counters of the log itself, in addition to those of the controller's state: the number of controllers that this run
 # has had, and the step from which the run was resumed.
@@ -83,8 +83,11 @@ _KINDS: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndon
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
-class ReplayLog:
-    """The log of one ledger. ``append`` only adds to pending writes; the other methods write to the database."""
+class RestartLog:
+    """The log of one ledger, in its table ``replay_log``.
+
+    ``append`` only adds to pending writes; the other methods write to the database.
+    """
 
     def __init__(self, db: sqlite3.Connection) -> None:
         """Start a new term of the run. Raises sqlite3.Error."""
@@ -302,7 +305,7 @@ class Ledger:
             self._db.execute("BEGIN IMMEDIATE")
             apply_pending(self._db, read_pending(self._db))
             self._db.execute("COMMIT")
-            self._replay = ReplayLog(self._db)
+            self._restart_log = RestartLog(self._db)
             # From here on, the event loop must not wait for a lock of another process.
             self._db.execute("PRAGMA busy_timeout=0")
         except (sqlite3.Error, FlowError) as error:
@@ -323,12 +326,12 @@ class Ledger:
     @property
     def term(self) -> int:
         """The number of controllers that this run has had."""
-        return self._replay.term
+        return self._restart_log.term
 
     @property
     def resumed_from(self) -> int | None:
         """The step from which the run was resumed, across restarts of the controller; None if it never was."""
-        return self._replay.resumed_from
+        return self._restart_log.resumed_from
 
     @property
     def run_attempt(self) -> int:
@@ -340,9 +343,9 @@ class Ledger:
         """The step at which each start or resume of this run began, in order. Does not flush."""
         return [int(step) for (step,) in self._rows("SELECT step FROM run_attempts ORDER BY rowid")]
 
-    def append_replay(self, entry: Entry) -> None:
-        """Buffer an entry of the replay log; it needs a commit."""
-        self._replay.append(entry, self._uncommitted)
+    def append_restart_log(self, entry: Entry) -> None:
+        """Buffer an entry of the restart log; it needs a commit."""
+        self._restart_log.append(entry, self._uncommitted)
         self._commit_needed = True
 
     def recover(self) -> RecoveredState | None:
@@ -351,20 +354,22 @@ class Ledger:
         Raises FlowError if it is damaged.
         """
         try:
-            return self._replay.read(dict(self._db.execute("SELECT reason, prompts FROM dropped_reasons").fetchall()))
+            return self._restart_log.read(
+                dict(self._db.execute("SELECT reason, prompts FROM dropped_reasons").fetchall())
+            )
         except (sqlite3.Error, FlowError, IndexError) as error:
             raise self._read_error(error) from error
 
     def compact(self) -> None:
-        """Flush, delete replay entries that no live group needs, and start a checkpoint of a long WAL on its thread."""
+        """Flush, delete entries that no live group needs, and start a checkpoint of a long WAL on its thread."""
         self.flush()
         self._checkpointer.check()
 
-    def clear_replay_log(self) -> None:
-        """Flush, and delete the replay log: the run has ended, and no controller will read it."""
+    def clear_restart_log(self) -> None:
+        """Flush, and delete the restart log: the run has ended, and no controller will read it."""
         self.flush()
         try:
-            self._replay.clear()
+            self._restart_log.clear()
         except sqlite3.Error as error:
             raise self._write_error(error) from error
 
@@ -436,7 +441,7 @@ class Ledger:
                     for epoch, prompt, state, of_step in undone
                 ],
             )
-            self._replay.reset(step)
+            self._restart_log.reset(step)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._write_error(error) from error
@@ -464,7 +469,7 @@ class Ledger:
         try:
             # A commit that syncs the WAL also syncs all earlier commits in it.
             self._db.execute("PRAGMA synchronous=FULL")
-            self._replay.rewrite_term()
+            self._restart_log.rewrite_term()
             self._db.execute("PRAGMA synchronous=NORMAL")
         except sqlite3.Error as error:
             raise self._write_error(error) from error
@@ -485,14 +490,14 @@ class Ledger:
         """Commit, and apply all pending writes to the tables, so that queries find them."""
         if self._uncommitted.is_empty and self._unapplied.is_empty:
             return
-        entries = self._replay.needed([*self._unapplied.entries, *self._uncommitted.entries])
+        entries = self._restart_log.needed([*self._unapplied.entries, *self._uncommitted.entries])
         writes = no_writes()
         writes.extend(self._unapplied)
         writes.extend(self._uncommitted)
         try:
             self._db.execute("BEGIN IMMEDIATE")
             apply_pending(self._db, writes._replace(entries=entries))
-            self._replay.trim()  # same transaction: a group's closing is never deleted before its opening
+            self._restart_log.trim()  # same transaction: a group's closing is never deleted before its opening
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._write_error(error) from error

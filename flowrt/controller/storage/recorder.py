@@ -2,7 +2,7 @@
 
 import logging
 
-from flowrt.controller.events import AppendLedger, AppendReplay, Command, EvaluationClosed, StepClosed
+from flowrt.controller.events import AppendLedger, AppendRestartLog, Command, EvaluationClosed, StepClosed
 from flowrt.controller.state.counters import describe_non_finite, finite, validate_names
 from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.event_log import EventLog
@@ -48,8 +48,8 @@ class RunRecorder:
                         self._times.training_started(now)
                 elif self._samples is not None and command.state in ("trained", "dropped"):
                     self._samples.ended(GroupEnd(command.epoch, command.prompt, command.step, command.reason))
-            case AppendReplay(entry):
-                self._ledger.append_replay(entry)
+            case AppendRestartLog(entry):
+                self._ledger.append_restart_log(entry)
             case StepClosed():
                 if invalid := describe_non_finite((*command.inline_means, *command.metrics)):
                     self._warnings.warn("left out of the metrics of step %s: %s", command.step, invalid)
@@ -101,7 +101,7 @@ class RunRecorder:
                     self._events.add("samples", notice, step, now)
 
     def compact(self, run_ended: bool = False) -> None:
-        """Flush, and delete replay entries that a restarted controller would not need; all once the run has ended.
+        """Flush, and delete restart entries that a restarted controller would not need; all once the run has ended.
 
         A removed or replaced ledger makes the next `write` raise.
         """
@@ -111,7 +111,7 @@ class RunRecorder:
             self._ledger_error = str(error)
         try:
             if run_ended:
-                self._ledger.clear_replay_log()
+                self._ledger.clear_restart_log()
             else:
                 self._ledger.compact()
         except LedgerBusy:

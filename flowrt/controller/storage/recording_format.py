@@ -31,7 +31,7 @@ import msgpack
 import flowrt
 from flowrt.controller.events import (
     AppendLedger,
-    AppendReplay,
+    AppendRestartLog,
     Command,
     ControllerStalled,
     Event,
@@ -45,8 +45,7 @@ from flowrt.controller.events import (
     WorkerConnected,
     WorkerDisconnected,
 )
-from flowrt.controller.state.kept_samples import KeptSample
-from flowrt.controller.state.replay import (
+from flowrt.controller.state.controller_restart import (
     GroupEntry,
     GroupsClosed,
     GroupsOpened,
@@ -57,6 +56,7 @@ from flowrt.controller.state.replay import (
     StageUndone,
     WorkerDrained,
 )
+from flowrt.controller.state.kept_samples import KeptSample
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
@@ -228,7 +228,7 @@ class CommandDigest:
             if type(command) is Send:
                 parts += (_pack(command.worker), message)
             else:
-                record = command.entry if type(command) is AppendReplay else command
+                record = command.entry if type(command) is AppendRestartLog else command
                 parts.append(_pack(_IDENTITY.get(type(record), repr)(record)))
         self._digest.update(b"".join(parts))
 

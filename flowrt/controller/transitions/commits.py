@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar, cast
 
-from flowrt.controller.events import AppendReplay, Command, Send
+from flowrt.controller.events import AppendRestartLog, Command, Send
+from flowrt.controller.state.controller_restart import StageCommitted
 from flowrt.controller.state.dataflow import Makes
-from flowrt.controller.state.replay import StageCommitted
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Lease, Slot
 from flowrt.controller.state.state import Environment, State
@@ -56,7 +56,7 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
         spans = pick(message.spans, rows) if message.spans else ()
         table.commit(lease, slots, lengths, inline, spans)
         if env.flow.train_stage:
-            commands.append(AppendReplay(committed_rows(worker, message, rows)))
+            commands.append(AppendRestartLog(committed_rows(worker, message, rows)))
         for slot in slots:
             if stage.generates:
                 table.ready[stage.name].on_generated(slot, sum(slot.spans[1::2]))
@@ -103,7 +103,7 @@ def complete_leases(state: State, env: Environment, worker: WorkerId, pull: Pull
             failed_transfers.note_arrived(state, worker, lease.stage, lease.slots.values())
         slots = state.table.finish(lease)
         if env.flow.train_stage:
-            commands.append(AppendReplay(completed_lease(worker, lease, slots)))
+            commands.append(AppendRestartLog(completed_lease(worker, lease, slots)))
         commands += _advance(state, env, dict.fromkeys([slot.group for slot in slots]))
     return commands, late
 
@@ -225,11 +225,11 @@ def _late(
     """
     late: list[int] = []
     reasons: set[str] = set()
-    replayed = state.recovery.replayed
+    restored = state.recovery.restored
     for row in rows:
         slot_id, lease_id = SlotId(message.slots[row]), message.leases[row]
         slot = state.table.slots.get(slot_id)
-        known = replayed is not None and replayed.commits.get((stage.name, slot_id)) == lease_id
+        known = restored is not None and restored.commits.get((stage.name, slot_id)) == lease_id
         if slot is not None and known and state.table.is_done(slot, stage.name):
             for part in message.parts:
                 slot.tensors[part.column].owners.add(worker)
@@ -249,11 +249,11 @@ def pick(values: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:
     return values if len(rows) == len(values) else [values[row] for row in rows]
 
 
-# ---- entries of the replay log
+# ---- entries of the restart log
 
 
 def committed_rows(worker: WorkerId, message: Commit, rows: Sequence[int]) -> StageCommitted:
-    """The replay entry of these rows of a commit."""
+    """The restart entry of these rows of a commit."""
     if len(rows) == len(message.slots):
         return StageCommitted(
             worker=worker,
@@ -277,7 +277,7 @@ def committed_rows(worker: WorkerId, message: Commit, rows: Sequence[int]) -> St
 
 
 def completed_lease(worker: WorkerId, lease: Lease, slots: Sequence[Slot]) -> StageCommitted:
-    """The replay entry of a lease on a stage that makes no columns."""
+    """The restart entry of a lease on a stage that makes no columns."""
     return StageCommitted(
         worker=worker,
         stage=lease.stage,

@@ -1,7 +1,7 @@
 """Drain: a worker that is told to leave gets no new work, and leaves once no work is lost with it."""
 
-from flowrt.controller.events import AppendReplay, Command, LogEvent, Send
-from flowrt.controller.state.replay import WorkerDrained
+from flowrt.controller.events import AppendRestartLog, Command, LogEvent, Send
+from flowrt.controller.state.controller_restart import WorkerDrained
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import preemption, pulls, rollback
 from flowrt.errors import EXIT_OK, RemoteProtocolError
@@ -49,7 +49,7 @@ def _begin(state: State, message: Drain, by_operator: bool) -> list[Command]:
     state.models.policy.clear_outdated(worker)
     text = f"{worker} is to leave without losing a sample{', as an operator ordered' if by_operator else ''}"
     ordered = LogEvent("drained", state.window.step, text, worker)
-    kept = AppendReplay(WorkerDrained(worker, by_operator))
+    kept = AppendRestartLog(WorkerDrained(worker, by_operator))
     return [kept, Send(worker, message), ordered, *pulls.reject_pulls(state, worker, f"{worker} is leaving the run")]
 
 

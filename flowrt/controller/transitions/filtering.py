@@ -9,8 +9,8 @@
 
 from collections.abc import Iterable
 
-from flowrt.controller.events import AppendReplay, Command
-from flowrt.controller.state.replay import FILTERED, CounterSet
+from flowrt.controller.events import AppendRestartLog, Command
+from flowrt.controller.state.controller_restart import FILTERED, CounterSet
 from flowrt.controller.state.samples import Group
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
@@ -33,7 +33,7 @@ def decide(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Com
             window.count_filtered()
             reward = rollback.note_outcome(state, group, window.step)
             commands += rollback.drop(state, env, group, f"{REASON}{why}", reward)
-            commands.append(AppendReplay(CounterSet(FILTERED, window.filtered)))
+            commands.append(AppendRestartLog(CounterSet(FILTERED, window.filtered)))
     return commands
 
 

@@ -5,9 +5,9 @@ All decisions depend on the recorded events alone, so a replay warns, holds and 
 
 from dataclasses import replace
 
-from flowrt.controller.events import AppendReplay, Command, LogEvent, PreemptRun, StepClosed
+from flowrt.controller.events import AppendRestartLog, Command, LogEvent, PreemptRun, StepClosed
 from flowrt.controller.policies.guards import Firing, count_violations
-from flowrt.controller.state.replay import HELD_UNTIL, VIOLATIONS, CounterSet
+from flowrt.controller.state.controller_restart import HELD_UNTIL, VIOLATIONS, CounterSet
 from flowrt.controller.state.state import Environment, State
 from flowrt.errors import EXIT_GUARD
 
@@ -31,7 +31,7 @@ def guard(state: State, env: Environment, closed: StepClosed) -> tuple[StepClose
     guards.note_values(rules, metrics)
     guards.note_firing(firings)
     commands: list[Command] = [
-        AppendReplay(CounterSet(f"{VIOLATIONS}{index}", count))
+        AppendRestartLog(CounterSet(f"{VIOLATIONS}{index}", count))
         for index, (count, earlier) in enumerate(zip(counts, before, strict=True))
         if count != earlier
     ]
@@ -43,7 +43,7 @@ def guard(state: State, env: Environment, closed: StepClosed) -> tuple[StepClose
         match firing.rule.action:
             case "hold":
                 if guards.hold(until := closed.step + 1 + firing.rule.hold_steps):
-                    commands.append(AppendReplay(CounterSet(HELD_UNTIL, until)))
+                    commands.append(AppendRestartLog(CounterSet(HELD_UNTIL, until)))
             case "stop" if not state.window.over:  # else the run is complete
                 guards.stop(PreemptRun(str(firing), EXIT_GUARD))
     return replace(closed, fired=tuple(fired.items())), commands

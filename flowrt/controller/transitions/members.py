@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from flowrt.controller.events import AppendReplay, Command, Dismiss, EventKind, LogEvent, Send, WorkerConnected
+from flowrt.controller.events import AppendRestartLog, Command, Dismiss, EventKind, LogEvent, Send, WorkerConnected
+from flowrt.controller.state.controller_restart import JOINED, VACANT, CounterSet, DrainEnded, WorkerJoined, WorkerLeft
 from flowrt.controller.state.membership import Member
-from flowrt.controller.state.replay import JOINED, VACANT, CounterSet, DrainEnded, WorkerJoined, WorkerLeft
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, RemoteProtocolError
@@ -37,13 +37,13 @@ def connected(state: State, env: Environment, event: WorkerConnected, now: float
     text = f"{worker} ({event.role} on host {event.host!r}) {how}"
     fields = (("role", event.role), ("host", event.host))
     joined = LogEvent("restarted" if is_restarted else "joined", state.window.step, text, worker, fields)
-    commands: list[Command] = [AppendReplay(WorkerJoined(worker, event.role))]
+    commands: list[Command] = [AppendRestartLog(WorkerJoined(worker, event.role))]
     if is_first:
-        commands.append(AppendReplay(CounterSet(JOINED + event.role, 1)))
+        commands.append(AppendRestartLog(CounterSet(JOINED + event.role, 1)))
     if was_vacant:
-        commands.append(AppendReplay(CounterSet(VACANT + event.role, 0)))
+        commands.append(AppendRestartLog(CounterSet(VACANT + event.role, 0)))
     if ends_drain:
-        commands.append(AppendReplay(DrainEnded(worker)))
+        commands.append(AppendRestartLog(DrainEnded(worker)))
     commands.append(joined)
     if event.term:
         commands += _resume_orders(state, env, worker, event.role)
@@ -56,8 +56,8 @@ def _resume_orders(state: State, env: Environment, worker: WorkerId, role: str) 
 
     The order comes before the answers to the requests that the worker repeats: it explains why they are rejected.
     """
-    replayed = state.recovery.replayed
-    if replayed is not None and any(owner == worker for owner, _ in replayed.offers):
+    restored = state.recovery.restored
+    if restored is not None and any(owner == worker for owner, _ in restored.offers):
         state.requests.note_offerer(worker)
     is_preempted = state.preemption.steps is not None and role in env.settings.checkpointing_roles
     return [Send(worker, m.Drain(0, worker))] if is_preempted or state.membership.is_leaving(worker) else []
@@ -77,11 +77,11 @@ def disconnected(
     commands: list[Command] = []
     if member.role != OBSERVER:
         commands += [
-            AppendReplay(WorkerLeft(worker)),
+            AppendRestartLog(WorkerLeft(worker)),
             LogEvent("gone", state.window.step, _gone(member, reason), worker),
         ]
     if member.is_leaving and worker not in state.membership.drained:
-        commands.append(AppendReplay(DrainEnded(worker)))
+        commands.append(AppendRestartLog(DrainEnded(worker)))
     commands += _forget(state, env, worker, in_order=member.is_leaving)
     roles = env.settings
     if member.is_leaving or (not reason and member.finished):

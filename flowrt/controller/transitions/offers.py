@@ -1,8 +1,8 @@
 """Offers of prompts: bounded by admission in the train flow, and by a budget of rows and bytes in all others."""
 
-from flowrt.controller.events import AppendReplay, Command, Send
+from flowrt.controller.events import AppendRestartLog, Command, Send
+from flowrt.controller.state.controller_restart import SKIPPED, CounterSet, GroupsOpened, RestoredSamples
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
-from flowrt.controller.state.replay import SKIPPED, CounterSet, GroupsOpened, ReplayedSamples
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group
 from flowrt.controller.state.state import Environment, State
@@ -35,18 +35,18 @@ def offer(state: State, env: Environment, worker: WorkerId, message: Offer, now:
         return [Send(worker, Rejected(message.request, fault))]
     requests = state.requests
     requests.check_new(worker, message.request)
-    replayed = state.recovery.replayed
-    if replayed is not None and (answer := confirm(state, worker, message, replayed)):
+    restored = state.recovery.restored
+    if restored is not None and (answer := confirm(state, worker, message, restored)):
         return answer
     fault = FULL if requests.is_full(worker) else offer_fault(state, env, message)
-    if fault := fault or ("" if replayed else _repeated_fault(state, env, worker, message)):
+    if fault := fault or ("" if restored else _repeated_fault(state, env, worker, message)):
         return [Send(worker, Rejected(message.request, fault))]
     requests.note_offerer(worker)
     parked, is_first = ParkedRequest(worker, message, now), not requests.offers
-    if is_first and replayed is None and (answer := open_offer(state, env, parked)):
+    if is_first and restored is None and (answer := open_offer(state, env, parked)):
         return answer
     requests.park_offer(parked)
-    return [] if is_first or replayed is not None else serve_offers(state, env)
+    return [] if is_first or restored is not None else serve_offers(state, env)
 
 
 def serve_offers(state: State, env: Environment) -> list[Command]:
@@ -87,7 +87,7 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     if not is_training and not env.flow.train_stage:  # a stream is recorded neither in the ledger nor for replay
         return [Send(worker, OfferAccepted(offer.request, first))]
     if env.flow.train_stage:
-        commands.append(AppendReplay(_opened(offer, worker, groups[0])))
+        commands.append(AppendRestartLog(_opened(offer, worker, groups[0])))
     skipped: list[Group] = []
     if is_training:
         state.kept.attach(groups)
@@ -103,7 +103,7 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
         window.count_skipped()
         commands += rollback.drop(state, env, group, SKIP_REASON)
     if skipped:
-        commands.append(AppendReplay(CounterSet(SKIPPED, window.skipped)))
+        commands.append(AppendRestartLog(CounterSet(SKIPPED, window.skipped)))
     return commands
 
 
@@ -114,7 +114,7 @@ def _is_skipped(state: State, env: Environment, group: Group) -> bool:
 
 
 def _opened(offer: Offer, worker: WorkerId, first: Group) -> GroupsOpened:
-    """The replay entry of an opened offer, by its first group."""
+    """The restart entry of an opened offer, by its first group."""
     return GroupsOpened(
         owner=worker,
         request=offer.request,
@@ -131,9 +131,9 @@ def _opened(offer: Offer, worker: WorkerId, first: Group) -> GroupsOpened:
     )
 
 
-def confirm(state: State, worker: WorkerId, offer: Offer, replayed: ReplayedSamples) -> list[Command]:
+def confirm(state: State, worker: WorkerId, offer: Offer, restored: RestoredSamples) -> list[Command]:
     """Answer an offer again that an earlier controller opened; no commands if no earlier controller opened it."""
-    opened = replayed.offers.get((worker, offer.request))
+    opened = restored.offers.get((worker, offer.request))
     if opened is None or (opened.flow, opened.epoch, opened.prompts) != (offer.flow, offer.epoch, offer.prompts):
         return []
     commands: list[Command] = [Send(worker, OfferAccepted(offer.request, opened.group))]

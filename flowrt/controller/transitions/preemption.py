@@ -5,7 +5,7 @@ step, saves, and reports that its role is completed. Any failure in between ends
 A controller that is restarted in between carries on.
 """
 
-from flowrt.controller.events import AppendReplay, Command, PreemptRun, Send
+from flowrt.controller.events import AppendRestartLog, Command, PreemptRun, Send
 from flowrt.controller.state.membership import Member
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import pulls
@@ -18,7 +18,7 @@ def preempt(state: State, env: Environment, order: PreemptRun, now: float) -> li
     """Begin preemption; `advance` carries it out."""
     state.preemption.begin(order)
     state.preemption.set_deadline(now + env.settings.preemption_save_timeout_s)
-    return [AppendReplay(state.preemption.entry())]
+    return [AppendRestartLog(state.preemption.entry())]
 
 
 def terminated(state: State, env: Environment, trainer: WorkerId, now: float) -> list[Command]:
@@ -63,7 +63,7 @@ def _stop_trainers(state: State, env: Environment, order: PreemptRun) -> list[Co
         state.preemption.save()
         return state.end(order.reason, order.code)
     drains: list[Command] = [Send(trainer.id, Drain(0, trainer.id)) for trainer in trainers]
-    return [AppendReplay(state.preemption.entry()), *drains, *pulls.reject_beyond_end(state, env)]
+    return [AppendRestartLog(state.preemption.entry()), *drains, *pulls.reject_beyond_end(state, env)]
 
 
 def _unsaved(state: State, env: Environment) -> list[Member]:

@@ -6,11 +6,11 @@ order to send it.
 
 from collections.abc import Callable, Sequence
 
-from flowrt.controller.events import AppendReplay, Command, Send
+from flowrt.controller.events import AppendRestartLog, Command, Send
 from flowrt.controller.policies.dispatch.base import Puller, Start
+from flowrt.controller.state.controller_restart import SHARE_ENDED, CounterSet
 from flowrt.controller.state.kept_samples import TOO_OLD
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
-from flowrt.controller.state.replay import SHARE_ENDED, CounterSet
 from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import plan
@@ -193,7 +193,7 @@ def _serve_trainer(state: State, env: Environment, parked: ParkedRequest[Pull]) 
         kept: list[Command] = []
         if window.share_ended_step != window.step:
             window.end_share()
-            kept.append(AppendReplay(CounterSet(SHARE_ENDED, window.step)))
+            kept.append(AppendRestartLog(CounterSet(SHARE_ENDED, window.step)))
         return [*kept, Send(worker, closing_grant(message))]
     if not groups:
         return []

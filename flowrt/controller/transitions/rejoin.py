@@ -7,8 +7,8 @@ inventory that comes after that makes the worker an owner of nothing: its column
 
 from collections.abc import Sequence
 
-from flowrt.controller.events import AppendReplay, Command, Send
-from flowrt.controller.state.replay import (
+from flowrt.controller.events import AppendRestartLog, Command, Send
+from flowrt.controller.state.controller_restart import (
     FILTERED,
     HELD_UNTIL,
     JOINED,
@@ -21,7 +21,7 @@ from flowrt.controller.state.replay import (
     CounterSet,
     DrainEnded,
     RecoveredState,
-    ReplayedSamples,
+    RestoredSamples,
     WorkerDrained,
 )
 from flowrt.controller.state.sample_table import SampleTable
@@ -38,9 +38,9 @@ REJOINED = "the controller came back"
 
 def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
     """Restore the state of a controller that crashed, and begin recovery."""
-    replayed = ReplayedSamples(state.table.flows, recovered.entries)
-    groups = list(replayed.groups.values())
-    state.recovery.begin(replayed, recovered.members)
+    restored = RestoredSamples(state.table.flows, recovered.entries)
+    groups = list(restored.groups.values())
+    state.recovery.begin(restored, recovered.members)
     state.kept.attach(groups)
     state.table.restore(groups)
     step = recovered.numbers.get(STEP, env.settings.position.step)
@@ -207,7 +207,7 @@ def _regain_versions(state: State, worker: WorkerId, held: Sequence[Weights]) ->
         before = versions.newest
         versions.regain(worker, [weights for weights in held if weights.model == name])
         if versions.newest != before:
-            commands.append(AppendReplay(CounterSet(LATEST + name, versions.newest)))
+            commands.append(AppendRestartLog(CounterSet(LATEST + name, versions.newest)))
     return commands
 
 
@@ -244,8 +244,8 @@ def end_recovery(state: State, env: Environment, now: float) -> list[Command]:
     for role in state.recovery.vacant:
         missed = rollback.note_vacancy(state, role, "there was none when the controller came back", now)
         is_filled = not state.membership.is_vacant(role)
-        commands += [AppendReplay(CounterSet(VACANT + role, 0))] if is_filled else missed
-    commands += [AppendReplay(DrainEnded(worker)) for worker in state.membership.take_undrained()]
+        commands += [AppendRestartLog(CounterSet(VACANT + role, 0))] if is_filled else missed
+    commands += [AppendRestartLog(DrainEnded(worker)) for worker in state.membership.take_undrained()]
     commands += rollback.make_unowned_again(state, env)
     for group in state.table.groups.values():
         if group.flow == env.flow.train_flow and group.id not in state.window.taken:

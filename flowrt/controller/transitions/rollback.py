@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from flowrt.controller.events import AppendLedger, AppendReplay, Command, Send
+from flowrt.controller.events import AppendLedger, AppendRestartLog, Command, Send
 from flowrt.controller.policies.group_filter import mean_reward
 from flowrt.controller.settings import OnLostSample
+from flowrt.controller.state.controller_restart import VACANT, CounterSet, GroupsClosed, StageUndone
 from flowrt.controller.state.counters import MAX_NAME_CHARS
-from flowrt.controller.state.replay import VACANT, CounterSet, GroupsClosed, StageUndone
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Kept, Lease, Slot
@@ -152,7 +152,7 @@ def _lose(state: State, env: Environment, slot: Slot, loss: Lose, commands: list
     if policy is OnLostSample.TRAIN_REMAINING and len(group.slots) > MIN_GROUP_SAMPLES:
         for worker in sorted(holders_of(slot.tensors)):
             commands.append(Send(worker, ReleaseTensors((), (slot.id,), ())))
-        commands += _replayed(env, GroupsClosed((), (slot.id,)))
+        commands += _for_restart(env, GroupsClosed((), (slot.id,)))
         state.table.remove(slot)
         if group.id in state.table.ready_groups[env.flow.train_stage]:
             commands += record(state, env, group, "ready", "without a lost sample")
@@ -165,7 +165,7 @@ def _lose(state: State, env: Environment, slot: Slot, loss: Lose, commands: list
         if slot.spans_of:
             commands += _undo(state, env, slot, slot.spans_of)
         else:
-            commands += _replayed(env, StageUndone(slot.id, "", slot.attempt))
+            commands += _for_restart(env, StageUndone(slot.id, "", slot.attempt))
         commands += record(state, env, group, "in_flight", "offered again")
     return {}
 
@@ -176,7 +176,7 @@ def _undo(state: State, env: Environment, slot: Slot, stage: str) -> list[Comman
     train = env.flow.train_stage
     if train and slot.group.id in state.table.ready_groups[train]:
         commands += record(state, env, slot.group, "in_flight", f"{stage} runs again")
-    commands += _replayed(env, StageUndone(slot.id, stage, slot.attempt))
+    commands += _for_restart(env, StageUndone(slot.id, stage, slot.attempt))
     for worker, columns in sorted(state.table.undo(slot, stage).items()):
         commands.append(Send(worker, ReleaseTensors(tuple(sorted(columns)), (slot.id,), ())))
     return commands
@@ -227,7 +227,7 @@ def close(state: State, env: Environment, groups: Sequence[Group]) -> list[Comma
     """Close groups that are trained, scored or dropped; all holders of their tensors free them."""
     commands: list[Command] = []
     if env.flow.train_stage:
-        commands.append(AppendReplay(GroupsClosed(tuple([group.id for group in groups]), ())))
+        commands.append(AppendRestartLog(GroupsClosed(tuple([group.id for group in groups]), ())))
     commands += [Send(worker, message) for worker, message in releases(groups).items()]
     state.table.close(groups)
     return commands
@@ -263,9 +263,9 @@ def record(
     ]
 
 
-def _replayed(env: Environment, entry: StageUndone | GroupsClosed) -> list[Command]:
+def _for_restart(env: Environment, entry: StageUndone | GroupsClosed) -> list[Command]:
     """The command that keeps an entry for a restart; a stream cannot be recovered and keeps none."""
-    return [AppendReplay(entry)] if env.flow.train_stage else []
+    return [AppendRestartLog(entry)] if env.flow.train_stage else []
 
 
 def releases(groups: Iterable[Group]) -> dict[WorkerId, ReleaseTensors]:
@@ -444,7 +444,7 @@ def make_unowned_again(state: State, env: Environment) -> list[Command]:
 
 def note_vacancy(state: State, role: str, why: str, now: float) -> list[Command]:
     """Record the loss of a worker of a replaceable role, which is vacant if no other worker of it stays."""
-    return [AppendReplay(CounterSet(VACANT + role, 1))] if state.membership.miss(role, why, now) else []
+    return [AppendRestartLog(CounterSet(VACANT + role, 1))] if state.membership.miss(role, why, now) else []
 
 
 def is_needed(state: State, worker: WorkerId) -> bool:

@@ -7,12 +7,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from flowrt.controller.events import AppendReplay, Command, LogEvent, Persist, StepClosed
+from flowrt.controller.events import AppendRestartLog, Command, LogEvent, Persist, StepClosed
 from flowrt.controller.policies.batching import Batcher, GroupCount
 from flowrt.controller.policies.group_filter import REWARD, compared, mean_reward, rewards, zero_variance_groups
+from flowrt.controller.state.controller_restart import FILTERED, SKIPPED, STEP, CounterSet, Deferrable
 from flowrt.controller.state.counters import validate_names
-from flowrt.controller.state.recovery import Deferrable
-from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import failed_transfers, filtering, guarding, rollback
@@ -203,11 +202,11 @@ def close_step(state: State, env: Environment, worker: WorkerId, message: StepCo
     closed, guarded = guarding.guard(state, env, _step_closed(env, message, trained, filtered, skipped))
     commands.append(closed)
     commands += guarded
-    commands.append(AppendReplay(CounterSet(STEP, window.step)))
+    commands.append(AppendRestartLog(CounterSet(STEP, window.step)))
     if filtered:
-        commands.append(AppendReplay(CounterSet(FILTERED, 0)))
+        commands.append(AppendRestartLog(CounterSet(FILTERED, 0)))
     if skipped:
-        commands.append(AppendReplay(CounterSet(SKIPPED, 0)))
+        commands.append(AppendRestartLog(CounterSet(SKIPPED, 0)))
     commands += rollback.close(state, env, trained)
     filtering.recheck(state, env, filtered)
     return commands + rollback.drop_over_age(state, env)

@@ -2,8 +2,8 @@
 
 import math
 
-from flowrt.controller.events import AppendReplay, Command, LogEvent, Send
-from flowrt.controller.state.replay import LATEST, CounterSet
+from flowrt.controller.events import AppendRestartLog, Command, LogEvent, Send
+from flowrt.controller.state.controller_restart import LATEST, CounterSet
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import check_receiver
 from flowrt.controller.state.weights import VersionTable
@@ -31,7 +31,7 @@ def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish
     state.work.add_offers()  # some may wait for this version
     text = f"{worker} has published version {versions.newest} of {versions.model}"
     published = LogEvent("published", state.window.step, text, worker, (("version", versions.newest),))
-    return [AppendReplay(CounterSet(LATEST + versions.model, versions.newest)), published]
+    return [AppendRestartLog(CounterSet(LATEST + versions.model, versions.newest)), published]
 
 
 def weights_staged(

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from flowrt.controller.diagnostics.status import status
-from flowrt.controller.events import AppendReplay, Command, EndRun, LogEvent, StepClosed, Tick
+from flowrt.controller.events import AppendRestartLog, Command, EndRun, LogEvent, StepClosed, Tick
 from flowrt.controller.policies.guards import GuardRule
-from flowrt.controller.state.replay import HELD_UNTIL, CounterSet
+from flowrt.controller.state.controller_restart import HELD_UNTIL, CounterSet
 from flowrt.errors import EXIT_GUARD, ConfigError
 from flowrt.protocol import messages as m
 from tests.simulation.core_driver import CoreDriver
@@ -86,7 +86,7 @@ def test_a_hold_is_recorded_and_ends_after_its_steps() -> None:
     driver = guarded_driver(GuardRule("loss", above=1.0, action="hold", hold_steps=2))
     assert driver.core.state.admission(driver.core.env).may_train(5, 4)
     commands = train(driver, 0, loss=2.0)
-    assert AppendReplay(CounterSet(HELD_UNTIL, 3)) in commands
+    assert AppendRestartLog(CounterSet(HELD_UNTIL, 3)) in commands
     assert "the staleness bound is 0 for 2 steps" in logged(commands)[0]
     held = driver.core.state.admission(driver.core.env)
     assert (held.may_train(1, 0), held.may_train(2, 1), held.may_train(3, 2)) == (False, False, True)

@@ -108,7 +108,7 @@ def test_the_ledger_is_synced_only_for_a_checkpoint(tmp_path: Path) -> None:
     """SQLite does not report when it syncs; the test reads the setting under which it wrote."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
     levels: list[tuple[str, int]] = []
-    rewrite_term = ledger._replay.rewrite_term
+    rewrite_term = ledger._restart_log.rewrite_term
 
     def level() -> int:
         [(value,)] = ledger._db.execute("PRAGMA synchronous").fetchall()
@@ -120,7 +120,7 @@ def test_the_ledger_is_synced_only_for_a_checkpoint(tmp_path: Path) -> None:
         assert ledger._db.total_changes > before, "a commit that changes nothing syncs nothing"
         levels.append(("persist", level()))
 
-    ledger._replay.rewrite_term = checked_rewrite  # type: ignore[method-assign]
+    ledger._restart_log.rewrite_term = checked_rewrite  # type: ignore[method-assign]
     normal, full = 1, 2
     ledger.add(AppendLedger(1, 0, "trained", step=0), 0.0)
     ledger.commit()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowrt.controller.events import AppendLedger
-from flowrt.controller.state.replay import (
+from flowrt.controller.state.controller_restart import (
     CounterSet,
     DrainEnded,
     GroupsOpened,
@@ -99,7 +99,7 @@ def test_pending_writes_are_seen_by_readers_and_applied_by_the_next_controller(t
     killed = Ledger(path)
     for state in ("in_flight", "ready", "leased", "trained"):
         killed.add(record(7, state), 1.0)
-        killed.append_replay(
+        killed.append_restart_log(
             GroupsOpened(
                 owner="source",
                 request=1,
@@ -115,8 +115,8 @@ def test_pending_writes_are_seen_by_readers_and_applied_by_the_next_controller(t
             )
         )
         killed.commit()
-    killed.append_replay(WorkerJoined("rollout-0", "rollout"))
-    killed.append_replay(CounterSet("step", 3))
+    killed.append_restart_log(WorkerJoined("rollout-0", "rollout"))
+    killed.append_restart_log(CounterSet("step", 3))
     killed.commit()
     killed.add(record(8, "ready"), 2.0)  # not committed: it may be lost
     with sqlite3.connect(path) as raw:
@@ -142,7 +142,7 @@ def test_only_final_states_and_replay_records_need_a_commit(tmp_path: Path) -> N
         assert ledger.needs_commit() is needs_commit
         ledger.commit()
         assert not ledger.needs_commit()
-    ledger.append_replay(CounterSet("step", 1))
+    ledger.append_restart_log(CounterSet("step", 1))
     assert ledger.needs_commit()
     ledger.flush()
     assert not ledger.needs_commit()
@@ -189,10 +189,10 @@ def test_orders_are_recovered_until_they_end(tmp_path: Path) -> None:
     orders = (WorkerDrained("rollout-0", by_operator=True), RunPreempted("interrupted (SIGTERM)", 143, 2))
     entries = (WorkerJoined("source", "source"), *orders, WorkerDrained("reward-0", by_operator=False))
     for entry in entries:
-        ledger.append_replay(entry)
+        ledger.append_restart_log(entry)
     ledger.commit()
-    ledger.append_replay(DrainEnded("reward-0"))
-    ledger.append_replay(RunPreempted("interrupted (SIGTERM)", 143, 2, 5))
+    ledger.append_restart_log(DrainEnded("reward-0"))
+    ledger.append_restart_log(RunPreempted("interrupted (SIGTERM)", 143, 2, 5))
     ledger.flush()
     ledger.close()
     ledger = Ledger(tmp_path / LEDGER)
@@ -200,7 +200,7 @@ def test_orders_are_recovered_until_they_end(tmp_path: Path) -> None:
     assert recovered is not None
     assert recovered.orders == (orders[0], RunPreempted("interrupted (SIGTERM)", 143, 2, 5))
     ledger.resume(0, 0.0)
-    ledger.append_replay(WorkerJoined("source", "source"))
+    ledger.append_restart_log(WorkerJoined("source", "source"))
     ledger.flush()
     recovered = ledger.recover()
     assert recovered is not None

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.controller.events import AppendLedger
-from flowrt.controller.state.replay import WorkerJoined
+from flowrt.controller.state.controller_restart import WorkerJoined
 from flowrt.controller.storage import integrity, ledger, prompt_words
 from flowrt.controller.storage.integrity import (
     LEDGER,
@@ -225,7 +225,7 @@ def test_reasons_of_dropped_prompts_are_counted_for_a_restarted_controller(tmp_p
     for attempt in range(2):
         with closing(Ledger(path)) as opened:
             opened.resume(0, 0.0)
-            opened.append_replay(WorkerJoined("rollout-0", "rollout"))
+            opened.append_restart_log(WorkerJoined("rollout-0", "rollout"))
             for prompt in range(3 + attempt):
                 opened.add(AppendLedger(prompt, 0, "dropped", 0, "lost; by rollout-0"), 0.0)
             opened.commit()

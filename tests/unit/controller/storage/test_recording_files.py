@@ -27,8 +27,14 @@ from flowrt.controller.events import (
     WorkerConnected,
     WorkerDisconnected,
 )
+from flowrt.controller.state.controller_restart import (
+    GroupsOpened,
+    RecoveredState,
+    RunPreempted,
+    StageCommitted,
+    WorkerDrained,
+)
 from flowrt.controller.state.kept_samples import KeptSample
-from flowrt.controller.state.replay import GroupsOpened, RecoveredState, RunPreempted, StageCommitted, WorkerDrained
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.storage import recording
 from flowrt.controller.storage.recording import EventRecording

@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.controller.events import AppendLedger
+from flowrt.controller.state.controller_restart import (
+    GroupsClosed,
+    GroupsOpened,
+    RestoredSamples,
+    StageCommitted,
+    WorkerJoined,
+)
 from flowrt.controller.state.dataflow import Flows
-from flowrt.controller.state.replay import GroupsClosed, GroupsOpened, ReplayedSamples, StageCommitted, WorkerJoined
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.protocol.messages import Stage
 from tests.effort import examples
@@ -25,7 +31,7 @@ class LedgerMachine:
         self._path = path
         self._crashed: list[Ledger] = []
         self.ledger = Ledger(path)
-        self.ledger.append_replay(WorkerJoined("source", "source"))
+        self.ledger.append_restart_log(WorkerJoined("source", "source"))
         self._live: list[int] = []
         self._states: dict[int, str] = {}
         self._groups = 0
@@ -49,11 +55,11 @@ class LedgerMachine:
                     group=self._groups,
                     slot=self._groups,
                 )
-                self.ledger.append_replay(opened)
+                self.ledger.append_restart_log(opened)
                 self._groups += 1
             case "complete" if self._live:
                 self._record(group, "ready")
-                self.ledger.append_replay(
+                self.ledger.append_restart_log(
                     StageCommitted(
                         worker="rollout0", stage="rollout", slots=(group,), leases=(7,), parts=(), inline=(), spans=()
                     )
@@ -61,7 +67,7 @@ class LedgerMachine:
             case "close" if self._live:
                 self._live.remove(group)
                 self._record(group, "trained")
-                self.ledger.append_replay(GroupsClosed((group,), (group,)))
+                self.ledger.append_restart_log(GroupsClosed((group,), (group,)))
             case "commit":
                 self.ledger.commit()
             case "flush":
@@ -86,7 +92,7 @@ class LedgerMachine:
         self.ledger = Ledger(self._path)
         recovered = self.ledger.recover()
         assert recovered is not None
-        assert sorted(ReplayedSamples(FLOWS, recovered.entries).groups) == sorted(self._live)
+        assert sorted(RestoredSamples(FLOWS, recovered.entries).groups) == sorted(self._live)
         counts = self.ledger.account([(0, group) for group in self._live]).states
         assert counts == {state: list(self._states.values()).count(state) for state in self._states.values()}
 
