@@ -11,7 +11,7 @@ from typing import Any
 from flowrt.controller.events import Tick, WorkerConnected
 from flowrt.ids import OBSERVER
 from flowrt.launcher.observer import address_of, fetch_status
-from flowrt.observability.recordings import Recordings
+from flowrt.observability.recording_reader import Recordings
 from flowrt.observability.replay import Replay
 
 COMPARED_KEYS = ("step", "live_groups", "workers", "versions", "latest_version", "dropped", "drained", "ended")

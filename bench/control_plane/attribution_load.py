@@ -14,7 +14,7 @@ from common.children import cpu_s
 
 from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.storage.accounting import Accounting
-from flowrt.controller.storage.time_recorder import RecorderStart
+from flowrt.controller.storage.time_files import TimeFilesStart
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
@@ -51,7 +51,7 @@ def _waits(names: list[WorkerId], from_s: float, to_s: float) -> list[WaitInterv
 def measure(seconds: int) -> dict[str, float]:
     """Shares over ``seconds`` of a run, which pass as fast as the controller's end can work."""
     with tempfile.TemporaryDirectory() as folder:
-        times = Accounting(RecorderStart(folder, 0.0, 0.0, 0, 1.0))
+        times = Accounting(TimeFilesStart(folder, 0.0, 0.0, 0, 1.0))
         names = [WorkerId(f"rollout-{number}") for number in range(WORKERS)]
         for name in names:
             times.joined(name, "rollout", 0.0)

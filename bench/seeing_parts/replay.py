@@ -30,10 +30,10 @@ from common.jobs import FLOWRT, Job, run_job
 from common.observed import Status, not_replayed, observe
 
 from flowrt.controller.events import MessageReceived, Send
-from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import read_event
+from flowrt.controller.storage.recording_writer import EventRecording
 from flowrt.errors import FlowError
-from flowrt.observability.recordings import Recordings, TermRecording
+from flowrt.observability.recording_reader import Recordings, TermRecording
 from flowrt.protocol.codec import encode
 from flowrt.recipes import grpo
 from flowrt.recipes.config_io import from_toml

@@ -23,8 +23,8 @@ from flowrt.controller.state.controller_restart import STEP
 from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpoint
 from flowrt.controller.storage.journals import DISCARDED, KEPT, FoundSamples, delete_unknown, read_journals
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs
+from flowrt.controller.storage.recording_writer import EventRecording
 from flowrt.controller.storage.sample_store import SAMPLES, SampleStore
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, FlowError
 from flowrt.launcher.observer import address_of

@@ -12,7 +12,7 @@ from flowrt.controller.attribution.account import Sums
 from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, WaitInterval
 from flowrt.controller.attribution.resources import merged_use
 from flowrt.controller.attribution.sweep import sweep
-from flowrt.controller.storage.time_recorder import ATTRIBUTION, is_attribution
+from flowrt.controller.storage.time_files import ATTRIBUTION, is_attribution
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.ids import WorkerId
 from flowrt.runtime.run_lines import read_lines

@@ -26,7 +26,7 @@ from flowrt.controller.storage.recording_format import (
     sources_digest,
 )
 from flowrt.errors import PROGRAMMING_ERRORS, ConfigError, FlowError, suggested
-from flowrt.observability.recordings import MALFORMED, Recordings, TermRecording
+from flowrt.observability.recording_reader import MALFORMED, Recordings, TermRecording
 from flowrt.recipes import grpo
 from flowrt.recipes.config_io import from_toml
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrt.controller.storage.integrity import LEDGER
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.controller.storage.run_metrics import EVALUATION
 from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import EXIT_GUARD, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError

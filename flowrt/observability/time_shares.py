@@ -6,7 +6,7 @@ from typing import Any
 
 from flowrt.controller.attribution.account import Sums
 from flowrt.controller.attribution.causes import KINDS
-from flowrt.controller.storage.time_recorder import is_attribution
+from flowrt.controller.storage.time_files import is_attribution
 from flowrt.observability.attribution import drop_repeated, merged
 from flowrt.observability.tails import UNLIMITED, JsonTail
 

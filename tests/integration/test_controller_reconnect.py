@@ -12,7 +12,7 @@ import torch
 
 from flowrt import api
 from flowrt.client.session import Session
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.controller.transitions.drain import RELEASED
 from flowrt.errors import Drained, Stopped, WaitExpired
 from flowrt.ids import OBSERVER

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowrt.cli import main
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.ids import prompt_number
 from flowrt.recipes.data.mixture import SetSize, mixture
 

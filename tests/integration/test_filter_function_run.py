@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
 

@@ -27,8 +27,8 @@ from flowrt.controller.core import Core
 from flowrt.controller.events import AppendLedger
 from flowrt.controller.server.server import Server
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.storage.reader import LedgerReader
-from flowrt.controller.storage.recorder import RunRecorder
+from flowrt.controller.storage.ledger_reader import LedgerReader
+from flowrt.controller.storage.run_files import RunFiles
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import ConfigError, FlowError, Stopped
@@ -287,7 +287,7 @@ def test_ledger_that_stays_locked_ends_the_run_with_the_reason(tmp_path: Path) -
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     metrics = RunMetrics(tmp_path, 0.0)
-    recorder = RunRecorder(ledger, metrics)
+    recorder = RunFiles(ledger, metrics)
     ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
     with locked(path):
         assert not recorder.write(100.0, 30.0)

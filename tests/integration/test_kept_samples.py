@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowrt.controller.storage.journals import read_journal
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.protocol.journals import JOURNALS, SampleKey
 from flowrt.recipes.run_dir import checkpoint_steps
 from flowrt.roles.journal import KeptTokens, read_sample

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.recipes.run_dir import checkpoint_steps
 
 pytestmark = pytest.mark.slow

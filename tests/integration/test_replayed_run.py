@@ -16,7 +16,7 @@ from common.observed import observe as observed_status
 
 from flowrt.controller.events import WorkerDisconnected
 from flowrt.errors import FlowError
-from flowrt.observability.recordings import Recordings
+from flowrt.observability.recording_reader import Recordings
 from flowrt.observability.replay import Replay
 from tests.integration.conftest import FLOWRT, Launch
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flowrt.cli import main
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.recipes.model_files import TRAINER_STATE
 from flowrt.recipes.run_dir import checkpoint_steps
 

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
-from flowrt.observability.recordings import Recordings
+from flowrt.observability.recording_reader import Recordings
 from tests.effort import examples
 from tests.integration.helpers.forked_flowrt import forks
 from tests.simulation.recorded_runs import RecordedCluster

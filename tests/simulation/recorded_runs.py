@@ -14,9 +14,9 @@ from flowrt.controller.core import Core
 from flowrt.controller.events import Command, Event, Send
 from flowrt.controller.state.controller_restart import RecoveredState
 from flowrt.controller.state.kept_samples import KeptSample
-from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs
-from flowrt.observability.recordings import Recordings, TermRecording
+from flowrt.controller.storage.recording_writer import EventRecording
+from flowrt.observability.recording_reader import Recordings, TermRecording
 from flowrt.observability.replay import Replay
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import Position

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.recipes.run_dir import checkpoint_steps

@@ -45,11 +45,11 @@ from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.event_log import END_TEXT, EventLog
 from flowrt.controller.storage.journals import delete_journals, find_outdated, kept_summary
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
-from flowrt.controller.storage.recorder import RunRecorder
-from flowrt.controller.storage.recording import EventRecording
+from flowrt.controller.storage.recording_writer import EventRecording
+from flowrt.controller.storage.run_files import RunFiles
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import SampleStore
-from flowrt.controller.storage.time_recorder import RecorderStart
+from flowrt.controller.storage.time_files import TimeFilesStart
 from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError, LocalProtocolError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
@@ -156,7 +156,7 @@ class Server:
         )
         self.events = EventLog(run_dir, self.metrics.start_s, self.ledger.term)
         now = self._clock.now()
-        start = RecorderStart(
+        start = TimeFilesStart(
             run_dir=str(run_dir),
             now=now,
             origin_s=self.metrics.start_s,
@@ -165,7 +165,7 @@ class Server:
             timeline_bytes=observability.timeline_bytes,
         )
         self.times = Accounting(start)
-        self._recorder = RunRecorder(
+        self._files = RunFiles(
             ledger=self.ledger,
             metrics=self.metrics,
             events=self.events,
@@ -255,13 +255,13 @@ class Server:
         assert ended is not None
         self._send_status()
         self._flush()
-        self._recorder.compact(run_ended=True)
+        self._files.compact(run_ended=True)
         on_end()
         await self._connections.shutdown(m.Stop(ended.reason, ended.code), OBSERVER)
         while not self._commit(SHUTDOWN_TIMEOUT_S):
             await pause(TICK_S)
-        self._recorder.compact(run_ended=True)
-        self._recorder.write_samples(self._core.state.window.step, self._clock.now(), run_ended=True)
+        self._files.compact(run_ended=True)
+        self._files.write_samples(self._core.state.window.step, self._clock.now(), run_ended=True)
         if self._recording is not None:
             self._recording.close()
         self.metrics.close()
@@ -307,8 +307,8 @@ class Server:
             self._link.filter.check()
             self._send_status()
             self._flush()
-            self._recorder.compact()
-            self._recorder.write_samples(self._core.state.window.step, self._clock.now())
+            self._files.compact()
+            self._files.write_samples(self._core.state.window.step, self._clock.now())
             self._write_times()
 
     def _flush_recording(self) -> None:
@@ -344,12 +344,12 @@ class Server:
             unjoined = tuple((name, text[:MAX_UNJOINED_CHARS]) for name, text in message.unjoined[:MAX_UNJOINED])
             self._followed[worker] = m.Follow(message.workers[:MAX_FOLLOWED], unjoined)
         elif isinstance(message, m.SampleRecords):
-            self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
+            self._files.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
             if isinstance(message, m.Heartbeat):
                 self.times.note_report(worker, min(message.reported_s, self._clock.now()))
             elif isinstance(message, m.Report):
-                self._recorder.record_report(worker, message, self._core.state.window.step)
+                self._files.record_report(worker, message, self._core.state.window.step)
             now = self._clock.now()
             self._handle(MessageReceived(worker, message), data, now)
             if isinstance(message, m.Leave):
@@ -535,12 +535,12 @@ class Server:
                         log.error("stalled: %s", line)
                 self._ended.set()
             case EvaluationClosed(name):
-                self._recorder.record(command, now)
+                self._files.record(command, now)
                 if self._health_watch is not None:
                     step = self._core.state.window.step
                     self._alarm(self._health.evaluation(name, self.metrics.evaluations, step))
             case _:
-                self._recorder.record(command, now)
+                self._files.record(command, now)
 
     def _clean_journals(self, checkpoint: int) -> None:
         """Delete what journals of lost processes have and no run needs that goes back to the checkpoint before."""
@@ -610,7 +610,7 @@ class Server:
         Returns False while the ledger is locked, which means that the call has to be repeated.
         """
         try:
-            if not self._recorder.write(self._clock.now(), patience_s, sync=bool(self._persist_requests)):
+            if not self._files.write(self._clock.now(), patience_s, sync=bool(self._persist_requests)):
                 return False
         except (FlowError, OSError) as error:
             if self._core.ended is None or self._core.ended.code == EXIT_OK:

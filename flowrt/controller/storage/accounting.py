@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from flowrt.controller.attribution.causes import WaitInterval
-from flowrt.controller.storage.time_recorder import RecorderStart
+from flowrt.controller.storage.time_files import TimeFilesStart
 from flowrt.protocol.resources import MAX_RECORD_BYTES
 from flowrt.protocol.spans import count_spans
 from flowrt.runtime.interpreter import RUN_MODULE
@@ -44,7 +44,7 @@ Record = tuple[Any, ...]
 
 
 class Frame(NamedTuple):
-    """What happened since the last frame, in order; the waits follow the records. Before the first: `RecorderStart`."""
+    """What happened since the last frame, in order; the waits follow the records. First a `TimeFilesStart`."""
 
     records: list[Record]
     waits: list[WaitInterval]
@@ -75,11 +75,11 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 class Accounting:
     """The controller's end. Times are seconds on the controller's clock; only `close` waits for the process."""
 
-    def __init__(self, start: RecorderStart, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(self, start: TimeFilesStart, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         """Start nothing yet: the process starts when the first worker has joined.
 
         Args:
-            start: of the recorder in the process.
+            start: of the files that the process writes.
             max_pending_bytes: see `MAX_PENDING_BYTES`.
         """
         self.dropped = 0

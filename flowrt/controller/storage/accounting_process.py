@@ -1,4 +1,4 @@
-"""The accounting process of a controller: attributes the time of its workers and writes the files of `TimeRecorder`.
+"""The accounting process of a controller: attributes the time of its workers and writes the files of `TimeFiles`.
 
 It reads frames from the socket that is its standard input, answers each of them, and ends with the last one. When the
 controller dies, it is killed; the files then end with the controller's last tick.
@@ -11,20 +11,20 @@ import sys
 import msgspec
 
 from flowrt.controller.storage.accounting import HEADER, Answer, Frame, encode, receive
-from flowrt.controller.storage.time_recorder import RecorderStart, TimeRecorder
+from flowrt.controller.storage.time_files import TimeFiles, TimeFilesStart
 from flowrt.errors import EXIT_OK
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.termination import termination_signals
 
-_decode_start = msgspec.msgpack.Decoder(RecorderStart).decode
+_decode_start = msgspec.msgpack.Decoder(TimeFilesStart).decode
 _decode_frame = msgspec.msgpack.Decoder(Frame).decode
 
 
 class FrameReader:
-    """Applies frames to a `TimeRecorder`."""
+    """Applies frames to a `TimeFiles`."""
 
-    def __init__(self, start: RecorderStart) -> None:
-        self._times = times = TimeRecorder(start)
+    def __init__(self, start: TimeFilesStart) -> None:
+        self._times = times = TimeFiles(start)
         account = times.account
         self._of_kind = (
             account.joined,

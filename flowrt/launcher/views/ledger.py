@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowrt.controller.storage.integrity import LEDGER, missing_steps
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.errors import ConfigError
 from flowrt.ids import MAX_ROWS, data_set_of, prompt_name, prompt_number
 from flowrt.protocol.messages import LARGEST_PROMPT

@@ -16,7 +16,7 @@ from flowrt.ids import MAX_ROWS, prompt_name, prompt_number
 from flowrt.launcher.terminal import printable
 from flowrt.launcher.views.status import draw
 from flowrt.observability.prompt_decisions import Decision, PromptDecisions
-from flowrt.observability.recordings import Recordings, TermRecording
+from flowrt.observability.recording_reader import Recordings, TermRecording
 from flowrt.observability.replay import Replay, condition, replay_to
 from flowrt.protocol.messages import LARGEST_PROMPT
 from flowrt.recipes.config_io import from_toml

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrt.controller.attribution.causes import KINDS
-from flowrt.controller.storage.time_recorder import ATTRIBUTION
+from flowrt.controller.storage.time_files import ATTRIBUTION
 from flowrt.errors import ConfigError
 from flowrt.launcher.terminal import printable
 from flowrt.observability.attribution import Times, add_up, of_worker, read

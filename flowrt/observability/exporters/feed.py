@@ -7,7 +7,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from flowrt.controller.storage.time_recorder import is_attribution
+from flowrt.controller.storage.time_files import is_attribution
 from flowrt.errors import ConfigError
 from flowrt.observability.attribution import drop_repeated
 from flowrt.observability.exporters.sink import Sink

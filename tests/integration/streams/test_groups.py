@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from flowrt import api
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from tests.integration.streams.conftest import Peer, Run, Start, Stream
 
 COLUMNS = (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot"))

@@ -14,9 +14,9 @@ from flowrt.controller.state.counters import (
 )
 from flowrt.controller.storage.accounting import Accounting
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.storage.recorder import RunRecorder
+from flowrt.controller.storage.run_files import RunFiles
 from flowrt.controller.storage.run_metrics import RunMetrics
-from flowrt.controller.storage.time_recorder import RecorderStart
+from flowrt.controller.storage.time_files import TimeFilesStart
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol import messages as m
@@ -70,9 +70,9 @@ def test_number_and_length_of_metric_names_are_limited() -> None:
 def test_only_the_metrics_of_an_invalid_report_are_discarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = RunMetrics(tmp_path, 0.0)
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    times = Accounting(RecorderStart(str(tmp_path), 0.0, 0.0, 0, 1.0))
+    times = Accounting(TimeFilesStart(str(tmp_path), 0.0, 0.0, 0, 1.0))
     times.joined("rollout-0", "rollout", 0.0)
-    recorder = RunRecorder(ledger, metrics, times=times)
+    recorder = RunFiles(ledger, metrics, times=times)
     spans = pack_spans([Span("train", 0.0, 1.0)])
     with caplog.at_level(logging.WARNING):
         recorder.record_report("rollout-0", m.Report(spans, (("x" * 1000, 1.0),), ()), 0)

@@ -11,8 +11,8 @@ import pytest
 from flowrt.cli import main
 from flowrt.controller.core import Core
 from flowrt.controller.events import Event, MessageReceived, Send, Tick, WorkerConnected, WorkerDisconnected
-from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs, sources_digest
+from flowrt.controller.storage.recording_writer import EventRecording
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
 from flowrt.observability.page.replayer import Replayer, bounded

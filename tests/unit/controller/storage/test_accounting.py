@@ -1,4 +1,4 @@
-"""The accounting process: the figures of `TimeRecorder`, and a run that does not depend on it."""
+"""The accounting process: the figures of `TimeFiles`, and a run that does not depend on it."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ import pytest
 
 from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.storage.accounting import Accounting
-from flowrt.controller.storage.time_recorder import RecorderStart, TimeRecorder
+from flowrt.controller.storage.time_files import TimeFiles, TimeFilesStart
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.ids import WorkerId
 from flowrt.protocol.spans import SPANS_IN_RECORD, count_spans, pack_spans, unpack_spans
@@ -51,7 +51,7 @@ def attribution(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def start(run_dir: Path, max_pending_bytes: int = 1 << 20) -> Accounting:
-    times = Accounting(RecorderStart(str(run_dir), 0.0, 0.0, 0, 1.0), max_pending_bytes=max_pending_bytes)
+    times = Accounting(TimeFilesStart(str(run_dir), 0.0, 0.0, 0, 1.0), max_pending_bytes=max_pending_bytes)
     for worker in WORKERS:
         times.joined(worker, worker.partition("-")[0], 0.0)
     times.training_started(0.0)
@@ -76,9 +76,9 @@ def times(tmp_path: Path) -> Iterator[Accounting]:
         os.kill(accounting.pid, signal.SIGKILL)
 
 
-def test_the_process_writes_the_figures_of_a_recorder_in_this_process(tmp_path: Path, times: Accounting) -> None:
+def test_the_process_writes_the_figures_of_time_files_in_this_process(tmp_path: Path, times: Accounting) -> None:
     (tmp_path / "here").mkdir()
-    here = TimeRecorder(RecorderStart(str(tmp_path / "here"), 0.0, 0.0, 0, 1.0))
+    here = TimeFiles(TimeFilesStart(str(tmp_path / "here"), 0.0, 0.0, 0, 1.0))
     for worker in WORKERS:
         here.account.joined(worker, worker.partition("-")[0], 0.0)
     here.account.training_started(0.0)
@@ -105,7 +105,7 @@ def test_the_process_writes_the_figures_of_a_recorder_in_this_process(tmp_path: 
 
 
 def test_no_process_is_started_without_a_worker(tmp_path: Path) -> None:
-    times = Accounting(RecorderStart(str(tmp_path), 0.0, 0.0, 0, 1.0))
+    times = Accounting(TimeFilesStart(str(tmp_path), 0.0, 0.0, 0, 1.0))
     times.tick(1.0, [], [])
     times.close(2.0, [], [])
     assert times.pid is None
@@ -118,7 +118,7 @@ def test_a_process_that_cannot_be_started_costs_the_attribution_only(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(socket, "socketpair", refuse)
-    times = Accounting(RecorderStart(str(tmp_path), 0.0, 0.0, 0, 1.0))
+    times = Accounting(TimeFilesStart(str(tmp_path), 0.0, 0.0, 0, 1.0))
     times.joined("trainer", "trainer", 0.0)
     until(lambda: "Too many open files" in times.notice(), "the failure is not told")
     run_step(times, 0)
@@ -205,8 +205,8 @@ def test_signals_that_end_a_run_do_not_end_the_process(tmp_path: Path, times: Ac
 SCRIPT = """
 import os, sys
 from flowrt.controller.storage.accounting import Accounting
-from flowrt.controller.storage.time_recorder import RecorderStart
-times = Accounting(RecorderStart(sys.argv[1], 0.0, 0.0, 0, 1.0))
+from flowrt.controller.storage.time_files import TimeFilesStart
+times = Accounting(TimeFilesStart(sys.argv[1], 0.0, 0.0, 0, 1.0))
 times.joined("trainer", "trainer", 0.0)
 times.close_step(0, 1.0)
 times.note_report("trainer", 1.0)

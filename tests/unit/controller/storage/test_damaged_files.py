@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from flowrt.controller.events import AppendLedger, StepClosed
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.storage.reader import LedgerReader
-from flowrt.controller.storage.recorder import RunRecorder
+from flowrt.controller.storage.ledger_reader import LedgerReader
+from flowrt.controller.storage.run_files import RunFiles
 from flowrt.controller.storage.run_metrics import RunMetrics
-from flowrt.controller.storage.time_recorder import RecorderStart, TimeRecorder
+from flowrt.controller.storage.time_files import TimeFiles, TimeFilesStart
 from flowrt.errors import ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.launcher.supervision import SUMMARY, read_summary
@@ -54,7 +54,7 @@ def closed(step: int, reward: float = 0.5) -> StepClosed:
 def write_run(run_dir: Path) -> bytes:
     """Write a run with its ledger; returns the content of metrics.jsonl."""
     ledger, metrics = Ledger(run_dir / "ledger.sqlite"), RunMetrics(run_dir, 0.0)
-    recorder = RunRecorder(ledger, metrics)
+    recorder = RunFiles(ledger, metrics)
     ledger.resume(0, 0.0)
     for step in range(STEPS):
         recorder.record(AppendLedger(step, 0, "trained", step), float(step))
@@ -138,10 +138,10 @@ def test_the_ledger_reopens_after_reports_of_any_numbers(
         path = run_dir / "ledger.sqlite"
         for _ in range(2):
             ledger, run_metrics = Ledger(path), RunMetrics(run_dir, 0.0)
-            times = TimeRecorder(RecorderStart(str(run_dir), 0.0, 0.0, 0, 1.0))
+            times = TimeFiles(TimeFilesStart(str(run_dir), 0.0, 0.0, 0, 1.0))
             times.account.joined("mine", "mine", 0.0)
             ledger.resume(0, 0.0)
-            recorder = RunRecorder(ledger, run_metrics)
+            recorder = RunFiles(ledger, run_metrics)
             for record in pack_spans(Span("train", value, value) for value in metrics):
                 times.add_record("mine", record)
             recorder.record_report("mine", Report((), tuple(numbers), ()), 0)
@@ -185,7 +185,7 @@ def test_a_ledger_that_was_given_a_nan_reopens(tmp_path: Path) -> None:
 def test_removing_the_ledger_during_a_run_ends_the_run(tmp_path: Path, replaced: bool) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger, metrics = Ledger(path), RunMetrics(tmp_path, 0.0)
-    recorder = RunRecorder(ledger, metrics)
+    recorder = RunFiles(ledger, metrics)
     recorder.compact()
     assert recorder.write(0.0, 1.0)
     path.unlink()

@@ -12,7 +12,7 @@ import pytest
 
 from flowrt.controller.storage.integrity import LEDGER, wal_corruption, wal_path
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 
 HEADER, FRAME = 32, 4096 + 24
 PROMPTS = 1000

@@ -18,7 +18,7 @@ from flowrt.controller.state.controller_restart import (
 )
 from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.errors import FlowError
 
 

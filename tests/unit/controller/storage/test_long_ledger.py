@@ -23,9 +23,9 @@ from flowrt.controller.storage.integrity import (
     ledger_bytes,
 )
 from flowrt.controller.storage.ledger import Ledger
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.controller.storage.pending_writes import add_records
 from flowrt.controller.storage.prompt_words import Record, count, finished, not_unread
-from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.schema import create_tables
 from flowrt.errors import FlowError
 from flowrt.protocol.messages import WORD_BITS, pack, unpack

@@ -36,8 +36,7 @@ from flowrt.controller.state.controller_restart import (
 )
 from flowrt.controller.state.kept_samples import KeptSample
 from flowrt.controller.state.reward_history import Outcome
-from flowrt.controller.storage import recording
-from flowrt.controller.storage.recording import EventRecording
+from flowrt.controller.storage import recording_writer
 from flowrt.controller.storage.recording_format import (
     MAGIC,
     CoreInputs,
@@ -49,9 +48,10 @@ from flowrt.controller.storage.recording_format import (
     unpack_header,
 )
 from flowrt.controller.storage.recording_format import Header as RecordingHeader
+from flowrt.controller.storage.recording_writer import EventRecording
 from flowrt.errors import ConfigError
 from flowrt.ids import WorkerId
-from flowrt.observability.recordings import Recordings
+from flowrt.observability.recording_reader import Recordings
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import MESSAGES, ColumnLengths, Part, Position, Values
@@ -208,7 +208,7 @@ def test_a_recording_stops_with_a_reason_when_the_disk_is_too_slow(
     assert cluster.recording is not None
     wait_for_a_segment(tmp_path)
     assert cluster.recording.stopped() == ""
-    monkeypatch.setattr(recording, "MAX_PENDING_BYTES", -1)
+    monkeypatch.setattr(recording_writer, "MAX_PENDING_BYTES", -1)
     assert "the disk is too slow" in cluster.recording.stopped()
     cluster.recording.close()
     assert "the disk is too slow" in Recordings.of(tmp_path).of_term(1).extent().stopped
@@ -261,7 +261,7 @@ def test_files_are_readable_for_their_owner_only(tmp_path: Path) -> None:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedCluster:
     """A run whose recording has several segments."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(recording, "SEGMENT_BYTES", 800)
+        patched.setattr(recording_writer, "SEGMENT_BYTES", 800)
         return RecordedCluster(NUMBER, tmp_path_factory.mktemp("recorded")).play()
 
 
@@ -333,15 +333,17 @@ def test_a_missing_segment_is_named(recorded: RecordedCluster, tmp_path: Path) -
 
 def test_sent_messages_count_as_waiting_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer may be a thousand times as long as its request."""
-    monkeypatch.setattr(recording, "MAX_PENDING_BYTES", 10_000)
+    monkeypatch.setattr(recording_writer, "MAX_PENDING_BYTES", 10_000)
     release = threading.Event()
-    write = recording._SegmentWriter.write
+    write = recording_writer._SegmentWriter.write
 
-    def wait_and_write(writer: recording._SegmentWriter, rows: list[recording.Row], *, ends_block: bool) -> None:
+    def wait_and_write(
+        writer: recording_writer._SegmentWriter, rows: list[recording_writer.Row], *, ends_block: bool
+    ) -> None:
         release.wait(60.0)
         write(writer, rows, ends_block=ends_block)
 
-    monkeypatch.setattr(recording._SegmentWriter, "write", wait_and_write)
+    monkeypatch.setattr(recording_writer._SegmentWriter, "write", wait_and_write)
     cluster = RecordedCluster(NUMBER, tmp_path)
     recorded = cluster.recording
     assert recorded is not None

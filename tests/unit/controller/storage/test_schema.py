@@ -9,7 +9,7 @@ import pytest
 
 from flowrt.controller.storage.integrity import check_not_behind_checkpoint, last_step
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.ledger_reader import LedgerReader
 from flowrt.controller.storage.schema import SCHEMA_VERSION
 from flowrt.errors import FlowError
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from flowrt.controller.attribution.causes import KINDS, Cause, WaitInterval
-from flowrt.controller.storage.time_recorder import RecorderStart, RoleSeconds, TimeRecorder
+from flowrt.controller.storage.time_files import RoleSeconds, TimeFiles, TimeFilesStart
 from flowrt.controller.storage.timeline_file import TimelineFile, read_segment, read_timeline, segments
 from flowrt.ids import WorkerId
 from flowrt.observability.attribution import read
 from flowrt.runtime.timeline import Span
 
 
-def recorder(run_dir: Path, now: float, step: int = 0, elapsed_s: float = 0.0) -> TimeRecorder:
-    return TimeRecorder(RecorderStart(str(run_dir), now, now - elapsed_s, step, 1.0))
+def recorder(run_dir: Path, now: float, step: int = 0, elapsed_s: float = 0.0) -> TimeFiles:
+    return TimeFiles(TimeFilesStart(str(run_dir), now, now - elapsed_s, step, 1.0))
 
 
 def steps(run_dir: Path) -> list[int]:

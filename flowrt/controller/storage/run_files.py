@@ -1,4 +1,4 @@
-"""Recorder of a run: writes the core's commands and the workers' reports to the files of the run."""
+"""Files of a run: what the core's commands and the workers' reports add to them."""
 
 import logging
 
@@ -16,8 +16,8 @@ from flowrt.protocol.messages import Report, SampleRecords
 log = logging.getLogger(__name__)
 
 
-class RunRecorder:
-    """Buffers the records of a run; `write` makes them durable. A locked ledger is retried, a failed disk is final."""
+class RunFiles:
+    """Buffers what is added; `write` makes it durable. A locked ledger is retried, a failed disk is final."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Recording of a run: every event of the controller's core, written to ``RUN/recording`` for `flowrt replay`.
+"""Writer of the recording of a run: every event of the controller's core, in ``RUN/recording`` for `flowrt replay`.
 
 - The event loop only appends to a list; digests, packing, compression and writing happen on a thread.
 - A crash of the controller loses the events since the last tick.

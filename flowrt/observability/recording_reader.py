@@ -1,4 +1,4 @@
-"""The recordings of a run: their terms, their extent, and their events.
+"""Reader of the recordings of a run: their terms, their extent, and their events.
 
 A term is one controller process of the run; a restarted controller or a resumed run begins a new term. The times of
 events are on the run clock: seconds since the start of the run.

@@ -1,4 +1,4 @@
-"""Recorder of time: attribution.jsonl, a line for each step, and the timeline of spans and waits.
+"""Files of time: attribution.jsonl, a line for each step, and the timeline of spans and waits.
 
 After a failed write, one warning is logged and nothing more is written; the run and the attribution continue. A resumed
 or restarted run continues the files. The lines of steps that were rolled back stay, because their seconds were spent: a
@@ -67,8 +67,8 @@ def is_attribution(line: dict[str, Any]) -> bool:
     return True
 
 
-class RecorderStart(NamedTuple):
-    """Where and when a controller begins to record time."""
+class TimeFilesStart(NamedTuple):
+    """Where and when a controller begins to write its files of time."""
 
     run_dir: str
     now: float
@@ -83,10 +83,10 @@ class RecorderStart(NamedTuple):
     """Maximum size of the timeline on disk."""
 
 
-class TimeRecorder:
+class TimeFiles:
     """Attributes the time of a run's workers and writes its files."""
 
-    def __init__(self, start: RecorderStart) -> None:
+    def __init__(self, start: TimeFilesStart) -> None:
         """Continue the files of the run, or begin them."""
         self.account = TimeAccount(start.now, start.step, PATIENCE_HEARTBEATS * start.heartbeat_s)
         self.latest: dict[str, Any] | None = None
