@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session, connect
 from flowrt.client.streams import StageOutput, pull_between, run_stage, stream
 from flowrt.client.torch_dataset import StreamDataset
@@ -34,7 +34,7 @@ from flowrt.net.curve_keys import controller_keys, worker_keys
 from flowrt.protocol.messages import Column, Stage
 from flowrt.runtime.event_loop import run_loop, serve_loop
 from flowrt.runtime.waits import pause
-from flowrt.transport.samples.store import Packed
+from flowrt.transport.tensor_store import Packed
 from flowrt.transport.weights.snapshot import Snapshot
 
 __all__ = [

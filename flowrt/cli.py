@@ -247,7 +247,7 @@ def _samples_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _samples(arguments: argparse.Namespace) -> int:
     from flowrt.launcher.views.samples import SampleOptions, show
-    from flowrt.observability.samples import Order
+    from flowrt.observability.stored_samples import Order
 
     counts: dict[Order, int | None] = {
         "worst": arguments.worst,

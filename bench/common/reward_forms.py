@@ -14,7 +14,7 @@ from common.first_run import write_model
 from common.jobs import run_job
 from pyarrow import parquet
 
-from flowrt.observability.samples import SampleFilter, SampleReader
+from flowrt.observability.stored_samples import SampleFilter, SampleReader
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.tasks.problems import problem

@@ -15,7 +15,7 @@ from aiohttp import web
 from common.jobs import run_job
 
 from flowrt.engines.stopping import StopConditions
-from flowrt.observability.samples import SampleFilter, SampleReader
+from flowrt.observability.stored_samples import SampleFilter, SampleReader
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.registry import task_of

@@ -11,7 +11,7 @@ import time
 import torch
 from common.children import serve_commands_on_loop
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session, connect
 from flowrt.runtime.event_loop import run_loop
 

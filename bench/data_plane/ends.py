@@ -15,14 +15,14 @@ import torch
 from common.children import serve_commands_on_loop
 
 from flowrt.client.requests import SPIN_S
-from flowrt.client.samples import SampleTransfers
+from flowrt.client.sample_tensors import SampleTransfers
 from flowrt.errors import FlowError
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import Column, Part
 from flowrt.runtime.event_loop import run_loop
 from flowrt.transport.lanes.lane import LaneSet, make_transports
-from flowrt.transport.samples.store import Packed, TensorStore
+from flowrt.transport.tensor_store import Packed, TensorStore
 
 COLUMN = "x"
 LANE_S = 60.0

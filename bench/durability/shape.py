@@ -22,7 +22,7 @@ import torch
 from common.memory import begin_peak, peak_bytes
 
 from flowrt.algorithms.support import Support
-from flowrt.client.samples import Batch, Columns, Numbers
+from flowrt.client.sample_tensors import Batch, Columns, Numbers
 from flowrt.controller.storage.journals import read_journals
 from flowrt.engines.base import Interrupt, NewTokens, Prompt, Response
 from flowrt.protocol.journals import SampleKey, journal_of, journals_of

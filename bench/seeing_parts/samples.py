@@ -22,7 +22,7 @@ from common.harness import by_turns, median_ratio
 from common.jobs import run_job
 
 from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleWriter
-from flowrt.observability.samples import SampleFilter, SampleReader
+from flowrt.observability.stored_samples import SampleFilter, SampleReader
 from flowrt.protocol.sample_records import ScoredSample, TrainedSample, encode_record, pack_text
 
 FLOORS: Mapping[str, float] = {"samples_ratio": 0.98, "store_flagged_kept": 1.0}

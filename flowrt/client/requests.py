@@ -18,7 +18,7 @@ from flowrt.errors import Drained, FlowError, RemoteProtocolError, WaitExpired
 from flowrt.protocol import messages as m
 from flowrt.runtime.clock import MIN_ABSENCE_S
 from flowrt.runtime.waits import CONTROLLER, tracked
-from flowrt.transport.samples.store import TensorStore
+from flowrt.transport.tensor_store import TensorStore
 
 CLOCK_RESOLUTION_S = 0.001
 """An event loop may call a timer this much early."""

@@ -22,7 +22,7 @@ from flowrt.client.controller_clock import ControllerClock, StopWatcher
 from flowrt.client.evaluations import EvaluationNews
 from flowrt.client.requests import RequestTable, ResyncState, resync_messages
 from flowrt.client.resource_sampler import ResourceSampler
-from flowrt.client.samples import Batch, Columns, Numbers, SampleTransfers, UncommittedColumns
+from flowrt.client.sample_tensors import Batch, Columns, Numbers, SampleTransfers, UncommittedColumns
 from flowrt.client.weights import WeightTransfers
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
 from flowrt.ids import FETCH, STOPPED
@@ -47,7 +47,7 @@ from flowrt.runtime.waits import (
 )
 from flowrt.transport.lanes.lane import LaneSet, available_transports, ignore_exception, make_transports
 from flowrt.transport.lanes.open_lanes import most_open_lanes
-from flowrt.transport.samples.store import Rows, TensorStore, lengths_of
+from flowrt.transport.tensor_store import Rows, TensorStore, lengths_of
 
 log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")

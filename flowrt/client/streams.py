@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.ids import GATHER
 from flowrt.protocol import messages as m
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, pause, wait_all, wait_any
 from flowrt.transport.lanes.lane import ignore_exception
-from flowrt.transport.samples.store import Rows
+from flowrt.transport.tensor_store import Rows
 from flowrt.transport.weights.snapshot import Snapshot
 
 PULL_INTERVAL_S = 0.025

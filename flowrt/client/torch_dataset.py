@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flowrt.client.samples import Batch, Columns, Numbers
+from flowrt.client.sample_tensors import Batch, Columns, Numbers
 from flowrt.client.session import Session, connect
 from flowrt.client.streams import stream
 from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread

@@ -22,10 +22,10 @@ from flowrt.recipes.tasks.problems import in_turn, open_sets
 from flowrt.recipes.tasks.registry import takes_reward
 from flowrt.recipes.tasks.task_file import PROCESS, is_task_file, split
 from flowrt.recipes.tasks.task_reward import row_of, task_reward, with_task_reward
+from flowrt.rewards.call_forms import RewardSample, facts
 from flowrt.rewards.check import check_here, note_rate
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.rows import decode_row
-from flowrt.rewards.samples import RewardSample, facts
 from flowrt.rewards.scoring import CALLS, RewardScorer
 from flowrt.rewards.user_file import as_text
 from flowrt.runtime.file_process import ask

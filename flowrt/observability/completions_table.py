@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flowrt.errors import ConfigError
-from flowrt.observability.samples import SampleRow
+from flowrt.observability.stored_samples import SampleRow
 from flowrt.runtime.files import partial_path
 
 REWARD = "reward"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from flowrt.controller.core import Core
 from flowrt.controller.events import AppendLedger, AppendRestartLog, Dismiss, MessageReceived
 from flowrt.controller.state.controller_restart import GroupsOpened, StageCommitted, StageUndone
-from flowrt.controller.state.samples import Slot
+from flowrt.controller.state.slots import Slot
 from flowrt.ids import LeaseId, SlotId
 from flowrt.observability.replay import Replay, ReplayedEvent, describe
 from flowrt.protocol import messages as m

@@ -23,8 +23,8 @@ from flowrt.controller.storage.run_metrics import EVALUATION
 from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import EXIT_GUARD, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
 from flowrt.observability.sample_statistics import GROUP_ORDERS, SampleSettings, SampleStatistics
-from flowrt.observability.samples import SORTED, Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.series import Axis, Series
+from flowrt.observability.stored_samples import SORTED, Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.tails import UNLIMITED, JsonTail, file_version
 from flowrt.observability.time_shares import TimeShares
 from flowrt.observability.timeline_rows import MAX_LANES, TimelineRows

@@ -27,7 +27,7 @@ from flowrt.observability.sample_columns import (
     last_attempts,
     solve_rate_classes,
 )
-from flowrt.observability.samples import Order, SampleFilter, SampleReader
+from flowrt.observability.stored_samples import Order, SampleFilter, SampleReader
 from flowrt.observability.tails import file_version
 from flowrt.recipes.config import EvalConfig
 from flowrt.recipes.eval_names import evaluated_row, first_number

@@ -18,11 +18,11 @@ from pathlib import Path
 from flowrt.controller.policies.group_filter import ENDED, HUNG, KEPT, RAISED, REFUSED, WRONG
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import FilterConfig, RunConfig
+from flowrt.rewards.call_forms import RewardSample
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result
 from flowrt.rewards.pool import RewardPool
 from flowrt.rewards.reward_names import RewardFunction
-from flowrt.rewards.samples import RewardSample
 from flowrt.rewards.user_file import FILTER, REWARDS
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 

@@ -1,8 +1,8 @@
 """Reward functions in separate processes: which functions there are, how they are called, and their outcomes.
 
-- `functions` parses their names, `user_reward` calls functions of the user (`user_file` loads them), `built_in`, `code`
+- `reward_names` parses their names, `user_reward` calls those of the user (`user_file` loads them), `built_in`, `code`
   and `remote` have the others.
-- `samples` is what they are called with, `rows` the columns of a row, `outcomes` the results of calls, and `scoring`
+- `call_forms` is what they are called with, `rows` the columns of a row, `outcomes` the results of calls, and `scoring`
   combines several functions into one reward.
 - `pool` runs them in child processes (`processes`, `reaper`, `child`), async ones side by side (`async_calls`); a call
   that hangs or dies affects its own outcome only.

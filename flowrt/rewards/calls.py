@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowrt.rewards.call_forms import CallForm, RewardSample
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.samples import CallForm, RewardSample
 
 SPLIT = (Result.ERROR, Result.MEMORY, Result.TIMEOUT)
 """How a call with several samples fails as a whole, by one of them: it is made again with half of the samples."""

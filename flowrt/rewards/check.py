@@ -10,6 +10,7 @@ from time import monotonic
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.built_in import check_packages
+from flowrt.rewards.call_forms import RewardSample, facts
 from flowrt.rewards.children import FIX, PROGRESS_AFTER_S
 from flowrt.rewards.code import check_sandbox
 from flowrt.rewards.options import RewardOptions
@@ -17,7 +18,6 @@ from flowrt.rewards.outcomes import Result
 from flowrt.rewards.remote import check_key
 from flowrt.rewards.reward_names import check_file, parse_functions
 from flowrt.rewards.rows import decode_row
-from flowrt.rewards.samples import RewardSample, facts
 from flowrt.rewards.scoring import RewardScorer
 from flowrt.rewards.user_file import as_text
 

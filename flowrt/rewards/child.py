@@ -33,10 +33,10 @@ import msgpack
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.built_in import Scorer, built_in
+from flowrt.rewards.call_forms import CallForm, RewardSample
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.reward_names import RewardFunction, TaskReward
 from flowrt.rewards.rows import decode_row
-from flowrt.rewards.samples import CallForm, RewardSample
 from flowrt.rewards.user_file import ANSWER, MISSING, UserFilter, no_column
 from flowrt.rewards.user_reward import UserReward
 from flowrt.runtime.user_module import Unusable, described, line_of

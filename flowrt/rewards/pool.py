@@ -13,6 +13,7 @@ from typing import Any
 
 from flowrt.errors import ConfigError, FlowError, WaitExpired
 from flowrt.rewards.async_calls import AsyncCalls
+from flowrt.rewards.call_forms import CallForm, Rate, RewardSample
 from flowrt.rewards.calls import CallQueue, RewardCall, Scoring, new_number
 from flowrt.rewards.child import packed
 from flowrt.rewards.children import FIX, RewardChildren, described_end
@@ -20,7 +21,6 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.processes import GRACE_S, WROTE, RewardProcess
 from flowrt.rewards.reward_names import RewardFunction, TaskReward
-from flowrt.rewards.samples import CallForm, Rate, RewardSample
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 
 log = logging.getLogger(__name__)

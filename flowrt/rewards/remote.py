@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flowrt.errors import ConfigError, WaitExpired
+from flowrt.rewards.call_forms import Rate
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.reward_names import KEY_FIX, RewardFunction, parse_functions
 from flowrt.rewards.rows import decode_row, json_text
-from flowrt.rewards.samples import Rate
 from flowrt.rewards.user_file import ANSWER, as_text, no_column, outcome_of
 from flowrt.runtime.urls import check_url
 from flowrt.runtime.user_module import cut

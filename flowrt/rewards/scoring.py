@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flowrt.errors import ConfigError
 from flowrt.ids import UNSCORED
+from flowrt.rewards.call_forms import CallForm, Rate, RewardSample
 from flowrt.rewards.children import FIX
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import FAILURES, Result, RewardOutcome
@@ -21,7 +22,6 @@ from flowrt.rewards.pool import RewardPool
 from flowrt.rewards.remote import RemoteRewards
 from flowrt.rewards.reward_names import RewardFunction, TaskReward, parse_functions
 from flowrt.rewards.rows import decode_row
-from flowrt.rewards.samples import CallForm, Rate, RewardSample
 from flowrt.rewards.user_file import as_text
 from flowrt.runtime.waits import BoundedElsewhere, wait_all
 

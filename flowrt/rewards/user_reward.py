@@ -18,9 +18,9 @@ from inspect import Parameter
 from types import SimpleNamespace
 from typing import Any
 
+from flowrt.rewards.call_forms import FACTS, CallForm, Form, RewardSample
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.rows import decode_row
-from flowrt.rewards.samples import FACTS, CallForm, Form, RewardSample
 from flowrt.rewards.user_file import (
     ANSWER,
     CALLED_AS,

@@ -6,7 +6,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.controller.policies.group_filter import DECISION, REFUSED
 from flowrt.errors import Drained

@@ -14,7 +14,7 @@ from time import monotonic
 
 import torch
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import (
     ContinuesSequences,

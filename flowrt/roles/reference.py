@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, run_stage
 from flowrt.engines.hf import load_model, weight_bytes

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from time import monotonic
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, delay_pull, run_stage
 from flowrt.engines.prompts import PromptFormat
@@ -28,16 +28,16 @@ from flowrt.recipes.run_dir import judge_file, model_dir
 from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.recipes.tasks.task_reward import is_scored_by_task, row_of, task_reward
+from flowrt.rewards.call_forms import CallForm, RewardSample
 from flowrt.rewards.check import check_here
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result
 from flowrt.rewards.reward_names import parse_functions
 from flowrt.rewards.rows import decode_row
-from flowrt.rewards.samples import CallForm, RewardSample
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
 from flowrt.roles.filter import with_filter
 from flowrt.roles.main import main
-from flowrt.roles.samples import Score, ScoredSamples, finish_reason
+from flowrt.roles.sample_records import Score, ScoredSamples, finish_reason
 from flowrt.runtime.waits import wait_all, wait_any, wait_until
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from flowrt.engines.hf import load_classifier
+from flowrt.rewards.call_forms import CallForm, RewardSample
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.rows import decode_row
-from flowrt.rewards.samples import CallForm, RewardSample
 from flowrt.rewards.user_file import outcome_of
 from flowrt.runtime.user_module import Unusable, cut
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.algorithms.support import Support
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.client.weights import StagedWeights
 from flowrt.engines.base import (
@@ -37,7 +37,7 @@ from flowrt.roles.engines import rollout_engine, weights_device
 from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, newest_checkpoint
 from flowrt.roles.kept_sequences import KeptSequences
 from flowrt.roles.main import CONTROLLER_FILE, main
-from flowrt.roles.samples import GeneratedSamples
+from flowrt.roles.sample_records import GeneratedSamples
 from flowrt.runtime.compute_thread import ComputeThread
 from flowrt.runtime.time_limits import pass_s, weights_s
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_any

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from flowrt.algorithms.advantages import PolynomialAge, SampleWeight, UniformWeight
 from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
 from flowrt.algorithms.support import Support
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.controller.policies.group_filter import compared
 from flowrt.engines.base import AppliesSupports, TrainEngine, TrainingBatch
@@ -35,7 +35,7 @@ from flowrt.roles.checkpoints import Checkpoints, disk_errors
 from flowrt.roles.engines import train_engine
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import resume_refreshes, write_refresh
-from flowrt.roles.samples import TrainedSamples
+from flowrt.roles.sample_records import TrainedSamples
 from flowrt.roles.written_models import WrittenModels
 from flowrt.runtime.time_limits import pass_s, state_s, weights_s
 from flowrt.runtime.waits import BoundedElsewhere, wait_until

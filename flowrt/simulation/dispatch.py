@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flowrt.controller.policies.dispatch.base import Dispatch, Puller, Queue
-from flowrt.controller.state.samples import NO_STEP, Group, Lease, Slot
+from flowrt.controller.state.slots import NO_STEP, Group, Lease, Slot
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
 from flowrt.protocol.messages import Stage
 

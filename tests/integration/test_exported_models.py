@@ -21,7 +21,7 @@ from flowrt.cli import main
 from flowrt.engines.hf import load_model, save_model
 from flowrt.engines.tiny_model import build_model
 from flowrt.engines.training.forward import score
-from flowrt.observability.samples import Sample, SampleFilter, SampleReader
+from flowrt.observability.stored_samples import Sample, SampleFilter, SampleReader
 from flowrt.recipes.run_dir import checkpoint_steps, hf_steps
 from tests.integration.helpers.forked_flowrt import run_flowrt
 from tests.proofs.chat_models import FAMILIES, chat_tokenizer

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.controller.storage.timeline_file import read_timeline
-from flowrt.observability.samples import SampleReader
+from flowrt.observability.stored_samples import SampleReader
 
 STEPS, PROMPTS, MEMBERS = 2, 4, 4
 MORE_STEPS = 6

@@ -11,11 +11,11 @@ import pytest
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
+from flowrt.rewards.call_forms import RewardSample
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.child import packed
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.samples import RewardSample
 from flowrt.rewards.scoring import RewardScorer
 from flowrt.roles.reward import most_slots
 
@@ -153,7 +153,7 @@ def test_the_rate_of_async_calls_is_limited(tmp_path: Path) -> None:
 
 
 def test_a_reward_worker_holds_as_many_samples_as_can_be_scored_side_by_side() -> None:
-    from flowrt.rewards.samples import CallForm
+    from flowrt.rewards.call_forms import CallForm
 
     config = parse(["custom", "--reward", "mine.py"])
     assert most_slots(config, [CallForm(is_async=True)]) >= config.reward.concurrency

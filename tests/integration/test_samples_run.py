@@ -18,7 +18,7 @@ from flowrt import api
 from flowrt.controller.storage.sample_store import SAMPLES, SampleStore
 from flowrt.observability.json_text import to_json
 from flowrt.observability.run_reader import RunReader
-from flowrt.observability.samples import ANY_EVALUATION, Sample, SampleFilter, SampleReader, SampleRow
+from flowrt.observability.stored_samples import ANY_EVALUATION, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.protocol.messages import SampleRecords
 from flowrt.runtime.waits import pause
 from tests.integration.conftest import Launch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo, Puller, Queue, Start
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.priority import Priority
-from flowrt.controller.state.samples import NO_STEP, Lease, Slot
+from flowrt.controller.state.slots import NO_STEP, Lease, Slot
 from flowrt.ids import LeaseId, WorkerId
 from flowrt.simulation.dispatch import ROLLOUT, Cluster, DispatchSimulator, SampleFactory
 from tests.effort import examples

@@ -14,7 +14,7 @@ from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.controller.policies.weight_sync import Divergence, EveryN, Rolling
 from flowrt.controller.settings import OnLostSample
-from flowrt.controller.state.samples import Slot
+from flowrt.controller.state.slots import Slot
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import KEPT_TOKENS
 from tests.property.test_core import RUNS, scenarios

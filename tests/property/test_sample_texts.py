@@ -19,7 +19,7 @@ from flowrt.controller.storage.sample_store import SAMPLES, SampleWriter
 from flowrt.errors import ConfigError
 from flowrt.launcher.terminal import PlainConsole, printable
 from flowrt.launcher.views.samples import SampleOptions, show
-from flowrt.observability.samples import SampleFilter, SampleReader
+from flowrt.observability.stored_samples import SampleFilter, SampleReader
 from flowrt.protocol.sample_records import ScoredSample, encode_record, pack_text, stored_text, unpack_text
 from tests.effort import examples
 

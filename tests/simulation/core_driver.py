@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrt.controller.events import Command, Dismiss, Event, MessageReceived, Send, WorkerConnected, WorkerDisconnected
 from flowrt.controller.state.kept_samples import KeptSample
-from flowrt.controller.state.samples import NO_NUMBERS, NO_TENSORS, NOTHING_KEPT
+from flowrt.controller.state.slots import NO_NUMBERS, NO_TENSORS, NOTHING_KEPT
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m

@@ -6,7 +6,7 @@ from flowrt.controller.events import AppendLedger, AppendRestartLog, Send
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.controller.settings import OnLostSample
 from flowrt.controller.state.controller_restart import GroupsOpened, StageCommitted
-from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.slots import Group, Slot
 from flowrt.controller.transitions.evaluations import LOST_VERSION
 from flowrt.ids import GroupId, SlotId
 from flowrt.protocol import messages as m

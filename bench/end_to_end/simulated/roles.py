@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import torch
 from end_to_end.simulated.modes import RunSpec
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.client.streams import PULL_INTERVAL_S, StageOutput, run_stage
 from flowrt.engines.simulated.engine import SimulatedRollout, SimulatedScorer, SimulatedTrainer

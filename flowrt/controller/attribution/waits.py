@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.state.parked_requests import ParkedRequests
-from flowrt.controller.state.samples import Group
+from flowrt.controller.state.slots import Group
 from flowrt.controller.state.state import Environment, State
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m

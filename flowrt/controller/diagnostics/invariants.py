@@ -4,7 +4,7 @@ from collections import Counter
 
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Group, Lease, Slot
+from flowrt.controller.state.slots import Group, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.transitions import rollback

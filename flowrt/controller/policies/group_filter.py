@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowrt.controller.state.samples import Group
+from flowrt.controller.state.slots import Group
 from flowrt.errors import ConfigError
 from flowrt.ids import UNSCORED
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowrt.controller.state.samples import Group
+from flowrt.controller.state.slots import Group
 from flowrt.errors import ConfigError
 
 

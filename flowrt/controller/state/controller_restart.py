@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flowrt.controller.state.dataflow import Flows
-from flowrt.controller.state.samples import ColumnLocation, Group, Slot
+from flowrt.controller.state.slots import ColumnLocation, Group, Slot
 from flowrt.ids import GroupId, SlotId, WorkerId
 from flowrt.protocol.messages import (
     NO_LIMIT,

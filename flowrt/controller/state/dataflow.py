@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-from flowrt.controller.state.samples import Group
+from flowrt.controller.state.slots import Group
 from flowrt.protocol.messages import ITEM_BYTES, Column, Stage
 
 

@@ -11,7 +11,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from flowrt.controller.policies.dispatch.base import FifoQueue, Puller, Queue
-from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.slots import Group, Slot
 from flowrt.ids import GroupId, WorkerId
 from flowrt.protocol.messages import Evaluated
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flowrt.controller.state.samples import Group, Kept
+from flowrt.controller.state.slots import Group, Kept
 
 TOO_OLD = "older than the staleness bound"
 """Why a kept sample is discarded: no step could train it within the bound."""

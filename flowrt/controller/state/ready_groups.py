@@ -8,7 +8,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from flowrt.controller.state.samples import Group
+from flowrt.controller.state.slots import Group
 from flowrt.ids import GroupId
 
 TokensOf = Callable[[Group], int]

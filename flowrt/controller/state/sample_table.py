@@ -14,7 +14,7 @@ from flowrt.controller.policies.dispatch.base import Queue
 from flowrt.controller.state.dataflow import Flows
 from flowrt.controller.state.evaluations import ExactFirst, ExactGroups, ExactSamples
 from flowrt.controller.state.ready_groups import ReadyGroups
-from flowrt.controller.state.samples import NO_LEASE, NO_STEP, ColumnLocation, Group, Kept, Lease, Slot, new_groups
+from flowrt.controller.state.slots import NO_LEASE, NO_STEP, ColumnLocation, Group, Kept, Lease, Slot, new_groups
 from flowrt.controller.state.worklist import Worklist
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from flowrt.controller.policies.admission import Admission
 from flowrt.controller.policies.batching import Batcher
 from flowrt.controller.state.ready_groups import ReadyGroups
-from flowrt.controller.state.samples import NO_STEP, Group
+from flowrt.controller.state.slots import NO_STEP, Group
 from flowrt.controller.state.worklist import Worklist
 from flowrt.ids import GroupId, WorkerId
 

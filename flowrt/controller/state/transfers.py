@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from flowrt.controller.state.counters import TokenBucket
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import ColumnLocation, Slot
+from flowrt.controller.state.slots import ColumnLocation, Slot
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import AUTO, GroupId, SlotId, WorkerId
 from flowrt.protocol.messages import Incoming, Ints, LaneTurn, Part

@@ -11,7 +11,7 @@ from flowrt.controller.events import AppendRestartLog, Command, Send
 from flowrt.controller.state.controller_restart import StageCommitted
 from flowrt.controller.state.dataflow import Makes
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Group, Lease, Slot
+from flowrt.controller.state.slots import Group, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import evaluations, failed_transfers, rollback
 from flowrt.controller.transitions.rollback import Lose

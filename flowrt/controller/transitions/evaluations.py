@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from flowrt.controller.events import Command, EvaluationClosed, LogEvent, Send
 from flowrt.controller.state.counters import MAX_NAME_CHARS, validate_names
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Lease
+from flowrt.controller.state.slots import Lease
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.errors import RemoteProtocolError

@@ -12,7 +12,7 @@
 from collections.abc import Iterable
 
 from flowrt.controller.events import Command
-from flowrt.controller.state.samples import ColumnLocation, Group, Slot
+from flowrt.controller.state.slots import ColumnLocation, Group, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import check_receiver, find_holding
 from flowrt.controller.transitions.rollback import Action, roll_back

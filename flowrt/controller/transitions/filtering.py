@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from flowrt.controller.events import AppendRestartLog, Command
 from flowrt.controller.state.controller_restart import FILTERED, CounterSet
-from flowrt.controller.state.samples import Group
+from flowrt.controller.state.slots import Group
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.ids import GroupId

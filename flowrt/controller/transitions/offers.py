@@ -4,7 +4,7 @@ from flowrt.controller.events import AppendRestartLog, Command, Send
 from flowrt.controller.state.controller_restart import SKIPPED, CounterSet, GroupsOpened, RestoredSamples
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Group
+from flowrt.controller.state.slots import Group
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.errors import RemoteProtocolError

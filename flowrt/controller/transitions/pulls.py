@@ -11,7 +11,7 @@ from flowrt.controller.policies.dispatch.base import Puller, Start
 from flowrt.controller.state.controller_restart import SHARE_ENDED, CounterSet
 from flowrt.controller.state.kept_samples import TOO_OLD
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
-from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
+from flowrt.controller.state.slots import NO_LEASE, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import plan
 from flowrt.controller.transitions import commits, failed_transfers, filtering, offers, rollback, training

@@ -25,7 +25,7 @@ from flowrt.controller.state.controller_restart import (
     WorkerDrained,
 )
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Group
+from flowrt.controller.state.slots import Group
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import find_holding
 from flowrt.controller.transitions import rollback

@@ -21,7 +21,7 @@ from flowrt.controller.state.controller_restart import VACANT, CounterSet, Group
 from flowrt.controller.state.counters import MAX_NAME_CHARS
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Group, Kept, Lease, Slot
+from flowrt.controller.state.slots import Group, Kept, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import holders_of, lose_copies
 from flowrt.errors import RemoteProtocolError

@@ -12,7 +12,7 @@ from flowrt.controller.policies.batching import Batcher, GroupCount
 from flowrt.controller.policies.group_filter import REWARD, compared, mean_reward, rewards, zero_variance_groups
 from flowrt.controller.state.controller_restart import FILTERED, SKIPPED, STEP, CounterSet, Deferrable
 from flowrt.controller.state.counters import validate_names
-from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.slots import Group, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import failed_transfers, filtering, guarding, rollback
 from flowrt.errors import RemoteProtocolError

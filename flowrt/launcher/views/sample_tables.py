@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from flowrt.observability.sample_statistics import SampleSettings, SampleStatistics
-from flowrt.observability.samples import Order, SampleFilter
+from flowrt.observability.stored_samples import Order, SampleFilter
 
 By = Literal["group", "reward", "length", "data_set", "solve_rate"]
 PROMPT_CHARS = 60

@@ -18,7 +18,7 @@ from flowrt.launcher.views.ledger import number_of, set_names_of
 from flowrt.launcher.views.sample_tables import By, distribution_table, group_table
 from flowrt.observability.completions_table import STDOUT, write_jsonl, write_parquet
 from flowrt.observability.sample_statistics import SampleSettings
-from flowrt.observability.samples import Order, Sample, SampleFilter, SampleReader, SampleRow
+from flowrt.observability.stored_samples import Order, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.token_texts import TokenTexts
 from flowrt.recipes.eval_names import evaluated_row, first_number
 from flowrt.recipes.run_dir import CONFIG

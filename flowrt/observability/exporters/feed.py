@@ -12,7 +12,7 @@ from flowrt.errors import ConfigError
 from flowrt.observability.attribution import drop_repeated
 from flowrt.observability.exporters.sink import Sink
 from flowrt.observability.run_reader import ATTRIBUTION, EVENTS, METRICS, SUMMARY, is_locked
-from flowrt.observability.samples import SampleFilter, SampleReader
+from flowrt.observability.stored_samples import SampleFilter, SampleReader
 from flowrt.observability.tails import JsonTail
 from flowrt.runtime.run_lines import is_step
 

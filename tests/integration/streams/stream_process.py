@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flowrt import api
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.errors import FlowError, RemoteProtocolError
 
 CONNECT_TIMEOUT_S = 60.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrt.client.samples import Columns, Numbers
+from flowrt.client.sample_tensors import Columns, Numbers
 
 
 def test_a_missing_column_is_named_with_the_others() -> None:

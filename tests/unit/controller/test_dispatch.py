@@ -7,7 +7,7 @@ import pytest
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import GroupCount, TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo, FifoQueue, Puller, Start
-from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.slots import Group, Slot
 from flowrt.errors import ConfigError
 from flowrt.ids import GroupId, SlotId, WorkerId
 from flowrt.protocol.messages import Stage

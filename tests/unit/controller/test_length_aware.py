@@ -16,7 +16,7 @@ from flowrt.controller.policies.dispatch.length_aware import (
     completion_s,
     pool_s,
 )
-from flowrt.controller.state.samples import NO_STEP, Lease, Slot
+from flowrt.controller.state.slots import NO_STEP, Lease, Slot
 from flowrt.errors import ConfigError
 from flowrt.ids import LeaseId, WorkerId
 from flowrt.simulation.dispatch import ROLLOUT, Cluster, DispatchSimulator, SampleFactory, Step

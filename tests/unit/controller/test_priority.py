@@ -7,7 +7,7 @@ import pytest
 
 from flowrt.controller.policies.dispatch.base import Puller, Queue, Start
 from flowrt.controller.policies.dispatch.priority import Priority
-from flowrt.controller.state.samples import Slot
+from flowrt.controller.state.slots import Slot
 from flowrt.errors import ConfigError
 from flowrt.ids import WorkerId
 from flowrt.simulation.dispatch import ROLLOUT, SampleFactory

@@ -4,7 +4,7 @@ import pytest
 
 from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Group, Lease, Slot
+from flowrt.controller.state.slots import Group, Lease, Slot
 from flowrt.errors import LocalProtocolError
 from flowrt.ids import WorkerId
 from tests.simulation.scenario import grpo_dataflow

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import Batcher, GroupCount, TokenBudget
 from flowrt.controller.state.ready_groups import ReadyGroups
-from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.slots import Group, Slot
 from flowrt.controller.state.training_window import TrainingWindow
 from flowrt.ids import GroupId, SlotId
 

@@ -23,7 +23,7 @@ from flowrt.observability import sample_statistics
 from flowrt.observability.json_text import to_json
 from flowrt.observability.run_reader import RunReader
 from flowrt.observability.sample_statistics import GROUP_ORDERS, SampleSettings, SampleStatistics
-from flowrt.observability.samples import SORTED, SampleFilter, SampleReader
+from flowrt.observability.stored_samples import SORTED, SampleFilter, SampleReader
 from flowrt.protocol.sample_records import ScoredSample, TrainedSample, encode_record, pack_text
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.recipes.eval_names import first_number

@@ -10,7 +10,7 @@ import torch
 
 from flowrt.algorithms.advantages import GroupAdvantages
 from flowrt.algorithms.objective import Objective
-from flowrt.client.samples import Batch, Columns, Numbers
+from flowrt.client.sample_tensors import Batch, Columns, Numbers
 from flowrt.controller.events import Send
 from flowrt.controller.policies.batching import SampleCount, TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo

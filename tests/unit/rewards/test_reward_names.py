@@ -19,10 +19,10 @@ from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.grpo import dataflow
 from flowrt.recipes.metric_names import metric_names
 from flowrt.rewards.built_in import built_in
+from flowrt.rewards.call_forms import RewardSample
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.reward_names import RewardFunction, parse_function, parse_functions, with_paths
-from flowrt.rewards.samples import RewardSample
 from flowrt.rewards.scoring import RewardScorer, SampleReward, combined, reward_columns
 from flowrt.rewards.user_file import MISSING, Arguments, MissingColumn, note, outcome_of
 from flowrt.runtime.user_module import Unusable

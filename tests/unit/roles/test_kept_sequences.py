@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowrt import api
-from flowrt.client.samples import Batch, Columns, Numbers
+from flowrt.client.sample_tensors import Batch, Columns, Numbers
 from flowrt.client.session import Session
 from flowrt.engines.base import Interrupt, NewTokens, Prefix, Prompt, Response
 from flowrt.protocol.journals import SampleKey

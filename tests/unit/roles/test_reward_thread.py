@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import wrap_tokenizer
@@ -16,7 +16,7 @@ from flowrt.protocol.sample_records import ScoredSample, decode_record
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.roles import reward
-from flowrt.roles.samples import ScoredSamples
+from flowrt.roles.sample_records import ScoredSamples
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.timeline import Timeline
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flowrt.errors import LocalProtocolError, OverBudget, TransferError
 from flowrt.protocol.messages import ITEM_BYTES, Column, Part
 from flowrt.transport.lanes.channel import MAX_CHUNK_BYTES, STAGE_BYTES, ColumnRun, split_run
-from flowrt.transport.samples.store import Packed, TensorStore
+from flowrt.transport.tensor_store import Packed, TensorStore
 
 COLUMNS = [Column(dtype, dtype, "slot") for dtype in ITEM_BYTES]
 

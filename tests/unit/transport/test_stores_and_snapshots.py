@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowrt.errors import LocalProtocolError, TransferError
 from flowrt.protocol.messages import Column, Part
-from flowrt.transport.samples.store import TensorStore
+from flowrt.transport.tensor_store import TensorStore
 from flowrt.transport.weights.snapshot import BUCKET_BYTES, Snapshot, device_of, for_device
 
 DTYPES = ("int32", "float32", "uint8", "int64", "bfloat16", "bool")

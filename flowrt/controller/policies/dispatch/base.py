@@ -13,7 +13,7 @@ from itertools import repeat
 from operator import lt
 from typing import Protocol
 
-from flowrt.controller.state.samples import Slot
+from flowrt.controller.state.slots import Slot
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import Stage
 

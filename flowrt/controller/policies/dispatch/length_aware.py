@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flowrt.controller.policies.dispatch.base import FifoQueue, Puller, Queue
-from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.slots import Group, Slot
 from flowrt.errors import ConfigError
 from flowrt.ids import GroupId, WorkerId
 from flowrt.protocol.messages import Stage

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from flowrt.controller.policies.dispatch.base import Puller, Start
-from flowrt.controller.state.samples import Slot
+from flowrt.controller.state.slots import Slot
 from flowrt.errors import ConfigError
 from flowrt.protocol.messages import Stage
 

@@ -70,18 +70,18 @@ def test_prompts_of_a_count_are_listed_newest_first(tmp_path: Path) -> None:
         ledger.add(AppendLedger(prompt, 0, "dropped", 1, reason), 200.0 + prompt)
     ledger.commit()
     with LedgerReader(tmp_path / "ledger.sqlite") as reader:
-        prompts, total = ledger_reader.prompts("dropped", "", 3)
+        prompts, total = reader.prompts("dropped", "", 3)
         assert ([row.prompt for row in prompts], total) == ([104, 103, 102], 6)
-        prompts, total = ledger_reader.prompts("dropped", "", 3, 3)
+        prompts, total = reader.prompts("dropped", "", 3, 3)
         assert ([row.prompt for row in prompts], total) == ([101, 100, 18], 6)
-        prompts, total = ledger_reader.prompts("dropped", "reward <b>timeout", 9)
+        prompts, total = reader.prompts("dropped", "reward <b>timeout", 9)
         assert ([(row.prompt, row.reason) for row in prompts], total) == (
             [(103, "reward <b>timeout"), (101, "reward <b>timeout")],
             2,
         )
-        assert [ledger_reader.reasons()[reason] for reason in ("reward <b>timeout", "its source left")] == [2, 4]
-        assert ledger_reader.prompts("dropped' OR 1", "", 9) == ([], 0)
-        assert len(ledger_reader.prompts("in_flight", "", 9)[0]) == ledger_reader.states()["in_flight"]
+        assert [reader.reasons()[reason] for reason in ("reward <b>timeout", "its source left")] == [2, 4]
+        assert reader.prompts("dropped' OR 1", "", 9) == ([], 0)
+        assert len(reader.prompts("in_flight", "", 9)[0]) == reader.states()["in_flight"]
     ledger.close()
 
 
@@ -93,7 +93,7 @@ def test_committed_records_of_a_killed_controller_are_read(tmp_path: Path) -> No
         shutil.copy(path, tmp_path / "copy" / path.name)  # as after a kill: not closed
     ledger.close()
     with LedgerReader(tmp_path / "copy" / "ledger.sqlite") as reader:
-        assert ledger_reader.states() == {"in_flight": 2, "dropped": 1}
+        assert reader.states() == {"in_flight": 2, "dropped": 1}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_missing_file_is_not_created(tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (integrity, reader):
+    for module in (integrity, ledger_reader):
         monkeypatch.setattr(module, "is_on_network", lambda _: True)
 
 

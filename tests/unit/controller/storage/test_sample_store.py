@@ -16,7 +16,7 @@ import pytest
 from flowrt.controller.storage import sample_store
 from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleStore, SampleWriter
 from flowrt.errors import FlowError
-from flowrt.observability.samples import ANY_EVALUATION, SampleFilter, SampleReader, SampleRow
+from flowrt.observability.stored_samples import ANY_EVALUATION, SampleFilter, SampleReader, SampleRow
 from flowrt.protocol.messages import MAX_RECORD_BYTES
 from flowrt.protocol.sample_records import (
     GeneratedSample,

@@ -10,9 +10,9 @@ import pytest
 
 from flowrt.observability.exporters.feed import Feed
 from flowrt.observability.exporters.own import OwnExporter
-from flowrt.observability.samples import SampleReader
+from flowrt.observability.stored_samples import SampleReader
 from tests.unit.observability.exporters.written_run import metrics, write_lines, write_run
-from tests.unit.observability.test_samples import MEMBERS, fill
+from tests.unit.observability.test_stored_samples import MEMBERS, fill
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "own_exporter.py"
 SPEC = f"{EXAMPLE}:StepsCsv"

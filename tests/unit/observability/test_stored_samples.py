@@ -18,9 +18,9 @@ from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleWrit
 from flowrt.errors import ConfigError
 from flowrt.launcher.terminal import PlainConsole
 from flowrt.launcher.views.samples import SampleOptions, show
-from flowrt.observability import samples as module
+from flowrt.observability import stored_samples as module
 from flowrt.observability.completions_table import write_jsonl, write_parquet
-from flowrt.observability.samples import Order, SampleFilter, SampleReader
+from flowrt.observability.stored_samples import Order, SampleFilter, SampleReader
 from flowrt.protocol.sample_records import ScoredSample, TrainedSample, encode_record, pack_text
 
 STEPS, MEMBERS = 10, 4
@@ -226,7 +226,7 @@ def test_a_missing_or_invalid_store_is_refused(tmp_path: Path) -> None:
 WRITER = """
 import sys, itertools
 from pathlib import Path
-from tests.unit.observability.test_samples import fill_forever
+from tests.unit.observability.test_stored_samples import fill_forever
 fill_forever(Path(sys.argv[1]))
 """
 

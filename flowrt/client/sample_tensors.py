@@ -17,7 +17,7 @@ import torch
 from flowrt.errors import FlowError, LocalProtocolError, OverBudget, TransferError
 from flowrt.protocol.messages import Grant, Incoming, Message, SendSamples, TransferFailed
 from flowrt.transport.lanes.lane import LaneSet, ignore_exception
-from flowrt.transport.samples.store import Packed, Rows, TensorStore
+from flowrt.transport.tensor_store import Packed, Rows, TensorStore
 
 OF_SLOTS = ("slots", "groups", "members", "prompts", "epochs", "attempts", "spans", "exact", "kept")
 """Fields of a grant with one value for each slot; some are empty where no slot has one."""

@@ -12,7 +12,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from flowrt.client.samples import Batch
+from flowrt.client.sample_tensors import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import Capture
 from flowrt.engines.stopping import StopConditions
