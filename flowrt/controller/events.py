@@ -143,7 +143,7 @@ class StepClosed:
     inline_means: tuple[tuple[str, float], ...]
     metrics: tuple[tuple[str, float], ...]
     counts: tuple[tuple[str, int], ...] = ()
-    """Counts of the step by their names in metrics.jsonl, see `flowrt.controller.transitions.training`."""
+    """Counts of the step by their names in metrics.jsonl, see `flowrt.controller.transitions.step_selection`."""
     fired: tuple[tuple[str, int], ...] = ()
     """Metrics whose guards fire in the step, each with its consecutive violations."""
 

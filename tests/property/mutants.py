@@ -21,7 +21,7 @@ from flowrt.controller.state.transfers import Lanes
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.storage import journals, ledger
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.transitions import commits, filtering, offers, rollback, training
+from flowrt.controller.transitions import commits, filtering, offers, rollback, step_selection
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol.messages import CancelRequest, Inventory, Rejected, ReleaseTensors, pack, unpack
 
@@ -225,7 +225,7 @@ def a_withdrawn_pull_is_still_granted(right: Function) -> Function:
     return cancel_request
 
 
-@bug(training, "close_step")
+@bug(step_selection, "close_step")
 def a_refused_message_changes_the_state(right: Function) -> Function:
     def close_step(state: State, env: Any, worker: Any, message: Any) -> Any:
         try:
@@ -238,7 +238,7 @@ def a_refused_message_changes_the_state(right: Function) -> Function:
     return close_step
 
 
-@bug(training, "close_step")
+@bug(step_selection, "close_step")
 def a_repeated_step_report_closes_the_next_step(right: Function) -> Function:
     def close_step(state: State, env: Any, worker: Any, message: Any) -> Any:
         return right(state, env, worker, dataclasses.replace(message, step=state.window.step))

@@ -1,7 +1,7 @@
 """Guards: rules on the metrics of a run, each with an action for when a metric stays outside its limit.
 
 A rule fires in every step that ends a sequence of at least ``steps`` violations. The actions are carried out by
-`flowrt.controller.transitions.guarding`.
+`flowrt.controller.transitions.step_end`.
 """
 
 import math

@@ -14,7 +14,7 @@ from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.slots import NO_LEASE, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import plan
-from flowrt.controller.transitions import commits, failed_transfers, filtering, offers, rollback, training
+from flowrt.controller.transitions import commits, failed_transfers, filtering, offers, rollback, step_selection
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import NO_VERSION, CancelRequest, Grant, Ints, Offer, Pull, Rejected, SendSamples, Values
 
@@ -188,7 +188,7 @@ def _serve(state: State, env: Environment, parked: ParkedRequest[Pull], now: flo
 
 def _serve_trainer(state: State, env: Environment, parked: ParkedRequest[Pull]) -> list[Command]:
     message, worker, window = parked.request, parked.worker, state.window
-    groups = training.next_batch(state, env, worker, message.step)
+    groups = step_selection.next_batch(state, env, worker, message.step)
     if groups is None:
         kept: list[Command] = []
         if window.share_ended_step != window.step:
@@ -204,7 +204,7 @@ def _serve_trainer(state: State, env: Environment, parked: ParkedRequest[Pull]) 
     commands: list[Command] = []
     for group in groups:
         commands += rollback.record(state, env, group, "leased")
-    return commands + grant(state, message, slots, lease, training.kept_tokens(state, env, slots))
+    return commands + grant(state, message, slots, lease, step_selection.kept_tokens(state, env, slots))
 
 
 def _serve_slots(state: State, env: Environment, parked: ParkedRequest[Pull], now: float) -> list[Command]:

@@ -14,7 +14,7 @@ from flowrt.controller.state.controller_restart import FILTERED, SKIPPED, STEP, 
 from flowrt.controller.state.counters import validate_names
 from flowrt.controller.state.slots import Group, Slot
 from flowrt.controller.state.state import Environment, State
-from flowrt.controller.transitions import failed_transfers, filtering, guarding, rollback
+from flowrt.controller.transitions import failed_transfers, filtering, rollback, step_end
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import UNSCORED, WorkerId, data_set_of
 from flowrt.protocol.messages import KEPT_TOKENS, CheckpointWritten, StepCompleted, Values
@@ -199,7 +199,7 @@ def close_step(state: State, env: Environment, worker: WorkerId, message: StepCo
         reward = rollback.note_outcome(state, group, message.step)
         commands += rollback.record(state, env, group, "trained", step=message.step, reward=reward)
     state.history.close_step()
-    closed, guarded = guarding.guard(state, env, _step_closed(env, message, trained, filtered, skipped))
+    closed, guarded = step_end.guard(state, env, _step_closed(env, message, trained, filtered, skipped))
     commands.append(closed)
     commands += guarded
     commands.append(AppendRestartLog(CounterSet(STEP, window.step)))
