@@ -41,7 +41,7 @@ from flowrt.controller.transitions import (
     pulls,
     rejoin,
     rollback,
-    step_selection,
+    step_end,
     weight_sync,
 )
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, VIOLATION, RemoteProtocolError
@@ -62,8 +62,8 @@ HANDLERS: dict[type[m.Message], Handler] = {
     m.EndOfData: offers.end_of_data,
     m.ReleaseLease: rollback.release_lease,
     m.TransferFailed: failed_transfers.transfer_failed,
-    m.StepCompleted: step_selection.step_completed,
-    m.CheckpointWritten: step_selection.checkpoint_written,
+    m.StepCompleted: step_end.step_completed,
+    m.CheckpointWritten: step_end.checkpoint_written,
     m.Publish: weight_sync.publish,
     m.WeightsStaged: weight_sync.weights_staged,
     m.WeightsArriving: weight_sync.weights_arriving,
@@ -236,7 +236,7 @@ class Core:
         commands: list[Command] = []
         for worker, message in self.state.recovery.take_deferred():
             try:
-                commands += step_selection.apply_deferrable(self.state, self.env, worker, message)
+                commands += step_end.apply_deferrable(self.state, self.env, worker, message)
             except RemoteProtocolError as violation:
                 commands += self._dismiss(worker, violation, now)
         return commands

@@ -127,7 +127,8 @@ class AppendRestartLog:
     entry: Entry
 
 
-FRACTIONS = {"zero_variance_groups": "zero_variance_fraction"}
+ZERO_VARIANCE = "zero_variance_groups"
+FRACTIONS = {ZERO_VARIANCE: "zero_variance_fraction"}
 """Counts of trained groups that metrics.jsonl also has as fractions, and the names of these fractions."""
 
 
@@ -143,7 +144,7 @@ class StepClosed:
     inline_means: tuple[tuple[str, float], ...]
     metrics: tuple[tuple[str, float], ...]
     counts: tuple[tuple[str, int], ...] = ()
-    """Counts of the step by their names in metrics.jsonl, see `flowrt.controller.transitions.step_selection`."""
+    """Counts of the step by their names in metrics.jsonl, see `flowrt.controller.transitions.step_metrics`."""
     fired: tuple[tuple[str, int], ...] = ()
     """Metrics whose guards fire in the step, each with its consecutive violations."""
 

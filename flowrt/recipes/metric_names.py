@@ -5,7 +5,7 @@ compares the names with those of a step of every preset.
 """
 
 from flowrt.controller.policies.group_filter import DECISION
-from flowrt.controller.transitions.step_selection import GROUPS_OF, REWARD_OF
+from flowrt.controller.transitions.step_metrics import GROUPS_OF, REWARD_OF
 from flowrt.recipes.algorithms import DPO, is_own, rejects_samples
 from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
 from flowrt.rewards.scoring import reward_columns

@@ -21,7 +21,7 @@ from flowrt.controller.state.transfers import Lanes
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.storage import journals, ledger
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.transitions import commits, filtering, offers, rollback, step_selection
+from flowrt.controller.transitions import commits, offers, rollback, step_end, step_selection
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol.messages import CancelRequest, Inventory, Rejected, ReleaseTensors, pack, unpack
 
@@ -225,7 +225,7 @@ def a_withdrawn_pull_is_still_granted(right: Function) -> Function:
     return cancel_request
 
 
-@bug(step_selection, "close_step")
+@bug(step_end, "close_step")
 def a_refused_message_changes_the_state(right: Function) -> Function:
     def close_step(state: State, env: Any, worker: Any, message: Any) -> Any:
         try:
@@ -238,7 +238,7 @@ def a_refused_message_changes_the_state(right: Function) -> Function:
     return close_step
 
 
-@bug(step_selection, "close_step")
+@bug(step_end, "close_step")
 def a_repeated_step_report_closes_the_next_step(right: Function) -> Function:
     def close_step(state: State, env: Any, worker: Any, message: Any) -> Any:
         return right(state, env, worker, dataclasses.replace(message, step=state.window.step))
@@ -263,15 +263,15 @@ def the_filter_tries_of_a_step_are_not_counted(right: Function) -> Function:
     return do_nothing
 
 
-@bug(filtering, "recheck")
+@bug(step_selection, "decide_again")
 def a_group_kept_without_tries_left_is_not_decided_again(right: Function) -> Function:
     return do_nothing
 
 
-@bug(filtering, "decide")
+@bug(step_selection, "decide")
 def a_filtered_group_stays_in_the_window(right: Function) -> Function:
     def decide(state: State, env: Any, ready: Any) -> list[Command]:
-        for group in filtering._due(state, env, ready):
+        for group in step_selection._due(state, env, ready):
             if env.policies.group_filter.refusal(group):
                 return rollback.record(state, env, group, "dropped", "filtered: equal rewards")
         return []

@@ -13,7 +13,7 @@ from typing import Any
 from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
 from flowrt.controller.state.counters import finite, non_finite_names
 from flowrt.controller.storage.ledger import Account
-from flowrt.controller.transitions.step_selection import LENGTH_MAX, LENGTH_MEAN, REWARD_P10, REWARD_P90, REWARD_STD
+from flowrt.controller.transitions.step_metrics import LENGTH_MAX, LENGTH_MEAN, REWARD_P10, REWARD_P90, REWARD_STD
 from flowrt.errors import FlowError
 from flowrt.protocol.messages import Evaluation, Position
 from flowrt.runtime.files import atomic_write

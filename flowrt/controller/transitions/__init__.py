@@ -4,5 +4,5 @@
 - Commands are returned in the order in which they have to be executed.
 - A function that serves a parked request returns no commands while the request has to wait.
 - Lost work goes through `rollback`, which leaves every affected slot ready for the stage that has to run again.
-- Imports go one way: `rollback`, `filtering`, then `offers`, `commits` and `training`, then `pulls`, then the rest.
+- Imports go one way: `rollback`, then `offers`, `commits` and `step_selection`, then `pulls`, then the rest.
 """

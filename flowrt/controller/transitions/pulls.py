@@ -14,7 +14,7 @@ from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.slots import NO_LEASE, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import plan
-from flowrt.controller.transitions import commits, failed_transfers, filtering, offers, rollback, step_selection
+from flowrt.controller.transitions import commits, failed_transfers, offers, rollback, step_selection
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import NO_VERSION, CancelRequest, Grant, Ints, Offer, Pull, Rejected, SendSamples, Values
 
@@ -100,7 +100,7 @@ def serve_worklist(state: State, env: Environment, now: float) -> list[Command]:
     is_strict = bool(env.flow.train_stage) and env.settings.strict_issue_order
     while work.is_due:
         if (ready := work.take_ready()) or is_strict:  # after a drop, later groups may be due
-            commands += filtering.decide(state, env, ready)
+            commands += step_selection.decide(state, env, ready)
         for worker in work.take_workers():
             commands += _serve_worker(state, env, worker, now)
         if work.take_offers() and state.requests.offers:

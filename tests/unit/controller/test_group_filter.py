@@ -36,7 +36,8 @@ from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.state.reward_history import Outcome, RewardHistory
 from flowrt.controller.state.slots import Group, new_groups
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.transitions.step_selection import _mean, _spread, _trainable_tokens
+from flowrt.controller.transitions.step_metrics import _mean, _spread
+from flowrt.controller.transitions.step_selection import _trainable_tokens
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.errors import ConfigError
 from flowrt.ids import UNSCORED
