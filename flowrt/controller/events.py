@@ -127,6 +127,8 @@ class AppendRestartLog:
     entry: Entry
 
 
+COUNTED = ("samples", "groups", "tokens", "staleness_mean", "staleness_max")
+"""Names in metrics.jsonl of what is counted in every step."""
 ZERO_VARIANCE = "zero_variance_groups"
 FRACTIONS = {ZERO_VARIANCE: "zero_variance_fraction"}
 """Counts of trained groups that metrics.jsonl also has as fractions, and the names of these fractions."""
@@ -160,14 +162,11 @@ class StepClosed:
 
     def measured(self) -> dict[str, float]:
         """All numbers of the step by their names in metrics.jsonl, not rounded; without times of the controller."""
+        counted = (self.samples, self.groups, self.tokens, self.staleness_mean, max(self.lags, default=0))
         return {
             **dict(self.metrics),
             **dict(self.inline_means),
-            "samples": self.samples,
-            "groups": self.groups,
-            "tokens": self.tokens,
-            "staleness_mean": self.staleness_mean,
-            "staleness_max": max(self.lags, default=0),
+            **dict(zip(COUNTED, counted, strict=True)),
             **dict(self.counts),
             **dict(self.fractions),
         }

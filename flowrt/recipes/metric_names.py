@@ -1,11 +1,19 @@
 """The names of the metrics that a step of a run can have in metrics.jsonl, derived from its configuration.
 
-The metrics of training engines are listed here too, because code that checks a configuration imports no torch; a test
-compares the names with those of a step of every preset.
+`flowrt.controller.transitions.step_metrics` names and computes those of the controller. The metrics of training engines
+are listed here, because code that checks a configuration imports no torch; a test compares the names with those of a
+step of every preset.
 """
 
 from flowrt.controller.policies.group_filter import DECISION
-from flowrt.controller.transitions.step_metrics import GROUPS_OF, REWARD_OF
+from flowrt.controller.transitions.step_metrics import (
+    FILTERED_GROUPS,
+    GROUPS_OF,
+    OF_ALL_STEPS,
+    REFUSED_TRAINED,
+    REWARD_OF,
+    SKIPPED_PROMPTS,
+)
 from flowrt.recipes.algorithms import DPO, is_own, rejects_samples
 from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
 from flowrt.rewards.scoring import reward_columns
@@ -14,12 +22,11 @@ CLOCK = ("step", "wall_s", "samples_per_s")
 """Fields that only count steps or read the clock."""
 MAX_AGE = 7
 """Tokens of this staleness or more share one metric of divergence."""
-OF_ALL_STEPS = (
-    *("samples", "groups", "tokens", "staleness_mean", "staleness_max", "zero_variance_groups"),
-    *("reward_std", "reward_p10", "reward_p90", "length_mean", "length_max"),
-    *("zero_variance_fraction", "reward", "truncated", "response_length", "loss", "nll", "mismatch_kl_k1"),
-    *("mismatch_kl_k3", "effective_sample_fraction", "invalid_samples", "grad_norm", "lr"),
+OF_ALL_OBJECTIVES = (
+    *("reward", "truncated", "response_length", "loss", "nll", "mismatch_kl_k1", "mismatch_kl_k3"),
+    *("effective_sample_fraction", "invalid_samples", "grad_norm", "lr"),
 )
+"""Means of the columns of a sample, and metrics of the trainer, that every step has."""
 OF_LOSS: dict[PolicyLossName, tuple[str, ...]] = {
     "reinforce": (),
     "ppo": ("ratio", "clipped_low", "clipped_high"),
@@ -52,13 +59,14 @@ def pass_ks(answers: int) -> list[int]:
 
 def metric_names(config: RunConfig) -> frozenset[str]:
     """Names of all metrics of a step; for an algorithm class of the user's, without those of its own terms."""
-    names = {*OF_ALL_STEPS, *(f"divergence_{age}" for age in range(min(config.max_staleness, MAX_AGE) + 1))}
+    names = {*OF_ALL_STEPS, *OF_ALL_OBJECTIVES}
+    names |= {f"divergence_{age}" for age in range(min(config.max_staleness, MAX_AGE) + 1)}
     if config.algorithm.filter != FilterConfig():
-        names |= {"filtered_groups", "refused_groups_trained"}
+        names |= {FILTERED_GROUPS, REFUSED_TRAINED}
     if config.algorithm.filter.function:
         names.add(DECISION)
     if config.curriculum.policy != CurriculumConfig.policy:
-        names.add("skipped_prompts")
+        names.add(SKIPPED_PROMPTS)
     if config.rollout.truncation.is_active:
         names.add("support_size")
     if len(config.data.sets) > 1:

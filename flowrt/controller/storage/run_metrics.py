@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
+from flowrt.controller.events import COUNTED, FRACTIONS, ZERO_VARIANCE, EvaluationClosed, StepClosed
 from flowrt.controller.state.counters import finite, non_finite_names
 from flowrt.controller.storage.ledger import Account
-from flowrt.controller.transitions.step_metrics import LENGTH_MAX, LENGTH_MEAN, REWARD_P10, REWARD_P90, REWARD_STD
+from flowrt.controller.transitions.step_metrics import FILTERED_GROUPS, OF_SAMPLES, REFUSED_TRAINED, SKIPPED_PROMPTS
 from flowrt.errors import FlowError
 from flowrt.protocol.messages import Evaluation, Position
 from flowrt.runtime.files import atomic_write
@@ -21,14 +21,12 @@ from flowrt.runtime.run_lines import NONFINITE, LineWriter, is_step, read_lines
 
 RESERVED_FIELDS = frozenset(
     (
-        *("step", "wall_s", "samples", "groups", "tokens", "samples_per_s", "staleness_mean", "staleness_max"),
-        *("zero_variance_groups", "filtered_groups", "refused_groups_trained", "skipped_prompts"),
+        *("step", "wall_s", "samples_per_s", *COUNTED),
+        *(ZERO_VARIANCE, FILTERED_GROUPS, REFUSED_TRAINED, SKIPPED_PROMPTS),
         *(*FRACTIONS.values(), NONFINITE),
     )
 )
 """Fields of a line of metrics.jsonl that no metric or column may overwrite."""
-OF_SAMPLES = frozenset((REWARD_STD, REWARD_P10, REWARD_P90, LENGTH_MEAN, LENGTH_MAX))
-"""Fields that the controller computes from the samples of a step, and that no metric of a trainer may overwrite."""
 EVALUATION = "eval/"
 """Prefix of the fields with results of evaluations, followed by the name of the data set."""
 GUARD = "guard_"
@@ -111,7 +109,7 @@ class RunMetrics:
         NaN and infinity are left out, as JSON has neither; the field ``nonfinite`` names the metrics with such values.
         """
         means = dict(finite(closed.inline_means))
-        reserved = RESERVED_FIELDS | OF_SAMPLES
+        reserved = RESERVED_FIELDS.union(OF_SAMPLES)
         elapsed_s = max(now - self._train_end_s, 1e-9)
         if not self._step_ends:
             self._step_ends.append((closed.step, self._train_end_s))

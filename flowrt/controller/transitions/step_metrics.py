@@ -7,7 +7,7 @@ both, `flowrt.controller.storage.run_metrics` writes them, and `flowrt.recipes.m
 import math
 from collections.abc import Sequence
 
-from flowrt.controller.events import ZERO_VARIANCE, StepClosed
+from flowrt.controller.events import COUNTED, FRACTIONS, ZERO_VARIANCE, StepClosed
 from flowrt.controller.policies.group_filter import REWARD, mean_reward, rewards, zero_variance_groups
 from flowrt.controller.state.slots import Group
 from flowrt.controller.state.state import Environment
@@ -22,6 +22,10 @@ REWARD_STD, REWARD_P10, REWARD_P90 = "reward_std", "reward_p10", "reward_p90"
 LENGTH_MEAN, LENGTH_MAX = "length_mean", "length_max"
 REWARD_OF, GROUPS_OF = "reward_of/", "groups_of/"
 """Prefixes of the metrics of one data set, followed by its name."""
+OF_SAMPLES = (REWARD_STD, REWARD_P10, REWARD_P90, LENGTH_MEAN, LENGTH_MAX)
+"""What is computed from the samples of a step; no metric of a trainer may overwrite it."""
+OF_ALL_STEPS = (*COUNTED, ZERO_VARIANCE, *FRACTIONS.values(), *OF_SAMPLES)
+"""The controller's metrics that every step of GRPO has."""
 
 
 def step_closed(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.controller.storage.run_metrics import OF_SAMPLES, RESERVED_FIELDS
+from flowrt.controller.storage.run_metrics import RESERVED_FIELDS
+from flowrt.controller.transitions.step_metrics import OF_SAMPLES
 from flowrt.observability.exporters.exported_names import STEP, exported_name, prometheus_name
 from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import CurriculumConfig, DataSetConfig, FilterConfig
