@@ -167,9 +167,9 @@ class Core:
         commands = handler(state, self.env, worker, message, now)
         if isinstance(message, m.Pull):
             if message.done:
-                state.note_progress(now)
+                state.progress_s = now
         elif kind not in NO_PROGRESS:
-            state.note_progress(now)
+            state.progress_s = now
             if kind in CHANGES_WAITS:
                 self.waits.note_message(worker, kind, now)
         return commands
@@ -191,7 +191,7 @@ class Core:
                 return preemption.preempt(state, env, event, now)
             case Shutdown(reason, code, even_if_complete):
                 if even_if_complete and state.ended is not None and state.ended.code == EXIT_OK:
-                    state.reopen()
+                    state.ended = None  # so that it can end for another reason
                 return state.end(reason, code)
             case _:
                 return self._tick(now)

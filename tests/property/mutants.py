@@ -258,9 +258,14 @@ def a_returned_group_is_not_trained_again(right: Function) -> Function:
 # ---- the group filter
 
 
-@bug(TrainingWindow, "count_filtered")
+@bug(step_selection, "decide")
 def the_filter_tries_of_a_step_are_not_counted(right: Function) -> Function:
-    return do_nothing
+    def decide(state: State, env: Any, ready: Any) -> list[Command]:
+        commands: list[Command] = right(state, env, ready)
+        state.window.filtered = 0
+        return commands
+
+    return decide
 
 
 @bug(step_selection, "decide_again")

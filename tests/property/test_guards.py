@@ -76,7 +76,7 @@ def test_a_relative_limit_is_a_multiple_of_the_median_of_recent_values(
             middle = (before[(window - 1) // 2] + before[window // 2]) / 2
             due = middle > 0 and (value > factor * middle if is_above else value < factor * middle)
         assert bool(firings) == due
-        guards.count(counts)
+        guards.violations = counts
         guards.note_values([rule], {"kl": value})
 
 

@@ -201,7 +201,7 @@ class RestoredSamples:
                 group.slots.append(slot)
                 self._slots[slot.id] = slot
             for length in entry.lengths:
-                group.keep(length.column, ColumnLocation(length.lengths[index], set()))
+                group.set_location(length.column, ColumnLocation(length.lengths[index], set()))
                 self.claims[length.column, group.id] = {owner}
             self.groups[group.id] = group
 
@@ -214,7 +214,7 @@ class RestoredSamples:
             slot.done |= bit
             slot.inline = {**slot.inline, **{inline.column: inline.values[row] for inline in entry.inline}}
             for part in entry.parts:
-                slot.keep(part.column, ColumnLocation(part.lengths[row], set()))
+                slot.set_location(part.column, ColumnLocation(part.lengths[row], set()))
                 self.claims[part.column, slot_id] = {worker}
             for column in self._flows.fetched[entry.stage]:
                 # A worker that has done the stage holds the columns that the stage needs.

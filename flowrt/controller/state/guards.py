@@ -5,11 +5,11 @@ counts and a hold; a resumed run begins with counts of 0.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flowrt.controller.events import PreemptRun
-from flowrt.controller.policies.guards import Firing, GuardRule
+from flowrt.controller.policies.guards import GuardRule
 
 MAX_LOGGED = 8
 """Maximum number of logged firings that are kept, and of firings in a status."""
@@ -34,10 +34,6 @@ class Guards:
     order: PreemptRun | None = None
     """The order of a guard to end the run; None if there is none, or once it is taken."""
 
-    def count(self, violations: Sequence[int]) -> None:
-        """Set the consecutive violations after a step."""
-        self.violations = list(violations)
-
     def note_values(self, rules: Iterable[GuardRule], metrics: Mapping[str, float]) -> None:
         """Add the finite metrics of a step to the values whose medians limits are relative to."""
         windows: dict[str, int] = {}
@@ -48,10 +44,6 @@ class Guards:
             value = metrics.get(metric)
             if value is not None and math.isfinite(value):
                 self.recent[metric] = [*self.recent.get(metric, []), value][-window:]
-
-    def note_firing(self, firings: Iterable[Firing]) -> None:
-        """Set the firings of the step that was closed last."""
-        self.firing = [str(firing) for firing in firings]
 
     def note_logged(self, index: int, step: int, text: str) -> None:
         """Record that the firing of the rule with this index in ``step`` was logged."""

@@ -136,7 +136,7 @@ class SampleTable:
         for column, of_group in lengths.items():
             self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]
             for group, length in zip(groups, of_group, strict=True):
-                group.keep(column, ColumnLocation(length, {owner}))
+                group.set_location(column, ColumnLocation(length, {owner}))
         if lengths:
             self.note_holder(owner, groups)
         self._set_inline(slots, tags)
@@ -325,7 +325,7 @@ class SampleTable:
             self._set_inline(slots, inline)
         for column, of_slot in lengths.items():
             for slot, length in zip(slots, of_slot, strict=True):
-                slot.keep(column, ColumnLocation(length, {worker}))
+                slot.set_location(column, ColumnLocation(length, {worker}))
                 self.bytes[slot.group.flow] += length * self.flows.item_bytes[column]
         if lengths:
             self.note_holder(worker, [slot.group for slot in slots])

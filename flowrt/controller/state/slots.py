@@ -104,7 +104,7 @@ class Group:
         self.kept = NOTHING_KEPT
         self.holders = NO_WORKERS
 
-    def keep(self, column: str, holding: ColumnLocation) -> None:
+    def set_location(self, column: str, holding: ColumnLocation) -> None:
         """Add or replace a tensor column of the group."""
         self.tensors = {**self.tensors, column: holding}
 
@@ -159,7 +159,7 @@ class Slot:
         """Whether the column exists, of the slot or of its group."""
         return column in self.tensors or column in self.inline or column in self.group.tensors
 
-    def keep(self, column: str, holding: ColumnLocation) -> None:
+    def set_location(self, column: str, holding: ColumnLocation) -> None:
         """Add or replace a tensor column of the slot."""
         self.tensors = {**self.tensors, column: holding}
 

@@ -1,6 +1,7 @@
 """The state of a run and its environment: the only inputs of a transition besides its event.
 
-- The state is one object of tables. Transitions change it only through the tables' own methods.
+- The state is one object of tables. A table alone changes its rows, and refuses illegal changes. Transitions set the
+  attributes that no rule restricts, such as the end of the run.
 - The environment (settings, dataflow and policies) does not change during the run.
 """
 
@@ -78,10 +79,6 @@ class Preemption:
         """Whether the run is being preempted."""
         return self.order is not None
 
-    def begin(self, order: PreemptRun) -> None:
-        """Set the order. A second one does not move the deadline, because schedulers signal every process of a job."""
-        self.order = order
-
     def restore(self, ordered: RunPreempted) -> None:
         """Carry on with the order of an earlier controller; the time to save begins anew."""
         self.order = PreemptRun(ordered.reason, ordered.code, ordered.kept)
@@ -98,19 +95,11 @@ class Preemption:
         if self.until_s is not None:
             self.until_s += seconds
 
-    def stop_after(self, steps: int) -> None:
-        """Record the number of completed steps after which the trainers leave."""
-        self.steps = steps
-
     def entry(self) -> RunPreempted:
         """The restart entry of the order. It must be ordered."""
         assert self.order is not None
         steps = UNDECIDED if self.steps is None else self.steps
         return RunPreempted(self.order.reason, self.order.code, self.order.kept, steps)
-
-    def save(self) -> None:
-        """Record that a checkpoint of all that was trained is saved, or not needed."""
-        self.is_saved = True
 
     def end_of(self, reason: str, code: int) -> EndRun:
         """The end of the run for this reason; of a preempted run that is not saved, with the code of its preemption."""
@@ -196,10 +185,6 @@ class State:
             return None
         return self.window.step if offer.at_most < 0 else offer.at_most
 
-    def note_progress(self, now: float) -> None:
-        """Record progress of the run, from which the time without progress is counted."""
-        self.progress_s = now
-
     def begin(self, now: float) -> None:
         """Count the time without progress from the first event on."""
         if self.progress_s is None:
@@ -220,7 +205,3 @@ class State:
             return []
         self.ended = self.preemption.end_of(reason, code)
         return [self.ended]
-
-    def reopen(self) -> None:
-        """Cancel the end of the run, so that `end` can set another reason."""
-        self.ended = None

@@ -43,7 +43,7 @@ class TrainingWindow:
     skipped: int = 0
     """Prompts that the curriculum has skipped in this step."""
     decided: int = -1
-    """With ``strict_issue_order``: the group up to which the filter has decided on all groups."""
+    """With ``strict_issue_order``: the group up to which the filter has decided on all groups; -1: on none."""
     oldest_versions: dict[GroupId, int | None] = field(default_factory=dict)  # of each waiting group
     _of_version: dict[int | None, dict[GroupId, None]] = field(default_factory=dict)  # waiting groups by that
 
@@ -98,14 +98,6 @@ class TrainingWindow:
         """Whether the step will not be begun, because the run ends before it."""
         return self.last is not None and step > self.last
 
-    def end_share(self) -> None:
-        """Record that a trainer is told that no micro-batch of this step is left for it."""
-        self.share_ended_step = self.step
-
-    def restore_end(self, last: int) -> None:
-        """Begin no step after ``last``, as an earlier controller decided."""
-        self.last = last
-
     def stop(self) -> int:
         """Begin no further step; returns the last one.
 
@@ -114,7 +106,8 @@ class TrainingWindow:
         """
         if self.over:
             return self.step - 1
-        self.last = self.step - (self.share_ended_step < self.step and self.places > 0)
+        no_rank_waits = self.share_ended_step < self.step and self.places > 0
+        self.last = self.step - 1 if no_rank_waits else self.step
         return self.last
 
     def restore(
@@ -161,18 +154,6 @@ class TrainingWindow:
         self.filtered = self.skipped = 0
         self.work.add_window()
         return trained
-
-    def decide_again(self) -> None:
-        """Let the filter decide again on the groups that wait, in order of issue."""
-        self.decided = -1
-
-    def count_filtered(self) -> None:
-        """Count a group that the filter drops in this step."""
-        self.filtered += 1
-
-    def count_skipped(self) -> None:
-        """Count a prompt that the curriculum skips in this step."""
-        self.skipped += 1
 
     def due(self, ready: Iterable[GroupId], complete: Container[GroupId]) -> list[GroupId]:
         """The groups that the filter has to decide on now: in order of issue, up to the first that is not complete.
@@ -324,10 +305,6 @@ class StepPlan:
         self.is_shared = shares is not None
         self.shares = [groups] if shares is None else shares
 
-    def keep(self, kept: dict[int, int]) -> None:
-        """Set the number of trained tokens of each sample, by slot id."""
-        self.kept = kept
-
     def is_valid(self, step: int, live: Container[GroupId]) -> bool:
         """Whether the step is planned and every group of the plan is live."""
         return self.step == step and all(group.id in live for share in self.shares for group in share)
@@ -342,10 +319,6 @@ class StepPlan:
             return self.shares[0]
         rank = self.ranks.setdefault(worker, len(self.ranks))
         return self.shares[rank] if rank < len(self.shares) else []
-
-    def restart(self, step: int) -> None:
-        """Record that the controller was restarted in this step, whose next plan is then a second one."""
-        self.step = step
 
     def forget(self, worker: WorkerId) -> None:
         """Remove a rank, and plan the rest of the step again; ignored if the worker is no rank."""

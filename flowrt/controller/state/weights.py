@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flowrt.controller.policies.weight_sync import Receiver, Receivers, WeightSyncPolicy
-from flowrt.controller.state.arrivals import Arrivals
+from flowrt.controller.state.weight_arrivals import Arrivals
 from flowrt.controller.state.weight_sources import SourceRank, Sources, fan_out
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
@@ -75,7 +75,7 @@ class VersionTable:
     evictable: set[WorkerId] = field(default_factory=set)  # holders that may have versions to evict
     held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
     pin: Pin | None = None
-    kept: frozenset[int] = frozenset()  # versions that their publisher keeps for evaluations
+    evaluated: frozenset[int] = frozenset()  # versions that their publisher keeps for evaluations
     outdated: dict[WorkerId, None] = field(default_factory=dict)
     """Workers that fetch the latest version whatever the policy decides: theirs is too old for the ready slots."""
     resting: dict[WorkerId, None] = field(default_factory=dict)
@@ -89,14 +89,6 @@ class VersionTable:
     _fan_out: int = 1
     rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # to evict: the holder returns to an older version
     is_changed: bool = False  # since `begin_fetches` was last called
-
-    def restore(self, newest: int) -> None:
-        """Continue the numbering of an earlier controller."""
-        self.newest = newest
-
-    def recheck(self) -> None:
-        """Mark the versions as changed, so that the next event orders the fetches that are due."""
-        self.is_changed = True
 
     # ---- messages of workers
 
@@ -493,11 +485,11 @@ class VersionTable:
         # A holder that is a receiver has something newer staged, and is about to evict this version.
         return all(holder in self.receivers for holder in self.holders.get((version, NO_BASE), ()))
 
-    def keep(self, versions: Iterable[int]) -> None:
+    def set_evaluated(self, versions: Iterable[int]) -> None:
         """Set the versions that are evaluated: their publisher does not evict them."""
         kept = frozenset(versions)
-        if kept != self.kept:
-            self.kept = kept
+        if kept != self.evaluated:
+            self.evaluated = kept
             self.is_changed = True
             self.evictable.update(self.held)
 
@@ -596,7 +588,7 @@ class VersionTable:
         retired = set(lost)
         for worker in self.evictable:
             newest = max((version for version, _ in self.held.get(worker, ())), default=0)
-            kept = self.kept if worker == self.publisher else ()
+            kept = self.evaluated if worker == self.publisher else ()
             for form in [
                 form
                 for form in self.held.get(worker, ())
@@ -608,7 +600,7 @@ class VersionTable:
         self.evictable.clear()
         if retired:
             self._forget_unheld()
-        current = {self.latest, *self.kept}
+        current = {self.latest, *self.evaluated}
         self.suspects = {(worker, version) for worker, version in self.suspects if version in current}
         return sorted(retired)
 

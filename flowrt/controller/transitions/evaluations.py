@@ -31,7 +31,7 @@ def update_pin(state: State, env: Environment) -> list[Command]:
     for version in sorted(version for version in exact.to_generate if versions.is_gone(version)):
         commands += _drop(state, env, version)
     exact.take_changed()
-    versions.keep(exact.live)
+    versions.set_evaluated(exact.live)
     if versions.set_pin(exact.active, membership.leaving):
         for pinned in (pin, versions.pin):
             if pinned is not None and pinned.worker in membership:

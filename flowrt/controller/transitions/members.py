@@ -32,7 +32,7 @@ def connected(state: State, env: Environment, event: WorkerConnected, now: float
     ended = [] if event.term else rollback.end_evaluations(state, env, worker)
     if event.role == OBSERVER:
         return []
-    state.note_progress(now)
+    state.progress_s = now
     how = "has been restarted" if is_restarted else "has rejoined" if event.term else "has joined"
     text = f"{worker} ({event.role} on host {event.host!r}) {how}"
     fields = (("role", event.role), ("host", event.host))
@@ -162,7 +162,7 @@ def heartbeat(state: State, env: Environment, worker: WorkerId, message: m.Heart
     """
     if message.advances:
         state.membership.note_advance(worker, now)
-        state.note_progress(now)
+        state.progress_s = now
     return [Send(worker, m.Heartbeat(message.sent_s, message.reported_s, now))]
 
 

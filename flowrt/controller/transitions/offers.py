@@ -100,7 +100,7 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
                 commands += rollback.record(state, env, group, "in_flight")
     commands.append(Send(worker, OfferAccepted(offer.request, first)))
     for group in skipped:
-        window.count_skipped()
+        window.skipped += 1
         commands += rollback.drop(state, env, group, SKIP_REASON)
     if skipped:
         commands.append(AppendRestartLog(CounterSet(SKIPPED, window.skipped)))

@@ -16,7 +16,7 @@ from flowrt.protocol.messages import Drain
 
 def preempt(state: State, env: Environment, order: PreemptRun, now: float) -> list[Command]:
     """Begin preemption; `advance` carries it out."""
-    state.preemption.begin(order)
+    state.preemption.order = order  # a second one does not move the deadline: schedulers signal each process of a job
     state.preemption.set_deadline(now + env.settings.preemption_save_timeout_s)
     return [AppendRestartLog(state.preemption.entry())]
 
@@ -41,7 +41,7 @@ def advance(state: State, env: Environment, now: float) -> list[Command]:
         return _stop_trainers(state, env, order)
     unsaved = _unsaved(state, env)
     if not unsaved:
-        preemption.save()
+        preemption.is_saved = True
         return state.end(f"{order.reason}; saved after {preemption.steps} steps", order.code)
     timeout_s = env.settings.preemption_save_timeout_s
     until_s = preemption.set_deadline(now + timeout_s)
@@ -56,11 +56,11 @@ def advance(state: State, env: Environment, now: float) -> list[Command]:
 
 def _stop_trainers(state: State, env: Environment, order: PreemptRun) -> list[Command]:
     steps = state.window.stop() + 1
-    state.preemption.stop_after(steps)
+    state.preemption.steps = steps
     trainers = _unsaved(state, env)
     if steps <= order.kept or not trainers:
         # The run ends at once if the steps are saved already, or no trainer is connected that could save them.
-        state.preemption.save()
+        state.preemption.is_saved = True
         return state.end(order.reason, order.code)
     drains: list[Command] = [Send(trainer.id, Drain(0, trainer.id)) for trainer in trainers]
     return [AppendRestartLog(state.preemption.entry()), *drains, *pulls.reject_beyond_end(state, env)]

@@ -192,7 +192,7 @@ def _serve_trainer(state: State, env: Environment, parked: ParkedRequest[Pull]) 
     if groups is None:
         kept: list[Command] = []
         if window.share_ended_step != window.step:
-            window.end_share()
+            window.share_ended_step = window.step
             kept.append(AppendRestartLog(CounterSet(SHARE_ENDED, window.step)))
         return [*kept, Send(worker, closing_grant(message))]
     if not groups:

@@ -59,15 +59,16 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
         else:
             state.preemption.restore(order)
             if state.preemption.steps is not None:
-                state.window.restore_end(state.preemption.steps - 1)
+                state.window.last = state.preemption.steps - 1
     for group in groups:
         if group.flow == env.flow.train_flow:
             state.opened.add(group.epoch, (group.prompt,))
-    state.plan.restart(step)
+    state.plan.step = step  # it may have been planned: its next plan is a second one
     state.guards.hold(recovered.numbers.get(HELD_UNTIL, 0))
     for name, versions in state.models.of.items():
-        versions.restore(recovered.numbers.get(LATEST + name, 0))
-    state.guards.count([recovered.numbers.get(f"{VIOLATIONS}{index}", 0) for index in range(len(env.policies.guards))])
+        versions.newest = recovered.numbers.get(LATEST + name, 0)
+    violations = [recovered.numbers.get(f"{VIOLATIONS}{index}", 0) for index in range(len(env.policies.guards))]
+    state.guards.violations = violations
     joined = [name.removeprefix(JOINED) for name in recovered.numbers if name.startswith(JOINED)]
     state.membership.restore_roles((*joined, *recovered.members.values()))
     for reason, times in recovered.dropped.items():
@@ -167,7 +168,7 @@ def inventory(state: State, env: Environment, worker: WorkerId, message: Invento
     state.recovery.complete(worker)
     state.models.wake(worker)
     for versions in state.models.of.values():
-        versions.recheck()
+        versions.is_changed = True
     state.work.add_stages(
         parked.request.stage for parked in state.requests.of(worker) if isinstance(parked.request, Pull)
     )
@@ -253,5 +254,5 @@ def end_recovery(state: State, env: Environment, now: float) -> list[Command]:
             commands += rollback.record(state, env, group, "ready" if is_ready else "in_flight", REJOINED)
     state.work.add_all()
     for versions in state.models.of.values():
-        versions.recheck()
+        versions.is_changed = True
     return commands

@@ -126,9 +126,9 @@ def apply_guards(state: State, env: Environment, closed: StepClosed) -> tuple[St
     metrics = closed.measured()
     counts, firings = count_violations(rules, guards.violations, metrics, guards.recent)
     before = guards.violations
-    guards.count(counts)
+    guards.violations = counts
     guards.note_values(rules, metrics)
-    guards.note_firing(firings)
+    guards.firing = [str(firing) for firing in firings]
     commands: list[Command] = [
         AppendRestartLog(CounterSet(f"{VIOLATIONS}{index}", count))
         for index, (count, earlier) in enumerate(zip(counts, before, strict=True))

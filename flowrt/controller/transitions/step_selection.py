@@ -38,7 +38,7 @@ def decide(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Com
         if window.filtered >= env.settings.filter_tries:
             break
         if why := group_filter.refusal(group):
-            window.count_filtered()
+            window.filtered += 1
             reward = rollback.note_outcome(state, group, window.step)
             commands += rollback.drop(state, env, group, f"{REASON}{why}", reward)
             commands.append(AppendRestartLog(CounterSet(FILTERED, window.filtered)))
@@ -57,7 +57,7 @@ def decide_again(state: State, env: Environment, filtered: int) -> None:
     that are ready, with the tries of the next step.
     """
     if env.is_filtering and filtered >= env.settings.filter_tries:
-        state.window.decide_again()
+        state.window.decided = -1
         state.work.add_ready(state.table.ready_groups[env.flow.train_stage])
 
 
@@ -119,7 +119,7 @@ def _plan_step(state: State, env: Environment, groups: Sequence[Group]) -> None:
     if cut is not None:
         tokens_of = {slot.id: count for group in groups for slot, count in _trainable_tokens(group)}
         kept = cut.kept(list(tokens_of.values()), step)
-        plan.keep(dict(zip(tokens_of, kept, strict=True)))
+        plan.kept = dict(zip(tokens_of, kept, strict=True))
 
 
 def _first_batch(env: Environment, groups: Sequence[Group]) -> list[Group]:

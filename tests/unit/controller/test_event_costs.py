@@ -19,8 +19,8 @@ from control_plane.core_costs import (
 
 from flowrt.controller.events import Command, MessageReceived, PreemptRun, Send, Tick, WorkerDisconnected
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
-from flowrt.controller.state.arrivals import Arrivals
 from flowrt.controller.state.opened_prompts import MAX_EPOCHS, OpenedPrompts
+from flowrt.controller.state.weight_arrivals import Arrivals
 from flowrt.ids import REWARD, ROLLOUT, SOURCE, WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import ColumnLengths, Message
