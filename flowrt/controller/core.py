@@ -1,5 +1,17 @@
 """The controller's state machine: `Core.handle` applies one event and returns the commands to execute.
 
+The main loop of a run::
+
+    server    for event in messages, workers that join or leave, and a tick each 0.5 s:   # Server._receive, _tick
+                  commands = core.handle(event, now)                                      # Server._handle
+                  for command in commands: send it, write it to the files of the run, or end the run
+    handle    HANDLERS[type(message)](state, env, worker, message, now)                   # a file of transitions/
+              while the worklist is due:                                                  # pulls.serve_worklist
+                  decide which of the ready groups are kept                               # step_selection.decide
+                  serve the parked pulls and offers that may be served now                # pulls, offers
+              order the fetches of weights that are due                                   # weight_sync.order_fetches
+              end the run if its roles are complete, or if it is preempted and saved
+
 - No I/O, clock or randomness: the recorded events are the whole history of a run, and replaying them gives the same
   commands.
 - Each kind of message has one handler, listed in `HANDLERS`: a function of the state, the environment and the message.

@@ -1,4 +1,13 @@
-"""Signals of a launcher: SIGTERM and its kind make a run save a checkpoint and end, SIGINT ends the run at once."""
+"""Signals of a launcher: SIGTERM and its kind make a run save a checkpoint and end, SIGINT ends the run at once.
+
+What SIGTERM does in the processes of a run; the others of its kind (`flowrt.runtime.termination`) do the same:
+
+- The launcher passes it on to the controller, and waits for the end of the run.
+- The controller (`controller_main`) preempts the run: the trainers save a checkpoint and leave
+  (`flowrt.controller.transitions.preemption`). Without checkpoints it ends the run.
+- A worker (`flowrt.roles.main`) drains: it gets nothing new, and leaves when no other worker needs what it holds
+  (`flowrt.controller.transitions.drain`). The drain of a trainer preempts the run.
+"""
 
 import asyncio
 import contextlib

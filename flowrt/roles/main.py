@@ -205,7 +205,9 @@ async def _run_worker(arguments: argparse.Namespace, name: str, role: str, run: 
         check_reach(config, role == TRAINER)
         if drains and (limit_s := _drain_s(role, config)):
             for number in termination_signals():
-                asyncio.get_running_loop().add_signal_handler(number, _drain, session, limit_s, role == TRAINER)
+                asyncio.get_running_loop().add_signal_handler(
+                    number, _drain_after_signal, session, limit_s, role == TRAINER
+                )
         await _run_role(run(session, config), session)
     except (Exception, BaseExceptionGroup) as raised:
         # The first exception of a group is the cause, the others its consequences.
@@ -270,7 +272,7 @@ def _drain_s(role: str, config: RunConfig) -> float:
     return config.controller.worker_drain_timeout_s or drain_s(config.longest_response)
 
 
-def _drain(session: Session, deadline_s: float, saves: bool) -> None:
+def _drain_after_signal(session: Session, deadline_s: float, saves: bool) -> None:
     """Start a drain; end the session after ``deadline_s`` seconds even if the drain is not complete.
 
     Of a trainer, which saves what it has trained: after that time without progress.

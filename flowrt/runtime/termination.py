@@ -1,4 +1,7 @@
-"""Signals that tell a process to save what it has and end in order."""
+"""Signals that tell a process to save what it has and end in order.
+
+What each process of a run does then: `flowrt.launcher.signals`.
+"""
 
 import asyncio
 import signal

@@ -1,4 +1,8 @@
-"""Server: connects the core to sockets, the clock and the disk."""
+"""Server: connects the core to sockets, the clock and the disk.
+
+Each message and each tick becomes an event; the core's commands are executed in order (`Server._handle`). The loop of a
+run, as pseudo-code: `flowrt.controller.core`.
+"""
 
 import asyncio
 import dataclasses

@@ -2,6 +2,7 @@
 
 - A chain of n receivers takes little longer than one: the last is n - 1 chunks behind the first, and the publisher
   sends the version once.
+- Who relays to whom is decided by the controller (`flowrt.controller.state.weight_sources`).
 - A transfer that breaks can go on, from the first chunk that has not arrived, over another lane; relays of it wait
   meanwhile.
 """
