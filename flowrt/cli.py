@@ -23,9 +23,8 @@ from flowrt.recipes.flag_help import HELP_FLAGS, topic_of
 from flowrt.recipes.flags import WATCH_FLAG
 from flowrt.runtime.arguments import Parser
 from flowrt.runtime.bounds import seconds
-from flowrt.runtime.descriptors import check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.files import os_error_text
-from flowrt.runtime.memory import check_address_space
+from flowrt.runtime.resource_limits import check_address_space, check_descriptor_limit, raise_descriptor_limit
 from flowrt.runtime.streams import has_lost_output, prepare_streams
 from flowrt.runtime.termination import ignore_termination
 

@@ -67,7 +67,7 @@ from flowrt.runtime.addresses import parse_address
 from flowrt.runtime.clock import OwnAbsence
 from flowrt.runtime.files import atomic_write, os_error_text, private_directory
 from flowrt.runtime.interpreter import RUN_MODULE
-from flowrt.runtime.memory import total_bytes
+from flowrt.runtime.resource_limits import total_bytes
 from flowrt.runtime.time_limits import controller_start_s
 from flowrt.runtime.waits import pause
 

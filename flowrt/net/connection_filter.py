@@ -25,7 +25,7 @@ from time import monotonic
 from flowrt.net.liveness import BATCH, LIBC, RECHECK_MS, TCP_INFO, LivenessMonitor, tcp_info
 from flowrt.runtime.addresses import Endpoint, unmapped
 from flowrt.runtime.clock import OwnAbsence
-from flowrt.runtime.heap import trim_heap
+from flowrt.runtime.resource_limits import trim_heap
 
 log = logging.getLogger(__name__)
 MAX_UNDELIVERED_BYTES = 128 << 20

@@ -32,7 +32,7 @@ from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.reward_names import KEY_FIX, RewardFunction, parse_functions
 from flowrt.rewards.rows import decode_row, json_text
 from flowrt.rewards.user_file import ANSWER, as_text, no_column, outcome_of
-from flowrt.runtime.urls import check_url
+from flowrt.runtime.addresses import check_url
 from flowrt.runtime.user_module import cut
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_until
 

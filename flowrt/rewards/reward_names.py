@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrt.errors import ConfigError, suggested
-from flowrt.runtime.urls import check_url
+from flowrt.runtime.addresses import check_url
 
 FUNCTION = "reward"
 """Name of the function in a file that is given without one."""

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from time import monotonic
 from typing import Any, TypeVar
 
-from flowrt.runtime.descriptors import raise_descriptor_limit
+from flowrt.runtime.resource_limits import raise_descriptor_limit
 from flowrt.runtime.waits import pause
 
 log = logging.getLogger(__name__)

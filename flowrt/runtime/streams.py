@@ -2,6 +2,7 @@
 
 - A terminal or pipe may be closed at any time: later output is discarded. One that is full is waited for, also if it
   is non-blocking.
+- Log lines of the processes of a run go to the standard error, which the launcher redirects to a file.
 - The disk of a log may be full: output is dropped while it is, the other stream says so once, and when there is space
   again a line in the log says how much is missing.
 """
@@ -9,6 +10,7 @@
 import contextlib
 import errno
 import io
+import logging
 import os
 import select
 import sys
@@ -19,6 +21,8 @@ CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a write to a full disk, or beyond a quota."""
 NAMES = {1: "standard output", 2: "standard error"}
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+"""Of log lines."""
 
 
 class _Output(io.RawIOBase):
@@ -110,3 +114,17 @@ def _stream(fd: int, before: TextIO | None) -> TextIO:
     line_buffering = fd == 2 or raw.isatty()
     buffered: Any = io.BufferedWriter(raw)
     return io.TextIOWrapper(buffered, encoding=encoding, errors="replace", line_buffering=line_buffering)
+
+
+def log_to_stderr() -> None:
+    """Log everything from INFO on to stderr, which the launcher redirects to the log of the process.
+
+    Called once, before anything is printed.
+    """
+    prepare_streams()
+    logging.basicConfig(level=logging.INFO, format=FORMAT, stream=sys.stderr)
+
+
+def error_message(line: str) -> str:
+    """The message of a line that was logged as an error; any other line is returned unchanged."""
+    return line.rpartition(f" {logging.getLevelName(logging.ERROR)} ")[2]

@@ -17,7 +17,7 @@ from flowrt.controller.state.transfers import Lanes
 from flowrt.errors import TransferError
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import LaneTurn
-from flowrt.runtime.descriptors import descriptor_limit, raise_descriptor_limit
+from flowrt.runtime.resource_limits import descriptor_limit, raise_descriptor_limit
 from flowrt.transport.lanes.channel import ColumnRun
 from flowrt.transport.lanes.gloo import GlooTransport
 from flowrt.transport.lanes.lane import LaneSet

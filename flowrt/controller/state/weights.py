@@ -1,8 +1,8 @@
 """The versions of a model: which worker holds which version, and which worker fetches it from which holder.
 
 - A version is the number of a publication of a trainer's weights. When a worker fetches it is a policy
-  (`flowrt.controller.policies.weight_sync`); with the default, `DelayedUpdate`, it fetches while it generates with older
-  weights, and begins to use the version at a safe point (`flowrt.roles.rollout`).
+  (`flowrt.controller.policies.weight_sync`). With the default, `DelayedUpdate`, a worker fetches a version while it
+  generates with older weights, and begins to use it at a safe point (`flowrt.roles.rollout`).
 - Receivers fetch the latest version, the newest that a connected worker holds completely. A version that was skipped,
   or lost with its publisher, is never waited for.
 - A worker that is still receiving a version relays it (`flowrt.controller.state.weight_sources`).

@@ -21,7 +21,7 @@ from flowrt.engines.options import RolloutSettings
 from flowrt.engines.sglang.protocol import KEY_VARIABLE, MAX_STOP_STRINGS
 from flowrt.errors import ConfigError
 from flowrt.ids import ROLLOUT
-from flowrt.runtime.urls import check_url
+from flowrt.runtime.addresses import check_url
 
 if TYPE_CHECKING:
     from flowrt.engines.sglang.engine import SglangRollout

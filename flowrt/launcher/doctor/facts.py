@@ -23,7 +23,7 @@ from flowrt.protocol.messages import PROTOCOL
 from flowrt.runtime.addresses import is_ipv6
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.host import interfaces, own_address
-from flowrt.runtime.memory import available_bytes
+from flowrt.runtime.resource_limits import available_bytes
 
 PACKAGES = ("flowrt", "torch", "transformers", "pyzmq", "msgpack", "numpy", "safetensors")
 START_S = 60.0

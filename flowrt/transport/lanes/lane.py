@@ -22,8 +22,8 @@ import torch
 
 from flowrt.errors import PROGRAMMING_ERRORS, FlowError, TransferError, WaitExpired, first_line
 from flowrt.protocol.messages import GONE, LaneTurn
-from flowrt.runtime.heap import trim_heap
 from flowrt.runtime.host import local_address, network_namespace
+from flowrt.runtime.resource_limits import trim_heap
 from flowrt.runtime.waits import CONTROLLER, join_thread, queue_get
 from flowrt.transport.devices import cuda_is_here, has_cuda, has_npu, npu_is_here
 from flowrt.transport.lanes.channel import (

@@ -8,7 +8,7 @@ next turn of such a lane, and tells both ends to close the old one.
 import threading
 
 from flowrt.errors import TransferError, WaitExpired
-from flowrt.runtime.descriptors import check_descriptor_limit, descriptor_limit
+from flowrt.runtime.resource_limits import check_descriptor_limit, descriptor_limit
 from flowrt.runtime.waits import poll_until_true
 
 MAX_OPEN_LANES = 2048

@@ -9,7 +9,7 @@ from flowrt.launcher.doctor.estimate import estimate, host_bytes
 from flowrt.launcher.doctor.model_shape import shape_of
 from flowrt.launcher.memory_check import TOLERANCE, check_memory
 from flowrt.recipes.config_io import parse
-from flowrt.runtime import memory
+from flowrt.runtime import resource_limits
 
 GIB = 2**30
 LONG = ["--build.max-length", "40000", "--rollout.max-new-tokens", "32000", "--rollout.max-running-requests", "64"]
@@ -83,7 +83,7 @@ def test_the_limit_of_a_control_group_counts(
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{content}\n" if content else "")
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "MOUNT", tmp_path)
-    assert (memory.total_bytes(), memory.available_bytes()) == (total, available)
+    monkeypatch.setattr(resource_limits, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(resource_limits, "GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(resource_limits, "MOUNT", tmp_path)
+    assert (resource_limits.total_bytes(), resource_limits.available_bytes()) == (total, available)

@@ -9,7 +9,7 @@ from pathlib import Path
 FLOWRT = str(Path(sys.executable).with_name("flowrt"))
 LIMITED = """
 import logging, resource, sys
-from flowrt.runtime.logs import log_to_stderr
+from flowrt.runtime.streams import log_to_stderr
 log_to_stderr()
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, unlimited[1]))  # the file of the log cannot grow beyond

@@ -1,7 +1,10 @@
-"""Memory of this host that a process may use: of the machine, or of its control group (containers, SLURM)."""
+"""What a process may use: memory of this host, or of its control group (containers, SLURM), and open files."""
 
+import contextlib
+import ctypes
 import resource
 import socket
+import sys
 from pathlib import Path
 
 from flowrt.errors import ConfigError
@@ -11,8 +14,13 @@ MIN_ADDRESS_SPACE = 2 << 30
 MEMINFO = Path("/proc/meminfo")
 GROUPS = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60
+UNLIMITED_BYTES = 1 << 60
 """Larger limits of a control group mean none."""
+MIN_DESCRIPTORS = 64
+"""What a controller, or a worker with few peers, needs."""
+UNLIMITED_FILES = 1 << 20
+"""What counts as the limit where there is none."""
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def check_address_space() -> None:
@@ -62,7 +70,7 @@ def _group_limits() -> list[tuple[int, int]]:
             own = root / path.lstrip("/")
             for folder in {root, own, *(parent for parent in own.parents if parent.is_relative_to(root))}:
                 limit, used = (_number(folder / name) for name in names)
-                if limit is not None and limit < UNLIMITED:
+                if limit is not None and limit < UNLIMITED_BYTES:
                     limits.append((limit, used or 0))
     return limits
 
@@ -73,3 +81,35 @@ def _number(file: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def descriptor_limit() -> int:
+    """The number of files and connections that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UNLIMITED_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def check_descriptor_limit() -> int:
+    """This limit. Raises ConfigError if it is too low for any process of a run."""
+    if (limit := descriptor_limit()) < MIN_DESCRIPTORS:
+        raise ConfigError(
+            f"the limit of open files on host {socket.gethostname()!r} is {limit}, and each process of a run needs "
+            f"{MIN_DESCRIPTORS}; raise it (ulimit -n, LimitNOFILE of systemd, PropagateResourceLimits of SLURM)"
+        )
+    return limit
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this limit to the largest that the system permits; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return descriptor_limit()
+
+
+def trim_heap() -> None:
+    """Return free memory to the system, which glibc does not do while memory above it is in use."""
+    trim = getattr(_LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
