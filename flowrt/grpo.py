@@ -25,7 +25,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse, to_toml
 from flowrt.recipes.run_dir import has_adapters_to_merge, model_dir
 from flowrt.roles import main, reference, reward, rollout, source, trainer
-from flowrt.roles.engines import rollout_engine, train_engine
+from flowrt.roles.engine_setup import rollout_engine, train_engine
 from flowrt.roles.filter import with_filter
 from flowrt.runtime.files import private_directory
 

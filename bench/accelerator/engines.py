@@ -18,8 +18,8 @@ from flowrt.algorithms.objective import Kl, Objective
 from flowrt.engines.base import Prompt, Response, TrainingBatch
 from flowrt.engines.descriptor import ModelShape, PublishedWeights, largest_pass
 from flowrt.engines.options import Dtype, TrainOptions
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.engines.stopping import StopConditions
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.recipes.config_io import parse

@@ -28,7 +28,7 @@ from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.base import Example, Task
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.roles.algorithm import algorithm
-from flowrt.roles.engines import rollout_engine, train_engine
+from flowrt.roles.engine_setup import rollout_engine, train_engine
 from flowrt.roles.trainer import sample_weight
 from flowrt.transport.weights.snapshot import Snapshot
 

@@ -1,7 +1,7 @@
 """Engine descriptors: checks, devices, memory and constructor of an engine, before it is built.
 
 - Descriptors import no torch at module level: the controller, the launcher and `flowrt doctor` read them too.
-- An engine's descriptor is in the engine's own package; `flowrt.engines.table` is the list of all.
+- An engine's descriptor is in the engine's own package; `flowrt.engines.registry` is the list of all.
 - No other module compares the name of an engine.
 """
 

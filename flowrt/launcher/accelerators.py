@@ -7,7 +7,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from flowrt.engines.table import ROLLOUT_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES
 from flowrt.ids import AUTO, ROLLOUT, TRAINER
 from flowrt.launcher.commands import reference_names
 from flowrt.launcher.doctor.estimate import ResourceEstimate, accelerated, has_accelerated_reference

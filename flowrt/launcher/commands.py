@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.ids import REFERENCE, ROLLOUT
 from flowrt.recipes.config import RunConfig

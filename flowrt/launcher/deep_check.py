@@ -16,14 +16,14 @@ import torch
 
 from flowrt.engines.base import Prompt, Response, RolloutEngine
 from flowrt.engines.hf import load_model, model_name, set_training_mode
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.engines.training.forward import apply_optimizations, is_packing_enabled, response_logprobs
 from flowrt.errors import ConfigError, EngineError
 from flowrt.launcher.model_check import as_named, check_finite, check_weights, write_models
 from flowrt.launcher.start_models import merge_starts
 from flowrt.recipes.config import ReferenceConfig, RunConfig, changed
 from flowrt.recipes.run_dir import model_dir
-from flowrt.roles.engines import initial_mismatch_limit, rollout_engine
+from flowrt.roles.engine_setup import initial_mismatch_limit, rollout_engine
 
 log = logging.getLogger("flowrt")
 PROMPTS = 4

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flowrt.engines.table import ROLLOUT_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES
 from flowrt.errors import ConfigError, FlowError, WaitExpired
 from flowrt.ids import REFERENCE, ROLLOUT, TRAINER
 from flowrt.launcher.accelerators import CUDA, DEV, visible

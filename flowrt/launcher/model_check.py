@@ -39,8 +39,8 @@ from flowrt.engines.model_config import (
     write_overridden,
 )
 from flowrt.engines.options import Truncation
+from flowrt.engines.registry import ROLLOUT_ENGINES
 from flowrt.engines.stopping import stop_token_ids
-from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.engines.torch.generation_path import right_way
 from flowrt.engines.training.architecture import check_training
 from flowrt.engines.training.lora import add_adapters

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flowrt.engines.table import ROLLOUT_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.flag_help import HelpText, print_help, topic_of

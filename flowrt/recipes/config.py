@@ -22,7 +22,7 @@ from flowrt.engines.options import (
     Truncation,
 )
 from flowrt.engines.prompts import PromptFormat
-from flowrt.engines.table import RolloutEngineName, TrainEngineName
+from flowrt.engines.registry import RolloutEngineName, TrainEngineName
 from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
 from flowrt.runtime.conditions import OnlyIf

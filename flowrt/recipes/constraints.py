@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from flowrt.engines.model_config import parse_overrides
 from flowrt.engines.options import CUT_CHARACTER, Dtype
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.recipes.acting import check_acting
 from flowrt.recipes.algorithms import check_algorithm, needs_reference

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.ids import AUTO, REFERENCE, ROLLOUT, TRAINER
 from flowrt.recipes.algorithms import needs_reference

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from flowrt.engines.options import MIN_TEMPERATURE
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.eval_names import eval_data_sets, eval_names

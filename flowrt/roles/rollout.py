@@ -33,7 +33,7 @@ from flowrt.protocol.resources import EngineUse
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.recipes.run_dir import model_dir
-from flowrt.roles.engines import rollout_engine, weights_device
+from flowrt.roles.engine_setup import rollout_engine, weights_device
 from flowrt.roles.journal import Journal, KeptJournals, KeptTokens, newest_checkpoint
 from flowrt.roles.kept_sequences import KeptSequences
 from flowrt.roles.main import CONTROLLER_FILE, main

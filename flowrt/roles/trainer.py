@@ -20,7 +20,7 @@ from flowrt.client.session import Session
 from flowrt.controller.policies.group_filter import compared
 from flowrt.engines.base import AppliesSupports, TrainEngine, TrainingBatch
 from flowrt.engines.hf import weight_bytes
-from flowrt.engines.table import TRAIN_ENGINES
+from flowrt.engines.registry import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
 from flowrt.errors import ConfigError, Drained, EngineError
 from flowrt.ids import SOURCE, TRAINER, UNSCORED
@@ -32,7 +32,7 @@ from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.algorithm import algorithm
 from flowrt.roles.best_weights import BestDirectory, BestWeights
 from flowrt.roles.checkpoints import Checkpoints, disk_errors
-from flowrt.roles.engines import train_engine
+from flowrt.roles.engine_setup import train_engine
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import resume_refreshes, write_refresh
 from flowrt.roles.sample_records import TrainedSamples

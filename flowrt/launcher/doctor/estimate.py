@@ -19,7 +19,7 @@ from flowrt.engines.descriptor import (
     support_tokens,
 )
 from flowrt.engines.model_config import parse_overrides
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.launcher.doctor.model_shape import read_shape
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig

@@ -35,7 +35,7 @@ SHARED = (
     "flowrt.engines.torch.rollout",
     "flowrt.engines.torch.trainer",
     "flowrt.recipes.tasks.registry",
-    "flowrt.roles.engines",
+    "flowrt.roles.engine_setup",
     "flowrt.roles.main",
     "flowrt.roles.checkpoints",
 )

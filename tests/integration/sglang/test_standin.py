@@ -15,7 +15,7 @@ from flowrt.engines.hf import load_model, named_parameters
 from flowrt.engines.sglang.engine import SglangRollout
 from flowrt.errors import ConfigError, EngineError, TransferError
 from flowrt.recipes.config_io import parse
-from flowrt.roles.engines import rollout_engine
+from flowrt.roles.engine_setup import rollout_engine
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.sglang.standin import RELEASES
 

@@ -22,7 +22,7 @@ from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.errors import EngineError
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.tasks.arithmetic import Arithmetic
-from flowrt.roles.engines import rollout_engine
+from flowrt.roles.engine_setup import rollout_engine
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.decoders import COMMON, DECODERS
 

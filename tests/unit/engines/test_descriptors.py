@@ -14,15 +14,15 @@ from flowrt.engines.base import ExternalEngine
 from flowrt.engines.descriptor import TrainEngineDescriptor
 from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.options import LoraOptions
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineName, TrainEngineName
 from flowrt.engines.sglang.engine import SglangRollout
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineName, TrainEngineName
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
 from flowrt.grpo import run_recipe
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.constraints import check
-from flowrt.roles.engines import rollout_engine
+from flowrt.roles.engine_setup import rollout_engine
 from flowrt.roles.trainer import check_supports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +38,7 @@ def test_the_table_has_every_engine_that_a_configuration_can_name() -> None:
 
 
 def test_the_engine_table_imports_neither_torch_nor_aiohttp() -> None:
-    code = "import flowrt.engines.table, sys; sys.exit('torch' in sys.modules or 'aiohttp' in sys.modules)"
+    code = "import flowrt.engines.registry, sys; sys.exit('torch' in sys.modules or 'aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=600).returncode == 0
 
 

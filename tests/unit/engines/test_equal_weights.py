@@ -14,7 +14,7 @@ from flowrt.engines.training.forward import score
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
-from flowrt.roles.engines import initial_mismatch_limit, train_options
+from flowrt.roles.engine_setup import initial_mismatch_limit, train_options
 
 LENGTHS = ((3, 5), (7, 2), (4, 9))
 

@@ -16,7 +16,7 @@ from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.training.forward import score
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.tasks.arithmetic import Arithmetic
-from flowrt.roles.engines import rollout_engine
+from flowrt.roles.engine_setup import rollout_engine
 from flowrt.transport.weights.snapshot import Snapshot
 
 TOKENS = 24

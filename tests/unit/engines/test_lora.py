@@ -35,7 +35,7 @@ from flowrt.engines.tiny_model import build_model
 from flowrt.engines.training.lora import add_adapters, merge_adapters, merged_start, write_adapters
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
-from flowrt.roles.engines import rollout_engine
+from flowrt.roles.engine_setup import rollout_engine
 from flowrt.transport.weights.snapshot import Snapshot
 
 LORA = LoraOptions(rank=4, alpha=6.0)

@@ -16,7 +16,7 @@ from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import MasterParameters, TorchTrainer
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.tasks.arithmetic import Arithmetic
-from flowrt.roles.engines import rollout_engine, train_engine
+from flowrt.roles.engine_setup import rollout_engine, train_engine
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.unit.engines.device_programs import OPTIONS, model, samples
 from tests.unit.engines.test_inflight_update import make_model

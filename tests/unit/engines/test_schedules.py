@@ -9,7 +9,7 @@ from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.optimizer import learning_rate
 from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
-from flowrt.roles.engines import train_options
+from flowrt.roles.engine_setup import train_options
 
 
 def rates(**options: Any) -> list[float]:

@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.descriptor import PublishedWeights, RolloutSetup
 from flowrt.engines.hf import save_model
+from flowrt.engines.registry import ROLLOUT_ENGINES
 from flowrt.engines.sglang.engine import SglangRollout, _Sequence
 from flowrt.engines.sglang.protocol import PartialResponse
 from flowrt.engines.stopping import StopConditions, stop_token_ids
-from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.errors import EngineError, Stopped

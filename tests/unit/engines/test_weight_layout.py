@@ -17,7 +17,7 @@ from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.tasks.arithmetic import Arithmetic
-from flowrt.roles.engines import rollout_engine
+from flowrt.roles.engine_setup import rollout_engine
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.decoders import DECODERS
 

@@ -26,7 +26,7 @@ from flowrt.recipes.grpo import core, policies
 from flowrt.recipes.tasks.custom import check_given
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
-from flowrt.roles.engines import train_engine
+from flowrt.roles.engine_setup import train_engine
 from flowrt.roles.trainer import to_training_batch
 from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
 from tests.simulation.cluster import SimulatedCluster

@@ -1,4 +1,4 @@
-"""The engines that a configuration can name."""
+"""The engines that a configuration can name, each with its descriptor. `flowrt.roles.engine_setup` builds them."""
 
 from collections.abc import Mapping
 from typing import Literal

@@ -8,7 +8,7 @@ import torch
 
 from flowrt.engines.base import RolloutEngine, TrainEngine
 from flowrt.engines.descriptor import RolloutSetup, TrainerSetup
-from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.ids import ROLLOUT
 from flowrt.ranks.process_group import init_ranks
