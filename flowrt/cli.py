@@ -21,11 +21,11 @@ from flowrt.launcher.terminal import console
 from flowrt.net.curve_keys import KEYS_VARIABLE
 from flowrt.recipes.flag_help import HELP_FLAGS, topic_of
 from flowrt.recipes.flags import WATCH_FLAG
-from flowrt.runtime.arguments import Parser
 from flowrt.runtime.bounds import seconds
+from flowrt.runtime.command_line import Parser
 from flowrt.runtime.files import os_error_text
 from flowrt.runtime.resource_limits import check_address_space, check_descriptor_limit, raise_descriptor_limit
-from flowrt.runtime.streams import has_lost_output, prepare_streams
+from flowrt.runtime.standard_streams import has_lost_output, prepare_streams
 from flowrt.runtime.termination import ignore_termination
 
 DESCRIPTION = "Asynchronous streaming RL post-training of language models."

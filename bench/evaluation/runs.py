@@ -17,7 +17,7 @@ from common.jobs import FLOWRT, Job, flowrt, run_job
 
 from flowrt.algorithms.evaluation import pass_at_k
 from flowrt.engines.hf import load_model, named_parameters
-from flowrt.engines.training.state import read_tensors
+from flowrt.engines.training.saved_state import read_tensors
 from flowrt.recipes.run_dir import best_dir, checkpoint_dir, checkpoint_steps
 from flowrt.roles.best_weights import read_list
 from flowrt.transport.weights.snapshot import Snapshot

@@ -22,7 +22,7 @@ The main loop of a run::
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from flowrt.controller.attribution.waits import OF_ALL, OF_ONE, WaitLog
+from flowrt.controller.attribution.wait_log import OF_ALL, OF_ONE, WaitLog
 from flowrt.controller.diagnostics.invariants import audit
 from flowrt.controller.diagnostics.wait_graph import WaitGraph, unserved, wait_graph
 from flowrt.controller.events import (

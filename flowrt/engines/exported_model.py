@@ -18,7 +18,7 @@ from flowrt.engines.options import LoraOptions, TrainOptions
 from flowrt.engines.prompts import CHAT, NONE, template_text
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.engines.training.lora import add_adapters, merge_adapters, write_adapters
-from flowrt.engines.training.state import MODEL, read_tensors
+from flowrt.engines.training.saved_state import MODEL, read_tensors
 from flowrt.errors import EngineError
 
 GENERATION = "generation_config.json"

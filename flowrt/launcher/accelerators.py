@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flowrt.engines.registry import ROLLOUT_ENGINES
 from flowrt.ids import AUTO, ROLLOUT, TRAINER
-from flowrt.launcher.commands import reference_names
 from flowrt.launcher.doctor.estimate import ResourceEstimate, accelerated, has_accelerated_reference
+from flowrt.launcher.worker_commands import reference_names
 from flowrt.recipes.config import RunConfig
 
 DEV = Path("/dev")

@@ -35,7 +35,7 @@ from flowrt.recipes.tasks.base import Example, Task
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.recipes.tasks.task_file import called, is_task_file, split
 from flowrt.runtime.files import RunLock
-from flowrt.runtime.streams import log_to_stderr
+from flowrt.runtime.standard_streams import log_to_stderr
 
 log = logging.getLogger("flowrt")
 Result = TypeVar("Result")

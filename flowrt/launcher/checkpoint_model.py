@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from flowrt.engines.exported_model import complete, write_checkpoint
 from flowrt.errors import EXIT_BAD_INPUT, FlowError
 from flowrt.recipes.config_io import from_file
-from flowrt.runtime.streams import log_to_stderr
+from flowrt.runtime.standard_streams import log_to_stderr
 
 log = logging.getLogger("flowrt")
 

@@ -37,14 +37,14 @@ from flowrt.recipes.config_io import from_file, to_toml
 from flowrt.recipes.input_digests import changed_inputs
 from flowrt.recipes.run_dir import CONFIG, address_file, check_summary_file, checkpoint_steps
 from flowrt.runtime.addresses import Endpoint, parse_address
-from flowrt.runtime.arguments import Parser
 from flowrt.runtime.clock import MonotonicClock
+from flowrt.runtime.command_line import Parser
 from flowrt.runtime.event_loop import serve_loop
 from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_directory
 from flowrt.runtime.host import reachable
 from flowrt.runtime.parent_death import is_alive
 from flowrt.runtime.resource_limits import check_descriptor_limit, raise_descriptor_limit
-from flowrt.runtime.streams import log_to_stderr
+from flowrt.runtime.standard_streams import log_to_stderr
 from flowrt.runtime.termination import EarlySignals, ignore_termination, termination_signals
 from flowrt.runtime.waits import pause
 

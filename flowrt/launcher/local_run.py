@@ -29,11 +29,11 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, Co
 from flowrt.ids import OBSERVER, TRAINER
 from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.accelerators import DEV, environments, visible
-from flowrt.launcher.commands import check_machine, check_programs, worker_commands
 from flowrt.launcher.device_check import check_devices_here, unused
 from flowrt.launcher.exporters import ExporterProcesses, check_exporters
 from flowrt.launcher.memory_check import check_memory
 from flowrt.launcher.observer import Observer
+from flowrt.launcher.page_process import WatchProcess, check_page_port, write_page
 from flowrt.launcher.processes import Child, Children
 from flowrt.launcher.run_checks import check_files
 from flowrt.launcher.signals import Signals
@@ -51,7 +51,7 @@ from flowrt.launcher.supervision import (
 )
 from flowrt.launcher.unjoined import UnjoinedWorkers
 from flowrt.launcher.views.live import LiveView, results_text, summary_table
-from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
+from flowrt.launcher.worker_commands import check_machine, check_programs, worker_commands
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.link import check_free
 from flowrt.observability.tails import LineTail

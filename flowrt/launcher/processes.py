@@ -14,7 +14,7 @@ from pathlib import Path
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.launcher.fork_server.parent import ForkedProcess, ForkServer
 from flowrt.runtime.parent_death import LAUNCHER, die_with_parent, this_launcher
-from flowrt.runtime.streams import error_message
+from flowrt.runtime.standard_streams import error_message
 from flowrt.runtime.waits import BoundedElsewhere, Deadline, cancel_and_wait, wait_all, wait_until
 
 LOG_TAIL_LINES = 3

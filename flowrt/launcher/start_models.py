@@ -26,7 +26,7 @@ from flowrt.recipes.config_io import from_file
 from flowrt.recipes.model_files import ADAPTER_WEIGHTS, base_model_dir, is_adapter, tokenizer_dir, weight_files
 from flowrt.recipes.run_dir import model_dir, reference_model_dir
 from flowrt.runtime.files import fsync_tree, partial_path
-from flowrt.runtime.streams import log_to_stderr
+from flowrt.runtime.standard_streams import log_to_stderr
 
 log = logging.getLogger("flowrt")
 

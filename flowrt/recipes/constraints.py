@@ -1,7 +1,7 @@
 """Constraints on a configuration: the bounds of its fields, and what one field requires of another.
 
-A configuration that passes `check` can still be impossible on a machine (`flowrt.launcher.commands.check_machine`) or
-with its data (`flowrt.recipes.tasks.registry.check_task`).
+A configuration that passes `check` can still be impossible on a machine
+(`flowrt.launcher.worker_commands.check_machine`) or with its data (`flowrt.recipes.tasks.registry.check_task`).
 """
 
 import dataclasses

@@ -38,12 +38,12 @@ from flowrt.ranks.process_group import choose_interface
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.run_dir import address_file, model_dir, read_address
-from flowrt.runtime.arguments import Parser
 from flowrt.runtime.bounds import seconds
+from flowrt.runtime.command_line import Parser
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.resource_limits import check_descriptor_limit, raise_descriptor_limit
-from flowrt.runtime.streams import log_to_stderr
+from flowrt.runtime.standard_streams import log_to_stderr
 from flowrt.runtime.termination import termination_signals
 from flowrt.runtime.time_limits import drain_s
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, open_waits, pause, wait_all, wait_any, wait_until

@@ -51,7 +51,7 @@ ALLOWED_WAITS = {
     ("flowrt/launcher/observer.py", "connection"),
     ("flowrt/launcher/drain_command.py", "statuses(connection)"),
     # As a write to a blocking descriptor, until the reader takes the output or goes away.
-    ("flowrt/runtime/streams.py", "select.select"),
+    ("flowrt/runtime/standard_streams.py", "select.select"),
     # zmq's own thread is told to end within LINGER.
     ("flowrt/net/link.py", "self._context.term"),
 }
@@ -95,7 +95,7 @@ COLLECTIVES = {
     ("flowrt/engines/training/loss_passes.py", "dist.all_reduce"): RANKS,
     ("flowrt/engines/training/deferred.py", "dist.all_reduce"): RANKS,
     ("flowrt/engines/training/deferred.py", "dist.all_gather"): RANKS,
-    ("flowrt/engines/training/state.py", "dist.all_gather"): RANKS,
+    ("flowrt/engines/training/saved_state.py", "dist.all_gather"): RANKS,
     ("flowrt/engines/fsdp/trainer.py", "dist.all_reduce"): RANKS,
     ("flowrt/engines/fsdp/sharding.py", "part.unshard"): RANKS,
     ("flowrt/engines/fsdp/sharding.py", "tensor.full_tensor"): RANKS,

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from flowrt.protocol.messages import GONE, ITEM_BYTES
-from flowrt.runtime.sessions import SHARED
+from flowrt.runtime.process_sessions import SHARED
 from flowrt.transport.devices import has_npu, npu_is_here
 from tests.integration.helpers import lane_pair as pairs
 from tests.integration.helpers import lane_peer as peer

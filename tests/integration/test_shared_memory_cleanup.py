@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.runtime.sessions import mapped_names, remove_unused
+from flowrt.runtime.process_sessions import mapped_names, remove_unused
 
 PROGRAM = """
 import multiprocessing, sys

@@ -13,7 +13,7 @@ import msgspec
 from flowrt.controller.storage.accounting import HEADER, Answer, Frame, encode, receive
 from flowrt.controller.storage.time_files import TimeFiles, TimeFilesStart
 from flowrt.errors import EXIT_OK
-from flowrt.runtime.streams import log_to_stderr
+from flowrt.runtime.standard_streams import log_to_stderr
 from flowrt.runtime.termination import termination_signals
 
 _decode_start = msgspec.msgpack.Decoder(TimeFilesStart).decode

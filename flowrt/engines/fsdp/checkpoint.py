@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from flowrt.engines.training.optimizer import optimizer_state
-from flowrt.engines.training.state import CPU_RNG, FILE_BYTES, files_of, number_tensors, numbers_of
+from flowrt.engines.training.saved_state import CPU_RNG, FILE_BYTES, files_of, number_tensors, numbers_of
 from flowrt.errors import EngineError, WaitExpired, first_line
 from flowrt.ranks.barrier import RankBarrier
 

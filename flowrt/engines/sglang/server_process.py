@@ -26,7 +26,7 @@ from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang.protocol import KEY_VARIABLE
 from flowrt.errors import ConfigError, EngineError
 from flowrt.runtime.parent_death import die_with_parent
-from flowrt.runtime.sessions import KILL_TIMEOUT_S, SessionReaper, kill_session, mapped_names, remove_unused
+from flowrt.runtime.process_sessions import KILL_TIMEOUT_S, SessionReaper, kill_session, mapped_names, remove_unused
 from flowrt.runtime.waits import blocking, join_thread
 
 KEY_BYTES = 32

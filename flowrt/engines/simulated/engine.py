@@ -9,7 +9,7 @@ import torch
 from flowrt.engines.base import Interrupt, Prompt, Response, TrainingBatch
 from flowrt.engines.simulated.time import SimClock, SimDevice
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, ScoreCost, SimulatedDecoder, TrainCost
-from flowrt.engines.training.state import read_tensors, write_tensors
+from flowrt.engines.training.saved_state import read_tensors, write_tensors
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
 

@@ -26,7 +26,7 @@ from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
 from flowrt.engines.training.loss_passes import LossPasses, ranks
 from flowrt.engines.training.optimizer import adamw, check_finite, optimizer_state, optimizer_step
-from flowrt.engines.training.state import (
+from flowrt.engines.training.saved_state import (
     gather_rng,
     number_tensors,
     numbers_of,

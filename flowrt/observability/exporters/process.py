@@ -16,7 +16,7 @@ from time import monotonic
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
 from flowrt.observability.exporters.feed import Feed
 from flowrt.observability.exporters.sink import TENSORBOARD, WANDB, Sink, close_timeout_s
-from flowrt.runtime.streams import log_to_stderr
+from flowrt.runtime.standard_streams import log_to_stderr
 from flowrt.runtime.termination import termination_signals
 from flowrt.runtime.waits import blocking, join_thread
 

@@ -20,7 +20,7 @@ import torch
 
 from flowrt.errors import TransferError
 from flowrt.protocol.messages import LaneTurn
-from flowrt.runtime.sessions import SHARED
+from flowrt.runtime.process_sessions import SHARED
 from flowrt.transport.lanes.lane import LaneSet, lane_name
 from tests.integration.helpers import lane_peer
 from tests.integration.helpers.forked import CONTEXT

@@ -31,7 +31,7 @@ from flowrt.engines.hf import load_model
 from flowrt.engines.options import FsdpOptions, TrainOptions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch import trainer as torch_trainer
-from flowrt.engines.training.state import write_tensors
+from flowrt.engines.training.saved_state import write_tensors
 from flowrt.errors import WaitExpired
 from flowrt.ids import RANKS
 from flowrt.protocol.messages import Position

@@ -17,7 +17,7 @@ from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.rewards.options import JudgeOptions, RewardOptions
 from flowrt.rewards.outcomes import Result
 from flowrt.rewards.scoring import RewardScorer
-from flowrt.runtime.sessions import KILL_TIMEOUT_S, kill_session
+from flowrt.runtime.process_sessions import KILL_TIMEOUT_S, kill_session
 from flowrt.tasks import character_tokenizer
 
 from .conftest import NOT_HERE, PYTHON, START_S

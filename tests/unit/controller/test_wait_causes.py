@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrt.controller.attribution.causes import KINDS, Cause
-from flowrt.controller.attribution.waits import PASS_GAP_S, Classifier, WaitLog
+from flowrt.controller.attribution.wait_log import PASS_GAP_S, Classifier, WaitLog
 from flowrt.controller.events import MessageReceived, Tick, WorkerConnected
 from flowrt.controller.policies.weight_sync import DelayedUpdate
 from flowrt.controller.state.parked_requests import ParkedRequests

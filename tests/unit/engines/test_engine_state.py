@@ -16,10 +16,10 @@ from flowrt.engines.hf import load_model
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.tiny_model import build_model
 from flowrt.engines.torch.trainer import TorchTrainer
-from flowrt.engines.training import state
+from flowrt.engines.training import saved_state
 from flowrt.engines.training.forward import response_logprobs
 from flowrt.engines.training.loss_passes import AGES
-from flowrt.engines.training.state import files_of
+from flowrt.engines.training.saved_state import files_of
 from flowrt.errors import EngineError
 
 FILE_BYTES = 4000
@@ -206,7 +206,7 @@ def test_state_files_are_filled_up_to_their_limit(sizes: list[int], limit: int) 
 
 def test_a_state_in_several_files_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a large state is never in memory as a whole."""
-    monkeypatch.setattr(state, "FILE_BYTES", FILE_BYTES)
+    monkeypatch.setattr(saved_state, "FILE_BYTES", FILE_BYTES)
     engine, other = trainer(), trainer(seed=4)
     train(engine, range(2))
     engine.save(tmp_path)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flowrt.engines.descriptor import ModelShape
-from flowrt.engines.training.state import FILE_BYTES
+from flowrt.engines.training.saved_state import FILE_BYTES
 from flowrt.launcher.doctor.checks import wanted
 from flowrt.launcher.doctor.estimate import FILE_BYTES as ASSUMED_FILE_BYTES
 from flowrt.launcher.doctor.estimate import estimate, host_bytes, reference_bytes, training_memory

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import ConfigError, WaitExpired
-from flowrt.launcher.commands import check_machine, check_programs, worker_commands
 from flowrt.launcher.observer import locate
+from flowrt.launcher.worker_commands import check_machine, check_programs, worker_commands
 from flowrt.ranks.process_group import INTERFACE, choose_interface
 from flowrt.recipes.config import CheckpointConfig
 from flowrt.recipes.config_io import parse

@@ -13,8 +13,8 @@ import pytest
 
 from flowrt.cli import main
 from flowrt.errors import ConfigError
-from flowrt.launcher.commands import worker_commands
 from flowrt.launcher.slurm import HERE, Site, fill, filled, placeholders, write
+from flowrt.launcher.worker_commands import worker_commands
 from flowrt.ranks.process_group import HCCL_TIMEOUTS_S, group_timeout_s
 from flowrt.recipes.config_io import parse
 from flowrt.transport.devices import Device

@@ -110,7 +110,7 @@ def test_closed_standard_streams_do_not_change_the_exit_code(closed: str, tmp_pa
 def test_tables_are_printed_to_an_ascii_terminal(tmp_path: Path) -> None:
     code = (
         "import json, sys; from flowrt.launcher.views.live import summary_table; "
-        "from flowrt.launcher.terminal import *; from flowrt.runtime.streams import prepare_streams; "
+        "from flowrt.launcher.terminal import *; from flowrt.runtime.standard_streams import prepare_streams; "
         "prepare_streams(); console().print(summary_table(json.loads(sys.argv[1]))); console().print(sys.argv[2])"
     )
     summary = (

@@ -11,7 +11,7 @@ from flowrt.engines.hf import load_model
 from flowrt.engines.training.forward import apply_optimizations, enable_packing, response_logprobs, score
 from flowrt.errors import ConfigError
 from flowrt.launcher.accelerators import assign
-from flowrt.launcher.commands import worker_commands
+from flowrt.launcher.worker_commands import worker_commands
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.constraints import check, reference_dtype
 from flowrt.recipes.devices import reference_device

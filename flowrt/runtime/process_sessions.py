@@ -1,7 +1,7 @@
 """Sessions of processes: the processes of a server and the named shared memory that they use, killed and removed.
 
-``python -m flowrt.runtime.sessions`` is the reaper that `SessionReaper` starts. It holds no copy of this process's
-descriptors, so that it is not affected by how this process ends.
+``python -m flowrt.runtime.process_sessions`` is the reaper that `SessionReaper` starts. It holds no copy of this
+process's descriptors, so that it is not affected by how this process ends.
 """
 
 import os
@@ -33,7 +33,7 @@ class SessionReaper:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, RUN_MODULE, "flowrt.runtime.sessions"],
+            [sys.executable, RUN_MODULE, "flowrt.runtime.process_sessions"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

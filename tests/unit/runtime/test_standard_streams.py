@@ -9,7 +9,7 @@ from pathlib import Path
 FLOWRT = str(Path(sys.executable).with_name("flowrt"))
 LIMITED = """
 import logging, resource, sys
-from flowrt.runtime.streams import log_to_stderr
+from flowrt.runtime.standard_streams import log_to_stderr
 log_to_stderr()
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, unlimited[1]))  # the file of the log cannot grow beyond
@@ -41,7 +41,7 @@ def test_output_to_a_full_non_blocking_pipe_waits_for_its_reader() -> None:
     os.set_blocking(writes, False)
     fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
     program = (
-        "from flowrt.runtime.streams import prepare_streams\nprepare_streams()\n"
+        "from flowrt.runtime.standard_streams import prepare_streams\nprepare_streams()\n"
         "for number in range(100_000): print(number)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=writes, stderr=subprocess.PIPE) as process:
