@@ -17,7 +17,7 @@ from flowrt.rewards.calls import CallQueue, RewardCall, new_number
 from flowrt.rewards.child import packed
 from flowrt.rewards.children import RewardChildren
 from flowrt.rewards.options import RewardOptions
-from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, WROTE, RewardProcess
+from flowrt.rewards.reward_process import BLOCKED_ON, GRACE_S, WROTE, RewardProcess
 from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_any, wait_until
 
 MORE = BoundedElsewhere("the next call, or the end of the pool")

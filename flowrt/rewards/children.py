@@ -19,8 +19,8 @@ from typing import Any
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.rewards.call_forms import CallForm
 from flowrt.rewards.options import RewardOptions
-from flowrt.rewards.processes import BLOCKED_ON, GRACE_S, WROTE, RewardProcess
 from flowrt.rewards.reward_names import RewardFunction, TaskReward
+from flowrt.rewards.reward_process import BLOCKED_ON, GRACE_S, WROTE, RewardProcess
 from flowrt.runtime.interpreter import RUN_MODULE
 from flowrt.runtime.waits import cancel_and_wait, wait_all, wait_until
 

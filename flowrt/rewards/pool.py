@@ -19,8 +19,8 @@ from flowrt.rewards.child import packed
 from flowrt.rewards.children import FIX, RewardChildren, described_end
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.processes import GRACE_S, WROTE, RewardProcess
 from flowrt.rewards.reward_names import RewardFunction, TaskReward
+from flowrt.rewards.reward_process import GRACE_S, WROTE, RewardProcess
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 
 log = logging.getLogger(__name__)

@@ -162,9 +162,9 @@ def test_broad_excepts_occur_only_around_foreign_code() -> None:
         "flowrt/observability/exporters/wandb_run.py",  # finishing wandb's run
         "flowrt/observability/token_texts.py",  # tokenizers raises nothing narrower
         *(["flowrt/rewards/child.py"] * 3),  # loading a reward function, and calling it, also an async one
-        "flowrt/rewards/processes.py",  # msgpack, given bytes that a reward function wrote
         *(["flowrt/rewards/programs/process.py"] * 5),  # running a response's program and its tests
         *(["flowrt/rewards/programs/proxies.py"] * 5),  # calling them, and reading what the program sends
+        "flowrt/rewards/reward_process.py",  # msgpack, given bytes that a reward function wrote
         "flowrt/rewards/user_file.py",  # the text of a returned value
         "flowrt/roles/algorithm.py",  # calling it once
         "flowrt/roles/main.py",

@@ -162,12 +162,12 @@ class TrainingWindow:
             ready: groups that have become ready; those up to `decided`, made again, are returned first.
             complete: all groups that are ready to train.
         """
-        due = [step for step in ready if step <= self.decided]
+        due = [group_id for group_id in ready if group_id <= self.decided]
         for index in range(bisect_right(self.waiting, self.decided), len(self.waiting)):
-            if (number := self.waiting[index]) not in complete:
+            if (group_id := self.waiting[index]) not in complete:
                 break
-            due.append(number)
-            self.decided = number
+            due.append(group_id)
+            self.decided = group_id
         return due
 
     def wait_reason(self, step: int, ready: int) -> str:

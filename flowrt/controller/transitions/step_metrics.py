@@ -45,8 +45,7 @@ def step_closed(
         measures += _spread(trained)
     if len(env.settings.data_sets) > 1:
         of_set = [
-            [sample for sample in trained if data_set_of(sample.prompt) == at]
-            for at in range(len(env.settings.data_sets))
+            [group for group in trained if data_set_of(group.prompt) == at] for at in range(len(env.settings.data_sets))
         ]
         for name, groups in zip(env.settings.data_sets, of_set, strict=True):
             counts.append((f"{GROUPS_OF}{name}", len(groups)))
