@@ -1,4 +1,7 @@
-"""Members: workers that join, report, complete their roles, leave or are lost; and their rendezvous keys."""
+"""Members: workers that join, report, complete their roles, leave or are lost; and their rendezvous keys.
+
+The work of a lost worker goes to `flowrt.controller.transitions.rollback`.
+"""
 
 from collections.abc import Mapping
 
