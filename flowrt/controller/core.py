@@ -74,8 +74,8 @@ HANDLERS: dict[type[m.Message], Handler] = {
     m.EndOfData: offers.end_of_data,
     m.ReleaseLease: rollback.release_lease,
     m.TransferFailed: failed_transfers.transfer_failed,
-    m.StepCompleted: step_end.step_completed,
-    m.CheckpointWritten: step_end.checkpoint_written,
+    m.StepCompleted: step_end.of_trainer,
+    m.CheckpointWritten: step_end.of_trainer,
     m.Publish: weight_sync.publish,
     m.WeightsStaged: weight_sync.weights_staged,
     m.WeightsArriving: weight_sync.weights_arriving,
@@ -155,7 +155,7 @@ class Core:
         """As `handle`, but raises RemoteProtocolError for a protocol violation; the state is then unchanged."""
         state, waits = self.state, self.waits
         if state.progress_s is None:
-            state.begin(now)
+            state.progress_s = now
         if now >= waits.check_s:  # the effects of earlier events, before this event is applied
             waits.classify(state, self.env, now, self._event_s)
         self._event_s = now

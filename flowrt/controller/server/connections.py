@@ -256,7 +256,7 @@ def rejection_reason(hello: m.Hello, core: Core, is_taken: bool) -> str:
         return f"a worker named {hello.worker} is here already; give each worker its own --name"
     if core.ended is not None:
         return f"the run has ended: {core.ended.reason}"
-    if core.state.recovery.is_too_late(hello.worker, hello.term):
+    if hello.term and hello.worker not in core.state.recovery.awaited:
         return f"{hello.worker} counts as gone, and its samples were generated again or leased to others; restart it"
     return "" if hello.role == OBSERVER else core.state.lanes.fault(hello.lanes)
 

@@ -307,10 +307,6 @@ class Recovery:
             self.unconfirmed.discard(worker)
             self.awaited.pop(worker, None)
 
-    def leave(self, worker: WorkerId) -> None:
-        """Note that a member is gone: its inventory will not come."""
-        self.unconfirmed.discard(worker)
-
     def is_parked(self, worker: WorkerId) -> bool:
         """Whether pulls of the worker wait: for the end of recovery, or for its inventory.
 
@@ -318,18 +314,6 @@ class Recovery:
         tensors; the order to free these would free the new ones.
         """
         return self.is_active or worker in self.unconfirmed
-
-    def has_returned(self, worker: WorkerId) -> bool:
-        """Whether the worker was a member under an earlier controller of the run."""
-        return worker in self.returned
-
-    def is_too_late(self, worker: str, term: int) -> bool:
-        """Whether the worker rejoins when it is no longer awaited: its work was given to others."""
-        return term > 0 and worker not in self.awaited
-
-    def defer(self, worker: WorkerId, message: Deferrable) -> None:
-        """Keep a message until recovery has ended."""
-        self.deferred.append((worker, message))
 
     def take_deferred(self) -> list[tuple[WorkerId, Deferrable]]:
         """Remove and return the deferred messages, in order of arrival."""

@@ -56,10 +56,6 @@ class Guards:
         self.held_until = max(self.held_until, until)
         return is_later
 
-    def stop(self, order: PreemptRun) -> None:
-        """Order the end of the run; ignored while an earlier order is not taken."""
-        self.order = self.order or order
-
     def take_order(self) -> PreemptRun | None:
         """Remove and return the order to end the run; None if there is none."""
         order, self.order = self.order, None

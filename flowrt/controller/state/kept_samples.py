@@ -50,7 +50,3 @@ class KeptSamples:
         """Take back the samples of a group that is closed, and whose prompt is to be offered again."""
         if kept := {slot.member: group.kept[slot.member] for slot in group.slots if slot.has_kept and not slot.attempt}:
             self._of[group.epoch, group.prompt] = kept
-
-    def discard(self, reason: str) -> None:
-        """Count a kept sample that cannot be used any more."""
-        self.discarded[reason] += 1

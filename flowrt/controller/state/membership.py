@@ -119,10 +119,6 @@ class Membership:
         self._work.add_members()
         return ends_drain
 
-    def restore_roles(self, roles: Iterable[str]) -> None:
-        """Add roles that had workers under an earlier controller."""
-        self.joined_roles.update(roles)
-
     def restore_drain(self, worker: WorkerId, *, by_operator: bool) -> None:
         """Add a drain that an earlier controller ordered; a worker that has left already does not rejoin."""
         self._to_drain.add(worker)

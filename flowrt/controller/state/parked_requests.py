@@ -58,10 +58,6 @@ class ParkedRequests:
         if stage in self.pullers:
             self.pullers[stage][worker] = None
 
-    def note_offerer(self, worker: WorkerId) -> None:
-        """Record that the worker offers prompts."""
-        self.offerers[worker] = None
-
     def has_pulls(self, stage: str) -> bool:
         return bool(self._pulls[stage])
 

@@ -185,11 +185,6 @@ class State:
             return None
         return self.window.step if offer.at_most < 0 else offer.at_most
 
-    def begin(self, now: float) -> None:
-        """Count the time without progress from the first event on."""
-        if self.progress_s is None:
-            self.progress_s = now
-
     def extend_deadlines(self, seconds: float) -> None:
         """Extend every deadline, of workers and of the run, by a time in which the controller did not run."""
         self.membership.extend_deadlines(seconds)

@@ -44,10 +44,6 @@ class Arrivals:
         """Note that the fetch has ended."""
         self.waiting.pop(worker, None)
 
-    def is_waiting(self, worker: WorkerId) -> bool:
-        """Whether the receiver fetches, and has not an eighth of the version yet."""
-        return worker in self.waiting
-
     @property
     def late_s(self) -> float:
         """From when on the fetch that has waited longest is late; infinite if it is not known how long others take."""
@@ -69,7 +65,7 @@ class Arrivals:
         stopped = []
         for worker in late:
             holder = holder_of(worker)
-            if holder is not None and worker not in self._stopped and not self.is_waiting(holder):
+            if holder is not None and worker not in self._stopped and holder not in self.waiting:
                 self._stopped[worker] = None
                 stopped.append(worker)
         return stopped

@@ -61,7 +61,7 @@ def _resume_orders(state: State, env: Environment, worker: WorkerId, role: str) 
     """
     restored = state.recovery.restored
     if restored is not None and any(owner == worker for owner, _ in restored.offers):
-        state.requests.note_offerer(worker)
+        state.requests.offerers[worker] = None
     is_preempted = state.preemption.steps is not None and role in env.settings.checkpointing_roles
     return [Send(worker, m.Drain(0, worker))] if is_preempted or state.membership.is_leaving(worker) else []
 
@@ -117,7 +117,7 @@ def _gone(member: Member, reason: str) -> str:
 def _forget(state: State, env: Environment, worker: WorkerId, *, in_order: bool) -> list[Command]:
     """Remove a worker from all tables, with its requests, its leases, and the tensors that only it held."""
     state.key_limits.forget(worker)
-    state.recovery.leave(worker)
+    state.recovery.unconfirmed.discard(worker)
     state.requests.forget(worker)
     state.work.add_offers()  # its parked offers are gone: later ones may fit
     if state.lanes.failed:  # those with links that are cut have work again if it was the last other one

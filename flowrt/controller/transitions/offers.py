@@ -41,7 +41,7 @@ def offer(state: State, env: Environment, worker: WorkerId, message: Offer, now:
     fault = FULL if requests.is_full(worker) else offer_fault(state, env, message)
     if fault := fault or ("" if restored else _repeated_fault(state, env, worker, message)):
         return [Send(worker, Rejected(message.request, fault))]
-    requests.note_offerer(worker)
+    requests.offerers[worker] = None
     parked, is_first = ParkedRequest(worker, message, now), not requests.offers
     if is_first and restored is None and (answer := open_offer(state, env, parked)):
         return answer

@@ -275,7 +275,7 @@ def _discard_over_age(state: State, env: Environment, chosen: Sequence[Slot]) ->
         step = state.window.expected_step(slot.group)
         if not state.admission(env).may_train(step, kept.oldest):
             state.table.note_kept(slot, None)
-            state.kept.discard(TOO_OLD)
+            state.kept.discarded[TOO_OLD] += 1
 
 
 def _reachable_check(state: State, worker: WorkerId, stage: str) -> Callable[[Slot], Start]:

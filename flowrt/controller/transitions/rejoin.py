@@ -70,7 +70,7 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
     violations = [recovered.numbers.get(f"{VIOLATIONS}{index}", 0) for index in range(len(env.policies.guards))]
     state.guards.violations = violations
     joined = [name.removeprefix(JOINED) for name in recovered.numbers if name.startswith(JOINED)]
-    state.membership.restore_roles((*joined, *recovered.members.values()))
+    state.membership.joined_roles.update((*joined, *recovered.members.values()))
     for reason, times in recovered.dropped.items():
         state.dropped.count(reason, times)
 
@@ -182,7 +182,7 @@ def _group_of(table: SampleTable, column: str, item: int) -> Group:
 
 def _check_returned(state: State, worker: WorkerId, message: RenewLease | Inventory) -> None:
     """Raises RemoteProtocolError for a worker that did not rejoin from an earlier controller."""
-    if not state.recovery.has_returned(worker):
+    if worker not in state.recovery.returned:
         name = type(message).__name__
         raise RemoteProtocolError(f"{worker} says {name}, but did not come back from an earlier controller")
 

@@ -27,38 +27,22 @@ LOG_INTERVAL_STEPS = 50
 """A rule that fires in every step is logged once in this number of steps."""
 
 
-def step_completed(
-    state: State, env: Environment, worker: WorkerId, message: StepCompleted, now: float
-) -> list[Command]:
-    """Close the step after the optimiser has stepped; during recovery the message is deferred.
+def of_trainer(state: State, env: Environment, worker: WorkerId, message: Deferrable, now: float) -> list[Command]:
+    """Close the step after the optimiser has stepped, or make the ledger durable after a checkpoint was written.
 
-    Raises RemoteProtocolError as `close_step`, and if the worker is no trainer.
+    During recovery the message is deferred. Raises RemoteProtocolError if the worker is no trainer, or the message does
+    not fit the step in training.
     """
-    return _of_trainer(state, env, worker, message)
-
-
-def checkpoint_written(
-    state: State, env: Environment, worker: WorkerId, message: CheckpointWritten, now: float
-) -> list[Command]:
-    """Make the ledger durable after a checkpoint was written, and answer; during recovery the message is deferred.
-
-    Raises RemoteProtocolError if the worker is no trainer, or the checkpoint is not that of the last closed step.
-    """
-    return _of_trainer(state, env, worker, message)
-
-
-def _of_trainer(state: State, env: Environment, worker: WorkerId, message: Deferrable) -> list[Command]:
-    """Check that the worker trains, then handle or defer its message."""
     what = f"says {type(message).__name__}"
     trainers, stage = env.settings.checkpointing_roles, env.flow.train_stage
     fault = state.membership.role_fault(worker, trainers, what)
     has_pulled = worker in state.requests.pullers.get(stage, {})
-    if not fault and not (trainers or has_pulled or state.recovery.has_returned(worker)):
+    if not fault and not (trainers or has_pulled or worker in state.recovery.returned):
         fault = f"{worker} {what}, but has never pulled {stage!r}"
     if fault:
         raise RemoteProtocolError(fault)
     if state.recovery.is_active:
-        state.recovery.defer(worker, message)
+        state.recovery.deferred.append((worker, message))
         return []
     return apply_deferrable(state, env, worker, message)
 
@@ -67,7 +51,7 @@ def apply_deferrable(state: State, env: Environment, worker: WorkerId, message: 
     """Handle a message of a trainer outside recovery. Raises RemoteProtocolError if it does not fit the step."""
     if isinstance(message, CheckpointWritten):
         return _publish_checkpoint(state, worker, message)
-    if state.recovery.has_returned(worker) and message.step < state.window.step:
+    if worker in state.recovery.returned and message.step < state.window.step:
         return []  # an earlier controller has recorded the end of this step
     return close_step(state, env, worker, message)
 
@@ -144,7 +128,7 @@ def apply_guards(state: State, env: Environment, closed: StepClosed) -> tuple[St
                 if guards.hold(until := closed.step + 1 + firing.rule.hold_steps):
                     commands.append(AppendRestartLog(CounterSet(HELD_UNTIL, until)))
             case "stop" if not state.window.over:  # else the run is complete
-                guards.stop(PreemptRun(str(firing), EXIT_GUARD))
+                guards.order = guards.order or PreemptRun(str(firing), EXIT_GUARD)
     return replace(closed, fired=tuple(fired.items())), commands
 
 
