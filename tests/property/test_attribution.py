@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.controller.attribution import KINDS, Cause, Interval, WaitInterval, sweep
 from flowrt.controller.attribution.account import TimeAccount
-from flowrt.controller.attribution.causes import Kind
-from flowrt.controller.attribution.sweep import KIND_OF_SPAN
+from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, WaitInterval
+from flowrt.controller.attribution.sweep import KIND_OF_SPAN, sweep
 from flowrt.ids import WorkerId
 
 TIMES = st.floats(-5, 25, allow_nan=False, width=32)
