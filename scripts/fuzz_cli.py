@@ -27,11 +27,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -40,6 +40,7 @@ from hypothesis import strategies as st
 from flowrt import cli
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import defaults, to_toml
+from flowrt.recipes.tables import leaves
 from flowrt.runtime.bounds import ends, interval_of
 
 RIGHT_CODES = (0, 1, 2, 3, 130)
@@ -114,17 +115,7 @@ MISBEHAVING = (
 DEFINITIONS = ("def {}(response, answer):", "def {}(response):", "def {}(completions, **columns):", "class {}:")
 
 
-def leaves(kind: type[Any] = RunConfig, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of the configuration with its type."""
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        table = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if dataclasses.is_dataclass(table):
-            yield from leaves(table, f"{path}{name}.")  # type: ignore[arg-type]
-        else:
-            yield f"{path}{name}", hint
-
-
-KEYS = dict(leaves())
+KEYS = dict(leaves(RunConfig))
 
 
 def flag(key: str) -> str:

@@ -7,19 +7,21 @@ the page with them.
 import argparse
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flowrt.recipes.config import DataSetConfig, GuardConfig
-from flowrt.recipes.config_io import RECIPE_NAMES, defaults, table_of
-from flowrt.recipes.flag_help import COMMON, SHORT_FLAGS, meanings
+from flowrt.recipes.config_io import RECIPE_NAMES, defaults
+from flowrt.recipes.flag_help import COMMON, SHORT_FLAGS, meaning_of_type, meanings
 from flowrt.recipes.resume_overrides import may_change
+from flowrt.recipes.tables import TYPE, bare, owner, table_of, type_hint, variants, with_type
 from flowrt.runtime.bounds import MAX_TIMEOUT_S, TIMEOUT, interval_of, span
 from flowrt.runtime.conditions import OnlyIf, conditions_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
+HEAD = ("| key | type | default | range | meaning |", "|---|---|---|---|---|")
 INTRODUCTION = """# Configuration
 
 <!-- Written by scripts/reference.py from flowrt/recipes/config.py; do not edit. -->
@@ -29,6 +31,10 @@ last one wins: the defaults of the recipe, the file of `--config FILE.toml`, the
 (`trainer.lr` is `lr` in the table `[trainer]`) and a flag with dashes (`--trainer.weight-decay 0.1`, booleans as
 `--trainer.compile True`). `flowrt config > FILE.toml` prints a complete configuration; `flowrt run RECIPE --help` shows
 the keys that are set most ({common}), `--help all` every key, `--help trainer` those of a table.
+
+A table with a key `type` has the keys of that type alone (`--dispatch.type length_aware`, or `type = "length_aware"` in
+the table `[dispatch]`). With another type than the present one its keys have their defaults, but for those that both
+types have in common.
 
 A wrong key, type or value is refused before anything starts, with exit code 2, and so is a key that cannot act ("Acts
 only with") and has neither its default nor that of the recipe. With `eval.only`, keys of training are accepted and
@@ -43,8 +49,11 @@ def page() -> str:
     base = defaults("arithmetic")
     lines = [INTRODUCTION.format(days=MAX_TIMEOUT_S // 86400, common=", ".join(f"`{name}`" for name in COMMON))]
     lines += _section("The run", "", base)
-    for name, table, conditions in _tables("", base):
-        lines += _section(f"`[{name}]`", f"{name}.", table, conditions)
+    for name, table, hint, about in _tables("", base):
+        if kinds := variants(hint):
+            lines += _union(name, table, kinds, about)
+        else:
+            lines += _section(f"`[{name}]`", f"{name}.", table, list(conditions_of(hint)))
     lines += _section("`[[data.sets]]`", "data.sets.", DataSetConfig(name="", path=""))
     lines += _section("`[[guard]]`", "guard.", GuardConfig(metric=""))
     lines += [
@@ -64,20 +73,51 @@ def page() -> str:
 
 def _section(title: str, prefix: str, table: Any, above: Sequence[OnlyIf] = ()) -> list[str]:
     """The section of a table, which acts under the conditions ``above``."""
-    hints, texts = get_type_hints(type(table), include_extras=True), meanings(type(table))
     about = (inspect.getdoc(type(table)) or "").replace("\n", " ").replace("  ", " ")
     if above:
         about += f" {_conditions(above)}"
-    lines = [f"## {title}", "", about, "", "| key | type | default | range | meaning |", "|---|---|---|---|---|"]
-    for field in dataclasses.fields(table):
-        value, key = getattr(table, field.name), f"{prefix}{field.name}"
+    names = [field.name for field in dataclasses.fields(table)]
+    return [f"## {title}", "", about, "", *_rows(prefix, table, names)]
+
+
+def _union(name: str, table: Any, kinds: Mapping[str, type], about: str) -> list[str]:
+    """The section of a table with types: the keys of several types, then those that each type has on its own."""
+    lines = [f"## `[{name}]`", "", about, "", *HEAD]
+    lines += [_row(f"{name}.{TYPE}", type_hint(kinds), table.type, meaning_of_type(kinds))]
+    of_several: dict[tuple[type | None, str], list[str]] = {}
+    for kind in kinds.values():
+        for field in dataclasses.fields(kind):
+            if (declared_by := owner(kind, field.name)) is not kind:
+                of_several.setdefault((declared_by, field.name), []).append(kind.type)
+    for (_, key), types in of_several.items():
+        other = with_type(table, kinds[types[0]])
+        of_types = f"Types {', '.join(types)}." if len(types) < len(kinds) else ""
+        lines += _rows(f"{name}.", other, [key], of_types)[len(HEAD) : -1]
+    lines.append("")
+    for type_name, kind in kinds.items():
+        own = [field.name for field in dataclasses.fields(kind) if owner(kind, field.name) is kind]
+        if own != [TYPE]:
+            lines += [f"Type `{type_name}`:", "", *_rows(f"{name}.", kind(), [key for key in own if key != TYPE])]
+    return lines
+
+
+def _rows(prefix: str, table: Any, names: Sequence[str], note: str = "") -> list[str]:
+    """The keys of a table with these names, but for tables within it. ``note``: the end of what they mean."""
+    hints, texts = get_type_hints(type(table), include_extras=True), meanings(type(table))
+    lines = [*HEAD]
+    for name in names:
+        value = getattr(table, name)
         if not dataclasses.is_dataclass(value):
-            mark = "*" if may_change(key) else ""
-            meaning = f"{texts[field.name]} {_conditions(list(conditions_of(hints[field.name])))}".rstrip()
-            cells = (_kind(hints[field.name]), _value(value), _range(hints[field.name]), meaning)
-            short = f" (`{SHORT_FLAGS[key]}`)" if key in SHORT_FLAGS else ""
-            lines.append(f"| `{key}`{mark}{short} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            meaning = f"{texts[name]} {_conditions(list(conditions_of(hints[name])))} {note}"
+            lines.append(_row(f"{prefix}{name}", hints[name], value, " ".join(meaning.split())))
     return [*lines, ""]
+
+
+def _row(key: str, hint: Any, value: Any, meaning: str) -> str:
+    cells = (_kind(hint), _value(value), _range(hint), meaning)
+    mark = "*" if may_change(key) else ""
+    short = f" (`{SHORT_FLAGS[key]}`)" if key in SHORT_FLAGS else ""
+    return f"| `{key}`{mark}{short} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _conditions(conditions: Sequence[OnlyIf]) -> str:
@@ -90,13 +130,13 @@ def _conditions(conditions: Sequence[OnlyIf]) -> str:
     return " ".join(sentences)
 
 
-def _tables(prefix: str, config: Any) -> Iterator[tuple[str, Any, list[OnlyIf]]]:
-    """The tables of a configuration by their full names, with their own conditions, each before those within it."""
-    hints = get_type_hints(type(config), include_extras=True)
+def _tables(prefix: str, config: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """The tables of a configuration by their full names, each with its type hint and text before those within it."""
+    hints, texts = get_type_hints(type(config), include_extras=True), meanings(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            yield f"{prefix}{field.name}", value, list(conditions_of(hints[field.name]))
+            yield f"{prefix}{field.name}", value, hints[field.name], texts[field.name]
             yield from _tables(f"{prefix}{field.name}.", value)
 
 
@@ -110,8 +150,7 @@ def _leaves(prefix: str, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(hint: Any) -> str:
-    if get_origin(hint) is Annotated:
-        return _kind(get_args(hint)[0])
+    hint = bare(hint)
     if table_of(hint) is not None:
         return "tables"
     if get_origin(hint) is UnionType:

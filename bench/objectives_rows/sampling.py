@@ -8,7 +8,7 @@ reached is interpolated between two checkpoints.
   about half of them have equal rewards. Measured are the steps until the accuracy is 0.8, and the groups of equal
   rewards that were trained despite the filter.
 - curriculum: half of the prompts have an answer that no response can equal. Measured are the prompt and response tokens
-  that were generated until the accuracy on held-out prompts, all of them solvable, is 0.8, with ``curriculum.policy``
+  that were generated until the accuracy on held-out prompts, all of them solvable, is 0.8, with ``curriculum.type``
   solve_rate and with uniform. Both sides replace groups of equal rewards, so that every step trains the same number of
   groups with a policy gradient, and a skipped prompt saves its tokens. (Without the filter, the groups of unsolvable
   prompts would shrink the gradient, which Adam compensates: they would cost tokens and no progress.) The first epoch is
@@ -39,8 +39,8 @@ POSSIBLE, IMPOSSIBLE = 32, 32
 CURRICULUM_LR = 0.15
 """The learning rate of the row `curriculum`, relative to that of the default task."""
 CURRICULUM = {
-    "uniform": ("--curriculum.policy", "uniform"),
-    "solve_rate": ("--curriculum.policy", "solve_rate"),
+    "uniform": ("--curriculum.type", "uniform"),
+    "solve_rate": ("--curriculum.type", "solve_rate"),
 }
 """The two sides of the row `curriculum`, with their flags."""
 REWARD = 'def reward(response, answer):\n    return float(response.rsplit(",", 1)[-1] == answer)\n'

@@ -56,11 +56,6 @@ WITH_DIFFICULTY = OnlyIf("data.difficulty_key", but=("",))
 WITH_SFT = OnlyIf("sft.steps", but=(0,))
 WITH_ANSWERS = OnlyIf("sft.answer_only_steps", but=(0,))
 WITH_ANY_SFT = OnlyIf("sft.steps", but=(0,), or_keys=("sft.answer_only_steps",))
-ROLLING, EVERY_N, DIVERGENCE = (
-    OnlyIf("rollout.weight_sync.policy", have=(name,)) for name in ("rolling", "every_n", "divergence")
-)
-SOLVE_RATE = OnlyIf("curriculum.policy", have=("solve_rate",))
-LENGTH_AWARE = OnlyIf("dispatch.policy", have=("length_aware",))
 SEVERAL_RANKS = OnlyIf("trainer.ranks", but=(1,))
 WITH_CHECKPOINTS = OnlyIf("checkpoint.every", but=(0,), off=(0.0,))
 WITH_CHECKPOINTS_OR_MODELS = OnlyIf("checkpoint.every", but=(0,), or_keys=("checkpoint.hf_every",))
@@ -269,33 +264,63 @@ class SftConfig:
 
 
 @dataclass(frozen=True)
-class WeightSyncConfig:
-    """When rollout workers update their weights. The staleness bound holds under every policy."""
+class ImmediateSync:
+    """Every version."""
 
-    policy: Literal["immediate", "rolling", "every_n", "divergence"] = "immediate"
-    """Policy immediate: every version; rolling: a few workers at a time; every_n: every n-th version; divergence: once
-    the trainer's policy has moved far enough from the worker's."""
-    max_concurrent: Annotated[int, Interval(ge=1, le=10_000), ROLLING] = 1
-    """Policy rolling: workers that receive or activate weights at a time."""
-    interval: Annotated[int, Interval(ge=1, le=10_000), EVERY_N] = 2
-    """Policy every_n: versions between two updates."""
-    threshold: Annotated[float, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000), DIVERGENCE] = 1e-3
-    """Policy divergence: divergence of the trainer from a worker (k3, nats per token) that triggers an update."""
-    max_age: Annotated[int, Interval(ge=1, le=10_000), DIVERGENCE] = 4
-    """Policy divergence: versions behind at which a worker updates regardless of the divergence."""
+    type: Literal["immediate"] = "immediate"
 
 
 @dataclass(frozen=True)
-class DispatchConfig:
-    """Which worker gets which ready samples."""
+class RollingSync:
+    """A few workers at a time."""
 
-    policy: Literal["fifo", "length_aware"] = "fifo"
-    """Policy fifo: in order of issue; length_aware: prompts whose responses were long in earlier epochs get rollout
-    workers of their own."""
-    tail_fraction: Annotated[float, Interval(ge=0, le=1), LENGTH_AWARE] = 0.2
-    """Policy length_aware: maximum fraction of the prompts of a step that count as long; 0: fifo."""
-    row_cost: Annotated[float, Interval(ge=0, le=1_000), LENGTH_AWARE] = 0.02
-    """Policy length_aware: time that each running sequence adds to a decoding step, relative to an empty one."""
+    type: Literal["rolling"] = "rolling"
+    max_concurrent: Annotated[int, Interval(ge=1, le=10_000)] = 1
+    """Workers that receive or activate weights at a time."""
+
+
+@dataclass(frozen=True)
+class EveryNSync:
+    """Every n-th version."""
+
+    type: Literal["every_n"] = "every_n"
+    interval: Annotated[int, Interval(ge=1, le=10_000)] = 2
+    """Versions between two updates."""
+
+
+@dataclass(frozen=True)
+class DivergenceSync:
+    """Once the trainer's policy has moved far enough from the worker's."""
+
+    type: Literal["divergence"] = "divergence"
+    threshold: Annotated[float, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)] = 1e-3
+    """Divergence of the trainer from a worker (k3, nats per token) that triggers an update."""
+    max_age: Annotated[int, Interval(ge=1, le=10_000)] = 4
+    """Versions behind at which a worker updates regardless of the divergence."""
+
+
+WeightSync = ImmediateSync | RollingSync | EveryNSync | DivergenceSync
+
+
+@dataclass(frozen=True)
+class FifoDispatch:
+    """In order of issue."""
+
+    type: Literal["fifo"] = "fifo"
+
+
+@dataclass(frozen=True)
+class LengthAwareDispatch:
+    """Prompts whose responses were long in earlier epochs get rollout workers of their own."""
+
+    type: Literal["length_aware"] = "length_aware"
+    tail_fraction: Annotated[float, Interval(ge=0, le=1)] = 0.2
+    """Maximum fraction of the prompts of a step that count as long; 0: fifo."""
+    row_cost: Annotated[float, Interval(ge=0, le=1_000)] = 0.02
+    """Time that each running sequence adds to a decoding step, relative to an empty one."""
+
+
+DispatchOrder = FifoDispatch | LengthAwareDispatch
 
 
 @dataclass(frozen=True)
@@ -318,23 +343,32 @@ class FilterConfig:
 
 
 @dataclass(frozen=True)
-class CurriculumConfig:
-    """Which prompts are sampled in an epoch, by the rewards of their earlier groups."""
+class UniformCurriculum:
+    """Every prompt."""
 
-    policy: Literal["uniform", "solve_rate"] = "uniform"
-    """Policy uniform: every prompt; solve_rate: with the probability that its next group has both solved and
-    failed samples, relative to solve rate 1/2, and every prompt that has not been trained yet."""
-    history: Annotated[int, Interval(ge=1, le=1_000), SOLVE_RATE] = 8
-    """Policy solve_rate: number of last groups of a prompt over which its solve rate is measured."""
-    floor: Annotated[float, Interval(ge=MIN_FLOOR, le=1), SOLVE_RATE] = 0.05
-    """Policy solve_rate: probability of a prompt that is always or never solved; 1: uniform."""
-    prior: Annotated[float, Interval(ge=0, le=1_000_000), SOLVE_RATE] = 0.5
-    """Policy solve_rate: solved and failed samples that are added to those measured, so that few samples do not decide;
-    0: the measured rate, 0.5: Jeffreys' prior, 1: a uniform prior."""
-    failed_reward: Annotated[Reward, SOLVE_RATE] = 0.0
-    """Policy solve_rate: mean reward of solve rate 0, and of every lower one."""
-    solved_reward: Annotated[Reward, SOLVE_RATE] = 1.0
-    """Policy solve_rate: mean reward of solve rate 1, and of every higher one."""
+    type: Literal["uniform"] = "uniform"
+
+
+@dataclass(frozen=True)
+class SolveRateCurriculum:
+    """With the probability that its next group has both solved and failed samples, relative to solve rate 1/2, and
+    every prompt that has not been trained yet."""
+
+    type: Literal["solve_rate"] = "solve_rate"
+    history: Annotated[int, Interval(ge=1, le=1_000)] = 8
+    """Number of last groups of a prompt over which its solve rate is measured."""
+    floor: Annotated[float, Interval(ge=MIN_FLOOR, le=1)] = 0.05
+    """Probability of a prompt that is always or never solved; 1: uniform."""
+    prior: Annotated[float, Interval(ge=0, le=1_000_000)] = 0.5
+    """Solved and failed samples that are added to those measured, so that few samples do not decide; 0: the measured
+    rate, 0.5: Jeffreys' prior, 1: a uniform prior."""
+    failed_reward: Reward = 0.0
+    """Mean reward of solve rate 0, and of every lower one."""
+    solved_reward: Reward = 1.0
+    """Mean reward of solve rate 1, and of every higher one."""
+
+
+CurriculumOptions = UniformCurriculum | SolveRateCurriculum
 
 
 @dataclass(frozen=True)
@@ -346,8 +380,8 @@ class RolloutConfig(RolloutSettings):
     journal_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S), OnlyIf("checkpoint.samples", but=(False,))] = 0.0
     """Seconds after which a worker writes the sequences in generation to its journal, so that they survive its sudden
     end up to there; 0: only complete samples, and sequences when the run is preempted."""
-    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    """When rollout workers update their weights."""
+    weight_sync: WeightSync = field(default_factory=ImmediateSync)
+    """When rollout workers update their weights; the staleness bound holds with every type."""
 
 
 @dataclass(frozen=True)
@@ -797,7 +831,7 @@ class RunConfig:
     """Restarts of a local run from its last checkpoint after a trainer is lost, within run_restart_window_s."""
     run_restart_window_s: Annotated[Seconds, OnlyIf("max_run_restarts", but=(0,))] = 86_400.0
     """Length of the window in which restarts of a run are counted, in seconds: after a healthy day all are left."""
-    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    dispatch: DispatchOrder = field(default_factory=FifoDispatch)
     """Which worker gets which ready samples."""
     guard: tuple[GuardConfig, ...] = ()
     """Guards, in addition to those that every run has: tables `[[guard]]`, or flags `--guard "METRIC above VALUE"`."""
@@ -805,8 +839,8 @@ class RunConfig:
     """What is done when a guard fires."""
     exporters: tuple[str, ...] = ()
     """Exporters that `flowrt run` starts, each a process of its own: tensorboard, wandb, FILE.py:CLASS."""
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    """Which prompts are sampled."""
+    curriculum: CurriculumOptions = field(default_factory=UniformCurriculum)
+    """Which prompts are sampled in an epoch, by the rewards of their earlier groups."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts."""
     reward: RewardOptions = field(default_factory=RewardOptions)

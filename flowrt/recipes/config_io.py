@@ -9,12 +9,11 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 import tomli_w
 
-from flowrt.errors import ConfigError, first_line, suggested
+from flowrt.errors import ConfigError, first_line
 from flowrt.recipes.algorithms import preset
 from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig, changed
 from flowrt.recipes.constraints import check
@@ -22,10 +21,10 @@ from flowrt.recipes.data_sets import parse_data
 from flowrt.recipes.flag_help import HelpText, print_help, topic_of
 from flowrt.recipes.flags import WATCH_FLAG, WATCHING, parse_flags
 from flowrt.recipes.guards import parse_guard
+from flowrt.recipes.tables import merge, merge_each
 from flowrt.recipes.tasks.registry import RECIPES, recipe
 from flowrt.recipes.tasks.task_file import described, is_task_file, split
 
-Config = TypeVar("Config")
 RECIPE_NAMES = tuple(RECIPES)
 OWN_DATA = "custom"
 """The recipe of a command line that names no recipe and has ``--data``."""
@@ -168,7 +167,7 @@ def _take_all(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _with_guards(base: RunConfig, flags: Sequence[str]) -> RunConfig:
     """The configuration with the guards of ``--guard`` flags after its own."""
-    rules = _of_tables(GuardConfig, [parse_guard(flag) for flag in flags], "guard", "flags")
+    rules = merge_each(GuardConfig, [parse_guard(flag) for flag in flags], "flags", "guard")
     return dataclasses.replace(base, guard=(*base.guard, *rules)) if rules else base
 
 
@@ -177,7 +176,7 @@ def _with_data(base: RunConfig, flags: Sequence[str]) -> RunConfig:
     if not flags:
         return base
     path, tables = parse_data(flags)
-    sets = _of_tables(DataSetConfig, tables, "data.sets", "flags")
+    sets = merge_each(DataSetConfig, tables, "flags", "data.sets")
     return changed(base, {"data.path": path, "data.sets": sets})
 
 
@@ -240,33 +239,6 @@ def to_toml(config: RunConfig) -> str:
     return tomli_w.dumps(table)
 
 
-def merge(base: Config, table: Mapping[str, Any], source: str, path: str = "") -> Config:
-    """``base`` with the table's values; nested tables are merged key by key.
-
-    Args:
-        base: a configuration dataclass.
-        table: values by field name.
-        source: the table's name in messages, as a file.
-        path: dotted prefix of the keys in messages, with the last dot.
-
-    Raises ConfigError for an unknown key or a value of the wrong type.
-    """
-    hints = get_type_hints(type(base))
-    changes: dict[str, Any] = {}
-    for key, value in table.items():
-        where = f"{path}{key}"
-        if key not in hints:
-            raise ConfigError(f"{source}: there is no key {where!r}{suggested(key, hints)}")
-        current = getattr(base, key)
-        if dataclasses.is_dataclass(current):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{source}: {where!r} is a table of keys, not {value!r:.80}")
-            changes[key] = merge(current, value, source, f"{where}.")
-        else:
-            changes[key] = _typed(value, hints[key], where, source)
-    return dataclasses.replace(base, **changes)  # type: ignore[type-var]
-
-
 def _algorithm(table: Mapping[str, Any]) -> str:
     """The name of the algorithm in a configuration's table; empty if it has none."""
     algorithm = table.get("algorithm")
@@ -291,46 +263,3 @@ def take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:
         else:
             rest.append(argument)
     return value, rest
-
-
-def _typed(value: Any, expected: type, where: str, source: str) -> Any:
-    if expected is float and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            raise ConfigError(
-                f"{source}: {where!r} is a number of {len(str(value))} digits; use a smaller one"
-            ) from None
-    if get_origin(expected) is Literal:
-        if value not in get_args(expected):
-            raise ConfigError(f"{source}: {where!r} takes one of {', '.join(get_args(expected))}, not {value!r:.80}")
-        return value
-    if (kind := table_of(expected)) is not None:
-        return _of_tables(kind, value, where, source)
-    if get_origin(expected) is UnionType:  # float | None or str | None, and TOML has no null
-        return _typed(value, get_args(expected)[0], where, source)
-    if get_origin(expected) is tuple:
-        if not isinstance(value, list) or not all(isinstance(element, str) for element in value):
-            raise ConfigError(f'{source}: {where!r} takes a list of text, as ["a", "b"], not {value!r:.80}')
-        return tuple(value)
-    if type(value) is not expected:
-        raise ConfigError(f"{source}: {where!r} takes {expected.__name__}, not {type(value).__name__} {value!r:.80}")
-    return value
-
-
-def table_of(hint: Any) -> type[Any] | None:
-    """The dataclass of the elements of a field that is a list of tables; None for a field of another type."""
-    kind = next(iter(get_args(hint)), None)
-    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
-
-
-def _of_tables(kind: Any, tables: Any, where: str, source: str) -> tuple[Any, ...]:
-    """One value of this dataclass for each table."""
-    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise ConfigError(f"{source}: {where!r} takes tables [[{where}]] with keys, not {tables!r:.80}")
-    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
-    for table in tables:
-        if missing := next((name for name in required if name not in table), ""):
-            raise ConfigError(f"{source}: a table [[{where}]] has no key {missing!r}; every one needs it")
-    base = kind(**dict.fromkeys(required, ""))
-    return tuple(merge(base, table, source, f"{where}.") for table in tables)

@@ -27,6 +27,7 @@ from flowrt.recipes.config import (
     RolloutConfig,
     RunConfig,
     TrainerConfig,
+    UniformCurriculum,
 )
 from flowrt.recipes.data.files import held_out_split, open_rows
 from flowrt.recipes.data_sets import check_sets, set_data
@@ -249,7 +250,7 @@ def _check_filter(config: RunConfig) -> None:
 def _check_curriculum(config: RunConfig) -> None:
     """Raise ConfigError for contradictory options of a curriculum."""
     options = config.curriculum
-    if options.policy == "uniform":
+    if isinstance(options, UniformCurriculum):
         return
     if options.failed_reward >= options.solved_reward:
         raise ConfigError(
@@ -258,7 +259,7 @@ def _check_curriculum(config: RunConfig) -> None:
         )
     if config.data.epochs == 1:
         raise ConfigError(
-            "curriculum.policy is solve_rate and data.epochs is 1: every prompt is new in the first epoch, and none is "
+            "curriculum.type is solve_rate and data.epochs is 1: every prompt is new in the first epoch, and none is "
             "skipped; use 2 epochs or more, or 0 for as many as the steps need"
         )
 

@@ -1,7 +1,8 @@
 """The help of a command whose flags are keys of a configuration.
 
 ``--help`` shows the keys that are set most, on one screen; ``--help all`` shows every key, ``--help SECTION`` those of
-a table, ``--help KEY`` one. The text of a key is the sentence below its field, with its bounds and its default.
+a table, ``--help KEY`` one. The text of a key is the sentence below its field, with its bounds and its default. Of a
+table with types they show the keys of its present type; ``--help`` with its name or a key of it, those of all types.
 """
 
 import ast
@@ -10,12 +11,13 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from flowrt.errors import ConfigError, suggested
+from flowrt.recipes.tables import TYPE, owner, type_hint, variants, with_type
 from flowrt.runtime.bounds import interval_of, span
 
 ALL = "all"
@@ -46,6 +48,7 @@ TEXT_AT = 28
 """Column of the texts."""
 MIN_WIDTH, MAX_WIDTH = 60, 120
 """Characters of a line, within which the width of the terminal is used."""
+NO_TYPES: Mapping[str, type] = {}
 _KINDS = {str: "TEXT", int: "INT", float: "FLOAT", bool: "{True, False}"}
 
 
@@ -112,11 +115,14 @@ class _Section:
     name: str
     about: str
     keys: Sequence[_Key]
+    is_present: bool = True
+    """False for the keys of another type of the table than its present one."""
 
     def within(self, topic: str) -> "_Section":
         """The part of it that belongs to a topic."""
+        is_asked = self.is_present or f"{topic}.".startswith(f"{self.name}.")
         keys = [key for key in self.keys if topic == ALL or f"{key.name}.".startswith(f"{topic}.")]
-        return replace(self, keys=keys)
+        return replace(self, keys=keys if is_asked else [])
 
     def lines(self, width: int) -> Iterator[str]:
         """Its lines of text; none without keys."""
@@ -168,9 +174,18 @@ def meanings(kind: type) -> dict[str, str]:
     return sentences
 
 
+def meaning_of_type(kinds: Mapping[str, type]) -> str:
+    """The sentence of the key ``type`` of a table, made from those of the classes of its types."""
+    clauses = []
+    for name, kind in kinds.items():
+        about = " ".join((inspect.getdoc(kind) or "").split()).removesuffix(".")
+        clauses.append(f"{name}: {about[:1].lower()}{about[1:]}")
+    return f"Type {'; '.join(clauses)}."
+
+
 def _lines(command: str, base: Any, topic: str, text: HelpText, width: int) -> Iterator[str]:
     sections = [section for section in _sections(base, text.is_listed) if section.keys]
-    keys = {key.name: key for section in sections for key in section.keys}
+    keys = {key.name: key for section in sections if section.is_present for key in section.keys}
     names = list(dict.fromkeys(section.name.partition(".")[0] for section in sections if section.name))
     if topic in ("", ALL):
         yield " ".join(filter(None, ("usage:", command, text.arguments, "[--KEY VALUE ...]")))
@@ -189,9 +204,13 @@ def _lines(command: str, base: Any, topic: str, text: HelpText, width: int) -> I
         yield from ("", *_entry("--help all", f"All {len(keys)} keys{of_sections}", width))
 
 
-def _sections(table: Any, is_listed: Callable[[str], bool], name: str = "", about: str = "") -> Iterator[_Section]:
-    """The section of a table, and those of the tables within it."""
+def _sections(
+    table: Any, is_listed: Callable[[str], bool], name: str = "", about: str = "", kinds: Mapping[str, type] = NO_TYPES
+) -> Iterator[_Section]:
+    """The section of a table, which has one of these types, and those of the tables within it."""
     hints, texts = get_type_hints(type(table), include_extras=True), meanings(type(table))
+    if kinds:
+        hints[TYPE], texts[TYPE] = type_hint(kinds), meaning_of_type(kinds)
     keys: list[_Key] = []
     tables: list[_Key] = []
     for field in dataclasses.fields(table):
@@ -203,7 +222,13 @@ def _sections(table: Any, is_listed: Callable[[str], bool], name: str = "", abou
             keys.append(key)
     yield _Section(name, about, keys)
     for section in tables:
-        yield from _sections(section.value, is_listed, section.name, section.meaning)
+        types = variants(section.hint)
+        yield from _sections(section.value, is_listed, section.name, section.meaning, types)
+        for type_name, kind in types.items():
+            other = with_type(section.value, kind)
+            for below in _sections(other, is_listed, section.name, f"keys of type {type_name}.", types):
+                more = [key for key in below.keys if owner(type(section.value), key.name.rpartition(".")[2]) is None]
+                yield replace(below, keys=more, is_present=False)
 
 
 def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:

@@ -4,15 +4,14 @@ A name is the dotted path of a field, with ``-`` for ``_``. Of a flag that is re
 all values. Their help: `flowrt.recipes.flag_help`.
 """
 
-import dataclasses
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin
 
 from flowrt.errors import ConfigError
+from flowrt.recipes.tables import FORMER_TYPE, TYPE, bare, flag_of, leaves, merge, table_of
 
 Config = TypeVar("Config")
 _FLAG_WORD = re.compile(r"--?[A-Za-z_][\w.-]*(=.*)?", re.DOTALL)
@@ -23,7 +22,6 @@ WATCH_FLAG, WATCHING = "--watch", ("flowrt run", "flowrt resume")
 """A flag that `flowrt.cli` parses itself, and the commands that have it."""
 SELDOM = ("--eval.", "--sft.")
 """Tables whose keys are suggested after equally similar ones of other tables."""
-_KINDS = {int: "a whole number", float: "a number"}
 
 
 def parse_flags(
@@ -40,8 +38,9 @@ def parse_flags(
 
     Raises ConfigError for a flag that is unknown, has no value, or has one of the wrong type.
     """
-    hints = dict(_fields(base))
+    hints = {name: bare(hint) for name, hint in leaves(type(base)) if table_of(bare(hint)) is None}
     hints.pop(positional, None)
+    former = {f"{name.removesuffix(TYPE)}{FORMER_TYPE}" for name in hints if name.endswith(f".{TYPE}")}
     values: dict[str, Any] = {}
     rest = deque(words)
     while rest:
@@ -52,34 +51,18 @@ def parse_flags(
             if not positional or positional in values:
                 raise ConfigError(f"{command} takes no {word!r:.80}; {command} --help all lists the flags")
             values[positional] = word
-        elif not flag.startswith("--") or name not in hints:
+        elif not flag.startswith("--") or name not in (former | hints.keys()):
             raise ConfigError(
-                f"{command} takes no flag {flag:.80}{_suggestion(flag, [*map(_flag, hints), *more], command)}"
+                f"{command} takes no flag {flag:.80}{_suggestion(flag, [*map(flag_of, hints), *more], command)}"
             )
-        elif get_origin(hints[name]) is tuple:
+        elif get_origin(hints.get(name)) is tuple:
             given = [value] if equals else list(_following(rest))
             values[name] = (*values.get(name, ()), *given)
         else:
             if not equals and (not rest or _FLAG_WORD.fullmatch(rest[0])):
                 raise ConfigError(f"{command}: {flag} needs a value; one that begins with - is given as {flag}=VALUE")
-            values[name] = _converted(hints[name], value if equals else rest.popleft(), f"{command}: {flag}")
-    config: Config = _replaced(base, values)
-    return config
-
-
-def _fields(base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and the type of each field that has a flag: all but lists of tables."""
-    hints = get_type_hints(type(base))
-    for field in dataclasses.fields(base):
-        value, hint = getattr(base, field.name), hints[field.name]
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{path}{field.name}.")
-        elif get_origin(hint) is not tuple or get_args(hint)[0] is str:
-            yield f"{path}{field.name}", hint
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            values[name] = value if equals else rest.popleft()
+    return merge(base, _nested(values), command, are_flags=True)
 
 
 def _suggestion(flag: str, known: Sequence[str], command: str) -> str:
@@ -106,32 +89,13 @@ def _following(rest: deque[str]) -> Iterator[str]:
         yield rest.popleft()
 
 
-def _converted(hint: Any, text: str, where: str) -> Any:
-    """The value of a text. Raises ConfigError, which begins with ``where``."""
-    if get_origin(hint) is UnionType:  # float | None
-        return None if text == "None" else _converted(get_args(hint)[0], text, where)
-    choices: dict[str, Any] = {"True": True, "False": False} if hint is bool else {}
-    if get_origin(hint) is Literal:
-        choices = {arg: arg for arg in get_args(hint)}
-    if choices:
-        if text not in choices:
-            raise ConfigError(f"{where} takes one of {', '.join(choices)}, not {text!r:.80}")
-        return choices[text]
-    try:
-        return hint(text)
-    except ValueError:
-        raise ConfigError(f"{where} takes {_KINDS[hint]}, not {text!r:.80}") from None
-
-
-def _replaced(base: Any, values: Mapping[str, Any]) -> Any:
-    """``base`` with values by the dotted names of their fields."""
-    own: dict[str, Any] = {}
-    below: dict[str, dict[str, Any]] = {}
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the dotted names of their keys, as tables."""
+    tables: dict[str, Any] = {}
     for name, value in values.items():
-        first, _, rest = name.partition(".")
-        if rest:
-            below.setdefault(first, {})[rest] = value
-        else:
-            own[first] = value
-    own |= {name: _replaced(getattr(base, name), some) for name, some in below.items()}
-    return dataclasses.replace(base, **own)
+        *path, key = name.split(".")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+        table[key] = value
+    return tables

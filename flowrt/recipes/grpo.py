@@ -43,7 +43,17 @@ from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER, UNSCORED
 from flowrt.protocol.messages import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
-from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
+from flowrt.recipes.config import (
+    DivergenceSync,
+    EveryNSync,
+    FifoDispatch,
+    FilterConfig,
+    RollingSync,
+    RunConfig,
+    TrainerConfig,
+    UniformCurriculum,
+    WeightSync,
+)
 from flowrt.recipes.constraints import evaluated_answers, open_samples
 from flowrt.recipes.data_sets import set_names
 from flowrt.recipes.guards import guard_rules
@@ -156,28 +166,26 @@ def group_filter(config: FilterConfig) -> GroupFilter:
 def curriculum(config: RunConfig) -> Curriculum:
     """The policy that decides which prompts are sampled in an epoch."""
     options = config.curriculum
-    match options.policy:
-        case "solve_rate":
-            return SolveRate(
-                history=options.history,
-                floor=options.floor,
-                failed_reward=options.failed_reward,
-                solved_reward=options.solved_reward,
-                seed=config.seed,
-                prior=options.prior,
-                group_size=max(config.group_size, 2),  # group_size 1 counts as 2
-            )
-    return EveryPrompt()
+    if isinstance(options, UniformCurriculum):
+        return EveryPrompt()
+    return SolveRate(
+        history=options.history,
+        floor=options.floor,
+        failed_reward=options.failed_reward,
+        solved_reward=options.solved_reward,
+        seed=config.seed,
+        prior=options.prior,
+        group_size=max(config.group_size, 2),  # group_size 1 counts as 2
+    )
 
 
 def dispatch(config: RunConfig) -> Dispatch:
     """The policy that decides which worker gets which ready samples."""
     options = config.dispatch
-    match options.policy:
-        case "length_aware":
-            cost = DecodeCost(1.0, options.row_cost)  # relative: only the ratio of the two matters
-            return LengthAware(cost, config.prompts_per_step * config.group_size, options.tail_fraction)
-    return Fifo()
+    if isinstance(options, FifoDispatch):
+        return Fifo()
+    cost = DecodeCost(1.0, options.row_cost)  # relative: only the ratio of the two matters
+    return LengthAware(cost, config.prompts_per_step * config.group_size, options.tail_fraction)
 
 
 def batcher(config: TrainerConfig) -> Batcher:
@@ -189,14 +197,14 @@ def batcher(config: TrainerConfig) -> Batcher:
     )
 
 
-def weight_sync(config: WeightSyncConfig) -> WeightSyncPolicy:
+def weight_sync(config: WeightSync) -> WeightSyncPolicy:
     """The policy that decides which workers receive a new version of the weights, and when."""
-    match config.policy:
-        case "rolling":
+    match config:
+        case RollingSync():
             return Rolling(config.max_concurrent)
-        case "every_n":
+        case EveryNSync():
             return EveryN(config.interval)
-        case "divergence":
+        case DivergenceSync():
             return Divergence(config.threshold, config.max_age)
     return DelayedUpdate()
 

@@ -15,7 +15,7 @@ from flowrt.controller.transitions.step_metrics import (
     SKIPPED_PROMPTS,
 )
 from flowrt.recipes.algorithms import DPO, is_own, rejects_samples
-from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
+from flowrt.recipes.config import FilterConfig, PolicyLossName, RunConfig, UniformCurriculum
 from flowrt.rewards.scoring import reward_columns
 
 CLOCK = ("step", "wall_s", "samples_per_s")
@@ -65,7 +65,7 @@ def metric_names(config: RunConfig) -> frozenset[str]:
         names |= {FILTERED_GROUPS, REFUSED_TRAINED}
     if config.algorithm.filter.function:
         names.add(DECISION)
-    if config.curriculum.policy != CurriculumConfig.policy:
+    if not isinstance(config.curriculum, UniformCurriculum):
         names.add(SKIPPED_PROMPTS)
     if config.rollout.truncation.is_active:
         names.add("support_size")

@@ -116,5 +116,5 @@ def _changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterat
     for key, value in old.items():
         if isinstance(value, dict):
             yield from _changes(value, new[key], f"{path}{key}.")
-        elif value != new[key]:
+        elif value != new.get(key):  # another type of a union has other keys
             yield f"{path}{key}"

@@ -76,7 +76,7 @@ def test_weights_are_fetched_when_the_policy_has_diverged(
         *slow,
         "--max-staleness",
         "4",
-        "--rollout.weight-sync.policy",
+        "--rollout.weight-sync.type",
         "divergence",
         "--rollout.weight-sync.max-age",
         "100",

@@ -76,7 +76,7 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
         *("--prompts-per-step", "4", "--group-size", "2", "--steps", str(STEPS), "--data.eval-prompts", "0"),
         *("--rollout.workers", "1", "--checkpoint.every", "3", "--rollout.max-new-tokens", "8"),
         *(
-            "--curriculum.policy",
+            "--curriculum.type",
             "solve_rate",
             "--curriculum.history",
             "1",
@@ -122,15 +122,15 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
         (["--algorithm.filter.min-reward", "nan"], "algorithm.filter.min_reward is nan"),
         (
             ["--curriculum.floor", "0.5"],
-            "changes nothing with curriculum.policy uniform; set curriculum.policy to solve",
+            "--curriculum.floor is of type solve_rate, and the type is uniform; set --curriculum.type to solve",
         ),
-        (["--curriculum.policy", "solve_rate", "--curriculum.floor", "0"], "curriculum.floor is 0.0; use"),
-        (["--curriculum.policy", "solve_rate", "--curriculum.history", "0"], "curriculum.history is 0; use"),
+        (["--curriculum.type", "solve_rate", "--curriculum.floor", "0"], "curriculum.floor is 0.0; use"),
+        (["--curriculum.type", "solve_rate", "--curriculum.history", "0"], "curriculum.history is 0; use"),
         (
-            ["--curriculum.policy", "solve_rate", "--curriculum.solved-reward", "0"],
+            ["--curriculum.type", "solve_rate", "--curriculum.solved-reward", "0"],
             "not below curriculum.solved_reward",
         ),
-        (["--curriculum.policy", "solve_rate", "--data.epochs", "1"], "every prompt is new in the first epoch"),
+        (["--curriculum.type", "solve_rate", "--data.epochs", "1"], "every prompt is new in the first epoch"),
     ],
 )
 def test_invalid_and_ineffective_options_are_rejected_in_one_sentence(flags: list[str], message: str) -> None:

@@ -184,7 +184,7 @@ FLAGS: list[list[str]] = [
     ["--model-overrides", '{"rope_theta": 5000.0}'],
     ["--model-overrides", '{"rope_tehta": 5000.0}'],
     ["--model-overrides", "{"],
-    ["--curriculum.policy", "solve_rate", "--data.epochs", "1"],
+    ["--curriculum.type", "solve_rate", "--data.epochs", "1"],
     ["--guard", "reward above 2"],
     ["--guard", "rewrad above 2"],
     ["--samples.per-step", "0"],

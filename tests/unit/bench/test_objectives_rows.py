@@ -30,7 +30,7 @@ def test_the_curriculum_row_uses_the_optimiser_settings_of_the_default_task() ->
 def test_curriculum_flags_are_accepted_and_filtered_groups_cost_tokens() -> None:
     for side, flags in CURRICULUM.items():
         config = parse(["--group-size", "8", *flags])
-        assert config.curriculum.policy == side
+        assert config.curriculum.type == side
     assert generated_tokens({"tokens": 100, "groups": 2, "filtered_groups": 3}) == 250.0
 
 

@@ -1,20 +1,21 @@
 """Configurations: precedence, round trips, refused values, ranges, and documentation."""
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
 import json
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ import torch
 from flowrt.engines.base import sample_seed
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import AlgorithmConfig, DataSetConfig, GuardConfig, RunConfig
-from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml, merge, parse, to_toml
+from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml, parse, to_toml
 from flowrt.recipes.constraints import check
+from flowrt.recipes.flag_help import meaning_of_type
+from flowrt.recipes.tables import bare, leaves, merge, owner, variants
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.runtime.bounds import contains, ends, interval_of, span
 
@@ -143,9 +146,10 @@ def _change(config: Any) -> Any:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if get_origin(hints[field.name]) is Literal:
-            changes[field.name] = next(other for other in get_args(hints[field.name]) if other != value)
+            changes[field.name] = next((other for other in get_args(hints[field.name]) if other != value), value)
         elif dataclasses.is_dataclass(value):
-            changes[field.name] = _change(value)
+            kinds = [*variants(hints[field.name]).values()]
+            changes[field.name] = _change(kinds[-1]() if kinds else value)
         elif value is None:  # a number that is not set
             changes[field.name] = 0.5
         elif isinstance(value, bool):
@@ -262,24 +266,30 @@ def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path
 
 def numeric_fields() -> dict[str, Any]:
     """The annotated type of every numeric field of a configuration, by its dotted name."""
-    return dict(_numeric_fields(RunConfig(), ""))
+    return {name: hint for name, hint in leaves(RunConfig) if bare(hint) in (int, float)}
 
 
-def _numeric_fields(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            yield from _numeric_fields(value, f"{prefix}{name}.")
-        elif (get_args(hint)[0] if get_origin(hint) is Annotated else hint) in (int, float):
-            yield f"{prefix}{name}", hint
+def nested(name: str, value: object) -> dict[str, Any]:
+    """The tables in which the key of this dotted name has a value."""
+    table: Any = value
+    for key in reversed(name.split(".")):
+        table = {key: table}
+    return dict(table)
+
+
+def base_with(name: str, recipe: str = "arithmetic") -> RunConfig:
+    """The default configuration of a recipe, with the type of its table that has the key of this dotted name."""
+    path, _, key = name.rpartition(".")
+    parent, _, table = f".{path}".rpartition(".")
+    config = defaults(recipe)
+    kinds = variants(get_type_hints(type(attrgetter(parent[1:])(config) if parent else config)).get(table))
+    of_type = [kind for kind, fields in kinds.items() if owner(fields, key)]
+    return merge(config, nested(f"{path}.type", of_type[0]), "test") if of_type else config
 
 
 def with_value(name: str, value: object) -> RunConfig:
     """The default configuration with another value of the field of this dotted name."""
-    table: Any = value
-    for key in reversed(name.split(".")):
-        table = {key: table}
-    return merge(defaults("arithmetic"), table, "test")
+    return merge(base_with(name), nested(name, value), "test")
 
 
 def test_every_numeric_field_has_finite_bounds() -> None:
@@ -298,7 +308,7 @@ def test_every_default_is_in_its_range(recipe: str) -> None:
     for name, hint in numeric_fields().items():
         interval = interval_of(hint)
         assert interval is not None
-        assert contains(interval, attrgetter(name)(defaults(recipe)))
+        assert contains(interval, attrgetter(name)(base_with(name, recipe)))
 
 
 @pytest.mark.parametrize(("name", "hint"), numeric_fields().items())
@@ -386,26 +396,21 @@ def test_a_config_path_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> 
 @functools.cache
 def documented_fields() -> dict[str, str]:
     """The docstring of every field that is a flag, by its dotted name."""
-    return dict(_documented_fields(RunConfig(), ""))
+    return dict(_documented_fields(RunConfig, ""))
 
 
-def field_names(config: Any, prefix: str = "") -> Iterator[str]:
-    """The keys of `documented_fields`, whose docstrings take longer to find."""
-    for name, value in vars(config).items():
-        if dataclasses.is_dataclass(value):
-            yield from field_names(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _documented_fields(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
+def _documented_fields(table: Any, prefix: str) -> Iterator[tuple[str, str]]:
     docs: dict[str, str] = {}
-    for kind in type(config).__mro__:
+    for kind in table.__mro__:
         if dataclasses.is_dataclass(kind):
             docs = {**_field_docs(kind), **docs}
-    for name, value in vars(config).items():
-        if dataclasses.is_dataclass(value):
-            yield from _documented_fields(value, f"{prefix}{name}.")
+    for name, hint in get_type_hints(table).items():
+        if kinds := variants(hint):
+            for kind in kinds.values():
+                yield from _documented_fields(kind, f"{prefix}{name}.")
+            yield f"{prefix}{name}.type", meaning_of_type(kinds)
+        elif dataclasses.is_dataclass(hint):
+            yield from _documented_fields(hint, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", docs.get(name, "")
 
@@ -426,15 +431,15 @@ def _field_docs(kind: type) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def help_text() -> str:
-    result = subprocess.run(
-        [str(FLOWRT), "run", "--help", "all"],
-        check=True,
-        timeout=600,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "100"},
-    )
-    return squeeze(result.stdout)
+    """The help on all keys, and on those of all types of each table with types."""
+    tables = [name.removesuffix(".type") for name, _ in leaves(RunConfig) if name.endswith(".type")]
+    assert "dispatch" in tables
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("COLUMNS", "100")
+        for topic in ("all", *tables):
+            with pytest.raises(SystemExit):
+                parse(["--help", topic])
+    return squeeze(printed.getvalue())
 
 
 def squeeze(text: str) -> str:
@@ -453,7 +458,7 @@ def test_every_section_of_the_configuration_is_documented() -> None:
     assert len(documented_fields()) > 45
 
 
-@pytest.mark.parametrize("name", list(field_names(RunConfig())))
+@pytest.mark.parametrize("name", dict(leaves(RunConfig)))
 def test_every_field_is_explained_in_one_sentence(name: str, help_text: str) -> None:
     doc = documented_fields()[name]
     assert doc, f"{name} has no docstring"

@@ -11,7 +11,7 @@ from flowrt.controller.storage.run_metrics import RESERVED_FIELDS
 from flowrt.controller.transitions.step_metrics import OF_SAMPLES
 from flowrt.observability.exporters.exported_names import STEP, exported_name, prometheus_name
 from flowrt.recipes.algorithms import PRESETS
-from flowrt.recipes.config import CurriculumConfig, DataSetConfig, FilterConfig
+from flowrt.recipes.config import DataSetConfig, FilterConfig, SolveRateCurriculum
 from flowrt.recipes.config_io import defaults
 from flowrt.recipes.metric_names import CLOCK, OF_LOSS, metric_names
 from flowrt.rewards.options import RewardOptions
@@ -52,7 +52,7 @@ def names() -> frozenset[str]:
             plain,
             max_staleness=9,
             algorithm=algorithm,
-            curriculum=CurriculumConfig(policy="solve_rate"),
+            curriculum=SolveRateCurriculum(),
             rollout=dataclasses.replace(plain.rollout, top_k=5),
             reward=RewardOptions(functions=("exact", "length:9")),
             data=dataclasses.replace(plain.data, sets=(DataSetConfig("a", "a"), DataSetConfig("b", "b"))),

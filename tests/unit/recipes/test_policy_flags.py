@@ -61,9 +61,9 @@ def test_the_controller_counts_on_unfinished_sequences_of_a_killed_worker_if_the
     ("flags", "policy"),
     [
         ([], DelayedUpdate()),
-        (["--rollout.weight-sync.policy", "rolling", "--rollout.weight-sync.max-concurrent", "3"], Rolling(3)),
-        (["--rollout.weight-sync.policy", "every_n", "--rollout.weight-sync.interval", "4"], EveryN(4)),
-        (["--rollout.weight-sync.policy", "divergence", "--rollout.weight-sync.max-age", "5"], Divergence(1e-3, 5)),
+        (["--rollout.weight-sync.type", "rolling", "--rollout.weight-sync.max-concurrent", "3"], Rolling(3)),
+        (["--rollout.weight-sync.type", "every_n", "--rollout.weight-sync.interval", "4"], EveryN(4)),
+        (["--rollout.weight-sync.type", "divergence", "--rollout.weight-sync.max-age", "5"], Divergence(1e-3, 5)),
     ],
 )
 def test_the_flag_selects_the_weight_sync_policy(flags: list[str], policy: object) -> None:
@@ -72,7 +72,7 @@ def test_the_flag_selects_the_weight_sync_policy(flags: list[str], policy: objec
 
 def test_an_invalid_weight_sync_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_age is 0"):
-        parse(["--rollout.weight-sync.policy", "divergence", "--rollout.weight-sync.max-age", "0"])
+        parse(["--rollout.weight-sync.type", "divergence", "--rollout.weight-sync.max-age", "0"])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_another_number_of_ranks_than_configured_is_refused(
         train_engine(config)
 
 
-LENGTH_AWARE = ["--dispatch.policy", "length_aware"]
+LENGTH_AWARE = ["--dispatch.type", "length_aware"]
 
 
 @pytest.mark.parametrize(
