@@ -91,7 +91,9 @@ def _union(name: str, table: Any, kinds: Mapping[str, type], about: str) -> list
                 of_several.setdefault((declared_by, field.name), []).append(kind.type)
     for (_, key), types in of_several.items():
         other = with_type(table, kinds[types[0]])
-        of_types = f"Types {', '.join(types)}." if len(types) < len(kinds) else ""
+        others = [kind for kind in kinds if kind not in types]
+        of_types = f"Types {', '.join(types)}." if len(types) < len(others) else f"All types but {', '.join(others)}."
+        of_types = of_types if others else ""
         lines += _rows(f"{name}.", other, [key], of_types)[len(HEAD) : -1]
     lines.append("")
     for type_name, kind in kinds.items():

@@ -276,12 +276,12 @@ class DrawnRun:
             "seed": self.seed,
             "steps": self.steps,
             "staleness": 2,
-            "algorithm": {"kl": {"coef": 0.001}, "loss": {"policy": "ppo"}},
+            "algorithm": {"kl": {"coef": 0.001}, "loss": {"type": "ppo"}},
             "eval": {"interval": 20},
             "samples": {"per_step": 32, "mb": 256},
             "timeline": {"mb": 512},
         }
-        changed = [["algorithm.loss.policy", "ppo", "reinforce"], ["eval.interval", 20, 0], ["staleness", 2, 1]]
+        changed = [["algorithm.loss.type", "ppo", "reinforce"], ["eval.interval", 20, 0], ["staleness", 2, 1]]
         summary = {
             "steps": self.steps,
             "wall_s": self.end_s,

@@ -16,25 +16,35 @@ from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import (
     AdvantageConfig,
     AlgorithmConfig,
+    AspoLoss,
+    CispoLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
+    DpoLoss,
+    DppoLoss,
     FilterConfig,
+    GmpoLoss,
+    GspoLoss,
     KlConfig,
-    LossConfig,
+    Loss,
     PlanConfig,
-    PolicyLossName,
+    PpoLoss,
+    ReinforceLoss,
     RunConfig,
+    SapoLoss,
+    SatLoss,
+    SurrogateLoss,
+    ToprLoss,
+    VespoLoss,
 )
 
 NO_CORRECTION = CorrectionConfig(level="off")
 FROM_ROLLOUT = PlanConfig(anchor="rollout")
 FOUR_UPDATES = PlanConfig(anchor="step", updates=4)
 NO_KL = KlConfig(coef=0.0)
-LUSPO = LossConfig(policy="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean", length_weighted=True)
-GSPO = replace(LUSPO, length_weighted=False)
-PPO = LossConfig(policy="ppo")
 
 
-def _from_rollout(loss: LossConfig, advantage: AdvantageConfig | None = None, kl: KlConfig = NO_KL) -> AlgorithmConfig:
+def _from_rollout(loss: Loss, advantage: AdvantageConfig | None = None, kl: KlConfig = NO_KL) -> AlgorithmConfig:
     """A preset whose loss has ratios to the rollout policy, and therefore no importance correction."""
     return AlgorithmConfig(
         advantage=advantage or AdvantageConfig(), loss=loss, plan=FROM_ROLLOUT, correction=NO_CORRECTION, kl=kl
@@ -43,51 +53,55 @@ def _from_rollout(loss: LossConfig, advantage: AdvantageConfig | None = None, kl
 
 _PRESETS: dict[str, AlgorithmConfig] = {
     "reinforce": AlgorithmConfig(),
-    "grpo": _from_rollout(replace(PPO, aggregation="sequence_mean"), kl=KlConfig()),
-    "dr_grpo": _from_rollout(replace(PPO, aggregation="constant"), AdvantageConfig(scale="none")),
-    "dapo": replace(_from_rollout(replace(PPO, clip_high=0.28)), filter=FilterConfig(zero_variance=True)),
+    "grpo": _from_rollout(PpoLoss(aggregation="sequence_mean"), kl=KlConfig()),
+    "dr_grpo": _from_rollout(PpoLoss(aggregation="constant"), AdvantageConfig(scale="none")),
+    "dapo": replace(_from_rollout(PpoLoss(clip_high=0.28)), filter=FilterConfig(zero_variance=True)),
     "rloo": AlgorithmConfig(
         advantage=AdvantageConfig(baseline="leave_one_out", scale="none"),
-        loss=LossConfig(aggregation="constant"),
+        loss=ReinforceLoss(aggregation="constant"),
         correction=CorrectionConfig(level="sequence"),
         kl=KlConfig(where="reward"),
     ),
     "opo": AlgorithmConfig(advantage=AdvantageConfig(baseline="length_weighted", scale="none"), kl=NO_KL),
     "max_rl": AlgorithmConfig(advantage=AdvantageConfig(scale="group_mean"), kl=NO_KL),
-    "lite_ppo": _from_rollout(PPO, AdvantageConfig(scale="batch_std")),
+    "lite_ppo": _from_rollout(PpoLoss(), AdvantageConfig(scale="batch_std")),
     "reinforce++": _from_rollout(
-        PPO, AdvantageConfig(baseline="none", scale="none", whiten=True), KlConfig(where="reward")
+        PpoLoss(), AdvantageConfig(baseline="none", scale="none", whiten=True), KlConfig(where="reward")
     ),
-    "reinforce++_baseline": _from_rollout(PPO, AdvantageConfig(scale="none", whiten=True), KlConfig(estimator="k2")),
-    "cispo": _from_rollout(LossConfig(policy="cispo", clip_low=1.0, clip_high=4.0)),
-    "gspo": AlgorithmConfig(loss=GSPO, plan=FOUR_UPDATES, kl=NO_KL),
-    "luspo": AlgorithmConfig(loss=LUSPO, plan=FOUR_UPDATES, kl=NO_KL),
-    "gmpo": _from_rollout(LossConfig(policy="gmpo", clip_low=0.4, clip_high=0.4, aggregation="sequence_mean")),
-    "sapo": _from_rollout(LossConfig(policy="sapo", aggregation="sequence_mean")),
-    "dppo": _from_rollout(LossConfig(policy="dppo"), AdvantageConfig(scale="none")),
-    "vespo": _from_rollout(LossConfig(policy="vespo")),
-    "topr": _from_rollout(LossConfig(policy="topr"), AdvantageConfig(scale="none")),
-    "aspo": _from_rollout(LossConfig(policy="aspo", dual_clip=3.0)),
-    "decoupled": AlgorithmConfig(loss=PPO, plan=FOUR_UPDATES, kl=NO_KL),
+    "reinforce++_baseline": _from_rollout(
+        PpoLoss(), AdvantageConfig(scale="none", whiten=True), KlConfig(estimator="k2")
+    ),
+    "cispo": _from_rollout(CispoLoss()),
+    "gspo": AlgorithmConfig(loss=GspoLoss(aggregation="sequence_mean"), plan=FOUR_UPDATES, kl=NO_KL),
+    "luspo": AlgorithmConfig(
+        loss=GspoLoss(aggregation="sequence_mean", length_weighted=True), plan=FOUR_UPDATES, kl=NO_KL
+    ),
+    "gmpo": _from_rollout(GmpoLoss(aggregation="sequence_mean")),
+    "sapo": _from_rollout(SapoLoss(aggregation="sequence_mean")),
+    "dppo": _from_rollout(DppoLoss(), AdvantageConfig(scale="none")),
+    "vespo": _from_rollout(VespoLoss()),
+    "topr": _from_rollout(ToprLoss(), AdvantageConfig(scale="none")),
+    "aspo": _from_rollout(AspoLoss()),
+    "decoupled": AlgorithmConfig(loss=PpoLoss(), plan=FOUR_UPDATES, kl=NO_KL),
     "m2po": AlgorithmConfig(
-        loss=LossConfig(policy="surrogate"),
+        loss=SurrogateLoss(),
         plan=FROM_ROLLOUT,
         correction=replace(NO_CORRECTION, second_moment=0.04),
         kl=NO_KL,
     ),
-    "sat": _from_rollout(LossConfig(policy="sat", aggregation="sequence_mean")),
+    "sat": _from_rollout(SatLoss(aggregation="sequence_mean")),
     "flash_reinforce": AlgorithmConfig(
         advantage=AdvantageConfig(baseline="batch_mean", scale="none"),
-        loss=LossConfig(policy="surrogate", aggregation="sequence_mean"),
+        loss=SurrogateLoss(aggregation="sequence_mean"),
         plan=FROM_ROLLOUT,
         correction=replace(NO_CORRECTION, reject_binary_kl=3e-3),
         kl=NO_KL,
     ),
     # With nll_coef 0 the likelihood of both samples falls, and runs with a staleness bound above 0 do not converge.
-    "dpo_online": AlgorithmConfig(loss=LossConfig(policy="dpo", nll_coef=1.0), correction=NO_CORRECTION),
+    "dpo_online": AlgorithmConfig(loss=DpoLoss(nll_coef=1.0), correction=NO_CORRECTION),
     "best_of_n": AlgorithmConfig(
         advantage=AdvantageConfig(keep_best=1),
-        loss=LossConfig(policy="cross_entropy"),
+        loss=CrossEntropyLoss(),
         correction=NO_CORRECTION,
         kl=NO_KL,
     ),
@@ -95,28 +109,9 @@ _PRESETS: dict[str, AlgorithmConfig] = {
 PRESETS: dict[str, AlgorithmConfig] = {name: replace(config, name=name) for name, config in _PRESETS.items()}
 """Sources and formulas: docs/objectives.md. Clip ranges are those of the papers."""
 
-DPO: PolicyLossName = "dpo"
-WITHOUT_RATIO: tuple[PolicyLossName, ...] = ("reinforce", "cross_entropy", DPO)
-OF_SEQUENCES: tuple[PolicyLossName, ...] = ("gspo", "gmpo", "vespo", DPO)
+WITHOUT_RATIO = (ReinforceLoss, CrossEntropyLoss, DpoLoss)
+OF_SEQUENCES = (GspoLoss, GmpoLoss, VespoLoss, DpoLoss)
 """Losses with one ratio or likelihood for a whole sample."""
-CLIPPED = ("clip_low", "clip_high")
-LOSS_FIELDS: dict[PolicyLossName, tuple[str, ...]] = {
-    "reinforce": (),
-    "ppo": (*CLIPPED, "dual_clip", "delta"),
-    "cispo": CLIPPED,
-    "gspo": (*CLIPPED, "length_weighted"),
-    "gmpo": CLIPPED,
-    "sapo": ("tau_positive", "tau_negative"),
-    "dppo": ("distance", "limit", "max_ratio"),
-    "vespo": ("k_positive", "lambda_positive", "k_negative", "lambda_negative"),
-    "topr": ("cap", "level"),
-    "aspo": (*CLIPPED, "dual_clip"),
-    "surrogate": (),
-    "sat": (*CLIPPED, "quantile"),
-    "cross_entropy": (),
-    "dpo": ("beta", "nll_coef"),
-}
-"""Fields of ``algorithm.loss`` that each policy loss uses."""
 
 
 def is_own(name: str) -> bool:
@@ -142,7 +137,7 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
     """Whether samples need their log-probabilities under the reference model."""
     if is_own(algorithm.name):
         return algorithm.own_reference
-    if algorithm.loss.policy == DPO:
+    if isinstance(algorithm.loss, DpoLoss):
         return True
     return algorithm.kl.coef > 0 and not (algorithm.advantage.keep_best and algorithm.kl.where == "reward")
 
@@ -151,7 +146,7 @@ def has_step_scope(algorithm: AlgorithmConfig) -> bool:
     """Whether a preset depends on statistics of a whole step, so that training waits for its last sample."""
     return (
         _compares_step(algorithm.advantage)
-        or algorithm.loss.policy == "sat"
+        or isinstance(algorithm.loss, SatLoss)
         or algorithm.correction.second_moment > 0
         or algorithm.entropy.top_share < 1
     )
@@ -208,7 +203,7 @@ def rejects_samples(correction: CorrectionConfig) -> bool:
 def _weighs_samples(algorithm: AlgorithmConfig) -> bool:
     """Whether the weight of a token depends on all tokens of its sample."""
     return (
-        algorithm.loss.policy in OF_SEQUENCES
+        isinstance(algorithm.loss, OF_SEQUENCES)
         or algorithm.correction.level in ("sequence", "geometric")
         or rejects_samples(algorithm.correction)
     )
@@ -216,19 +211,18 @@ def _weighs_samples(algorithm: AlgorithmConfig) -> bool:
 
 def name_and_changes(algorithm: AlgorithmConfig) -> str:
     """The name of the algorithm, and its fields that differ from the preset: ``grpo, with loss.clip_high 0.3``."""
-    base = preset(algorithm.name)
-    names = [name for name in _fields(algorithm) if attrgetter(name)(algorithm) != attrgetter(name)(base)]
-    changes = ", ".join(f"{name} {attrgetter(name)(algorithm)}" for name in names)
+    usual = dict(_fields(preset(algorithm.name)))
+    changes = ", ".join(f"{name} {value}" for name, value in _fields(algorithm) if value != usual.get(name))
     return f"{algorithm.name}, with {changes}" if changes else algorithm.name
 
 
-def _fields(config: Any, prefix: str = "") -> Iterator[str]:
+def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _fields(value, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}"
+            yield f"{prefix}{field.name}", value
 
 
 def inert_fields(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
@@ -236,46 +230,34 @@ def inert_fields(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if is_own(algorithm.name):
         reason = f"algorithm {algorithm.name} has no such parameter of flowrt's"
         free = ("name", "own_reference", "staleness_weight", "staleness_power")
-        for field in _fields(algorithm):
+        for field, _ in _fields(algorithm):
             if field not in free and not field.startswith("filter."):
                 yield field, reason
     else:
         yield "own_reference", "it is for a class of your own"
-        yield from _inert_losses(algorithm)
-        yield from _inert_advantages(algorithm)
-        yield from _inert_corrections(algorithm)
-        if algorithm.loss.policy == DPO:
-            yield "staleness_weight", "loss dpo has no weights of samples"
+        yield from _inert_with_dpo() if isinstance(algorithm.loss, DpoLoss) else _inert_with_tokens(algorithm)
     if not algorithm.filter.function:
         yield "filter.function_timeout_s", "algorithm.filter.function is empty"
     if algorithm.staleness_weight == "uniform":
         yield "staleness_power", "algorithm.staleness_weight is uniform"
 
 
-def _inert_losses(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    policy = algorithm.loss.policy
-    for field in dataclasses.fields(LossConfig):
-        if field.name in ("policy", "aggregation"):
-            continue
-        if field.name not in LOSS_FIELDS[policy]:
-            yield f"loss.{field.name}", f"the policy loss is {policy}"
-    if policy == DPO:
-        reason = "loss dpo is a sum over pairs of samples"
-        yield "loss.aggregation", reason
-        yield from ((f"entropy.{name}", reason) for name in ("coef", "top_share"))
-        yield from ((f"kl.{name}", reason) for name in ("coef", "where", "estimator", "target", "horizon"))
+def _inert_with_dpo() -> Iterator[tuple[str, str]]:
+    for table, reason in (
+        ("advantage", "compares the best and the worst sample of a group"),
+        ("correction", "has no importance weights"),
+        ("kl", "is a sum over pairs of samples"),
+        ("entropy", "is a sum over pairs of samples"),
+    ):
+        for field in dataclasses.fields(getattr(AlgorithmConfig(), table)):
+            yield f"{table}.{field.name}", f"loss dpo {reason}"
+    yield "staleness_weight", "loss dpo has no weights of samples"
 
 
-def _inert_advantages(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+def _inert_with_tokens(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     advantage = algorithm.advantage
-    fields = [field.name for field in dataclasses.fields(AdvantageConfig)]
-    if algorithm.loss.policy == DPO:
-        yield from (
-            (f"advantage.{name}", "loss dpo compares the best and the worst sample of a group") for name in fields
-        )
-        return
     if advantage.keep_best:
-        kept = ("keep_best", "keep_above")
+        fields, kept = [field.name for field in dataclasses.fields(advantage)], ("keep_best", "keep_above")
         reason = "algorithm.advantage.keep_best gives every trained sample the advantage 1"
         yield from ((f"advantage.{name}", reason) for name in fields if name not in kept)
         if algorithm.kl.where == "reward":
@@ -284,13 +266,6 @@ def _inert_advantages(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         yield "advantage.keep_above", "algorithm.advantage.keep_best is 0"
     if advantage.scale == "none" and not advantage.whiten:
         yield "advantage.eps", "nothing is divided by a standard deviation"
-
-
-def _inert_corrections(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    if algorithm.loss.policy == DPO:
-        fields = [field.name for field in dataclasses.fields(CorrectionConfig)]
-        yield from ((f"correction.{name}", "loss dpo has no importance weights") for name in fields)
-        return
     if algorithm.correction.level == "off":
         yield from ((f"correction.{name}", "algorithm.correction.level is off") for name in ("mode", "low", "high"))
     if algorithm.kl.coef == 0:
@@ -305,7 +280,7 @@ def _inert_corrections(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_plan(algorithm: AlgorithmConfig) -> None:
-    plan, policy = algorithm.plan, algorithm.loss.policy
+    plan, loss = algorithm.plan, algorithm.loss
     several = plan.updates * plan.epochs > 1
     if several and plan.anchor == "present":
         raise ConfigError(
@@ -317,15 +292,15 @@ def _check_plan(algorithm: AlgorithmConfig) -> None:
             "algorithm.plan.anchor is step, which with one update a step is the trained policy itself; use present or "
             "rollout, or several algorithm.plan.updates"
         )
-    if policy in WITHOUT_RATIO:
+    if isinstance(loss, WITHOUT_RATIO):
         if plan.anchor == "rollout" or (plan.anchor == "step" and algorithm.correction.level == "off"):
             raise ConfigError(
-                f"algorithm.plan.anchor is {plan.anchor}, and loss {policy} has no ratio to it; use "
+                f"algorithm.plan.anchor is {plan.anchor}, and loss {loss.type} has no ratio to it; use "
                 + ("a loss with one" if several else "anchor present, or a loss with one, like ppo")
             )
     elif plan.anchor == "present":
         raise ConfigError(
-            f"algorithm.loss.policy is {policy} with algorithm.plan.anchor present: every ratio is 1, so its bounds "
+            f"algorithm.loss.type is {loss.type} with algorithm.plan.anchor present: every ratio is 1, so its bounds "
             "change nothing; use anchor rollout, several updates with anchor step, or loss reinforce"
         )
     if plan.anchor == "rollout" and algorithm.correction.level != "off":
@@ -338,15 +313,9 @@ def _check_plan(algorithm: AlgorithmConfig) -> None:
 def _check_bounds(config: RunConfig) -> None:
     """Raise ConfigError for a value outside bounds that depend on other fields."""
     loss, correction = config.algorithm.loss, config.algorithm.correction
-    if loss.policy not in ("gmpo", *WITHOUT_RATIO) and loss.clip_low > 1:
-        raise ConfigError(f"algorithm.loss.clip_low is {loss.clip_low}: a ratio is never below 0; use at most 1")
-    if loss.policy == "ppo" and 0 < loss.dual_clip <= 1:
-        raise ConfigError(f"algorithm.loss.dual_clip is {loss.dual_clip}; use more than 1 (3 is common), or 0 for none")
-    if loss.policy == "aspo" and loss.dual_clip <= 1:
-        raise ConfigError(f"algorithm.loss.dual_clip is {loss.dual_clip}; loss aspo needs more than 1 (3 is common)")
-    if loss.policy == "ppo" and 0 < loss.delta <= 1 + loss.clip_high:
+    if isinstance(loss, PpoLoss) and loss.delta is not None and loss.delta <= 1 + loss.clip_high:
         raise ConfigError(
-            f"algorithm.loss.delta is {loss.delta}, within the clip range; use more than {1 + loss.clip_high:g}, or 0"
+            f"algorithm.loss.delta is {loss.delta}, within the clip range; use more than {1 + loss.clip_high:g}"
         )
     if 0 < correction.reject_high < 1:
         raise ConfigError(f"algorithm.correction.reject_high is {correction.reject_high}; use 1 or more, or 0 for none")
@@ -366,7 +335,7 @@ def _check_bounds(config: RunConfig) -> None:
 def _check_groups(config: RunConfig) -> None:
     """Raise ConfigError for numbers of samples or a baseline that the advantages cannot be computed with."""
     advantage, size = config.algorithm.advantage, config.group_size
-    if config.algorithm.loss.policy == DPO:
+    if isinstance(config.algorithm.loss, DpoLoss):
         if size < 2:
             raise ConfigError("group_size is 1, and loss dpo compares two samples of a group; use 2 or more")
         return

@@ -30,22 +30,6 @@ from flowrt.runtime.conditions import OnlyIf
 Table = TypeVar("Table")
 MAX_LIVE_SAMPLES = 1_000_000
 """Maximum number of samples in all steps in progress: the controller keeps a row in memory for each."""
-PolicyLossName = Literal[
-    "reinforce",
-    "ppo",
-    "cispo",
-    "gspo",
-    "gmpo",
-    "sapo",
-    "dppo",
-    "vespo",
-    "topr",
-    "aspo",
-    "surrogate",
-    "sat",
-    "cross_entropy",
-    "dpo",
-]
 EMBEDDED = OnlyIf("model", have=("",), off=(0,))
 READS_FILES = OnlyIf("recipe", but=("arithmetic",))
 EVALUATES = OnlyIf("eval.interval", but=(0,), or_keys=("eval.at_start", "eval.at_end", "eval.only"))
@@ -63,6 +47,7 @@ WITH_RESTARTS = OnlyIf("supervisor.max_worker_restarts", but=(0,))
 BY_TOKENS = OnlyIf("trainer.micro_batch_samples", have=(0,))
 Limit = Annotated[float | None, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)]
 Difficulty = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
+ClipRange = Annotated[float, Interval(ge=0, le=1_000)]
 Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 
 
@@ -461,55 +446,184 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    """The policy loss of a token, and how the losses of tokens become the loss of a step."""
+class TokenLoss:
+    """A policy loss of tokens, and how it becomes the loss of a step."""
 
-    policy: PolicyLossName = "reinforce"
-    """Policy loss: reinforce, ppo (also for GRPO and DAPO), cispo, gspo, gmpo, sapo, dppo, vespo, topr, aspo,
-    surrogate (no bound), sat, cross_entropy, dpo."""
+    type: str
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Mean over the tokens of a step (DAPO), mean over samples of the mean over tokens (GRPO), or sum over
     rollout.max_new_tokens a sample (arXiv 2503.20783)."""
-    clip_low: Annotated[float, Interval(ge=0, le=1_000)] = 0.2
-    """Lower clip range: ratios are clipped at 1 - clip_low (gmpo: log ratios at -clip_low)."""
-    clip_high: Annotated[float, Interval(ge=0, le=1_000)] = 0.2
-    """Upper clip range: ratios are clipped at 1 + clip_high (gmpo: log ratios at clip_high)."""
-    dual_clip: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
-    """Loss ppo: bound of the loss of tokens with negative advantage, in multiples of it (arXiv 1912.09729); 0: none.
-    Loss aspo: bound of the turned ratio."""
-    delta: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
-    """Loss ppo: bound of the unclipped ratio (INTELLECT-2, arXiv 2505.07291); 0: none."""
+
+
+@dataclass(frozen=True)
+class ClippedLoss(TokenLoss):
+    """A policy loss with a clip range."""
+
+    clip_low: Annotated[float, Interval(ge=0, le=1)] = 0.2
+    """Lower clip range: ratios are clipped at 1 - clip_low."""
+    clip_high: ClipRange = 0.2
+    """Upper clip range: ratios are clipped at 1 + clip_high."""
+
+
+@dataclass(frozen=True)
+class ReinforceLoss(TokenLoss):
+    """Log-probability times advantage."""
+
+    type: Literal["reinforce"] = "reinforce"
+
+
+@dataclass(frozen=True)
+class PpoLoss(ClippedLoss):
+    """Clipped ratio times advantage, also for GRPO and DAPO (arXiv 1707.06347)."""
+
+    type: Literal["ppo"] = "ppo"
+    dual_clip: Annotated[float | None, Interval(gt=1, le=1_000)] = None
+    """Bound of the loss of tokens with negative advantage, in multiples of it (arXiv 1912.09729); not given: none."""
+    delta: Annotated[float | None, Interval(gt=1, le=1_000)] = None
+    """Bound of the unclipped ratio (INTELLECT-2, arXiv 2505.07291); not given: none."""
+
+
+@dataclass(frozen=True)
+class CispoLoss(ClippedLoss):
+    """Log-probability weighted by the clipped ratio (arXiv 2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: Annotated[float, Interval(ge=0, le=1)] = 1.0
+    clip_high: ClipRange = 4.0
+
+
+@dataclass(frozen=True)
+class GspoLoss(ClippedLoss):
+    """Clipped ratio of the whole sample (arXiv 2507.18071)."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: Annotated[float, Interval(ge=0, le=1)] = 3e-4
+    clip_high: ClipRange = 4e-4
     length_weighted: bool = False
-    """Loss gspo: times the length of the sample (LUSPO, arXiv 2602.05261)."""
+    """Times the length of the sample (LUSPO, arXiv 2602.05261)."""
+
+
+@dataclass(frozen=True)
+class GmpoLoss(TokenLoss):
+    """Geometric mean of a sample's clipped ratios (arXiv 2507.20673)."""
+
+    type: Literal["gmpo"] = "gmpo"
+    clip_low: ClipRange = 0.4
+    """Lower clip range: log ratios are clipped at -clip_low."""
+    clip_high: ClipRange = 0.4
+    """Upper clip range: log ratios are clipped at clip_high."""
+
+
+@dataclass(frozen=True)
+class SapoLoss(TokenLoss):
+    """Soft gate in place of a clip range (arXiv 2511.20347)."""
+
+    type: Literal["sapo"] = "sapo"
     tau_positive: Annotated[float, Interval(gt=0, le=1_000)] = 1.0
-    """Loss sapo: temperature of the gate for positive advantages."""
+    """Temperature of the gate for positive advantages."""
     tau_negative: Annotated[float, Interval(gt=0, le=1_000)] = 1.05
-    """Loss sapo: temperature of the gate for negative advantages."""
+    """Temperature of the gate for negative advantages."""
+
+
+@dataclass(frozen=True)
+class DppoLoss(TokenLoss):
+    """Masked where the probability of a token is far from the anchor's (arXiv 2602.04879)."""
+
+    type: Literal["dppo"] = "dppo"
     distance: Literal["tv", "kl"] = "tv"
-    """Loss dppo: distance of a token's probability from the anchor's."""
+    """Distance of a token's probability from the anchor's."""
     limit: Annotated[float, Interval(gt=0, le=1_000)] = 0.2
-    """Loss dppo: distance beyond which a token is masked."""
+    """Distance beyond which a token is masked."""
     max_ratio: Annotated[float, Interval(ge=1, le=1_000_000)] = 20.0
-    """Loss dppo: bound of the ratio."""
+    """Bound of the ratio."""
+
+
+@dataclass(frozen=True)
+class VespoLoss(TokenLoss):
+    """Log-probability weighted by a smooth function of the sample's ratio (arXiv 2602.10693)."""
+
+    type: Literal["vespo"] = "vespo"
     k_positive: Annotated[float, Interval(gt=0, le=1_000)] = 2.0
-    """Loss vespo: exponent of the sample's ratio for positive advantages."""
+    """Exponent of the sample's ratio for positive advantages."""
     lambda_positive: Annotated[float, Interval(gt=0, le=1_000)] = 3.0
-    """Loss vespo: rate of the sample's ratio for positive advantages."""
+    """Rate of the sample's ratio for positive advantages."""
     k_negative: Annotated[float, Interval(gt=0, le=1_000)] = 3.0
-    """Loss vespo: exponent for negative advantages."""
+    """Exponent for negative advantages."""
     lambda_negative: Annotated[float, Interval(gt=0, le=1_000)] = 2.0
-    """Loss vespo: rate for negative advantages."""
-    quantile: Annotated[float, Interval(ge=0, le=1)] = 0.9
-    """Loss sat: share of the step's tokens, those nearest to the rollout policy, whose clip range is not contracted; 1:
-    all, as loss ppo."""
+    """Rate for negative advantages."""
+
+
+@dataclass(frozen=True)
+class ToprLoss(TokenLoss):
+    """Bounded ratio for negative advantages alone (arXiv 2503.14286)."""
+
+    type: Literal["topr"] = "topr"
     cap: Annotated[float, Interval(gt=0, le=1_000_000)] = 1.0
-    """Loss topr: bound of the ratio of samples with negative advantage."""
+    """Bound of the ratio of samples with negative advantage."""
     level: Literal["sequence", "token"] = "sequence"
-    """Loss topr: ratios of whole samples or of tokens."""
+    """Ratios of whole samples or of tokens."""
+
+
+@dataclass(frozen=True)
+class AspoLoss(ClippedLoss):
+    """Inverted ratio for positive advantages (arXiv 2510.06062)."""
+
+    type: Literal["aspo"] = "aspo"
+    dual_clip: Annotated[float, Interval(gt=1, le=1_000)] = 3.0
+    """Bound of the inverted ratio, and of the ratio of tokens with negative advantage."""
+
+
+@dataclass(frozen=True)
+class SurrogateLoss(TokenLoss):
+    """Ratio times advantage, without a bound (arXiv 1707.06347, equation 6)."""
+
+    type: Literal["surrogate"] = "surrogate"
+
+
+@dataclass(frozen=True)
+class SatLoss(ClippedLoss):
+    """As ppo, with a clip range that shrinks for tokens far from the rollout policy (after arXiv 2607.18722)."""
+
+    type: Literal["sat"] = "sat"
+    quantile: Annotated[float, Interval(ge=0, le=1)] = 0.9
+    """Share of the step's tokens, those nearest to the rollout policy, whose clip range is not contracted; 1: all, as
+    loss ppo."""
+
+
+@dataclass(frozen=True)
+class CrossEntropyLoss(TokenLoss):
+    """Supervised training on the samples, weighted by the advantage (RAFT, arXiv 2304.06767)."""
+
+    type: Literal["cross_entropy"] = "cross_entropy"
+
+
+@dataclass(frozen=True)
+class DpoLoss:
+    """Preference of the best over the worst sample of a group (online DPO, arXiv 2402.04792)."""
+
+    type: Literal["dpo"] = "dpo"
     beta: Annotated[float, Interval(gt=0, le=1_000)] = 0.1
-    """Loss dpo: inverse temperature of the preference."""
+    """Inverse temperature of the preference."""
     nll_coef: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
-    """Loss dpo: weight of the mean negative log-likelihood of the best sample (arXiv 2404.19733); 0: none."""
+    """Weight of the mean negative log-likelihood of the best sample (arXiv 2404.19733); 0: none."""
+
+
+Loss = (
+    ReinforceLoss
+    | PpoLoss
+    | CispoLoss
+    | GspoLoss
+    | GmpoLoss
+    | SapoLoss
+    | DppoLoss
+    | VespoLoss
+    | ToprLoss
+    | AspoLoss
+    | SurrogateLoss
+    | SatLoss
+    | CrossEntropyLoss
+    | DpoLoss
+)
 
 
 @dataclass(frozen=True)
@@ -592,8 +706,8 @@ class AlgorithmConfig:
     flowrt.algorithms.algorithm.Algorithm."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Advantages."""
-    loss: LossConfig = field(default_factory=LossConfig)
-    """The policy loss."""
+    loss: Loss = field(default_factory=ReinforceLoss)
+    """The policy loss of a token or a sample, and how losses become the loss of a step."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Updates of a step."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)

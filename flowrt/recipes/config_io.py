@@ -231,12 +231,11 @@ def from_file(path: Path) -> RunConfig:
 
 def to_toml(config: RunConfig) -> str:
     """The configuration as TOML text, without the optional values that are None: TOML has no null."""
-    table = dataclasses.asdict(config)
-    table["guard"] = [{key: value for key, value in guard.items() if value is not None} for guard in table["guard"]]
-    table["eval"] = {key: value for key, value in table["eval"].items() if value is not None}
-    sets = table["data"]["sets"]
-    table["data"]["sets"] = [{key: value for key, value in set_.items() if value is not None} for set_ in sets]
-    return tomli_w.dumps(table)
+    return tomli_w.dumps(dataclasses.asdict(config, dict_factory=_without_none))
+
+
+def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if value is not None}
 
 
 def _algorithm(table: Mapping[str, Any]) -> str:

@@ -14,8 +14,8 @@ from flowrt.controller.transitions.step_metrics import (
     REWARD_OF,
     SKIPPED_PROMPTS,
 )
-from flowrt.recipes.algorithms import DPO, is_own, rejects_samples
-from flowrt.recipes.config import FilterConfig, PolicyLossName, RunConfig, UniformCurriculum
+from flowrt.recipes.algorithms import is_own, rejects_samples
+from flowrt.recipes.config import DpoLoss, FilterConfig, PpoLoss, RunConfig, UniformCurriculum
 from flowrt.rewards.scoring import reward_columns
 
 CLOCK = ("step", "wall_s", "samples_per_s")
@@ -27,7 +27,7 @@ OF_ALL_OBJECTIVES = (
     *("effective_sample_fraction", "invalid_samples", "grad_norm", "lr"),
 )
 """Means of the columns of a sample, and metrics of the trainer, that every step has."""
-OF_LOSS: dict[PolicyLossName, tuple[str, ...]] = {
+OF_LOSS: dict[str, tuple[str, ...]] = {
     "reinforce": (),
     "ppo": ("ratio", "clipped_low", "clipped_high"),
     "cispo": ("ratio", "clipped_low", "clipped_high"),
@@ -43,6 +43,7 @@ OF_LOSS: dict[PolicyLossName, tuple[str, ...]] = {
     "cross_entropy": (),
     "dpo": ("margin", "kl"),
 }
+"""By the type of the policy loss."""
 
 
 def pass_ks(answers: int) -> list[int]:
@@ -79,11 +80,11 @@ def _of_objective(config: RunConfig) -> set[str]:
     """Names of the metrics of a preset's terms."""
     algorithm = config.algorithm
     loss, correction, kl = algorithm.loss, algorithm.correction, algorithm.kl
-    names = set(OF_LOSS[loss.policy])
-    if loss.policy == DPO:
+    names = set(OF_LOSS[loss.type])
+    if isinstance(loss, DpoLoss):
         return names
     names |= {"importance_truncated", "importance_masked"}
-    if loss.policy == "ppo" and loss.dual_clip:
+    if isinstance(loss, PpoLoss) and loss.dual_clip is not None:
         names.add("clipped_dual")
     if kl.coef > 0 and kl.where == "loss":
         names |= {"kl", "kl_coef"} if kl.target else {"kl"}

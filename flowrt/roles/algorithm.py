@@ -6,6 +6,7 @@ reports what it needs (`flowrt.runtime.file_process`), because the controller do
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import NoReturn
 
 import torch
@@ -42,11 +43,27 @@ from flowrt.algorithms.objective import (
 from flowrt.engines.training.loss_passes import LossPasses, example_tokens
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import is_own
-from flowrt.recipes.config import AlgorithmConfig, KlConfig, LossConfig, RunConfig
+from flowrt.recipes.config import AlgorithmConfig, DpoLoss, KlConfig, Loss, RunConfig
 from flowrt.runtime.file_process import answer
 from flowrt.runtime.user_module import called, load_module
 
 METHODS = ("credit", "measure", "terms")
+POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
+    "reinforce": Reinforce,
+    "ppo": Ppo,
+    "cispo": Cispo,
+    "gspo": Gspo,
+    "gmpo": Gmpo,
+    "sapo": Sapo,
+    "dppo": Dppo,
+    "vespo": Vespo,
+    "topr": Topr,
+    "aspo": Aspo,
+    "surrogate": Surrogate,
+    "sat": Sat,
+    "cross_entropy": CrossEntropy,
+}
+"""By the type of the policy loss; their parameters have the names of its keys."""
 
 
 def algorithm(config: RunConfig) -> Algorithm:
@@ -55,7 +72,7 @@ def algorithm(config: RunConfig) -> Algorithm:
     if is_own(table.name):
         return own_algorithm(table.name)
     plan = Plan(table.plan.anchor, table.plan.updates, table.plan.epochs)
-    if table.loss.policy == "dpo":
+    if isinstance(table.loss, DpoLoss):
         return OnlineDpo(table.loss.beta, plan, table.loss.nll_coef)
     correction = table.correction
     return Objective(
@@ -95,23 +112,10 @@ def _kl(kl: KlConfig) -> Kl:
     return Kl(kl.coef, kl.estimator, AdaptiveKl(kl.target, kl.horizon) if kl.target else None)
 
 
-def _policy_loss(loss: LossConfig) -> PolicyLoss:
-    makers: dict[str, Callable[[], PolicyLoss]] = {
-        "reinforce": Reinforce,
-        "ppo": lambda: Ppo(loss.clip_low, loss.clip_high, loss.dual_clip or None, loss.delta or None),
-        "cispo": lambda: Cispo(loss.clip_low, loss.clip_high),
-        "gspo": lambda: Gspo(loss.clip_low, loss.clip_high, loss.length_weighted),
-        "gmpo": lambda: Gmpo(loss.clip_low, loss.clip_high),
-        "sapo": lambda: Sapo(loss.tau_positive, loss.tau_negative),
-        "dppo": lambda: Dppo(loss.distance, loss.limit, loss.max_ratio),
-        "vespo": lambda: Vespo(loss.k_positive, loss.lambda_positive, loss.k_negative, loss.lambda_negative),
-        "topr": lambda: Topr(loss.cap, loss.level),
-        "aspo": lambda: Aspo(loss.clip_low, loss.clip_high, loss.dual_clip),
-        "surrogate": Surrogate,
-        "sat": lambda: Sat(loss.clip_low, loss.clip_high, loss.quantile),
-        "cross_entropy": CrossEntropy,
-    }
-    return makers[loss.policy]()
+def _policy_loss(loss: Loss) -> PolicyLoss:
+    of_step = ("type", "aggregation")
+    options = {field.name: getattr(loss, field.name) for field in fields(loss) if field.name not in of_step}
+    return POLICY_LOSSES[loss.type](**options)
 
 
 # ---- user's classes

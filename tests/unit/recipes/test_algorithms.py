@@ -3,10 +3,9 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -18,11 +17,24 @@ from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import PRESETS, inert_fields, name_and_changes, needs_reference
-from flowrt.recipes.config import AlgorithmConfig, RunConfig, changed
+from flowrt.recipes.config import (
+    AlgorithmConfig,
+    AspoLoss,
+    CispoLoss,
+    DpoLoss,
+    DppoLoss,
+    Loss,
+    PpoLoss,
+    RunConfig,
+    SatLoss,
+    changed,
+)
 from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.constraints import check
 from flowrt.recipes.grpo import dataflow
-from flowrt.roles.algorithm import algorithm
+from flowrt.recipes.metric_names import OF_LOSS
+from flowrt.recipes.tables import bare, leaves, merge, variants
+from flowrt.roles.algorithm import POLICY_LOSSES, algorithm
 from flowrt.roles.trainer import sample_weight
 
 GROUPS, SIZE, LIMIT = 4, 4, 12
@@ -60,20 +72,20 @@ BASES: dict[str, dict[str, Any]] = {
     "advantage.keep_above": {"advantage.keep_best": 3},
     "kl.horizon": {"kl.coef": 0.5, "kl.target": 0.1},
     "staleness_power": {"staleness_weight": "polynomial"},
-    "plan.anchor": {"loss.policy": "ppo", "plan.anchor": "rollout", "correction.level": "off", "plan.updates": 2},
+    "plan.anchor": {"loss": PpoLoss(), "plan.anchor": "rollout", "correction.level": "off", "plan.updates": 2},
 }
 """Further settings under which a field has an effect, where it has none in any preset."""
 
 
-def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and types of all fields."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from fields(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", hints[field.name]
+FIELDS = {name: bare(hint) for name, hint in leaves(AlgorithmConfig)}
+"""The types of all fields, by their dotted names."""
+
+
+def with_field(table: AlgorithmConfig, name: str, value: object) -> AlgorithmConfig:
+    for key in reversed(name.split(".")):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return merge(table, value, "test")
 
 
 usual = functools.cache(lambda: parse([]))
@@ -162,6 +174,10 @@ def test_every_preset_is_accepted_and_trains(name: str) -> None:
     )
 
 
+def test_every_type_of_loss_can_be_built_and_has_its_metrics() -> None:
+    assert set(OF_LOSS) == {DpoLoss.type, *POLICY_LOSSES} == set(variants(Loss))
+
+
 @pytest.mark.slow
 def test_presets_differ() -> None:
     """No two presets train the same weights from the same batch."""
@@ -179,7 +195,7 @@ def alternatives(name: str, kind: Any, value: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), dict(fields(AlgorithmConfig())).items())
+@pytest.mark.parametrize(("name", "kind"), FIELDS.items())
 def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
     """In some preset or combination in which the field has an effect, another value gives other weights."""
     if name in ("name", "own_reference") or name.startswith("filter."):
@@ -187,10 +203,11 @@ def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
     tried = []
     for preset in PRESETS.values():
         base = changed(preset, BASES.get(name, {}))
-        if name in dict(inert_fields(base)):
+        table, _, key = name.rpartition(".")
+        if name in dict(inert_fields(base)) or not hasattr(attrgetter(table)(base) if table else base, key):
             continue
         for other in alternatives(name, kind, attrgetter(name)(base)):
-            pair = run_config(base), run_config(changed(base, {name: other}))
+            pair = run_config(base), run_config(with_field(base, name, other))
             try:
                 for variant in pair:
                     check(variant)
@@ -208,7 +225,7 @@ def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
     [
         (preset, name, kind)
         for preset in ("reinforce", "gspo", "dpo_online", "best_of_n", "decoupled")
-        for name, kind in dict(fields(AlgorithmConfig())).items()
+        for name, kind in FIELDS.items()
         if name in dict(inert_fields(PRESETS[preset]))
     ],
 )
@@ -225,6 +242,9 @@ def test_the_line_of_a_run_names_what_differs_from_the_preset() -> None:
         assert name_and_changes(table) == name
     changes = ["--algorithm", "dapo", "--algorithm.loss.clip-high", "0.3", "--algorithm.kl.coef", "0.01"]
     assert name_and_changes(parse(changes).algorithm) == "dapo, with loss.clip_high 0.3, kl.coef 0.01"
+    dppo = ["--algorithm", "dapo", "--algorithm.loss.type", "dppo", "--algorithm.loss.limit", "0.1"]
+    other = "dapo, with loss.type dppo, loss.distance tv, loss.limit 0.1, loss.max_ratio 20.0"
+    assert name_and_changes(parse(dppo).algorithm) == other
     assert name_and_changes(AlgorithmConfig(name="mine.py:Mine")) == "mine.py:Mine"
 
 
@@ -234,11 +254,21 @@ def test_the_line_of_a_run_names_what_differs_from_the_preset() -> None:
         (["--algorithm", "dapoo"], "did you mean 'dapo'"),
         (["--algorithm", "gspo", "--algorithm.plan.anchor", "present"], "every ratio is 1"),
         (["--algorithm", "grpo", "--algorithm.correction.level", "token"], "count twice"),
-        (["--algorithm.loss.clip-low", "0.1"], "algorithm.loss.clip_low is 0.1, which changes nothing"),
+        (
+            ["--algorithm", "grpo", "--algorithm.loss.limit", "0.1"],
+            "--algorithm.loss.limit is of type dppo, and the type is ppo (of --algorithm grpo); set "
+            "--algorithm.loss.type to dppo, or leave it out",
+        ),
+        (
+            ["--algorithm", "grpo", "--algorithm.loss.type", "sat", "--algorithm.loss.delta", "3"],
+            "--algorithm.loss.delta is of type ppo, and the type is sat; set",
+        ),
+        (["--algorithm.loss.policy", "ppo"], "--algorithm.loss.policy is called --algorithm.loss.type"),
+        (["--algorithm", "grpo", "--algorithm.loss.delta", "1.1"], "within the clip range; use more than 1.2"),
         (["--algorithm.plan.updates", "4"], "anchor present"),
         (["--algorithm", "decoupled", "--algorithm.plan.updates", "1"], "with one update a step"),
-        (["--algorithm", "grpo", "--algorithm.loss.clip-low", "1.5"], "use at most 1"),
-        (["--algorithm", "grpo", "--algorithm.loss.dual-clip", "0.5"], "use more than 1"),
+        (["--algorithm", "grpo", "--algorithm.loss.clip-low", "1.5"], "use 0 or more, and at most 1"),
+        (["--algorithm", "grpo", "--algorithm.loss.dual-clip", "0.5"], "use a value above 1"),
         (["--algorithm", "m2po", "--trainer.tokens-per-step", "100"], "trainer.tokens_per_step"),
         (["--algorithm", "gspo", "--trainer.tokens-per-step", "100"], "weighs whole samples"),
         (["--algorithm", "best_of_n", "--trainer.tokens-per-step", "100"], "keep_best leaves samples out of training"),
@@ -279,3 +309,22 @@ def test_flags_override_the_file_which_overrides_the_preset(tmp_path: Any) -> No
     assert table.plan == PRESETS["dapo"].plan
     named = parse(["--config", str(path), "--algorithm", "grpo"]).algorithm
     assert (named.name, named.loss.clip_low, named.loss.aggregation) == ("grpo", 0.1, "sequence_mean")
+
+
+def test_another_loss_keeps_the_aggregation_of_the_preset_and_the_clip_range_of_losses_like_ppo(tmp_path: Any) -> None:
+    words = ["--algorithm", "dapo", "--algorithm.loss.aggregation", "sequence_mean"]
+    dppo = parse([*words, "--algorithm.loss.limit", "0.1", "--algorithm.loss.type", "dppo"]).algorithm.loss
+    assert dppo == DppoLoss(aggregation="sequence_mean", limit=0.1)
+    assert parse([*words, "--algorithm.loss.type", "sat"]).algorithm.loss == SatLoss("sat", "sequence_mean", 0.2, 0.28)
+    assert parse([*words, "--algorithm.loss.type", "cispo"]).algorithm.loss == CispoLoss(aggregation="sequence_mean")
+    path = tmp_path / "run.toml"
+    path.write_text('[algorithm]\nname = "grpo"\n[algorithm.loss]\ntype = "aspo"\n')
+    assert parse(["--config", str(path)]).algorithm.loss == AspoLoss(aggregation="sequence_mean")
+    assert parse(["--config", str(path), "--algorithm.loss.type", "ppo"]).algorithm == PRESETS["grpo"]
+
+
+def test_the_bounds_of_a_loss_that_are_not_given_are_in_no_file() -> None:
+    config = parse(["--algorithm", "grpo", "--algorithm.loss.delta", "4", "--algorithm.loss.delta", "None"])
+    assert "delta" not in to_toml(config)
+    bounded = parse(["--algorithm", "grpo", "--algorithm.loss.delta", "4"])
+    assert from_toml(to_toml(bounded)) == bounded != config == from_toml(to_toml(config))

@@ -30,7 +30,6 @@ from flowrt.recipes.tables import bare, leaves, merge, owner, variants
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.runtime.bounds import contains, ends, interval_of, span
 
-FLOWRT = Path(sys.executable).with_name("flowrt")
 PYTHON = ["--rollout.sglang.python", sys.executable]
 URL = ["--rollout.sglang.url"]
 
@@ -278,13 +277,13 @@ def nested(name: str, value: object) -> dict[str, Any]:
 
 
 def base_with(name: str, recipe: str = "arithmetic") -> RunConfig:
-    """The default configuration of a recipe, with the type of its table that has the key of this dotted name."""
+    """The default configuration of a recipe, with the last type of a table that has the key of this dotted name."""
     path, _, key = name.rpartition(".")
     parent, _, table = f".{path}".rpartition(".")
     config = defaults(recipe)
     kinds = variants(get_type_hints(type(attrgetter(parent[1:])(config) if parent else config)).get(table))
     of_type = [kind for kind, fields in kinds.items() if owner(fields, key)]
-    return merge(config, nested(f"{path}.type", of_type[0]), "test") if of_type else config
+    return merge(config, nested(f"{path}.type", of_type[-1]), "test") if of_type else config
 
 
 def with_value(name: str, value: object) -> RunConfig:

@@ -1,6 +1,7 @@
 """Tables with types: the key ``type`` picks the keys, in flags and in files, and a key of another type is refused."""
 
 import dataclasses
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -8,17 +9,20 @@ import pytest
 
 from flowrt.cli import main
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import RolloutConfig, RunConfig
+from flowrt.recipes.config import AlgorithmConfig, RolloutConfig, RunConfig
 from flowrt.recipes.config_io import defaults, from_toml, parse, to_toml
 from flowrt.recipes.flag_help import meanings
 from flowrt.recipes.resume_overrides import apply_overrides
 from flowrt.recipes.tables import leaves, merge, variants, with_type
 
 UNIONS = {
+    "algorithm.loss": get_type_hints(AlgorithmConfig)["loss"],
     "dispatch": get_type_hints(RunConfig)["dispatch"],
     "curriculum": get_type_hints(RunConfig)["curriculum"],
     "rollout.weight_sync": get_type_hints(RolloutConfig)["weight_sync"],
 }
+WITH_LOSS = {"reinforce": "reinforce", "cross_entropy": "best_of_n", "dpo": "dpo_online"}
+"""Presets whose other tables fit a loss; those of grpo fit the others."""
 KINDS = [(table, name, kind) for table, union in UNIONS.items() for name, kind in variants(union).items()]
 
 
@@ -28,9 +32,9 @@ def test_the_tables_with_types_are_these() -> None:
 
 @pytest.mark.parametrize(("table", "name", "kind"), KINDS)
 def test_every_type_is_a_flag_and_survives_a_file(table: str, name: str, kind: type[Any]) -> None:
-    config = parse([f"--{table.replace('_', '-')}.type", name])
-    path, _, last = table.rpartition(".")
-    chosen = getattr(config.rollout if path else config, last)
+    preset = ["--algorithm", WITH_LOSS.get(name, "grpo")] if table == "algorithm.loss" else []
+    config = parse([*preset, f"--{table.replace('_', '-')}.type", name])
+    chosen = attrgetter(table)(config)
     assert type(chosen) is kind
     assert dataclasses.fields(kind)[0].name == "type"
     assert chosen.type == name
