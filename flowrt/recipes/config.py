@@ -4,6 +4,7 @@
 - The text below a field is its help text and its row in docs/reference/configuration.md.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -46,7 +47,7 @@ WITH_CHECKPOINTS_OR_MODELS = OnlyIf("checkpoint.every", but=(0,), or_keys=("chec
 WITH_RESTARTS = OnlyIf("supervisor.max_worker_restarts", but=(0,))
 BY_TOKENS = OnlyIf("trainer.micro_batch_samples", have=(0,))
 Limit = Annotated[float | None, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)]
-Difficulty = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
+RewardLimit = Annotated[float | None, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 ClipRange = Annotated[float, Interval(ge=0, le=1_000)]
 Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 
@@ -124,10 +125,10 @@ class DataConfig:
     """Order of the rows of a data set in each pass: drawn from the seed, by ascending difficulty, or as they are."""
     difficulty_key: str = ""
     """Recipe custom: column of the difficulty, a number; A.B is key B in column A."""
-    min_difficulty: Annotated[Difficulty, WITH_DIFFICULTY] = -1_000_000_000.0
-    """Rows of a lower difficulty are left out; at the least value: none."""
-    max_difficulty: Annotated[Difficulty, WITH_DIFFICULTY] = 1_000_000_000.0
-    """Rows of a higher difficulty are left out; at the largest value: none."""
+    min_difficulty: Annotated[Limit, WITH_DIFFICULTY] = None
+    """Rows of a lower difficulty are left out."""
+    max_difficulty: Annotated[Limit, WITH_DIFFICULTY] = None
+    """Rows of a higher difficulty are left out."""
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""
@@ -135,6 +136,11 @@ class DataConfig:
     """Task of your own (FILE.py): deadline for making it and reading all its prompts before a run, in seconds."""
     eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
     """Held-out prompts, the last rows, of several sets in proportion to the weights; 0: none, as with eval.data."""
+
+    @property
+    def difficulties(self) -> tuple[float, float]:
+        """The lowest and the highest difficulty of rows that are not left out."""
+        return _range(self.min_difficulty, self.max_difficulty)
 
     @property
     def prompt_format(self) -> PromptFormat:
@@ -314,9 +320,9 @@ class FilterConfig:
 
     zero_variance: bool = False
     """Filter groups whose rewards are all equal (DAPO, arXiv 2503.14476): they have no policy gradient."""
-    min_reward: Reward = -1_000_000_000
+    min_reward: RewardLimit = None
     """Filter groups whose mean reward is below this."""
-    max_reward: Reward = 1_000_000_000
+    max_reward: RewardLimit = None
     """Filter groups whose mean reward is above this."""
     function: str = ""
     """FILE.py:FUNCTION, called with the list of a group's rewards, and by name with what it takes of prompt, epoch,
@@ -325,6 +331,11 @@ class FilterConfig:
     """Deadline for loading the file of the function and for each call, in seconds."""
     tries: Annotated[int, Interval(ge=1, le=MAX_LIVE_SAMPLES)] = 128
     """Maximum number of groups filtered in a step; after that, groups are trained whatever their rewards are."""
+
+    @property
+    def rewards(self) -> tuple[float, float]:
+        """The lowest and the highest mean reward of groups that are not filtered."""
+        return _range(self.min_reward, self.max_reward)
 
 
 @dataclass(frozen=True)
@@ -436,7 +447,7 @@ class AdvantageConfig:
     keep_best: Annotated[int, Interval(ge=0, le=65_536)] = 0
     """Train on this many best samples of each group, with advantage 1, and on no others (RAFT, arXiv 2304.06767);
     0: off."""
-    keep_above: Reward = -1_000_000_000.0
+    keep_above: RewardLimit = None
     """With keep_best: samples with rewards up to this are not trained."""
     overlong_tokens: Annotated[int, Interval(ge=0, le=16_777_216)] = 0
     """Soft length penalty (DAPO, arXiv 2503.14476, equation 13): over the last this many tokens before
@@ -992,6 +1003,11 @@ class RunConfig:
     def longest_response(self) -> int:
         """The maximum length of the responses of the run, those of evaluations among them, in tokens."""
         return max(self.rollout.max_new_tokens, self.eval.max_new_tokens)
+
+
+def _range(low: float | None, high: float | None) -> tuple[float, float]:
+    """Two limits, infinite where they are not given."""
+    return -math.inf if low is None else low, math.inf if high is None else high
 
 
 def changed(config: Table, values: Mapping[str, Any]) -> Table:

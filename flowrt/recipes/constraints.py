@@ -212,14 +212,14 @@ def check_reward_options(config: RunConfig) -> None:
 
 def _check_difficulty(data: DataConfig) -> None:
     """Raise ConfigError for limits of the difficulty that exclude all rows, and for its options that have no effect."""
-    least, most = data.min_difficulty, data.max_difficulty
+    least, most = data.difficulties
     if not data.difficulty_key:
         if data.order == "easy_first":
             raise ConfigError("data.order is easy_first, and data.difficulty_key is empty; name the column")
         return
     if least > most:
         raise ConfigError(f"data.min_difficulty is {least:g}, above data.max_difficulty ({most:g}); no row is left")
-    if (least, most) == (DataConfig.min_difficulty, DataConfig.max_difficulty) and data.order != "easy_first":
+    if data.min_difficulty is data.max_difficulty is None and data.order != "easy_first":
         raise ConfigError(
             "data.difficulty_key is set and changes nothing; set data.min_difficulty, data.max_difficulty or "
             "data.order easy_first too"
@@ -234,10 +234,11 @@ def _check_filter(config: RunConfig) -> None:
             "algorithm.filter.zero_variance is on and group_size is 1: the rewards of every group would be equal, and "
             "all would be filtered; use groups of 2 or more, or leave it out"
         )
-    if options.min_reward > options.max_reward:
+    low, high = options.rewards
+    if low > high:
         raise ConfigError(
-            f"algorithm.filter.min_reward is {options.min_reward}, above algorithm.filter.max_reward "
-            f"({options.max_reward}): no group would be trained; use a lower one"
+            f"algorithm.filter.min_reward is {low}, above algorithm.filter.max_reward ({high}): no group would be "
+            "trained; use a lower one"
         )
     if options == replace(none, tries=options.tries) != none:
         raise ConfigError(

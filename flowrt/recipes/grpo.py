@@ -154,8 +154,9 @@ def policies(config: RunConfig) -> Policies:
 def group_filter(config: FilterConfig) -> GroupFilter:
     """The policy that decides which groups are trained."""
     filters: list[GroupFilter] = [ZeroVariance()] if config.zero_variance else []
-    if (config.min_reward, config.max_reward) != (FilterConfig.min_reward, FilterConfig.max_reward):
-        filters.append(RewardBand(config.min_reward, config.max_reward))
+    low, high = config.rewards
+    if (low, high) != FilterConfig().rewards:
+        filters.append(RewardBand(low, high))
     if config.function:
         filters.append(UserFunction())
     if len(filters) > 1:

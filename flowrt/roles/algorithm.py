@@ -96,7 +96,8 @@ def algorithm(config: RunConfig) -> Algorithm:
 def _credit(table: AlgorithmConfig, max_new_tokens: int) -> CreditRule:
     advantage = table.advantage
     if advantage.keep_best:
-        return BestOfGroup(advantage.keep_best, advantage.keep_above)
+        above = float("-inf") if advantage.keep_above is None else advantage.keep_above
+        return BestOfGroup(advantage.keep_best, above)
     return GroupAdvantages(
         baseline=advantage.baseline,
         scale=advantage.scale,

@@ -49,9 +49,8 @@ class Selection(Rows):
 
 
 def within(numbers: Sequence[float], data: DataConfig) -> list[int]:
-    """The indices of the rows whose difficulty is within both limits, inclusive; a default limit excludes no row."""
-    least = -math.inf if data.min_difficulty == DataConfig.min_difficulty else data.min_difficulty
-    most = math.inf if data.max_difficulty == DataConfig.max_difficulty else data.max_difficulty
+    """The indices of the rows whose difficulty is within both limits, inclusive."""
+    least, most = data.difficulties
     return [at for at, number in enumerate(numbers) if least <= number <= most]
 
 

@@ -22,6 +22,8 @@ import torch
 
 from flowrt.engines.base import sample_seed
 from flowrt.errors import ConfigError
+from flowrt.observability.run_reader import flat
+from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import AlgorithmConfig, DataSetConfig, GuardConfig, RunConfig
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml, parse, to_toml
 from flowrt.recipes.constraints import check
@@ -131,6 +133,15 @@ def test_an_invalid_choice_is_refused_with_the_valid_ones(tmp_path: Path) -> Non
         ConfigError, match=r"'rollout\.weight_update' takes one of between_sequences, in_flight, not 'never'"
     ):
         parse(["--config", write(tmp_path / "run.toml", '[rollout]\nweight_update = "never"')])
+
+
+@pytest.mark.parametrize("table", [*map(defaults, RECIPE_NAMES), *PRESETS.values()])
+def test_a_key_that_may_be_left_out_is_left_out_of_recipes_and_presets(table: Any) -> None:
+    """TOML, which has no null, could not take its value away."""
+    optional = [name for name, hint in leaves(type(table)) if type(None) in get_args(bare(hint))]
+    assert len(optional) >= 2
+    values = dict(flat(dataclasses.asdict(table)))
+    assert not [name for name in optional if values.get(name) is not None and name != "loss.dual_clip"]
 
 
 def test_toml_round_trip_of_special_characters() -> None:
