@@ -161,8 +161,9 @@ def run_words(data: Data, place: "Place", changes: Mapping[str, str], recipe: st
 
 
 def draw_flags(data: Data, place: "Place") -> Draw:
-    """Keys with values of their types, on the command line."""
+    """Keys with values of their types, those of a table with types with one of these, on the command line."""
     keys = data.draw(st.lists(st.sampled_from(sorted(KEYS)), min_size=1, max_size=3, unique=True))
+    keys += [name for key in keys if (name := f"{key.rpartition('.')[0]}.type") in KEYS and name not in keys]
     changes = {key.replace("_", "-"): data.draw(values(KEYS[key])) for key in keys}
     words = run_words(data, place, changes, data.draw(st.sampled_from(["", "", "", "custom"])))
     if data.draw(st.integers(0, 6)) == 0:  # a flag twice, a value missing, a word too many

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flowrt.recipes.config import DataSetConfig, GuardConfig
+from flowrt.recipes.config import DataSetConfig, GuardConfig, key_values
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults
 from flowrt.recipes.flag_help import COMMON, SHORT_FLAGS, meaning_of_type, meanings
 from flowrt.recipes.resume_overrides import may_change
@@ -64,7 +64,7 @@ def page() -> str:
         "| key | " + " | ".join(RECIPE_NAMES) + " |",
         "|---|" + "---|" * len(RECIPE_NAMES),
     ]
-    values = [dict(_leaves("", defaults(recipe))) for recipe in RECIPE_NAMES]
+    values = [{name: value for name, _, value in key_values(defaults(recipe))} for recipe in RECIPE_NAMES]
     for key in values[0]:
         if key != "recipe" and any(value[key] != values[0][key] for value in values):
             lines.append(f"| `{key}` | " + " | ".join(_value(value[key]) for value in values) + " |")
@@ -85,10 +85,10 @@ def _union(name: str, table: Any, kinds: Mapping[str, type], about: str) -> list
     lines = [f"## `[{name}]`", "", about, "", *HEAD]
     lines += [_row(f"{name}.{TYPE}", type_hint(kinds), table.type, meaning_of_type(kinds))]
     of_several: dict[tuple[type | None, str], list[str]] = {}
-    for kind in kinds.values():
+    for type_name, kind in kinds.items():
         for field in dataclasses.fields(kind):
             if (declared_by := owner(kind, field.name)) is not kind:
-                of_several.setdefault((declared_by, field.name), []).append(kind.type)
+                of_several.setdefault((declared_by, field.name), []).append(type_name)
     for (_, key), types in of_several.items():
         other = with_type(table, kinds[types[0]])
         others = [kind for kind in kinds if kind not in types]
@@ -140,15 +140,6 @@ def _tables(prefix: str, config: Any) -> Iterator[tuple[str, Any, Any, str]]:
         if dataclasses.is_dataclass(value):
             yield f"{prefix}{field.name}", value, hints[field.name], texts[field.name]
             yield from _tables(f"{prefix}{field.name}.", value)
-
-
-def _leaves(prefix: str, config: Any) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(f"{prefix}{field.name}.", value)
-        else:
-            yield f"{prefix}{field.name}", value
 
 
 def _kind(hint: Any) -> str:

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import (
@@ -36,6 +35,7 @@ from flowrt.recipes.config import (
     SurrogateLoss,
     ToprLoss,
     VespoLoss,
+    key_values,
 )
 
 NO_CORRECTION = CorrectionConfig(level="off")
@@ -211,18 +211,9 @@ def _weighs_samples(algorithm: AlgorithmConfig) -> bool:
 
 def name_and_changes(algorithm: AlgorithmConfig) -> str:
     """The name of the algorithm, and its fields that differ from the preset: ``grpo, with loss.clip_high 0.3``."""
-    usual = dict(_fields(preset(algorithm.name)))
-    changes = ", ".join(f"{name} {value}" for name, value in _fields(algorithm) if value != usual.get(name))
+    usual = {name: value for name, _, value in key_values(preset(algorithm.name))}
+    changes = ", ".join(f"{name} {value}" for name, _, value in key_values(algorithm) if value != usual.get(name))
     return f"{algorithm.name}, with {changes}" if changes else algorithm.name
-
-
-def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", value
 
 
 def inert_fields(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
@@ -230,7 +221,7 @@ def inert_fields(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if is_own(algorithm.name):
         reason = f"algorithm {algorithm.name} has no such parameter of flowrt's"
         free = ("name", "own_reference", "staleness_weight", "staleness_power")
-        for field, _ in _fields(algorithm):
+        for field, *_ in key_values(algorithm):
             if field not in free and not field.startswith("filter."):
                 yield field, reason
     else:

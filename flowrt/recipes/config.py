@@ -5,9 +5,9 @@
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from annotated_types import Interval
 
@@ -1008,6 +1008,17 @@ class RunConfig:
 def _range(low: float | None, high: float | None) -> tuple[float, float]:
     """Two limits, infinite where they are not given."""
     return -math.inf if low is None else low, math.inf if high is None else high
+
+
+def key_values(table: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted name, the type hint and the value of each key of a table and of those within it."""
+    hints = get_type_hints(type(table), include_extras=True)
+    for attribute in fields(table):
+        name, value = f"{path}{attribute.name}", getattr(table, attribute.name)
+        if is_dataclass(value):
+            yield from key_values(value, f"{name}.")
+        else:
+            yield name, hints[attribute.name], value
 
 
 def changed(config: Table, values: Mapping[str, Any]) -> Table:

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from string import Template
-from typing import Any, get_type_hints
+from typing import Any
 
 from flowrt.engines.model_config import parse_overrides
 from flowrt.engines.options import CUT_CHARACTER, Dtype
@@ -28,6 +28,7 @@ from flowrt.recipes.config import (
     RunConfig,
     TrainerConfig,
     UniformCurriculum,
+    key_values,
 )
 from flowrt.recipes.data.files import held_out_split, open_rows
 from flowrt.recipes.data_sets import check_sets, set_data
@@ -100,33 +101,23 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         config: a configuration dataclass; nested ones are checked too.
         prefix: dotted prefix of its fields in messages, with the last dot.
     """
-    hints = get_type_hints(type(config), include_extras=True)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            check_bounds(value, f"{prefix}{field.name}.")
-        elif isinstance(value, tuple):
+    for name, hint, value in key_values(config, prefix):
+        if isinstance(value, tuple):
             for index, element in enumerate(value):
                 if dataclasses.is_dataclass(element):
-                    check_bounds(element, f"{prefix}{field.name}[{index}].")
-        elif value is None:
-            continue  # a limit that is not set
-        elif (interval := interval_of(hints[field.name])) is not None and not contains(interval, value):
-            raise ConfigError(f"{prefix}{field.name} is {value}; use {advice(interval)}")
+                    check_bounds(element, f"{name}[{index}].")
+        elif value is not None and (interval := interval_of(hint)) is not None and not contains(interval, value):
+            raise ConfigError(f"{name} is {value}; use {advice(interval)}")
 
 
 def check_text(config: Any, prefix: str = "") -> None:
     """Raise ConfigError for text with a NUL, or with bytes that are not valid text in the locale."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            check_text(value, f"{prefix}{field.name}.")
-        elif isinstance(value, str | tuple):
-            for element in [value] if isinstance(value, str) else value:
-                if dataclasses.is_dataclass(element):
-                    check_text(element, f"{prefix}{field.name}.")
-                else:
-                    _check_one_text(element, f"{prefix}{field.name}")
+    for name, _, value in key_values(config, prefix):
+        for element in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(element):
+                check_text(element, f"{name}.")
+            elif isinstance(element, str):
+                _check_one_text(element, name)
 
 
 def _check_one_text(text: str, name: str) -> None:

@@ -205,12 +205,18 @@ def _lines(command: str, base: Any, topic: str, text: HelpText, width: int) -> I
 
 
 def _sections(
-    table: Any, is_listed: Callable[[str], bool], name: str = "", about: str = "", kinds: Mapping[str, type] = NO_TYPES
+    table: Any,
+    is_listed: Callable[[str], bool],
+    *,
+    name: str = "",
+    about: str = "",
+    kinds: Mapping[str, type] = NO_TYPES,
 ) -> Iterator[_Section]:
     """The section of a table, which has one of these types, and those of the tables within it."""
     hints, texts = get_type_hints(type(table), include_extras=True), meanings(type(table))
     if kinds:
-        hints[TYPE], texts[TYPE] = type_hint(kinds), meaning_of_type(kinds)
+        hints[TYPE] = type_hint(kinds)
+        texts[TYPE] = f"{meaning_of_type(kinds).removesuffix('.')}; --help {name} shows the keys of all"
     keys: list[_Key] = []
     tables: list[_Key] = []
     for field in dataclasses.fields(table):
@@ -223,10 +229,10 @@ def _sections(
     yield _Section(name, about, keys)
     for section in tables:
         types = variants(section.hint)
-        yield from _sections(section.value, is_listed, section.name, section.meaning, types)
+        yield from _sections(section.value, is_listed, name=section.name, about=section.meaning, kinds=types)
         for type_name, kind in types.items():
-            other = with_type(section.value, kind)
-            for below in _sections(other, is_listed, section.name, f"keys of type {type_name}.", types):
+            other, keys_of = with_type(section.value, kind), f"keys of type {type_name}."
+            for below in _sections(other, is_listed, name=section.name, about=keys_of, kinds=types):
                 more = [key for key in below.keys if owner(type(section.value), key.name.rpartition(".")[2]) is None]
                 yield replace(below, keys=more, is_present=False)
 

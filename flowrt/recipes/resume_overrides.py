@@ -1,13 +1,11 @@
 """Configuration keys that may change when a run is resumed: placement and resources, but not what it computes."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataSetConfig, RunConfig
+from flowrt.recipes.config import DataSetConfig, RunConfig, key_values
 from flowrt.recipes.config_io import read_flags
 from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import described
@@ -89,11 +87,12 @@ def apply_overrides(config: RunConfig, words: Sequence[str], help_notes: str = "
     about = "Continue a run from its newest checkpoint. It keeps its configuration, but for the keys that are listed."
     text = HelpText("RUN", about, help_notes, COMMON, may_change)
     changed = read_flags("flowrt resume", words, config, text)
-    for name in _changes(dataclasses.asdict(config), dataclasses.asdict(changed)):
-        if not may_change(name):
-            was, now = (_shown(attrgetter(name)(settings)) for settings in (config, changed))
+    values = {name: value for name, _, value in key_values(changed)}
+    for name, _, value in key_values(config):
+        if value != (now := values.get(name)) and not may_change(name):
             raise ConfigError(
-                f"{name} is {was} in {config.run_dir}, and stays that when the run is resumed, not {now}: where a "
+                f"{name} is {_shown(value)} in {config.run_dir}, and stays that when the run is resumed, not "
+                f"{_shown(now)}: where a "
                 "run is, and on how much, may change (flowrt resume --help all), but not what it computes; for that "
                 "start another one, which can have this one's model with --model"
             )
@@ -109,12 +108,3 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple) and all(isinstance(member, DataSetConfig) for member in value):
         return described(value)
     return repr(value)
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterator[str]:
-    """The dotted names of the values that differ."""
-    for key, value in old.items():
-        if isinstance(value, dict):
-            yield from _changes(value, new[key], f"{path}{key}.")
-        elif value != new.get(key):  # another type of a union has other keys
-            yield f"{path}{key}"

@@ -55,8 +55,8 @@ def bare(hint: Any) -> Any:
 
 def variants(hint: Any) -> dict[str, type[Any]]:
     """The dataclasses of a tagged union by their types; none for any other hint."""
-    kinds = get_args(hint) if get_origin(hint) is UnionType else ()
-    return {kind.type: kind for kind in kinds if dataclasses.is_dataclass(kind)}
+    kinds = get_args(bare(hint)) if get_origin(bare(hint)) is UnionType else ()
+    return {kind.type: kind for kind in kinds if hasattr(kind, TYPE)}
 
 
 def table_of(hint: Any) -> type[Any] | None:
@@ -74,7 +74,7 @@ def type_hint(kinds: Mapping[str, type[Any]]) -> Any:
 def leaves(table: type[Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted name and the type hint of each key of a configuration, those of all types of a union among them."""
     for name, hint in get_type_hints(table, include_extras=True).items():
-        if kinds := variants(bare(hint)):
+        if kinds := variants(hint):
             yield f"{path}{name}.{TYPE}", type_hint(kinds)
             below = (leaf for kind in kinds.values() for leaf in leaves(kind, f"{path}{name}."))
             yield from (leaf for leaf in below if leaf[0] != f"{path}{name}.{TYPE}")
@@ -130,15 +130,15 @@ def _merged(base: Any, table: Mapping[str, Any], place: _Place) -> Any:
             raise place.error(key, f"is a table of keys, not {value!r:.80}")
         else:
             if kinds := variants(hints[key]):
-                current = _with_type_of(value, current, kinds, place.below(key), _origin(base, current))
+                current = _with_type_of(value, current, kinds, place.below(key), origin=_origin(base, current))
             changes[key] = _merged(current, value, place.below(key))
     return dataclasses.replace(base, **changes)
 
 
 def _with_type_of(
-    table: Mapping[str, Any], current: Any, kinds: Mapping[str, type[Any]], place: _Place, origin: str
+    table: Mapping[str, Any], current: Any, kinds: Mapping[str, type[Any]], place: _Place, *, origin: str
 ) -> Any:
-    """The present table of a union, of the type that the new table names. Raises ConfigError for keys of others."""
+    """The present table of a union, of the type that the new one names. Raises ConfigError for keys of others."""
     name = table.get(TYPE, current.type)
     if name not in tuple(kinds):
         raise place.error(TYPE, f"takes one of {', '.join(kinds)}, not {name!r:.80}")
@@ -180,27 +180,15 @@ def _value(value: Any, hint: Any, key: str, place: _Place) -> Any:
         if value not in tuple(choices):
             raise place.error(key, f"takes one of {', '.join(choices)}, not {value!r:.80}")
         return choices[value]
-    return _converted(value, hint, key, place) if place.are_flags else _typed(value, hint, key, place)
-
-
-def _converted(text: str, kind: Any, key: str, place: _Place) -> Any:
-    """The value of a word."""
+    is_exact = not place.are_flags and (hint is not float or type(value) is not int)  # a whole number is a number too
+    if is_exact and type(value) is not hint:
+        raise place.error(key, f"takes {hint.__name__}, not {type(value).__name__} {value!r:.80}")
     try:
-        return kind(text)
+        return hint(value)
     except ValueError:
-        raise place.error(key, f"takes {_KINDS[kind]}, not {text!r:.80}") from None
-
-
-def _typed(value: Any, kind: Any, key: str, place: _Place) -> Any:
-    """A value of TOML; a whole number is a number too."""
-    if kind is float and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            raise place.error(key, f"is a number of {len(str(value))} digits; use a smaller one") from None
-    if type(value) is not kind:
-        raise place.error(key, f"takes {kind.__name__}, not {type(value).__name__} {value!r:.80}")
-    return value
+        raise place.error(key, f"takes {_KINDS[hint]}, not {value!r:.80}") from None
+    except OverflowError:
+        raise place.error(key, f"is a number of {len(str(value))} digits; use a smaller one") from None
 
 
 def _each(kind: Any, tables: Any, key: str, place: _Place) -> tuple[Any, ...]:

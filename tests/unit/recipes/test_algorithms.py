@@ -263,6 +263,10 @@ def test_the_line_of_a_run_names_what_differs_from_the_preset() -> None:
             ["--algorithm", "grpo", "--algorithm.loss.type", "sat", "--algorithm.loss.delta", "3"],
             "--algorithm.loss.delta is of type ppo, and the type is sat; set",
         ),
+        (
+            ["--algorithm", "mine.py:Mine", "--algorithm.loss.type", "ppo"],
+            "algorithm.loss.type is ppo, which changes nothing: algorithm mine.py:Mine has no such parameter",
+        ),
         (["--algorithm.loss.policy", "ppo"], "--algorithm.loss.policy is called --algorithm.loss.type"),
         (["--algorithm", "grpo", "--algorithm.loss.delta", "1.1"], "within the clip range; use more than 1.2"),
         (["--algorithm.plan.updates", "4"], "anchor present"),
@@ -305,10 +309,10 @@ def test_flags_override_the_file_which_overrides_the_preset(tmp_path: Any) -> No
     path = tmp_path / "run.toml"
     path.write_text('[algorithm]\nname = "dapo"\n[algorithm.loss]\nclip_low = 0.1\nclip_high = 0.4\n')
     table = parse(["--config", str(path), "--algorithm.loss.clip-high", "0.3"]).algorithm
-    assert (table.name, table.loss.clip_low, table.loss.clip_high) == ("dapo", 0.1, 0.3)
+    assert (table.name, table.loss) == ("dapo", PpoLoss(clip_low=0.1, clip_high=0.3))
     assert table.plan == PRESETS["dapo"].plan
     named = parse(["--config", str(path), "--algorithm", "grpo"]).algorithm
-    assert (named.name, named.loss.clip_low, named.loss.aggregation) == ("grpo", 0.1, "sequence_mean")
+    assert (named.name, named.loss) == ("grpo", PpoLoss("ppo", "sequence_mean", clip_low=0.1, clip_high=0.4))
 
 
 def test_another_loss_keeps_the_aggregation_of_the_preset_and_the_clip_range_of_losses_like_ppo(tmp_path: Any) -> None:

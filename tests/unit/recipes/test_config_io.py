@@ -411,9 +411,8 @@ def documented_fields() -> dict[str, str]:
 
 def _documented_fields(table: Any, prefix: str) -> Iterator[tuple[str, str]]:
     docs: dict[str, str] = {}
-    for kind in table.__mro__:
-        if dataclasses.is_dataclass(kind):
-            docs = {**_field_docs(kind), **docs}
+    for kind in table.__mro__[:-1]:  # but object
+        docs = {**_field_docs(kind), **docs}
     for name, hint in get_type_hints(table).items():
         if kinds := variants(hint):
             for kind in kinds.values():

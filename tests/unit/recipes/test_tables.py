@@ -63,25 +63,25 @@ def test_without_a_type_the_present_one_stays_and_another_one_has_its_own_defaul
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class Outline:
     type: str
     size: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Square(Shape):
+class Square(Outline):
     type: str = "square"
     turn: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Circle(Shape):
+class Circle(Outline):
     type: str = "circle"
     turn: float = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Dot(Shape):
+class Dot(Outline):
     type: str = "dot"
     size: float = 0.0
 
