@@ -235,7 +235,7 @@ class LocalRun:
                 view.report(f"algorithm {name_and_changes(self._config.algorithm)}")
                 await self._watch_process.start(view.report)
                 work = asyncio.create_task(self._run_with_restarts(view))
-                code = await self._signals.wait_for(work, self._signal_controller, view.report)
+                code = await self._signals.run(work, self._signal_controller, view.report)
         except ConfigError:
             await self._children.end(0.0)
             await self._watch_process.close()

@@ -56,7 +56,7 @@ class Signals:
         """Whether a signal made the run save and end; this launcher does not restart it."""
         return self._terminated.is_set()
 
-    async def wait_for(
+    async def run(
         self, work: asyncio.Task[int], forward: Callable[[signal.Signals], bool], report: Callable[[str], None]
     ) -> int:
         """Wait for ``work`` and return its exit code; after a signal, end it within a time limit.
