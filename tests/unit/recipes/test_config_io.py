@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
+from flowrt.cli import main
 from flowrt.engines.base import sample_seed
 from flowrt.errors import ConfigError
 from flowrt.observability.run_reader import flat
@@ -447,7 +448,7 @@ def help_text() -> str:
         patch.setenv("COLUMNS", "100")
         for topic in ("all", *tables):
             with pytest.raises(SystemExit):
-                parse(["--help", topic])
+                main(["run", "--help", topic])
     return squeeze(printed.getvalue())
 
 
