@@ -34,6 +34,7 @@ from flowrt.recipes.run_dir import CONFIG, run_name
 from flowrt.recipes.tasks.task_file import is_task_file
 
 METRICS, EVENTS, ATTRIBUTION, TIMELINE = "metrics.jsonl", "events.jsonl", "attribution.jsonl", "timeline"
+EVALUATIONS = "evaluations.jsonl"
 SUMMARY = "summary.json"
 PRESENT, MISSING = "present", "missing"
 Outcome = Literal["complete", "stopped", "failed"]
@@ -88,6 +89,7 @@ class RunReader:
         self.run_dir = run_dir
         self._metrics = JsonTail(run_dir / METRICS)
         self._events = JsonTail(run_dir / EVENTS)
+        self._evaluations = JsonTail(run_dir / EVALUATIONS)
         self._shares = TimeShares(run_dir / ATTRIBUTION)
         self._has_all_shares = False
         self._timeline = TimelineRows(run_dir / TIMELINE)
@@ -95,7 +97,8 @@ class RunReader:
         self._event_lines: list[dict[str, Any]] = []
         self._thinned = 0  # number of earlier events, which are not kept
         self._event_kinds: Counter[str] = Counter()
-        self._results: dict[str, float] = {}  # of evaluations
+        self._results: dict[str, float] = {}  # of evaluations, in metrics.jsonl
+        self._last_results: dict[str, float] = {}  # in evaluations.jsonl, also those after the last step
         self._token_texts: TokenTexts | None = None
         self._statistics = SampleStatistics(run_dir)
         self._ledger_state = ""
@@ -109,6 +112,7 @@ class RunReader:
 
         Returns updates in the order of each file: steps and rollbacks of metrics.jsonl, then the lines of events.jsonl.
         """
+        self._read_evaluations()
         return [*self._read_metrics(), *self._read_events()]
 
     def read_attribution(self, most_bytes: int = UNLIMITED) -> bool:
@@ -154,11 +158,19 @@ class RunReader:
         self._event_kinds.update(line["kind"] for line in lines)
         return [FileUpdate("event", line, _whole(line.get("step"), -1)) for line in lines]
 
+    def _read_evaluations(self) -> None:
+        lines, is_replaced = self._evaluations.read_new()
+        if is_replaced:
+            self._last_results = {}
+        for line in lines:
+            if isinstance(name := line.pop("name", None), str):
+                line.pop("wall_s", None)
+                results = {f"{EVALUATION}{name}/{result}": value for result, value in line.items()}
+                self._last_results |= _finite(results)
+
     def _append(self, line: Mapping[str, Any]) -> None:
         self._series.append(line)
-        for name, value in line.items():
-            if name.startswith(EVALUATION) and type(value) in (int, float) and math.isfinite(value):
-                self._results[name] = float(value)
+        self._results |= _finite({name: value for name, value in line.items() if name.startswith(EVALUATION)})
 
     @property
     def steps(self) -> Sequence[int]:
@@ -204,7 +216,7 @@ class RunReader:
         seconds = self._shares.seconds if self._has_all_shares else {}
         return RunFigures(
             step=self.next_step - 1,
-            metrics={**self._results, **self._series.last()},
+            metrics={**self._results, **self._series.last(), **self._last_results},
             shares=self._shares.last,
             seconds={(role, kind): value for role, of in seconds.items() for kind, value in of.items()},
             events=dict(self._event_kinds),
@@ -489,6 +501,15 @@ def _is_numbered(line: Mapping[str, Any], name: str) -> bool:
 
 def _whole(value: object, default: int) -> int:
     return value if type(value) is int else default
+
+
+def _finite(numbers: Mapping[str, object]) -> dict[str, float]:
+    """The finite ones of these values, by name."""
+    return {
+        name: float(value)
+        for name, value in numbers.items()
+        if isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+    }
 
 
 def _changed(text: str) -> list[list[Any]] | None:

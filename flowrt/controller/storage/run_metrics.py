@@ -86,12 +86,18 @@ class RunMetrics:
         self._first_step_s: float | None = None  # from the start of the run to that of its first step
         self.numbers: dict[str, float] = dict(position.numbers)
         self.latest: dict[str, Any] = {}
+        reported = {name: -1 for name, _ in self.evaluations}  # the last version whose results a line has
         for line in earlier_lines:
             self._count(line)
+            for name, version in reported.items():
+                reported[name] = line.get(f"{EVALUATION}{name}/version", version)
             step_s = line["samples"] / line["samples_per_s"] if line["samples_per_s"] else 0.0
             self._earlier_training_s += step_s
             if self._first_step_s is None:
                 self._first_step_s = line["wall_s"] - step_s
+        for (name, version), line in self.evaluations.items():
+            if version > reported[name]:
+                self._new_results |= _named(line)
 
     def on_training_started(self, now: float) -> None:
         """Note that a prompt was opened for training; the training time starts at the first one of an attempt.
@@ -154,8 +160,7 @@ class RunMetrics:
         results = dict(finite(closed.numbers))
         line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self.start_s, 4), **results}
         self.evaluations[closed.name, closed.version] = line
-        named = {f"{EVALUATION}{closed.name}/{name}": value for name, value in results.items()}
-        self._new_results |= {**named, f"{EVALUATION}{closed.name}/version": closed.version}
+        self._new_results |= _named(line)
         return self._evaluations.add(line)
 
     def evaluated(self) -> tuple[Evaluation, ...]:
@@ -253,6 +258,12 @@ def _mean(values: list[float]) -> float | None:
 def _results(line: Mapping[str, Any]) -> dict[str, float]:
     """The results in the line of an evaluation."""
     return {key: value for key, value in line.items() if key not in ("name", "version", "wall_s")}
+
+
+def _named(line: Mapping[str, Any]) -> dict[str, float]:
+    """The version and the results in the line of an evaluation, by their names in metrics.jsonl."""
+    results = {**_results(line), "version": line["version"]}
+    return {f"{EVALUATION}{line['name']}/{name}": value for name, value in results.items()}
 
 
 def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float, tuple[int, int] | None]:

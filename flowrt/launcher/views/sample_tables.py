@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from rich.box import SIMPLE
 from rich.table import Table
+from rich.text import Text
 
 from flowrt.observability.sample_statistics import SampleSettings, SampleStatistics
 from flowrt.observability.stored_samples import Order, SampleFilter
@@ -31,14 +32,15 @@ def group_table(
     table = Table(title=f"{title}{_cut(answer)}", box=SIMPLE, title_style="", header_style="")
     for name in ("step", "prompt", "reward", "spread", "right", "tokens", "cut off", "stale"):
         table.add_column(name, justify="right", overflow="fold")
-    table.add_column("prompt text", no_wrap=True, overflow="ellipsis", max_width=PROMPT_CHARS)
+    table.add_column("prompt text", max_width=PROMPT_CHARS)  # shrinks first where the terminal is narrow
     for group in answer["groups"]:
+        text = Text(" ".join(group["prompt_text"].split()), no_wrap=True, overflow="ellipsis")
         lengths = f"{_number(group['tokens'])} ({group['least_tokens']} to {group['most_tokens']})"
         table.add_row(
             f"{group['step']} (rolled back)" if group["is_rolled_back"] else str(group["step"]),
             f"{group['epoch']}:{group['name']}" if group["epoch"] else group["name"],
             *(_number(group["reward"]), _number(group["spread"]), f"{group['right']} of {group['scored']}", lengths),
-            *(str(group["truncated"]), _number(group["staleness"]), " ".join(group["prompt_text"].split())),
+            *(str(group["truncated"]), _number(group["staleness"]), text),
         )
     return table
 

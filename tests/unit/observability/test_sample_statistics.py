@@ -523,6 +523,27 @@ def test_the_command_prints_groups_and_distributions(
     assert set(get_args(By)) == {"group", "reward", "length", "data_set", "solve_rate"}
 
 
+def test_a_narrow_terminal_shortens_the_prompts_of_groups_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    for prompt in range(3):
+        store.train(
+            prompt,
+            [0.0, 1.0, 0.5, 1.0],
+            step=prompt,
+            data=(pack_text(f"{prompt} of several " * 20), pack_text("no"), b""),
+        )
+    (tmp_path / "config.toml").write_text(to_toml(dataclasses.replace(defaults("arithmetic"), group_size=GROUP)))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["samples", str(tmp_path), "--by", "group", "--newest", "2"]) == 0
+    output = capsys.readouterr().out
+    assert [line.split()[:5] for line in output.splitlines() if "0.625" in line] == [
+        ["2", "2", "0.625", "0.4787", "2"],
+        ["1", "1", "0.625", "0.4787", "2"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

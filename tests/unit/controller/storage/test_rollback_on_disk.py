@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.cli import main
-from flowrt.controller.events import AppendLedger, EventKind, LogEvent, Persist, StepClosed
+from flowrt.controller.events import AppendLedger, EvaluationClosed, EventKind, LogEvent, Persist, StepClosed
 from flowrt.controller.storage.event_log import END_TEXT, EVENTS, EventLog
 from flowrt.controller.storage.ledger import Account, Ledger
 from flowrt.controller.storage.run_metrics import RunMetrics
@@ -349,3 +349,25 @@ def test_invalid_arguments_print_one_line(
     assert expected in output
     assert len(output.splitlines()) == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_a_resumed_run_reports_the_evaluations_that_no_line_has(tmp_path: Path) -> None:
+    first = RunMetrics(tmp_path, 0.0)
+    first.write_evaluation(EvaluationClosed("test", 0, (("avg@1", 0.25),)), 1.0)
+    texts = [first.write_step(closed(0, 0.5), 2.0)]
+    results = {
+        (name, version): first.write_evaluation(EvaluationClosed(name, version, (("avg@1", value),)), 3.0)
+        for name, version, value in (("test", 1, 0.5), ("bench", 1, 0.75))
+    }
+    first.close()
+    second = RunMetrics(tmp_path, 0.0, Position(1), lines=texts, evaluations=results)
+    for step in (1, 2):
+        second.write_step(closed(step, 0.5), 4.0 + step)
+    second.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line.get("eval/test/version"), line.get("eval/test/avg@1")) for line in lines] == [
+        (0, 0.25),
+        (1, 0.5),
+        (None, None),
+    ]
+    assert [line.get("eval/bench/avg@1") for line in lines] == [None, 0.75, None]

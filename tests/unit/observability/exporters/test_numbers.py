@@ -1,5 +1,6 @@
 """Every exporter has the numbers of metrics.jsonl, as the tool that reads them sees them."""
 
+import json
 import random
 import re
 import subprocess
@@ -122,6 +123,23 @@ def test_prometheus_text_has_the_numbers_of_the_last_step(run_dir: Path) -> None
     assert 'flowrt_workers{role="trainer",state="at_work"} 1\n' in text
     assert "flowrt_workers_cut_off 1\n" in text
     assert "rollout-1" not in text  # no label per worker
+
+
+def test_prometheus_text_has_the_evaluation_after_the_last_step(tmp_path: Path) -> None:
+    lines = [{"step": 0, "wall_s": 1.0}, {"step": 1, "wall_s": 2.0, "eval/test/avg@1": 0.25, "eval/test/version": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results = [{"name": "test", "version": version, "wall_s": 3.0, "avg@1": version / 4} for version in (1, 2)]
+    path = tmp_path / "evaluations.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in results))
+    reader = RunReader(tmp_path)
+    numbers = prometheus_numbers(prometheus_text(reader.figures()))
+    assert (numbers["flowrt_eval_test_version"], numbers["flowrt_eval_test_avg_1"]) == (2, 0.5)
+    assert "flowrt_eval_test_wall_s" not in numbers
+    with path.open("a") as file:
+        file.write(json.dumps(results[0] | {"version": 3, "avg@1": 1.0, "pass@1": float("nan")}) + "\n")
+    reader.read_new()
+    numbers = prometheus_numbers(prometheus_text(reader.figures()))
+    assert (numbers["flowrt_eval_test_version"], numbers["flowrt_eval_test_avg_1"]) == (3, 1)
 
 
 @pytest.mark.slow
