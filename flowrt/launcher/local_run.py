@@ -30,7 +30,7 @@ from flowrt.ids import OBSERVER, TRAINER
 from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.accelerators import DEV, environments, visible
 from flowrt.launcher.device_check import check_devices_here, unused
-from flowrt.launcher.exporters import ExporterProcesses, check_exporters
+from flowrt.launcher.exporters import ExporterProcesses
 from flowrt.launcher.memory_check import check_memory
 from flowrt.launcher.observer import Observer
 from flowrt.launcher.page_process import WatchProcess, check_page_port, write_page
@@ -138,7 +138,6 @@ def check_and_run(
         controller_keys(Path(config.controller.keys))
     check_free(config.controller.bind, bool(config.controller.keys))
     check_programs(config)
-    check_exporters(config)
     check_machine(config, os.cpu_count() or 1)
     check_devices_here(config)
     check_memory(config, total_bytes(), bool(visible(os.environ, DEV)[1]))

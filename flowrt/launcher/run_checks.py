@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flowrt.errors import ConfigError
+from flowrt.launcher.exporters import check_exporters
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import to_toml
@@ -28,7 +29,7 @@ LOAD_S = 120.0
 
 
 def check_files(config: RunConfig, progress: Callable[[str], None]) -> RunConfig:
-    """Check the data, the functions and the algorithm of a run: all rows are read, and functions are called.
+    """Check the exporters, data, functions and algorithm of a run: all rows are read, and functions are called.
 
     Args:
         config: of the run.
@@ -39,6 +40,7 @@ def check_files(config: RunConfig, progress: Callable[[str], None]) -> RunConfig
 
     Raises ConfigError for the first mistake.
     """
+    check_exporters(config)
     config = with_checked_task(config, progress)
     check_filter_function(config, progress)
     return with_own_needs(config)

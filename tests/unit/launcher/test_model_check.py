@@ -299,6 +299,13 @@ def test_data_check_refuses_what_a_run_refuses(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_data_check_refuses_exporters_that_a_run_refuses(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data_check(model, tmp_path, "--exporters", "tensorbord") == EXIT_BAD_INPUT
+    assert "exporters has 'tensorbord', which is neither tensorboard" in capsys.readouterr().err
+
+
 def test_code_of_a_model_is_not_run_whatever_is_answered(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
