@@ -17,14 +17,9 @@ import atheris
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.simulation, which is not installed
 
 with atheris.instrument_imports(include=["flowrt.protocol", "flowrt.net", "flowrt.controller"]):
-    from flowrt.protocol import codec
     from flowrt.protocol.codec import encode
     from tests.simulation import fuzz_targets
     from tests.simulation.message_fuzzer import MessageFuzzer
-
-# Encoders and decoders are compiled from the declarations of messages, not imported.
-_compile = codec._compiled
-codec._compiled = lambda *what: atheris.instrument_func(_compile(*what))
 
 CORPUS = Path(__file__).parents[1] / "tests" / "corpus"
 SEEDS = 200

@@ -16,7 +16,6 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import gzip
 import json
 import random
@@ -34,6 +33,7 @@ from http.cookiejar import CookieJar
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import psutil
 from common.children import Child
 from common.harness import Samples, by_turns, median_ratio
@@ -346,7 +346,7 @@ class Observers:
         await asyncio.gather(*(self._follow(number) for number in range(self.COUNT)))
 
     async def _follow(self, number: int) -> None:
-        connection = Connection(self._address, dataclasses.replace(hello(), worker=f"observer-{number}"), None)
+        connection = Connection(self._address, msgspec.structs.replace(hello(), worker=f"observer-{number}"), None)
         await connection.open(COMMAND_TIMEOUT_S)
         try:
             async for _ in statuses(connection):

@@ -13,6 +13,8 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
 from flowrt.errors import (
     EXIT_DISMISSED,
     PROGRAMMING_ERRORS,
@@ -219,7 +221,7 @@ class Connection:
     async def _reconnect(self) -> None:
         """Connect to a restarted controller at the same address, within the run's reconnect timeout."""
         before = self.welcome
-        hello = dataclasses.replace(self._hello, term=before.term)
+        hello = msgspec.structs.replace(self._hello, term=before.term)
         log.warning("the controller %s is gone; waiting for it", self.address)
         end_s = self._loop.time() + before.reconnect_timeout_s
         absence = OwnAbsence(CONNECT_ATTEMPT_S)

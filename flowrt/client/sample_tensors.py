@@ -9,10 +9,11 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from flowrt.errors import FlowError, LocalProtocolError, OverBudget, TransferError
 from flowrt.protocol.messages import Grant, Incoming, Message, SendSamples, TransferFailed

@@ -5,10 +5,10 @@ import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 
 from flowrt.client.sample_tensors import Batch, Columns, Numbers

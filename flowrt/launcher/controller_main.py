@@ -7,7 +7,6 @@ controller listens, it logs its address and writes it to ``--ready-fd`` and to f
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -15,6 +14,8 @@ import signal
 import sys
 from pathlib import Path
 from time import monotonic
+
+import msgspec
 
 from flowrt.controller.events import EndRun, PreemptRun
 from flowrt.controller.policies.admission import StrictLag
@@ -86,7 +87,7 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         before = dict.fromkeys([name for name in numbers if name.startswith((KEPT, DISCARDED))], 0.0)
         for name, value in (counts := {**before, **kept.numbers()}).items():
             ledger.add_summary_value(name, value, position.step)
-        position = dataclasses.replace(position, numbers=tuple({**numbers, **counts}.items()))
+        position = msgspec.structs.replace(position, numbers=tuple({**numbers, **counts}.items()))
     inputs = CoreInputs(
         config=text,
         term=ledger.term,

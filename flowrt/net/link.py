@@ -24,7 +24,7 @@ from flowrt.errors import ConfigError, FlowError, RemoteProtocolError
 from flowrt.net.connection_filter import ConnectionFilter, HandshakeFailure
 from flowrt.net.curve_keys import ADMITTED, KEYS_VARIABLE, PUBLIC, ControllerKeys, WorkerKeys
 from flowrt.net.liveness import HEARTBEAT_MS
-from flowrt.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from flowrt.protocol.codec import MAX_MESSAGE_BYTES, decode, encode, encode_checked
 from flowrt.protocol.messages import Message
 from flowrt.runtime.addresses import needs_ipv6, parse_address
 from flowrt.runtime.host import check_address
@@ -497,7 +497,7 @@ class ClientLink:
 
         Raises LocalProtocolError if it cannot be encoded.
         """
-        self._socket.try_send([encode(message)])
+        self._socket.try_send([encode_checked(message)])
 
     def spin_wait(self, for_s: float) -> bool:
         """Poll for messages without sleeping, for at most ``for_s`` seconds; returns whether one was received."""

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from flowrt.protocol.messages import Ints
+from flowrt.protocol.messages import Int, Ints, ProtocolRecord
 
 JOURNALS = "journals"
 """Directory of the journals in the run directory."""
 SUFFIX = ".journal"
 PARTIAL = f".*{SUFFIX}.part"
 """Pattern of the files that are left of a process that was killed while it rewrote its journal."""
-KIND = b"flowrt journal 1\n"
+KIND = b"flowrt journal 2\n"
 """Beginning of each file; its number is that of the format."""
 Place = TypeVar("Place")
 
@@ -33,21 +33,20 @@ class SampleKey(NamedTuple):
     attempt: int
 
 
-@dataclass(slots=True)
-class SamplePart:
+class SamplePart(ProtocolRecord):
     """Header of a record: tokens of a sample, whose columns are the body of the record, one after the other."""
 
-    epoch: int
-    prompt: int
-    member: int
-    attempt: int
-    prompt_crc: int  # CRC-32 of the tokens of the prompt
-    start: int  # number of the sample's tokens before this part
-    count: int  # number of its tokens in this part
+    epoch: Int
+    prompt: Int
+    member: Int
+    attempt: Int
+    prompt_crc: Int  # CRC-32 of the tokens of the prompt
+    start: Int  # number of the sample's tokens before this part
+    count: Int  # number of its tokens in this part
     spans: Ints  # of all tokens up to the end of this part: version, tokens, version, tokens, ...
     is_complete: bool
     truncated: bool  # of a complete sample: cut at the length limit
-    columns: tuple[tuple[str, str, int], ...]  # name, dtype, and bytes of each column
+    columns: tuple[tuple[str, str, Int], ...]  # name, dtype, and bytes of each column
 
     @property
     def key(self) -> SampleKey:

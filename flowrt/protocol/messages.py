@@ -2,37 +2,44 @@
 
 - Each docstring begins with the sender.
 - A message with a ``request`` number gets exactly one answer, which carries the same number.
-- The position in `MESSAGES` is a message's tag, so new ones are appended.
-- The records that messages contain come first: packed numbers, columns, parts of columns, lane turns, prompt sets.
-- Sets of consumed prompts are packed as bitmaps (`pack`): a million consecutive prompts take 130 kB instead of 8 MB.
-  Only words with a set bit are kept, in runs of consecutive words, so prompts far apart (hashes) cost 24 bytes each.
+- Each message has a tag of its own; a new one takes the next number, and is appended to `Message`.
+- The records that messages contain come first: columns, parts of columns, lane turns, prompt sets.
+- Sets of consumed prompts are packed as bitmaps (`pack`): a million consecutive prompts take 145 kB instead of 5 MB.
+  Only words with a set bit are kept, in runs of consecutive words, so prompts far apart (hashes) cost 19 bytes each.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import hypot
-from typing import Annotated, get_args
+from typing import Annotated, dataclass_transform, get_args
+
+from msgspec import Meta, Struct
 
 from flowrt.errors import RemoteProtocolError
 
 # ---- records
 
-Ints = Annotated[tuple[int, ...], "q"]
-"""Whole numbers packed as little-endian int64."""
-Floats = Annotated[tuple[float, ...], "d"]
-"""Real numbers packed as little-endian float64."""
+
+@dataclass_transform(frozen_default=True)
+class ProtocolRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What `flowrt.protocol.codec` encodes, as an array of its fields; a message is one with a tag.
+
+    The garbage collector need not look at it: it is made of tuples, so that it is part of no reference cycle.
+    """
 
 
-@dataclass(frozen=True, slots=True)
-class SameLength:
-    """Marks a column with as many numbers as the earlier field ``field``: if all are equal, only one is sent."""
-
-    field: str
-
-
-OfSlots = Annotated[Ints, SameLength("slots")]
-OfIds = Annotated[Ints, SameLength("ids")]
+Int = Annotated[int, Meta(le=2**63 - 1)]
+"""A whole number of 64 bits, the range of SQLite's."""
+Ints = tuple[Int, ...]
+Floats = tuple[float, ...]
+MAX_SIGNAL_BYTES = 16 * 1024
+"""Limit of the value of a `RendezvousKey`; the longest known, the root info of HCCL, has 4108 bytes."""
+MAX_RECORD_BYTES = 1024 * 1024
+"""Limit of the bytes in a tuple of bytes: of packed spans, and of a record of a sample, in `SampleRecords`. A sample of
+32,000 tokens has 200 to 400 KB."""
+SignalBytes = Annotated[bytes, Meta(max_length=MAX_SIGNAL_BYTES)]
+RecordBytes = Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
 
 
 ITEM_BYTES = {
@@ -44,8 +51,7 @@ ITEM_BYTES = {
 """The dtypes that a column may have, by their torch names, and their element sizes in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(ProtocolRecord):
     """A tensor column: 1-D, ragged, of one dtype; scope says whether a slot or its whole group has one."""
 
     name: str
@@ -65,25 +71,22 @@ class Stage:
     generates: bool = False  # generates tokens with a policy version, so admission applies
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: construction of a frozen one takes three times as long
-class ColumnLengths:
+class ColumnLengths(ProtocolRecord):
     """A tensor column of an offer: the number of elements of each prompt. The tensors stay with the source."""
 
     column: str
     lengths: Ints
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: construction of a frozen one takes three times as long
-class Part:
+class Part(ProtocolRecord):
     """Rows of a tensor column: ids of slots (or of groups, by the column's scope), and the elements of each row."""
 
     column: str
     ids: Ints
-    lengths: OfIds
+    lengths: Ints
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: construction of a frozen one takes three times as long
-class Values:
+class Values(ProtocolRecord):
     """An inline column: one number for each slot, carried with the metadata."""
 
     column: str
@@ -115,70 +118,59 @@ KEPT_TOKENS = "kept_tokens"
 """Inline column of a train batch: the number of tokens of each sample to train, if steps have a token budget."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(ProtocolRecord):
     """A version of a named model as buckets of these sizes: in full, or as a delta to the version ``base``."""
 
     model: str
-    version: int
-    base: int  # NO_BASE: the full version
+    version: Int
+    base: Int  # NO_BASE: the full version
     bucket_bytes: Ints
-    checksum: int  # CRC-32 of the full version, also for a delta
+    checksum: Int  # CRC-32 of the full version, also for a delta
 
 
-MAX_SIGNAL_BYTES = 16 * 1024
-"""Limit of the value of a `RendezvousKey`; the longest known, the root info of HCCL, has 4108 bytes."""
-MAX_RECORD_BYTES = 1024 * 1024
-"""Limit of the bytes in a tuple of bytes: of packed spans, and of a record of a sample, in `SampleRecords`. A sample of
-32,000 tokens has 200 to 400 KB."""
 GONE = "gone"
 """Key of a `RendezvousKey` from the controller: the peer has left the run, and all lanes with it have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaneTurn:
+class LaneTurn(ProtocolRecord):
     """One transfer of a lane; both ends issue transfers in the order of ``sequence``."""
 
     sender: str
     receiver: str
     kind: str  # "samples" or "weights"
-    incarnation: int  # incremented each time the lane is opened again
-    sequence: int
+    incarnation: Int  # incremented each time the lane is opened again
+    sequence: Int
     transport: str  # "shm", "gloo", "nccl" or "hccl"; the same for a whole incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(ProtocolRecord):
     """The parts that a worker receives in one turn of a lane, as one packed message."""
 
     turn: LaneTurn
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(ProtocolRecord):
     """Prompts of one epoch that are not to be offered again, as a bitmap (see `pack`)."""
 
-    epoch: int
+    epoch: Int
     starts: Ints  # index of the first word of each run of consecutive words
     counts: Ints  # words of each run
     words: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(ProtocolRecord):
     """The results of an evaluation of one version on one data set."""
 
     name: str
-    version: int
+    version: Int
     numbers: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(ProtocolRecord):
     """Where a run continues: steps trained, prompts consumed, numbers of the summary so far, evaluations."""
 
-    step: int = 0
+    step: Int = 0
     passed: tuple[Passed, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
@@ -273,31 +265,29 @@ def unpack(passed: Iterable[Passed]) -> dict[int, PromptSet]:
 # ---- messages
 
 
-@dataclass(slots=True)
-class Hello:
+class Hello(ProtocolRecord, tag=0):
     """worker, observer: request to join; the first message of every connection."""
 
-    protocol: int
+    protocol: Int
     worker: str
     role: str
     host: str
-    pid: int
+    pid: Int
     lanes: tuple[str, ...]  # supported transports, best first; "shm:SCOPE" only works between workers of the same scope
-    term: int = 0  # of the controller that the worker was connected to before; 0: new worker
+    term: Int = 0  # of the controller that the worker was connected to before; 0: new worker
     clock: str = ""  # which monotonic clock the worker reads: equal names, equal clocks
 
 
-@dataclass(slots=True)
-class Welcome:
+class Welcome(ProtocolRecord, tag=1):
     """controller: the worker has joined; parameters of the run."""
 
-    term: int  # incremented by each restart of the controller
+    term: Int  # incremented by each restart of the controller
     heartbeat_s: float
     request_timeout_s: float
     reconnect_timeout_s: float  # for how long a worker tries to reconnect
     transfer_idle_timeout_s: float  # a lane without progress for this time has failed
     min_transfer_mb_per_s: float  # a lane that is slower than this on average, after that time, has failed too
-    store_bytes: int  # limit of a worker's tensor store; 0: no limit
+    store_bytes: Int  # limit of a worker's tensor store; 0: no limit
     columns: tuple[Column, ...]
     renewable: tuple[str, ...]  # stages whose leases can be renewed after a restart of the controller
     config: str  # the run's resolved configuration, TOML
@@ -306,40 +296,35 @@ class Welcome:
     journals: str = ""  # where rollout workers keep what they generate, in the run directory; empty: nowhere
 
 
-@dataclass(slots=True)
-class RoleCompleted:
+class RoleCompleted(ProtocolRecord, tag=3):
     """worker: its role is complete."""
 
 
-@dataclass(slots=True)
-class Leave:
+class Leave(ProtocolRecord, tag=4):
     """worker: leaves the run; ``error`` is empty unless it failed, ``code`` is its exit code."""
 
     error: str
-    code: int = 0
+    code: Int = 0
 
 
-@dataclass(slots=True)
-class Drain:
+class Drain(ProtocolRecord, tag=31):
     """observer, worker: request that ``worker`` leaves without losing a sample; controller: order to leave."""
 
-    request: int
+    request: Int
     worker: str
 
 
-@dataclass(slots=True)
-class RenewLease:
+class RenewLease(ProtocolRecord, tag=32):
     """worker, after a restart of the controller: it still works on these slots, under an earlier lease."""
 
-    lease: int
+    lease: Int
     stage: str
-    step: int
+    step: Int
     slots: Ints
     attempts: Ints
 
 
-@dataclass(slots=True)
-class Inventory:
+class Inventory(ProtocolRecord, tag=33):
     """worker, after a restart of the controller: the tensors and versions it holds; ends the resynchronisation."""
 
     parts: tuple[Part, ...]
@@ -352,8 +337,7 @@ NAME_TAKEN = -2
 """Request number of a `Rejected` answer to a hello whose name another worker has, which may leave."""
 
 
-@dataclass(slots=True)
-class Heartbeat:
+class Heartbeat(ProtocolRecord, tag=2):
     """worker, observer: its event loop runs; the controller answers with the same message and its own time."""
 
     sent_s: float = 0.0  # on the sender's monotonic clock; 0: unknown
@@ -362,79 +346,72 @@ class Heartbeat:
     advances: bool = False  # whether the sender's work has advanced since its last heartbeat: extends its leases
 
 
-@dataclass(slots=True)
-class Stop:
+class Stop(ProtocolRecord, tag=5):
     """controller: the run has ended, with this exit code; observer: end the run."""
 
     reason: str
-    code: int
+    code: Int
 
 
-@dataclass(slots=True)
-class Rejected:
+class Rejected(ProtocolRecord, tag=6):
     """controller: the request is refused; ``request`` is PERMANENT for a hello that is never accepted, and
     NAME_TAKEN for one that may be accepted later."""
 
-    request: int
+    request: Int
     reason: str
 
 
-@dataclass(slots=True)
-class Offer:
+class Offer(ProtocolRecord, tag=7):
     """source: prompts, each to become a group of ``members`` slots; all are opened at once, or the offer is parked."""
 
-    request: int
+    request: Int
     flow: str
     prompts: Ints
-    epoch: int
-    members: int
-    at_least: int  # lowest policy version that may generate them; -1: the version that the last closed step made
+    epoch: Int
+    members: Int
+    at_least: Int  # lowest policy version that may generate them; -1: the version that the last closed step made
     lengths: tuple[ColumnLengths, ...]  # group columns, one length for each prompt
     tags: tuple[Values, ...]  # inline columns, one number for each slot
-    at_most: int = NO_LIMIT  # or equal to ``at_least``: the only version that may generate them
+    at_most: Int = NO_LIMIT  # or equal to ``at_least``: the only version that may generate them
 
 
-@dataclass(slots=True)
-class EndOfData:
+class EndOfData(ProtocolRecord, tag=8):
     """source: all its prompts of this flow are open; a later offer to train waits for the end of the last step."""
 
     flow: str
 
 
-@dataclass(slots=True)
-class OfferAccepted:
+class OfferAccepted(ProtocolRecord, tag=9):
     """controller: the prompts are groups ``first``, ``first`` + 1, ...; -1 if the run needs no more prompts, or no
     worker has the version ``at_most`` of the offer any more."""
 
-    request: int
-    first: int
+    request: Int
+    first: Int
 
 
-@dataclass(slots=True)
-class Pull:
+class Pull(ProtocolRecord, tag=10):
     """worker: request for up to ``slots`` slots or ``tokens`` tokens of a stage; parked until some are ready."""
 
-    request: int
+    request: Int
     stage: str
-    slots: int
-    tokens: int
-    step: int  # the optimiser step that the worker works on; -1 outside training
+    slots: Int
+    tokens: Int
+    step: Int  # the optimiser step that the worker works on; -1 outside training
     done: Ints = ()  # leases of a stage without output columns of which all slots are done
 
 
-@dataclass(slots=True)
-class Grant:
+class Grant(ProtocolRecord, tag=11):
     """controller: these slots are leased to the worker; ``incoming`` has the transfers of tensors that it lacks."""
 
-    request: int
-    lease: int
+    request: Int
+    lease: Int
     slots: Ints
     flows: tuple[str, ...]  # of each slot; a single item if all are the same
-    groups: OfSlots
-    members: OfSlots
-    prompts: OfSlots
-    epochs: OfSlots
-    attempts: OfSlots
+    groups: Ints
+    members: Ints
+    prompts: Ints
+    epochs: Ints
+    attempts: Ints
     spans: tuple[Ints, ...]  # of each slot: version, tokens, version, tokens, ...; empty if nothing is generated yet
     inline: tuple[Values, ...]
     parts: tuple[Part, ...]
@@ -445,48 +422,43 @@ class Grant:
     kept: tuple[str, ...] = ()  # of each slot: the journals that may have tokens of it, one a line; empty if none has
 
 
-@dataclass(slots=True)
-class CancelRequest:
+class CancelRequest(ProtocolRecord, tag=12):
     """worker: cancel this pull or offer if it is still parked; `Rejected` then says what the request waited for."""
 
-    request: int
+    request: Int
 
 
-@dataclass(slots=True)
-class Commit:
+class Commit(ProtocolRecord, tag=13):
     """worker: the stage is done for these slots; tensors stay with the worker, ``parts`` has their lengths."""
 
-    request: int
+    request: Int
     stage: str
     slots: Ints
-    leases: OfSlots
+    leases: Ints
     parts: tuple[Part, ...]
     inline: tuple[Values, ...]
     spans: tuple[Ints, ...]
 
 
-@dataclass(slots=True)
-class Committed:
+class Committed(ProtocolRecord, tag=14):
     """controller: the commit is accepted, except for the refused slots, whose leases had ended."""
 
-    request: int
+    request: Int
     refused: Ints
     reason: str
 
 
-@dataclass(slots=True)
-class ReleaseLease:
+class ReleaseLease(ProtocolRecord, tag=15):
     """worker: end these leases without a result; ``lost``: the samples cannot be made, and a policy decides on them."""
 
     stage: str
     slots: Ints
-    leases: OfSlots
+    leases: Ints
     lost: bool
     reason: str
 
 
-@dataclass(slots=True)
-class ReleaseTensors:
+class ReleaseTensors(ProtocolRecord, tag=16):
     """controller: drop these columns (empty: all) of these slots and groups from the store."""
 
     columns: tuple[str, ...]
@@ -494,32 +466,28 @@ class ReleaseTensors:
     groups: Ints
 
 
-@dataclass(slots=True)
-class StepCompleted:
+class StepCompleted(ProtocolRecord, tag=17):
     """trainer: the optimiser step is complete; all samples leased to it are trained."""
 
-    step: int
+    step: Int
     metrics: tuple[tuple[str, float], ...]
 
 
-@dataclass(slots=True)
-class CheckpointWritten:
+class CheckpointWritten(ProtocolRecord, tag=18):
     """trainer: its state after ``step`` steps is on disk; answered by `Committed` once the ledger is too."""
 
-    request: int
-    step: int
+    request: Int
+    step: Int
 
 
-@dataclass(slots=True)
-class SendSamples:
+class SendSamples(ProtocolRecord, tag=19):
     """controller to owner: send these parts in this turn of a lane."""
 
     turn: LaneTurn
     parts: tuple[Part, ...]
 
 
-@dataclass(slots=True)
-class TransferFailed:
+class TransferFailed(ProtocolRecord, tag=20):
     """receiver: this turn of a lane failed; its parts have not arrived."""
 
     incoming: Incoming
@@ -527,18 +495,16 @@ class TransferFailed:
     is_full: bool = False  # the receiver had no room for the parts: neither the sender nor the link has failed
 
 
-@dataclass(slots=True)
-class RendezvousKey:
+class RendezvousKey(ProtocolRecord, tag=21):
     """worker to worker, through the controller: one key of the rendezvous of a lane."""
 
     peer: str
     lane: str
     key: str
-    value: bytes
+    value: SignalBytes
 
 
-@dataclass(slots=True)
-class RetireLane:
+class RetireLane(ProtocolRecord, tag=39):
     """worker: this lane is idle after this turn, and too many are open; controller: close it, with both ends in order.
 
     The controller ignores the request if it has issued a later turn.
@@ -547,131 +513,116 @@ class RetireLane:
     turn: LaneTurn
 
 
-@dataclass(slots=True)
-class Publish:
+class Publish(ProtocolRecord, tag=22):
     """trainer: a new version can be fetched from it, in full and possibly as a delta to an earlier version."""
 
     forms: tuple[Weights, ...]  # the first is the full version
-    divergence: tuple[tuple[int, float], ...]  # (earlier version, KL from this one), where measured
+    divergence: tuple[tuple[Int, float], ...]  # (earlier version, KL from this one), where measured
 
 
-@dataclass(slots=True)
-class SendWeights:
+class SendWeights(ProtocolRecord, tag=23):
     """controller to holder: send this version in this turn of a lane, even while it is still arriving."""
 
     turn: LaneTurn
     model: str
-    version: int
-    base: int  # NO_BASE: the full version
-    first: int = 0  # the first chunk to send; the receiver has those before it
+    version: Int
+    base: Int  # NO_BASE: the full version
+    first: Int = 0  # the first chunk to send; the receiver has those before it
 
 
-@dataclass(slots=True)
-class ReceiveWeights:
+class ReceiveWeights(ProtocolRecord, tag=24):
     """controller to receiver: receive this version in this turn of a lane, and stage it."""
 
     turn: LaneTurn
     weights: Weights
     older: bool = False  # use it in place of a newer version, to generate the samples of an evaluation
-    first: int = 0  # the first chunk that comes; the receiver has those before it of an earlier turn that failed
+    first: Int = 0  # the first chunk that comes; the receiver has those before it of an earlier turn that failed
 
 
-@dataclass(slots=True)
-class WeightsStaged:
+class WeightsStaged(ProtocolRecord, tag=25):
     """receiver: the version has arrived in full and its checksum matches; others may fetch it from this worker."""
 
     model: str
-    version: int
+    version: Int
 
 
-@dataclass(slots=True)
-class WeightsArriving:
+class WeightsArriving(ProtocolRecord, tag=40):
     """receiver: an eighth of a version has arrived in this turn of a lane."""
 
     turn: LaneTurn
     model: str
 
 
-@dataclass(slots=True)
-class StopFetch:
+class StopFetch(ProtocolRecord, tag=41):
     """controller to receiver: fail this turn of a lane, which is slow; another source follows."""
 
     turn: LaneTurn
 
 
-@dataclass(slots=True)
-class FetchFailed:
+class FetchFailed(ProtocolRecord, tag=26):
     """receiver: the version did not arrive in this turn of a lane; the worker continues with the old one."""
 
     turn: LaneTurn
     weights: Weights
     reason: str
-    received: int = 0  # chunks that it keeps, to go on from in a later turn; 0: none, and what it relays fails too
+    received: Int = 0  # chunks that it keeps, to go on from in a later turn; 0: none, and what it relays fails too
 
 
-@dataclass(slots=True)
-class WeightsActivated:
+class WeightsActivated(ProtocolRecord, tag=27):
     """receiver: it generates with this version from now on."""
 
     model: str
-    version: int
+    version: Int
 
 
-@dataclass(slots=True)
-class EvictVersion:
+class EvictVersion(ProtocolRecord, tag=28):
     """controller to holder: drop this version; no worker will fetch it again."""
 
     model: str
-    version: int
+    version: Int
 
 
-@dataclass(slots=True)
-class GroupsDropped:
+class GroupsDropped(ProtocolRecord, tag=34):
     """controller to source: these groups, which it has offered to a flow that is not trained, are given up."""
 
     groups: Ints
     reason: str
 
 
-@dataclass(slots=True)
-class Evaluated:
+class Evaluated(ProtocolRecord, tag=35):
     """source: results of an evaluation, repeated after a restart of the controller; controller to trainers: the same.
 
     Without numbers the version could not be evaluated. An empty name: no evaluation follows.
     """
 
     name: str
-    version: int
+    version: Int
     numbers: tuple[tuple[str, float], ...]
 
 
-@dataclass(slots=True)
-class Report:
+class Report(ProtocolRecord, tag=29):
     """worker: busy spans since the last report, open waits, results for the summary of the run (``numbers``), and what
     it uses."""
 
-    spans: tuple[bytes, ...]  # on the controller's clock, packed by `flowrt.protocol.spans.pack_spans`
+    spans: tuple[RecordBytes, ...]  # on the controller's clock, packed by `flowrt.protocol.spans.pack_spans`
     numbers: tuple[tuple[str, float], ...]
     waits: tuple[tuple[str, str, float, float], ...]  # for other workers: (what, blocked on, age in s, limit in s)
-    resources: bytes = b""  # packed by `flowrt.protocol.resources.pack_use`; empty: as reported before
+    resources: SignalBytes = b""  # packed by `flowrt.protocol.resources.pack_use`; empty: as reported before
 
 
-@dataclass(slots=True)
-class SampleRecords:
+class SampleRecords(ProtocolRecord, tag=36):
     """rollout, reward, trainer: records of stored samples, see `flowrt.protocol.sample_records`; at most 1 MiB."""
 
-    records: tuple[bytes, ...]
+    records: tuple[RecordBytes, ...]
 
 
-@dataclass(slots=True)
-class Status:
+class Status(ProtocolRecord, tag=30):
     """controller to observers: the state of the run, as JSON."""
 
     text: str
 
 
-@dataclass(slots=True)
-class Follow:
+class Follow(ProtocolRecord, tag=38):
     """observer to controller: say in each status which of these workers are in the run; see `Status`.
 
     A status lists only some of the workers of a large run.
@@ -681,8 +632,7 @@ class Follow:
     unjoined: tuple[tuple[str, str], ...]  # processes that it has started, and why their workers are not in the run
 
 
-@dataclass(slots=True)
-class Notice:
+class Notice(ProtocolRecord, tag=37):
     """observer: write this to events.jsonl; ``kind`` is exporter or warning."""
 
     kind: str
@@ -734,5 +684,5 @@ Message = (
     | StopFetch
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 18
+PROTOCOL = 19
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

@@ -9,12 +9,13 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import isfinite
+
+from msgspec.structs import replace
 
 from flowrt.errors import FlowError
 from flowrt.protocol.codec import from_blob, to_blob
-from flowrt.protocol.messages import LARGEST_PROMPT, MAX_RECORD_BYTES, Ints, SampleRecords
+from flowrt.protocol.messages import LARGEST_PROMPT, MAX_RECORD_BYTES, Int, Ints, ProtocolRecord, SampleRecords
 
 MAX_MESSAGE_RECORD_BYTES = 256 * 1024
 """Limit of the records of one message, unless it has a single longer one."""
@@ -33,16 +34,15 @@ FINISHES = ("stop", "length", "stop_string", "aborted")
 _PLAIN, _COMPRESSED = b"t", b"z"
 
 
-@dataclass(slots=True)
-class ScoredSample:
+class ScoredSample(ProtocolRecord):
     """Record of a reward worker: a sample with its reward."""
 
     flow: str  # TRAIN or EVAL
     eval_name: str  # data set of the evaluation; empty for training
-    epoch: int
-    prompt: int
-    member: int
-    attempt: int
+    epoch: Int
+    prompt: Int
+    member: Int
+    attempt: Int
     reward: float
     parts: tuple[tuple[str, float], ...]
     finish: str  # one of FINISHES
@@ -53,26 +53,24 @@ class ScoredSample:
     data: tuple[bytes, bytes, bytes]  # prompt and completion, see `pack_text`; token ids, int32
 
 
-@dataclass(slots=True)
-class GeneratedSample:
+class GeneratedSample(ProtocolRecord):
     """Record of a rollout worker: a sample of a chosen group."""
 
-    epoch: int
-    prompt: int
-    member: int
-    attempt: int
+    epoch: Int
+    prompt: Int
+    member: Int
+    attempt: Int
     generate_s: float
 
 
-@dataclass(slots=True)
-class TrainedSample:
+class TrainedSample(ProtocolRecord):
     """Record of a trainer: a sample of a chosen group."""
 
-    step: int
-    epoch: int
-    prompt: int
-    member: int
-    attempt: int
+    step: Int
+    epoch: Int
+    prompt: Int
+    member: Int
+    attempt: Int
     advantage: float
     data: tuple[bytes, bytes]  # log-probabilities of the rollout worker and of the trainer, float16; empty if unknown
 
@@ -167,24 +165,21 @@ def encode_record(record: SampleRecord) -> bytes | None:
     """The bytes of a record; None if they exceed MAX_RECORD_BYTES even after the record is shortened.
 
     A scored sample that is too long loses its token ids, then the middle of its texts; a trained sample its
-    log-probabilities. This changes ``record``.
+    log-probabilities.
     """
     with_group = not isinstance(record, ScoredSample) or (record.flow == TRAIN and not record.is_single)
     kind = _KINDS[type(record)] + _HEADER.pack(with_group, record.epoch, record.prompt)
     data = kind + to_blob(record)
     if len(data) > MAX_RECORD_BYTES and isinstance(record, ScoredSample):
         prompt, completion, _ = record.data
-        record.data = prompt, completion, b""
-        data = kind + to_blob(record)
+        data = kind + to_blob(replace(record, data=(prompt, completion, b"")))
         if len(data) > MAX_RECORD_BYTES:
             short = [
                 pack_text(_cut(unpack_text(stored_text(packed)), SHORT_TEXT_CHARS)) for packed in (prompt, completion)
             ]
-            record.data = short[0], short[1], b""
-            data = kind + to_blob(record)
+            data = kind + to_blob(replace(record, data=(*short, b"")))
     elif len(data) > MAX_RECORD_BYTES and isinstance(record, TrainedSample):
-        record.data = b"", b""
-        data = kind + to_blob(record)
+        data = kind + to_blob(replace(record, data=(b"", b"")))
     return data if len(data) <= MAX_RECORD_BYTES else None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from flowrt import api
 from flowrt.client.session import Session
@@ -286,7 +287,7 @@ async def test_source_replaced_during_controller_downtime_continues_at_its_posit
 async def test_worker_times_out_if_the_controller_does_not_return(controllers: Controllers) -> None:
     await controllers.start()
     rollout = await api.connect(controllers.address, "o", "o", WITHIN_S)
-    rollout.welcome.reconnect_timeout_s = 0.5
+    rollout._connection.welcome = replace(rollout.welcome, reconnect_timeout_s=0.5)
     waiting = asyncio.create_task(rollout.pull("rollout", slots=1))
     await wait_until_processed(rollout)
     controllers.kill()

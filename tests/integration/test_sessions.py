@@ -106,7 +106,7 @@ async def test_a_position_that_is_too_large_for_a_message_ends_the_run_with_a_se
     with pytest.raises(LocalProtocolError, match="cannot be told where the run continues"):
         await api.connect(address, "source", "source", WITHIN_S)
     assert server.ended is not None
-    assert "Welcome has 2" in server.ended.reason
+    assert "Welcome has 1" in server.ended.reason
 
 
 async def test_a_second_worker_of_the_same_name_is_refused(controller: tuple[api.Server, str]) -> None:

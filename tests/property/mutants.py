@@ -1,10 +1,11 @@
 """Classic bugs of such a runtime, each as one function or value that is replaced by a wrong one."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+
+import msgspec
 
 from flowrt.client.requests import ResyncState
 from flowrt.controller.core import HANDLERS
@@ -241,7 +242,7 @@ def a_refused_message_changes_the_state(right: Function) -> Function:
 @bug(step_end, "close_step")
 def a_repeated_step_report_closes_the_next_step(right: Function) -> Function:
     def close_step(state: State, env: Any, worker: Any, message: Any) -> Any:
-        return right(state, env, worker, dataclasses.replace(message, step=state.window.step))
+        return right(state, env, worker, msgspec.structs.replace(message, step=state.window.step))
 
     return close_step
 
@@ -449,6 +450,6 @@ def a_rollback_loses_a_prompt_in_flight(right: Function) -> Function:
         in_flight_prompts = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state = 'in_flight'").fetchall()
         position = right(self, step, at_s)
         done = [(epoch, prompt) for epoch, prompts in unpack(position.passed).items() for prompt in prompts]
-        return dataclasses.replace(position, passed=pack([*done, *in_flight_prompts]))
+        return msgspec.structs.replace(position, passed=pack([*done, *in_flight_prompts]))
 
     return resume

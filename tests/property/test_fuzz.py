@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import struct
-import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -23,11 +22,11 @@ from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.net.connection_filter import MAX_REPLIES_UNJOINED
 from flowrt.net.curve_keys import controller_keys, worker_keys, write_keys
-from flowrt.protocol import codec
 from flowrt.protocol import messages as m
-from flowrt.protocol.codec import decode, encode
+from flowrt.protocol.codec import MAX_ITEMS, decode, encode
 from flowrt.protocol.messages import Incoming, LaneTurn, Part
 from tests.effort import examples
+from tests.property.test_codec import peak_bytes
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
 from tests.simulation.scenario import grpo_dataflow, offered_lengths, whole
@@ -94,7 +93,7 @@ def test_messages_that_the_core_refuses_change_nothing(seed: int) -> None:
     ("worker", "message"),
     [
         ("rollout1", m.ReleaseLease(stage="rollout", slots=(3, 1), leases=(2,), lost=True, reason="")),
-        ("rollout0", m.TransferFailed(Incoming(dataclasses.replace(TURN, receiver="rollout1"), ()), "")),
+        ("rollout0", m.TransferFailed(Incoming(msgspec.structs.replace(TURN, receiver="rollout1"), ()), "")),
         ("rollout0", m.TransferFailed(Incoming(TURN, (Part("no such column", (0,), (1,)),)), "")),
         ("rollout1", m.FetchFailed(TURN, whole(0), "")),
     ],
@@ -130,34 +129,38 @@ def test_a_second_pull_with_an_open_request_number_is_refused() -> None:
 
 def test_integers_beyond_signed_64_bits_are_refused() -> None:
     data = msgpack.packb([m.MESSAGES.index(m.OfferAccepted), 2**64 - 1, 0])
-    with pytest.raises(RemoteProtocolError, match="64 bits"):
+    with pytest.raises(RemoteProtocolError, match=r"OfferAccepted\.request: Expected `int` <="):
         decode(data)  # msgpack accepts it, SQLite does not: a ledger commit ended the controller's ticker
 
 
-def peak_bytes(data: bytes) -> int:
-    tracemalloc.start()
-    try:
-        with pytest.raises(RemoteProtocolError):
-            decode(data)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+def release(item: bytes, count: int) -> bytes:
+    """The bytes of a `ReleaseTensors` of this many equal texts."""
+    return b"\x94" + bytes([m.MESSAGES.index(m.ReleaseTensors)]) + array(item, count) + b"\x90\x90"
 
 
-def test_nested_declared_sizes_allocate_no_more_than_their_data() -> None:
-    assert peak_bytes((b"\xdd" + struct.pack(">I", 10_000)) * 1000 + bytes(5000)) < 2**20  # once 78 MiB
+def commit_of(item: bytes, count: int) -> bytes:
+    """The bytes of a `Commit` of this many equal spans."""
+    return b"\x98" + bytes([m.MESSAGES.index(m.Commit)]) + b"\x01\xa1s\x90\x90\x90\x90" + array(item, count)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("item", [b"\x91\xc0", b"\x80", b"\xa2ab"], ids=["arrays of one", "empty maps", "short texts"])
-def test_a_large_message_of_tiny_items_is_refused_before_allocation(item: bytes) -> None:
-    count = 600_000
-    array = b"\xdd" + struct.pack(">I", count) + item * count
-    assert peak_bytes(b"\x93\x04" + array + array) < 2**20
+def array(item: bytes, count: int) -> bytes:
+    return b"\xdd" + struct.pack(">I", count) + item * count
+
+
+@pytest.mark.parametrize(
+    ("message", "item", "items"),
+    [(commit_of, b"\x91\x00", 2), (release, b"\xa2ab", 1), (release, b"\xd9\x01a", 1)],
+    ids=["arrays of one", "short texts", "texts with a length"],
+)
+def test_a_large_message_of_tiny_items_is_refused_before_allocation(
+    message: Callable[[bytes, int], bytes], item: bytes, items: int
+) -> None:
+    assert isinstance(decode(message(item, 1000)), m.Commit | m.ReleaseTensors)
+    assert peak_bytes(message(item, MAX_ITEMS // items)) < 2**20
 
 
 def test_a_large_message_of_many_items_round_trips() -> None:
-    slots = tuple(range(40_000))
+    slots = tuple(range(300_000))
     commit = m.Commit(
         request=1,
         stage="rollout",
@@ -167,7 +170,7 @@ def test_a_large_message_of_many_items_round_trips() -> None:
         inline=(),
         spans=tuple((slot, 1) for slot in slots),
     )
-    assert len(encode(commit)) > codec._COUNT_FROM_BYTES
+    assert len(encode(commit)) > MAX_ITEMS
     assert decode(encode(commit)) == commit
 
 

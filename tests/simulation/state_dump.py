@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import msgspec
+
 from flowrt.controller.core import Core
+from flowrt.protocol.messages import ProtocolRecord
 
 
 def canonical(value: Any) -> Any:
@@ -16,6 +19,8 @@ def canonical(value: Any) -> Any:
         return [(canonical(key), canonical(content)) for key, content in value.items()]
     if isinstance(value, list | tuple):
         return [canonical(member) for member in value]
+    if isinstance(value, ProtocolRecord):
+        return (type(value).__name__, canonical(msgspec.structs.astuple(value)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [
             (field.name, canonical(getattr(value, field.name))) for field in dataclasses.fields(value) if field.repr

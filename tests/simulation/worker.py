@@ -7,8 +7,9 @@ AssertionError at the same moment.
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
+
+import msgspec
 
 from flowrt.client.session import MAX_PULL_ATTEMPTS
 from flowrt.controller.events import Event, MessageReceived, WorkerConnected
@@ -251,7 +252,7 @@ class Worker:
         """A transfer is complete."""
         if isinstance(packet, Weights):
             self.weights.add(packet.version)
-            self.forms[packet.version, NO_BASE] = replace(packet, base=NO_BASE)
+            self.forms[packet.version, NO_BASE] = msgspec.structs.replace(packet, base=NO_BASE)
             self.staged = packet.version if turn in self.downgrades else max(self.staged, packet.version)
             for relayed in self.relays.pop(packet, ()):
                 self.shared.sent[lane_of(relayed)].append((relayed, packet))

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from flowrt.controller.core import Core
 from flowrt.controller.diagnostics.health import Health
 from flowrt.controller.diagnostics.status import brief_text, followed, status
@@ -440,15 +442,16 @@ class Server:
     def _send_welcome(self, worker: WorkerId, passed: tuple[Passed, ...]) -> None:
         numbers = tuple(self.metrics.numbers.items())
         evaluations = self.metrics.evaluated() if self._connections.role(worker) == SOURCE else ()
-        position = dataclasses.replace(
+        position = msgspec.structs.replace(
             self._core.settings.position, passed=passed, numbers=numbers, evaluations=evaluations
         )
         try:
-            self._connections.send(worker, dataclasses.replace(self._welcome, position=position))
+            self._connections.send(worker, msgspec.structs.replace(self._welcome, position=position))
         except LocalProtocolError as error:
             self.end(
                 f"{worker} cannot be told where the run continues ({error}): a million consumed prompts that are "
-                "numbered from 0 take 0.2 MB, and a million that are far apart (hashes) 24 MB; number them from 0"
+                "numbered from 0 take 0.2 MB, and a million that are far apart (hashes) 19 MB, of which there "
+                "may be 1.3 million; number them from 0"
             )
 
     def _send_delayed_welcomes(self) -> None:

@@ -18,33 +18,33 @@ from flowrt.protocol.messages import (
     NO_LIMIT,
     CheckpointWritten,
     ColumnLengths,
+    Int,
     Ints,
     Part,
+    ProtocolRecord,
     StepCompleted,
     Values,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GroupsOpened:
+class GroupsOpened(ProtocolRecord):
     """An offer was opened as groups numbered from ``group`` on, with slots numbered from ``slot`` on."""
 
     owner: str
-    request: int
+    request: Int
     flow: str
     prompts: Ints
-    epoch: int
-    members: int
-    at_least: int
+    epoch: Int
+    members: Int
+    at_least: Int
     lengths: tuple[ColumnLengths, ...]
     tags: tuple[Values, ...]
-    group: int
-    slot: int
-    at_most: int = NO_LIMIT
+    group: Int
+    slot: Int
+    at_most: Int = NO_LIMIT
 
 
-@dataclass(frozen=True, slots=True)
-class StageCommitted:
+class StageCommitted(ProtocolRecord):
     """A commit was accepted for these slots."""
 
     worker: str
@@ -56,17 +56,15 @@ class StageCommitted:
     spans: tuple[Ints, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StageUndone:
+class StageUndone(ProtocolRecord):
     """A stage (``""``: no stage) and all that depend on it were undone for a slot, whose attempt is now ``attempt``."""
 
-    slot: int
+    slot: Int
     stage: str
-    attempt: int
+    attempt: Int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupsClosed:
+class GroupsClosed(ProtocolRecord):
     """These groups and slots are no longer live."""
 
     groups: Ints
@@ -100,8 +98,7 @@ UNDECIDED = -1
 """Number of steps in a `RunPreempted` before it is decided after which step the trainers leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDrained:
+class WorkerDrained(ProtocolRecord):
     """A worker was told to drain, by an operator or because it was terminated."""
 
     worker: str
@@ -115,14 +112,13 @@ class DrainEnded:
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunPreempted:
+class RunPreempted(ProtocolRecord):
     """Preemption of the run was ordered; the trainers leave after ``steps`` steps, or it is not decided yet."""
 
     reason: str
-    code: int
-    kept: int
-    steps: int = UNDECIDED
+    code: Int
+    kept: Int
+    steps: Int = UNDECIDED
 
 
 Order = WorkerDrained | RunPreempted

@@ -20,13 +20,14 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 
 import flowrt
 from flowrt.controller.events import (
@@ -66,7 +67,7 @@ from flowrt.protocol.messages import Position, Report
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""
 _FAMILY = b"flowrt recording "
-MAGIC = _FAMILY + b"5\n"
+MAGIC = _FAMILY + b"6\n"
 BEGIN, EVENTS, END = range(3)
 BLOCK_EVENTS = 1000
 """Events after which a block is written at the latest, with a digest of all commands so far."""
@@ -193,7 +194,7 @@ def event_data(event: Event, received: bytes = b"") -> bytes:
     """
     if isinstance(event, MessageReceived):
         if isinstance(event.message, Report):
-            return encode(replace(event.message, spans=(), resources=b""))
+            return encode(msgspec.structs.replace(event.message, spans=(), resources=b""))
         return received or encode(event.message)
     data: bytes = msgpack.packb(astuple(event), unicode_errors="surrogatepass")
     return data

@@ -5,7 +5,7 @@ import sqlite3
 from flowrt.controller.storage.prompt_words import INDEXES, PROMPT_WORDS
 from flowrt.errors import FlowError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _TABLES = f"""{PROMPT_WORDS}
 CREATE TABLE prompts (
     epoch INTEGER NOT NULL, prompt INTEGER NOT NULL, state TEXT NOT NULL, step INTEGER NOT NULL,

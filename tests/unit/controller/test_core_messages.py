@@ -40,7 +40,7 @@ def test_a_commit_under_the_lease_of_another_worker_dismisses_only_the_sender() 
 
 
 def changed(commit: m.Commit, **fields: Any) -> m.Commit:
-    return m.Commit(**{name: getattr(commit, name) for name in m.Commit.__slots__} | fields)
+    return m.Commit(**{name: getattr(commit, name) for name in m.Commit.__struct_fields__} | fields)
 
 
 SPAN_0 = ((0, 3),)

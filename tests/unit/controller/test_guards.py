@@ -1,7 +1,6 @@
 """Guards in the controller: what is logged and recorded, when a run is held, and how it is stopped."""
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from flowrt.controller.diagnostics.status import status
@@ -27,7 +26,7 @@ def train(driver: CoreDriver, step: int, **metrics: float) -> list[Command]:
     driver.offer(prompt=step)
     grant = driver.pull("rollout0", "rollout")
     assert grant is not None
-    commit = dataclasses.replace(driver.generated(grant), spans=((step, 3),))
+    commit = msgspec.structs.replace(driver.generated(grant), spans=((step, 3),))
     driver.send("rollout0", commit)
     driver.score()
     assert driver.pull("trainer0", "train", step) is not None

@@ -1,7 +1,6 @@
 """Grants name the journals that may have tokens of their slots: after a resume, and after the loss of a worker."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 
 from flowrt.controller.events import WorkerConnected, WorkerDisconnected
@@ -58,7 +57,7 @@ def test_the_oldest_kept_version_counts_for_the_age_of_a_group() -> None:
     state = driver.core.state
     state.window.note_versions(state.table.aged())  # as at the pull of a trainer
     assert state.window.oldest_versions == {group.id: 2}
-    driver.send("rollout0", replace(driver.generated(grant), spans=((3, 3),)))
+    driver.send("rollout0", msgspec.structs.replace(driver.generated(grant), spans=((3, 3),)))
     assert group.oldest_version() == 3  # its journal was damaged, and it was generated anew
     state.window.note_versions(state.table.aged())
     assert state.window.oldest_versions == {group.id: 3}

@@ -1,7 +1,6 @@
 """A sample older than the bound is never trained: it is dropped with a reason and its prompt is generated again."""
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from flowrt.controller.events import AppendLedger, WorkerDisconnected
@@ -69,7 +68,8 @@ def test_an_over_age_member_follows_the_policy(policy: OnLostSample) -> None:
         answer
         for grant, version in zip(granted, (0, 1, 1), strict=True)
         for _, answer in driver.sent(
-            driver.send("rollout0", dataclasses.replace(driver.generated(grant), spans=((version, 3),))), m.Committed
+            driver.send("rollout0", msgspec.structs.replace(driver.generated(grant), spans=((version, 3),))),
+            m.Committed,
         )
     ]
     alive = 2 if policy is not OnLostSample.DROP_GROUP else 0

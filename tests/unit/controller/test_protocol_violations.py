@@ -30,7 +30,7 @@ def granted_driver(**scenario: Any) -> tuple[CoreDriver, m.Grant]:
 
 
 def changed(commit: m.Commit, **fields: Any) -> m.Commit:
-    return m.Commit(**{name: getattr(commit, name) for name in m.Commit.__slots__} | fields)
+    return m.Commit(**{name: getattr(commit, name) for name in m.Commit.__struct_fields__} | fields)
 
 
 INVALID_COMMITS: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,9 +1,9 @@
 """Causes and roots of waits in simulated runs with one planted bottleneck."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowrt.controller.attribution.causes import KINDS, Cause
@@ -106,7 +106,7 @@ def test_an_evaluation_of_an_unpublished_version_waits_for_weights(version: int)
     driver.send("trainer0", m.StepCompleted(0, ()))
     offer = offer_one(request=9, members=1, prompt=7, flow="eval")
     driver.now = 1.0
-    assert not driver.send("source0", replace(offer, at_least=version, at_most=version))
+    assert not driver.send("source0", msgspec.structs.replace(offer, at_least=version, at_most=version))
     driver.now = 2.0
     driver.event(Tick())
     (wait,) = [wait for wait in driver.core.waits.open_waits(2.0) if wait.worker == "source0"]

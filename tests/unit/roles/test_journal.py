@@ -240,7 +240,7 @@ def test_any_failure_of_the_thread_ends_the_journal_and_is_logged(
 ) -> None:
     def work(journal: Journal) -> None:
         [new] = part(1, key(7), 0, tokens(4))
-        wrong = replace(new.new, spans=cast(tuple[int, ...], ("no number",)))
+        wrong = replace(new.new, spans=cast(tuple[int, ...], (object(),)))
         journal.add([replace(new, new=wrong)])
         journal.add(part(2, key(8), 0, tokens(4)))
 

@@ -1,6 +1,5 @@
 """Files of a recording: exact, bounded, and readable up to the last complete block when truncated or damaged."""
 
-import dataclasses
 import resource
 import shutil
 import struct
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,7 +101,7 @@ def test_a_block_reads_back_exactly(instants: list[float], seed: int, data: st.D
     read = EventBlock.unpack(packed)
     for index, event in enumerate(events):
         if isinstance(event, MessageReceived) and isinstance(event.message, m.Report):
-            block.data[index] = encode(dataclasses.replace(event.message, spans=(), resources=b""))
+            block.data[index] = encode(msgspec.structs.replace(event.message, spans=(), resources=b""))
     assert read == block
     assert [struct.pack("d", instant) for instant in read.times] == [struct.pack("d", instant) for instant in instants]
 

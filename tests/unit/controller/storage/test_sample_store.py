@@ -8,10 +8,10 @@ import threading
 import zlib
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from flowrt.controller.storage import sample_store
 from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleStore, SampleWriter
@@ -235,7 +235,7 @@ def test_the_size_is_bounded_and_flagged_samples_are_deleted_last(tmp_path: Path
     steps = 600
     for step in range(steps):
         records = [scored(step, member, completion=f"{step} " * 100) for member in range(4)]
-        records[0].reason = "timeout: it took too long" if step % 10 == 0 else ""
+        records[0] = replace(records[0], reason="timeout: it took too long" if step % 10 == 0 else "")
         store.write([(data(record), step) for record in records], [GroupEnd(0, step, step)])
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < limit + 2_300_000  # and the log
     store.close()
