@@ -152,7 +152,7 @@ def test_blank_lines_are_skipped(tmp_path_factory: pytest.TempPathFactory, conte
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("rows.jsonl.gz", gzip.compress(lines(ROWS))[:-30], "cannot be unpacked"),
+        ("rows.jsonl.gz", gzip.compress(lines(ROWS), mtime=0)[:-30], "cannot be unpacked"),
         ("rows.jsonl.gz", b"\x1f\x8bnonsense", "cannot be unpacked"),
         ("rows.parquet", b"PAR1nonsense", "is not a Parquet file"),
         ("rows.arrow", b"nonsense", "is not an Arrow stream"),
@@ -178,7 +178,7 @@ ROW = {"prompt, text": "1 + 1?", "answer": "2"}
         ("rows.csv", b'"prompt, text";answer\n1 + 1?;2\n'),
         ("rows.csv", b"prompt, text\tanswer\n1 + 1?\t2\n".replace(b"prompt, text", b'"prompt, text"')),
         ("ROWS.CSV", b'\xef\xbb\xbf"prompt, text",answer\n1 + 1?,2\n'),
-        ("Rows.Csv.GZ", gzip.compress(b'"prompt, text",answer\n1 + 1?,2\n')),
+        ("Rows.Csv.GZ", gzip.compress(b'"prompt, text",answer\n1 + 1?,2\n', mtime=0)),
         ("rows.jsonl", b'\xef\xbb\xbf\n{"prompt, text": "1 + 1?", "answer": "2"}\n'),
         ("rows.jsonl", b'\xef\xbb\xbf{"prompt, text": "1 + 1?", "answer": "2"}\n'),
     ],
