@@ -595,9 +595,15 @@ def _port(text: str) -> int:
     return port
 
 
+MAX_DIGITS = 18
+"""Of a whole number: those of SQLite have 64 bits."""
+
+
 def _whole_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if len(text) > MAX_DIGITS:
+        raise argparse.ArgumentTypeError(f"{text:.40} has {len(text)} digits; give a number of at most {MAX_DIGITS}")
     return int(text)
 
 

@@ -6,6 +6,7 @@ A configuration that passes `check` can still be impossible on a machine
 
 import dataclasses
 import os
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from flowrt.runtime import time_limits
 from flowrt.runtime.bounds import advice, contains, interval_of
 
 MAX_EVAL_PROMPTS = 1_000_000
+MODEL_DEVICE = re.compile(r"(cpu|cuda|npu|xpu|mps)(:\d{1,4})?")
 STORED_TOKEN_BYTES = 12
 """Bytes for each token of a stored sample: its id, two log-probabilities, and text."""
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
@@ -199,6 +201,8 @@ def check_reward_options(config: RunConfig) -> None:
     if not of_task and "task" in kinds:
         raise ConfigError("a reward function of kind task is for a task in a file alone: flowrt run FILE.py")
     check_remote(options)
+    if not MODEL_DEVICE.fullmatch(options.model_device):
+        raise ConfigError(f"reward.model_device is {options.model_device!r:.80}; use cpu, or cuda:0 as torch names it")
 
 
 def _check_difficulty(data: DataConfig) -> None:

@@ -90,7 +90,7 @@ def parse_function(text: str) -> RewardFunction:
     if kind == "file":
         path, _, function = argument.partition(":")
         if not path.endswith(".py"):
-            near = suggested(path, BUILT_IN)
+            near = suggested(path, [kind for kind in BUILT_IN if kind != "task"])  # which only task files have
             raise ConfigError(f"reward.functions has {text!r}, which is neither {FORM} nor built in{near}")
         argument = f"{path}:{function or FUNCTION}"
         name = name or function or Path(path).stem

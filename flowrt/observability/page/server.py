@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from flowrt.errors import FlowError
+from flowrt.errors import ConfigError, FlowError
 from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.exporters.prometheus import CONTENT_TYPE, prometheus_text
 from flowrt.observability.json_text import to_json
@@ -217,7 +217,7 @@ async def listen(handlers: Mapping[str, Handler], access: Access, host: str, por
             raise FlowError(
                 f"port {port} of {host} is taken{who_listens(port)}; end that, or name another with --port"
             ) from error
-        raise FlowError(
+        raise ConfigError(
             f"{host}, port {port}, cannot be listened at: {error.strerror}; --host takes an address of this "
             "machine, --port a number from 1024 on"
         ) from error

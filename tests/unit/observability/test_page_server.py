@@ -518,5 +518,5 @@ async def test_a_port_in_use_is_refused_with_the_name_of_its_process(page: Page)
     second = PageServer(RunReader(page.run_dir), Access(TOKEN))
     with pytest.raises(FlowError, match=rf"port {port} of 127.0.0.1 is taken by \w+ \(process \d+: "):
         await second.start("127.0.0.1", port)
-    with pytest.raises(FlowError, match="cannot be listened at"):
+    with pytest.raises(ConfigError, match="cannot be listened at"):
         await PageServer(RunReader(page.run_dir), Access(TOKEN)).start("192.0.2.1", 0)

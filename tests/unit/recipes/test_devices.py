@@ -1,12 +1,15 @@
 """The device of each role: its own, else that of the run, else the default of its engine."""
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from flowrt.errors import ConfigError
 from flowrt.launcher.device_check import wanted_here
-from flowrt.recipes.config_io import from_toml, parse, to_toml
+from flowrt.recipes.config import changed
+from flowrt.recipes.config_io import defaults, from_toml, parse, to_toml
+from flowrt.recipes.constraints import check_reward_options
 from flowrt.recipes.devices import named_accelerators, reference_device, rollout_device, training_device, with_devices
 
 FSDP = ["--trainer.engine", "fsdp"]
@@ -79,3 +82,10 @@ def test_an_absent_reference_requires_no_accelerator() -> None:
 def test_an_invalid_device_is_refused(flags: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
         parse(flags)
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("cpu", True), ("cuda:3", True), ("foo", False), ("cuda:", False)])
+def test_the_device_of_a_reward_model_is_one_that_torch_names(name: str, is_known: bool) -> None:
+    config = changed(defaults("custom"), {"reward.functions": ("model:DIR",), "reward.model_device": name})
+    with nullcontext() if is_known else pytest.raises(ConfigError, match=f"reward.model_device is '{name}'; use cpu"):
+        check_reward_options(config)

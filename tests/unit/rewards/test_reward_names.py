@@ -80,6 +80,13 @@ def test_invalid_reward_functions_are_refused(texts: list[str], message: str) ->
         parse_functions(texts)
 
 
+def test_the_functions_of_task_files_are_not_suggested() -> None:
+    with pytest.raises(ConfigError, match="neither") as caught:
+        parse_functions(["nothing"])
+    assert "exact" in str(caught.value)
+    assert "task" not in str(caught.value)
+
+
 def test_only_the_path_of_a_file_is_replaced() -> None:
     assert with_paths("a.py=0.5*a.py:f", lambda path: f"/x/{path}") == "a.py=0.5*/x/a.py:f"
     assert with_paths("a.py:f:0.5", lambda path: f"/x/{path}") == "/x/a.py:f:0.5"

@@ -337,6 +337,8 @@ def test_a_complete_run_that_lacks_only_its_summary_is_reported_once(tmp_path: P
         (["resume", "RUN", "--steps", "3"], "is not a run directory: it has no config.toml"),
         (["ledger", "RUN"], "ledger.sqlite is not there"),
         (["ledger", "RUN", "--prompt", "many"], "--prompt: 'many' is not a whole number"),
+        (["ledger", "RUN", "--epoch", "9" * 20], "has 20 digits; give a number of at most 18"),
+        (["samples", "RUN", "--worst", "9" * 5000], "has 5000 digits; give a number of at most 18"),
         (["ledger", "RUN", "--stops=3"], "flowrt ledger takes no '--stops=3'"),
         (["ledger", "RUN", "--prompt"], "--prompt: expected one argument"),
     ],
