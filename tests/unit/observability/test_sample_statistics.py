@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from flowrt.cli import main
@@ -50,7 +51,7 @@ def scored(prompt: int, member: int, reward: float, **changed: Any) -> ScoredSam
         reward_s=0.0,
         data=(pack_text(f"prompt {prompt}"), pack_text(f"answer {member}"), b""),
     )
-    return dataclasses.replace(sample, **changed)
+    return msgspec.structs.replace(sample, **changed)
 
 
 class Store:

@@ -68,7 +68,7 @@ ALTERNATIVES: dict[str, tuple[Any, ...]] = {
     "staleness_power": (2.0,),
 }
 BASES: dict[str, dict[str, Any]] = {
-    "loss.distance": {"loss.limit": 0.02},
+    "loss.distance": {"loss": DppoLoss(limit=0.02)},
     "advantage.keep_above": {"advantage.keep_best": 3},
     "kl.horizon": {"kl.coef": 0.5, "kl.target": 0.1},
     "staleness_power": {"staleness_weight": "polynomial"},
@@ -191,6 +191,8 @@ def alternatives(name: str, kind: Any, value: Any) -> tuple[Any, ...]:
         return ALTERNATIVES[name]
     if get_origin(kind) is Literal:
         return tuple(other for other in get_args(kind) if other != value)
+    if kind is int:
+        return value * 2, value // 2
     return (not value,) if kind is bool else (value * 2.0, value / 2.0)
 
 
