@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from flowrt.algorithms.algorithm import Groups
-from flowrt.algorithms.support import Support, last_supports
+from flowrt.algorithms.support import Support, join_supports
 from flowrt.engines.options import SamplingOptions
 from flowrt.protocol.resources import EngineUse
 from flowrt.transport.weights.snapshot import Snapshot
@@ -39,7 +39,7 @@ class Prefix:
         """What follows the first ``start`` tokens; a copy, unless that is all."""
         support = self.support
         if start:
-            support = None if support is None else last_supports([support], len(self.tokens) - start)
+            support = None if support is None else join_supports([support.suffix(start)])  # a copy
             return NewTokens(start, self.tokens[start:].clone(), self.logprobs[start:].clone(), self.spans, support)
         return NewTokens(0, self.tokens, self.logprobs, self.spans, support)
 
@@ -61,6 +61,11 @@ class NewTokens:
     logprobs: torch.Tensor
     spans: tuple[int, ...]
     support: Support | None = None
+
+    @property
+    def end(self) -> int:
+        """Number of tokens up to the last of these."""
+        return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

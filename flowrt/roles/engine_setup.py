@@ -14,7 +14,7 @@ from flowrt.ids import ROLLOUT
 from flowrt.ranks.process_group import init_ranks
 from flowrt.recipes.config import RunConfig, TrainerConfig
 from flowrt.recipes.constraints import check_rollout
-from flowrt.recipes.devices import with_devices
+from flowrt.recipes.devices import rollout_device, with_devices
 from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.algorithm import algorithm
@@ -72,10 +72,8 @@ def rollout_engine(config: RunConfig, worker: str = f"{ROLLOUT}-0") -> RolloutEn
 
 def weights_device(config: RunConfig) -> torch.device:
     """The device that a rollout worker copies weights to; the CPU for an engine in a process of its own."""
-    descriptor = ROLLOUT_ENGINES[config.rollout.engine]
-    if not descriptor.is_in_worker:
-        return torch.device("cpu")
-    return own_device(descriptor.device(with_devices(config).rollout)).torch
+    is_in_worker = ROLLOUT_ENGINES[config.rollout.engine].is_in_worker
+    return own_device(rollout_device(config)).torch if is_in_worker else torch.device("cpu")
 
 
 EXACT = ("float32", "float64")

@@ -72,15 +72,15 @@ class NewPart:
     slot: int
     key: SampleKey
     prompt: torch.Tensor
-    new: NewTokens
+    tokens: NewTokens
     is_complete: bool = False
     truncated: bool = False
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
         """The columns of these tokens."""
-        columns = {"response": self.new.tokens, "logprobs": self.new.logprobs}
-        if (support := self.new.support) is not None:
+        columns = {"response": self.tokens.tokens, "logprobs": self.tokens.logprobs}
+        if (support := self.tokens.support) is not None:
             columns |= {"support": support.tokens_E, "support_counts": support.counts_T}
         return {name: values.to(DTYPES[TYPES[name]]) for name, values in columns.items()}
 
@@ -185,9 +185,9 @@ class Journal:
         part = SamplePart(
             *new.key,
             prompt_crc=prompt_checksum(new.prompt),
-            start=new.new.start,
-            count=len(new.new.tokens),
-            spans=new.new.spans,
+            start=new.tokens.start,
+            count=len(new.tokens.tokens),
+            spans=new.tokens.spans,
             is_complete=new.is_complete,
             truncated=new.truncated,
             columns=tuple([(name, TYPES[name], len(data)) for name, data in columns.items()]),

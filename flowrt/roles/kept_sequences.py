@@ -195,7 +195,7 @@ class KeptSequences:
     def _write(self, new: Sequence[tuple[_KeptSequence, NewPart]], *, is_last: bool = False) -> None:
         count = self._journal.add([part for _, part in new], is_last=is_last)
         for sequence, part in new[:count]:
-            sequence.written = part.new.start + len(part.new.tokens)
+            sequence.written = part.tokens.end
 
     def _on_freed(self, columns: Sequence[str], slots: Sequence[int]) -> None:
         if not columns or "response" in columns:

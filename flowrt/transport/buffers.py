@@ -41,6 +41,13 @@ def capacity(size: int) -> int:
     return max(MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
 
 
+def _view(memory: mmap.mmap, size: int, released: deque[mmap.mmap]) -> torch.Tensor:
+    """The first bytes of this memory, which is appended to ``released`` when no tensor views it any more."""
+    view = memoryview(memory)[:size]
+    weakref.finalize(view, released.append, memory).atexit = False
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
 def _whole_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -68,7 +75,7 @@ class PinnedPool:
         """An uninitialised uint8 tensor of ``size`` bytes. Raises OSError if its memory cannot be registered."""
         if (buffer := self.take_idle(size)) is not None:
             return buffer
-        return self._view(self._map(_whole_pages(size)), size)
+        return _view(self._map(_whole_pages(size)), size, self._released)
 
     def take_idle(self, size: int) -> torch.Tensor | None:
         """As `take`, at once: from memory that is registered already; None if there is none of this size."""
@@ -79,12 +86,7 @@ class PinnedPool:
                 memory = self._released.popleft()
                 self._idle.setdefault(len(memory), []).append(memory)
             idle = self._idle.get(_whole_pages(size))
-            return self._view(idle.pop(), size) if idle else None
-
-    def _view(self, memory: mmap.mmap, size: int) -> torch.Tensor:
-        view = memoryview(memory)[:size]
-        weakref.finalize(view, self._released.append, memory).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)
+            return _view(idle.pop(), size, self._released) if idle else None
 
     def _map(self, size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -118,9 +120,7 @@ class BufferPool:
             if huge_bytes:
                 # Fewer page faults; no huge page for the remainder, which would be mostly empty.
                 memory.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
-        view = memoryview(memory)[:size]
-        weakref.finalize(view, self._released.append, memory).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)
+        return _view(memory, size, self._released)
 
     def release_idle(self) -> None:
         """Unmap all idle buffers."""

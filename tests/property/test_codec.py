@@ -281,3 +281,11 @@ def test_columns_given_as_lists_and_numbers_of_numpy_are_those_of_python_for_the
     assert isinstance(commit, m.Commit)
     assert (commit.slots, commit.leases) == (tuple(slots), (7, 8))
     assert list(map(repr, commit.inline[0].values)) == ["1.0", "0.5", "2.0"]
+
+
+def test_the_first_message_of_a_worker_of_protocol_18_can_be_read_to_refuse_it_by_name() -> None:
+    data = msgpack.packb([0, 18, "rollout-0", "rollout", "host", 7, ["shm:a", "gloo"], 2, "boot"])
+    hello = m.Hello(18, "rollout-0", "rollout", "host", 7, ("shm:a", "gloo"), 2, "boot")
+    assert decode(data) == hello
+    assert encode(hello) == data
+    assert hello.protocol != m.PROTOCOL

@@ -27,7 +27,7 @@ LOG_INTERVAL_STEPS = 50
 """A rule that fires in every step is logged once in this number of steps."""
 
 
-def of_trainer(state: State, env: Environment, worker: WorkerId, message: Deferrable, now: float) -> list[Command]:
+def trainer_message(state: State, env: Environment, worker: WorkerId, message: Deferrable, now: float) -> list[Command]:
     """Close the step after the optimiser has stepped, or make the ledger durable after a checkpoint was written.
 
     During recovery the message is deferred. Raises RemoteProtocolError if the worker is no trainer, or the message does

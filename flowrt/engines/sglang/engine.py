@@ -80,14 +80,14 @@ class _Sequence:
 
     def response(self, *, with_support: bool) -> Response:
         """The complete response, up to the first token that ends it."""
-        all_ = self.after(0, with_support=with_support)
+        whole = self.after(0, with_support=with_support)
         return Response(
             self.prompt.key,
-            all_.tokens,
-            all_.logprobs,
-            all_.spans,
+            whole.tokens,
+            whole.logprobs,
+            whole.spans,
             truncated=self.end is None,
-            support=all_.support,
+            support=whole.support,
         )
 
     def after(self, start: int, *, with_support: bool) -> NewTokens:

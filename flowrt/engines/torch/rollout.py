@@ -9,7 +9,7 @@ row, most likely first.
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -42,18 +42,23 @@ def prefix_sums(values_RV: torch.Tensor) -> torch.Tensor:
     A CPU adds one after the other, in double precision. CUDA's scan of float32 is a tree, whose sums decrease here and
     there, so that a token of no probability may be drawn; and it has no deterministic kernel.
     """
-    return products_as_sums(values_RV) if values_RV.is_cuda else values_RV.cumsum(dim=-1)
+    return sums_by_products(values_RV) if values_RV.is_cuda else values_RV.cumsum(dim=-1)
 
 
-def products_as_sums(values_RV: torch.Tensor) -> torch.Tensor:
-    """`prefix_sums` in float64 by products with triangular matrices, of blocks and within blocks."""
+def sums_by_products(values_RV: torch.Tensor) -> torch.Tensor:
+    """`prefix_sums` in float64 by products with triangular matrices, within blocks and of blocks."""
     rows, width = values_RV.shape
     blocks = -(-width // SUM_BLOCK)
     values_RBK = torch.nn.functional.pad(values_RV.double(), (0, blocks * SUM_BLOCK - width)).view(rows, blocks, -1)
-    ones = partial(torch.ones, dtype=torch.float64, device=values_RV.device)
-    within_RBK = values_RBK @ ones(SUM_BLOCK, SUM_BLOCK).triu()
-    before_RB = within_RBK[:, :, -1] @ ones(blocks, blocks).triu(1)
+    within_RBK = values_RBK @ _upper_ones(SUM_BLOCK, 0, values_RV.device)
+    before_RB = within_RBK[:, :, -1] @ _upper_ones(blocks, 1, values_RV.device)
     return (within_RBK + before_RB.unsqueeze(-1)).view(rows, -1)[:, :width].contiguous()
+
+
+@cache
+def _upper_ones(size: int, diagonal: int, device: torch.device) -> torch.Tensor:
+    """Ones on and above a diagonal, float64 [size, size]. Kept, because every decode step needs the same ones."""
+    return torch.ones(size, size, dtype=torch.float64, device=device).triu(diagonal)
 
 
 def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -181,3 +181,15 @@ def test_stop_strings_are_found_across_the_end_of_a_prefix(model: Any) -> None:
     [response] = finish(engine, [replace(prompts(3)[2], prefix=prefix)]).values()
     assert torch.equal(response.tokens, whole.tokens[: length + 1])
     assert not response.truncated
+
+
+@pytest.mark.parametrize("truncation", [None, SPARSE], ids=["all tokens", "truncated"])
+def test_nothing_follows_the_last_token_of_a_sequence_that_is_known_as_a_whole(
+    model: Any, truncation: Truncation | None
+) -> None:
+    """As when a server ends a sequence without another token, after its tokens were read."""
+    [response] = finish(engine_of(model, truncation=truncation), prompts(3)[2:]).values()
+    whole = Prefix(response.tokens, response.logprobs, response.spans, response.support)
+    rest = whole.after(len(response.tokens))
+    assert (len(rest.tokens), len(rest.logprobs), rest.end) == (0, 0, len(response.tokens))
+    assert rest.support is None or (len(rest.support.tokens_E), len(rest.support.counts_T)) == (0, 0)

@@ -14,7 +14,7 @@ from flowrt.engines.options import TrainOptions, Truncation
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model
 from flowrt.engines.torch import rollout
-from flowrt.engines.torch.rollout import TorchRollout, draw, draw_truncated, products_as_sums
+from flowrt.engines.torch.rollout import TorchRollout, draw, draw_truncated, sums_by_products
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.engines.training.forward import enable_packing, response_logprobs
 from flowrt.transport.weights.snapshot import Snapshot
@@ -289,11 +289,11 @@ def test_sums_by_products_are_those_of_a_scan_and_draw_the_same_tokens(
     generator = torch.Generator().manual_seed(width)
     logprobs_RV = (4 * torch.randn(16, width, generator=generator)).log_softmax(-1)
     uniform_R1 = torch.rand(16, 1, generator=generator)
-    sums_RV = products_as_sums(logprobs_RV.exp())
+    sums_RV = sums_by_products(logprobs_RV.exp())
     torch.testing.assert_close(sums_RV, logprobs_RV.exp().double().cumsum(-1), atol=1e-12, rtol=1e-12)
     assert bool((sums_RV.diff(dim=-1) >= -1e-12).all())
     expected = draw(logprobs_RV, uniform_R1), draw_truncated(logprobs_RV, uniform_R1, Truncation(top_p=0.9))[0]
-    monkeypatch.setattr(rollout, "prefix_sums", products_as_sums)
+    monkeypatch.setattr(rollout, "prefix_sums", sums_by_products)
     actual = draw(logprobs_RV, uniform_R1), draw_truncated(logprobs_RV, uniform_R1, Truncation(top_p=0.9))[0]
     assert torch.equal(actual[0][0], expected[0][0])
     assert torch.equal(actual[1], expected[1])

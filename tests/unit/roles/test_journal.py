@@ -240,8 +240,8 @@ def test_any_failure_of_the_thread_ends_the_journal_and_is_logged(
 ) -> None:
     def work(journal: Journal) -> None:
         [new] = part(1, key(7), 0, tokens(4))
-        wrong = replace(new.new, spans=cast(tuple[int, ...], (object(),)))
-        journal.add([replace(new, new=wrong)])
+        wrong = replace(new.tokens, spans=cast(tuple[int, ...], (object(),)))
+        journal.add([replace(new, tokens=wrong)])
         journal.add(part(2, key(8), 0, tokens(4)))
 
     written(tmp_path, work)
