@@ -103,6 +103,32 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+MAX_MISTAKES = 8
+"""Maximum number of mistakes that `refuse` lists."""
+
+
+def refuse(*checks: Iterable[str]) -> None:
+    """Raise ConfigError if there is a mistake: with its sentence, or with a line for each of several and their number.
+
+    Args:
+        checks: sentences, each on one mistake. What a check raises as ConfigError is its last mistake.
+    """
+    sentences: dict[str, None] = {}
+    for check in checks:
+        try:
+            for sentence in check:
+                sentences[sentence] = None
+        except ConfigError as error:
+            sentences[str(error)] = None
+    mistakes = list(sentences)
+    if len(mistakes) == 1:
+        raise ConfigError(mistakes[0])
+    if mistakes:
+        more = len(mistakes) - MAX_MISTAKES
+        listed = [*mistakes[:MAX_MISTAKES], *([f"and {more} more"] if more > 0 else [])]
+        raise ConfigError("\n  ".join([f"there are {len(mistakes)} mistakes:", *listed]))
+
+
 MAX_NAMES = 20
 """Maximum number of names that an error message lists."""
 

@@ -151,7 +151,7 @@ def _kind(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return "list of text"
     if get_origin(hint) is Literal:
-        return " or ".join(f"`{choice}`" for choice in get_args(hint))
+        return " or ".join(f"`{choice}`" for choice in get_args(hint) if choice)
     return {str: "text", int: "integer", float: "number", bool: "boolean"}[hint]
 
 

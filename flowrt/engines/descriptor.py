@@ -7,7 +7,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -314,8 +314,9 @@ class TrainEngineDescriptor(ABC):
     applies_supports = False
     """Whether `TrainingBatch.supports` is applied: truncated sampling (top-k, top-p, min-p) needs it."""
 
-    def check(self, trainer: TrainerSettings) -> None:  # noqa: B027 (by default all options are supported)
-        """Raise ConfigError for options that the engine does not support."""
+    def mistakes(self, trainer: TrainerSettings) -> Iterable[str]:  # noqa: ARG002 (part of the interface)
+        """Sentences on options that the engine does not support."""
+        return ()
 
     def check_packages(self, trainer: TrainerSettings) -> None:  # noqa: B027
         """Raise ConfigError if an optional package that these options need is not installed here."""
@@ -362,16 +363,18 @@ class RolloutEngineDescriptor(ABC):
     limits_prompts = False
     """Whether the engine ends the response to a prompt at `Prompt.max_new_tokens` (``eval.max_new_tokens``)."""
 
-    def check(  # noqa: B027
-        self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool
-    ) -> None:
-        """Raise ConfigError for options that the engine does not support, or weights that it cannot load."""
+    def mistakes(
+        self,
+        rollout: RolloutSettings,  # noqa: ARG002
+        published: PublishedWeights,  # noqa: ARG002
+        *,
+        deterministic: bool,  # noqa: ARG002
+    ) -> Iterable[str]:
+        """Sentences on options that the engine or its device does not support, and on weights that it cannot load.
 
-    def check_device(self, rollout: RolloutSettings) -> None:  # noqa: B027
-        """Raise ConfigError for options that the device does not support.
-
-        Called after the run's device is filled in where ``rollout`` names none.
+        ``rollout`` has the run's device where it names none.
         """
+        return ()
 
     def check_packages(self, rollout: RolloutSettings) -> None:  # noqa: B027
         """Raise ConfigError if what the engine starts is not installed on this host."""

@@ -12,6 +12,7 @@ LearningRate = Annotated[float, Interval(ge=0, le=10)]
 StepCount = Annotated[int, Interval(ge=0, le=10_000_000)]
 RestartCount = Annotated[int, Interval(ge=0, le=10_000)]
 Dtype = Literal["float32", "bfloat16", "float64"]
+Device = Literal["", "auto", "cpu", "cuda", "npu"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
 STARTED = OnlyIf("rollout.sglang.url", have=((),))
 MAX_SUPPORT = 4_096
@@ -101,8 +102,8 @@ class FsdpOptions:
     float64 (for comparisons)."""
     recompute: bool = False
     """Activation checkpointing: keep only each layer's input, recompute the rest in the backward pass."""
-    device: str = ""
-    """Training device: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run, else auto."""
+    device: Device = ""
+    """Training device; auto: an accelerator if present; empty: that of the run, else auto."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,15 @@ class TrainerSettings(TrainOptions):
 
     ranks: Annotated[int, Interval(gt=0, le=65_536)] = 1
     """Data-parallel trainer processes; two or more are started by torchrun."""
-    device: Annotated[str, OnlyIf("trainer.engine", have=("torch",))] = ""
-    """Engine torch: device of each rank: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
-    else cpu."""
-    dtype: Annotated[Dtype, OnlyIf("trainer.engine", have=("torch",))] = "float32"
+    device: Annotated[Device, OnlyIf("trainer.engine", have=("torch",), instead="trainer.fsdp.device")] = ""
+    """Engine torch: device of each rank; auto: an accelerator if present; empty: that of the run, else cpu."""
+    dtype: Annotated[Dtype, OnlyIf("trainer.engine", have=("torch",), instead="trainer.fsdp.dtype")] = "float32"
     """Engine torch: dtype of parameters in forward and backward passes and when published; the optimiser's parameters
     and accumulated gradients are float32, or float64 if this is float64."""
     fsdp: Annotated[FsdpOptions, OnlyIf("trainer.engine", have=("fsdp",))] = field(default_factory=FsdpOptions)
     """The fsdp engine."""
-    lora: LoraOptions = field(default_factory=LoraOptions)
-    """LoRA: train low-rank adapters instead of all weights (fsdp engine)."""
+    lora: Annotated[LoraOptions, OnlyIf("trainer.engine", have=("fsdp",))] = field(default_factory=LoraOptions)
+    """LoRA: train low-rank adapters instead of all weights."""
 
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -201,16 +201,19 @@ class RolloutSettings:
     reward gets the text before it."""
     weight_update: Literal["between_sequences", "in_flight"] = "between_sequences"
     """When a worker activates new weights: between sequences, or in flight, between two tokens of running sequences."""
-    recompute_kv_on_update: Annotated[bool, OnlyIf("rollout.weight_update", have=("in_flight",))] = True
+    recompute_kv_on_update: Annotated[
+        bool,
+        OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.pause"),
+        OnlyIf("rollout.weight_update", have=("in_flight",)),
+    ] = True
     """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
     KV cache."""
-    compile: bool = False
+    compile: Annotated[bool, OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.arguments")] = False
     """Compile decoding (torch.compile on a CPU, CUDA graphs on a GPU): faster steps, but up to a minute more at
     startup."""
-    device: str = ""
-    """Engine torch: device of each worker: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
-    else cpu."""
-    dtype: DtypeOrAuto = "auto"
+    device: Annotated[Device, OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.device")] = ""
+    """Engine torch: device of each worker; auto: an accelerator if present; empty: that of the run, else cpu."""
+    dtype: Annotated[DtypeOrAuto, OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.dtype")] = "auto"
     """Engine torch: dtype of the model and its KV cache; auto: that of the weights that the trainer publishes."""
     sglang: Annotated[SglangOptions, OnlyIf("rollout.engine", have=("sglang",))] = field(default_factory=SglangOptions)
     """The SGLang server."""

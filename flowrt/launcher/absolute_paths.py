@@ -8,11 +8,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, refuse
 from flowrt.observability.exporters.sink import own_path
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import DataSetConfig, RunConfig, changed
-from flowrt.recipes.constraints import check_text
+from flowrt.recipes.constraints import value_mistakes
 from flowrt.recipes.data_sets import options_text
 from flowrt.recipes.eval_names import eval_data_sets
 from flowrt.rewards.reward_names import with_paths
@@ -92,5 +92,5 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     if is_own(config.algorithm.name):
         values["algorithm.name"] = _absolute(config.algorithm.name)
     config = changed(config, values)
-    check_text(config)  # the paths now include the current directory
+    refuse(value_mistakes(config))  # the paths now include the current directory
     return config

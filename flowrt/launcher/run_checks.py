@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, refuse
 from flowrt.launcher.exporters import check_exporters
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.eval_sets import check_eval_sets
 from flowrt.recipes.filter_function import check_filter_function
-from flowrt.recipes.guards import check_guards
+from flowrt.recipes.guards import guard_mistakes
 from flowrt.recipes.model_files import base_model_dir, is_adapter, weight_files
 from flowrt.recipes.tasks.registry import check_digest, check_task, task_of
 from flowrt.recipes.tasks.task_file import PROCESS, digest, is_task_file, split
@@ -86,7 +86,7 @@ def with_own_needs(config: RunConfig) -> RunConfig:
         return config
     needs = ask("flowrt.roles.algorithm", [name], f"algorithm {name.rpartition(':')[0]}", LOAD_S)
     metrics = needs.get("metrics")
-    check_guards(config, metrics if isinstance(metrics, list) else [])
+    refuse(guard_mistakes(config, metrics if isinstance(metrics, list) else []))
     return changed(config, {"algorithm.own_reference": needs.get("reference") is True})
 
 

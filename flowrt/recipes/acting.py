@@ -1,16 +1,13 @@
-"""Which keys of a configuration act, by the conditions that are declared on its fields (`flowrt.runtime.conditions`).
-
-The keys of the table ``algorithm`` depend on the whole objective: `flowrt.recipes.algorithms.check_algorithm`.
-"""
+"""Which keys of a configuration act, by the conditions declared on its fields (`flowrt.runtime.conditions`)."""
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any, get_type_hints
 
-from flowrt.errors import ConfigError
+from flowrt.recipes.algorithms import preset
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.tasks.registry import default_of
 from flowrt.runtime.conditions import OnlyIf, conditions_of
@@ -42,17 +39,29 @@ def _keys(table: Any, prefix: str, above: tuple[OnlyIf, ...]) -> Iterator[Key]:
             yield Key(name, value, conditions)
 
 
-def check_acting(config: RunConfig) -> None:
-    """Raise ConfigError for the first key that does not act, and has neither its default nor that of the recipe."""
+def idle_keys(config: RunConfig) -> Iterator[tuple[Key, OnlyIf]]:
+    """The keys that do not act in a configuration, each with the first of its conditions that does not hold."""
     for key in keys():
         broken = next((condition for condition in key.conditions if not _holds(condition, config)), None)
-        if broken is None:
-            continue
+        if broken is not None:
+            yield key, broken
+
+
+def acting_mistakes(config: RunConfig) -> Iterator[str]:
+    """The keys that do not act, and have neither their default nor that of the recipe or the preset.
+
+    Raises ConfigError for an unknown preset.
+    """
+    of_preset = replace(config, algorithm=preset(config.algorithm.name))
+    for key, broken in idle_keys(config):
         value = attrgetter(key.name)(config)
-        if value == key.default or value in broken.off or value == default_of(config.recipe, key.name):
-            continue
-        present = " and ".join(f"{name} {_shown(attrgetter(name)(config))}" for name in broken.keys)
-        raise ConfigError(f"{key.name} is {value!r:.80}, which changes nothing with {present}; {broken.fix}")
+        if key.name.startswith("algorithm."):
+            usual = [attrgetter(key.name)(of_preset)]
+        else:
+            usual = [key.default, *broken.off, default_of(config.recipe, key.name)]
+        if value not in usual:
+            present = " and ".join(f"{name} {_shown(attrgetter(name)(config))}" for name in broken.keys)
+            yield f"{key.name} is {value!r:.80}, which changes nothing with {present}; {broken.fix}"
 
 
 def _holds(condition: OnlyIf, config: RunConfig) -> bool:

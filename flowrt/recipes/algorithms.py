@@ -1,15 +1,13 @@
 """RL objectives by name: the presets of the table ``algorithm``, and which of its fields have an effect.
 
 - A preset sets every field of the table; files and flags change single fields of it, and the run stores all of them.
-- A field without effect in a combination must have the value of the preset; another value raises ConfigError.
+- A field without effect in a combination must have the value of the preset (`flowrt.recipes.acting`).
 - A name like FILE.py:NAME stands for a class of the user's; of the table only ``own_reference``, ``filter``,
   ``staleness_weight`` and ``staleness_power`` apply to it.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import attrgetter
 
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import (
@@ -112,6 +110,8 @@ PRESETS: dict[str, AlgorithmConfig] = {name: replace(config, name=name) for name
 WITHOUT_RATIO = (ReinforceLoss, CrossEntropyLoss, DpoLoss)
 OF_SEQUENCES = (GspoLoss, GmpoLoss, VespoLoss, DpoLoss)
 """Losses with one ratio or likelihood for a whole sample."""
+OF_OWN = ("name", "own_reference", "staleness_weight", "staleness_power")
+"""Fields that apply to a class of the user's, with those of ``filter``."""
 
 
 def is_own(name: str) -> bool:
@@ -157,41 +157,52 @@ def _compares_step(advantage: AdvantageConfig) -> bool:
     return advantage.whiten or advantage.scale == "batch_std" or advantage.baseline == "batch_mean"
 
 
-def check_algorithm(config: RunConfig) -> None:
-    """Raise ConfigError for a field that has no effect and differs from the preset, and for contradictory fields."""
+def algorithm_mistakes(config: RunConfig) -> Iterator[str]:
+    """Fields that contradict each other, and those that a class of the user's does not have.
+
+    Raises ConfigError for an unknown name.
+    """
     algorithm = config.algorithm
-    base = preset(algorithm.name)
-    for field, reason in inert_fields(algorithm):
-        value = attrgetter(field)(algorithm)
-        if value != attrgetter(field)(base):
-            raise ConfigError(f"algorithm.{field} is {value}, which changes nothing: {reason}; leave it out")
-    if config.max_staleness == 0 and algorithm.staleness_weight != "uniform":
-        raise ConfigError(
-            f"algorithm.staleness_weight is {algorithm.staleness_weight}, which changes nothing with max_staleness 0; "
-            "set max_staleness, or leave it out"
-        )
     if is_own(algorithm.name):
+        yield from _own_mistakes(algorithm)
         return
-    _check_plan(algorithm)
-    _check_bounds(config)
-    _check_groups(config)
+    if algorithm.own_reference:
+        yield f"algorithm.own_reference is for a class of your own, and algorithm is {algorithm.name}; leave it out"
+    yield from _plan_mistakes(algorithm)
+    yield from _range_mistakes(config)
+    yield from _group_mistakes(config)
     if config.trainer.tokens_per_step:
-        if has_step_scope(algorithm):
-            raise ConfigError(
-                f"algorithm {algorithm.name} uses statistics of all samples of a step, of which "
-                "trainer.tokens_per_step trains a part; leave one of them out"
+        yield from _token_mistakes(algorithm)
+
+
+def _own_mistakes(algorithm: AlgorithmConfig) -> Iterator[str]:
+    usual = {name: value for name, _, value in key_values(preset(algorithm.name))}
+    for name, _, value in key_values(algorithm):
+        if value != usual.get(name, value) and name not in OF_OWN and not name.startswith("filter."):
+            yield (
+                f"algorithm.{name} is {value}, which changes nothing: algorithm {algorithm.name} has no such parameter "
+                "of flowrt's; leave it out"
             )
-        for name in ("keep_best", "mask_truncated"):
-            if getattr(algorithm.advantage, name):
-                raise ConfigError(
-                    f"algorithm.advantage.{name} leaves samples out of training whose tokens trainer.tokens_per_step "
-                    "counts; leave one of them out"
-                )
-        if _weighs_samples(algorithm):
-            raise ConfigError(
-                f"algorithm {algorithm.name} weighs whole samples, which trainer.tokens_per_step cuts; leave one of "
-                "them out"
+
+
+def _token_mistakes(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """What cannot be computed from a part of the tokens of a step (``trainer.tokens_per_step``)."""
+    if has_step_scope(algorithm):
+        yield (
+            f"algorithm {algorithm.name} uses statistics of all samples of a step, of which trainer.tokens_per_step "
+            "trains a part; leave one of them out"
+        )
+    for name in ("keep_best", "mask_truncated"):
+        if getattr(algorithm.advantage, name):
+            yield (
+                f"algorithm.advantage.{name} leaves samples out of training whose tokens trainer.tokens_per_step "
+                "counts; leave one of them out"
             )
+    if _weighs_samples(algorithm):
+        yield (
+            f"algorithm {algorithm.name} weighs whole samples, which trainer.tokens_per_step cuts; leave one of them "
+            "out"
+        )
 
 
 def rejects_samples(correction: CorrectionConfig) -> bool:
@@ -216,143 +227,85 @@ def name_and_changes(algorithm: AlgorithmConfig) -> str:
     return f"{algorithm.name}, with {changes}" if changes else algorithm.name
 
 
-def inert_fields(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    """The dotted names of the fields that have no effect in this combination, each with the reason."""
-    if is_own(algorithm.name):
-        reason = f"algorithm {algorithm.name} has no such parameter of flowrt's"
-        free = ("name", "own_reference", "staleness_weight", "staleness_power")
-        for field, *_ in key_values(algorithm):
-            if field not in free and not field.startswith("filter."):
-                yield field, reason
-    else:
-        yield "own_reference", "it is for a class of your own"
-        yield from _inert_with_dpo() if isinstance(algorithm.loss, DpoLoss) else _inert_with_tokens(algorithm)
-    if not algorithm.filter.function:
-        yield "filter.function_timeout_s", "algorithm.filter.function is empty"
-    if algorithm.staleness_weight == "uniform":
-        yield "staleness_power", "algorithm.staleness_weight is uniform"
-
-
-def _inert_with_dpo() -> Iterator[tuple[str, str]]:
-    for table, reason in (
-        ("advantage", "compares the best and the worst sample of a group"),
-        ("correction", "has no importance weights"),
-        ("kl", "is a sum over pairs of samples"),
-        ("entropy", "is a sum over pairs of samples"),
-    ):
-        for field in dataclasses.fields(getattr(AlgorithmConfig(), table)):
-            yield f"{table}.{field.name}", f"loss dpo {reason}"
-    yield "staleness_weight", "loss dpo has no weights of samples"
-
-
-def _inert_with_tokens(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    advantage = algorithm.advantage
-    if advantage.keep_best:
-        fields, kept = [field.name for field in dataclasses.fields(advantage)], ("keep_best", "keep_above")
-        reason = "algorithm.advantage.keep_best gives every trained sample the advantage 1"
-        yield from ((f"advantage.{name}", reason) for name in fields if name not in kept)
-        if algorithm.kl.where == "reward":
-            yield "kl.coef", "the best samples are chosen by their rewards alone; use algorithm.kl.where loss"
-    else:
-        yield "advantage.keep_above", "algorithm.advantage.keep_best is 0"
-    if advantage.scale == "none" and not advantage.whiten:
-        yield "advantage.eps", "nothing is divided by a standard deviation"
-    if algorithm.correction.level == "off":
-        yield from ((f"correction.{name}", "algorithm.correction.level is off") for name in ("mode", "low", "high"))
-    if algorithm.kl.coef == 0:
-        names = ("where", "estimator", "target", "horizon")
-        yield from ((f"kl.{name}", "algorithm.kl.coef is 0") for name in names)
-    elif algorithm.kl.where == "reward":
-        yield "kl.estimator", "a penalty in the reward is the sum of log ratios (k1)"
-        reason = "only the coefficient of a term in the loss adapts, and algorithm.kl.where is reward"
-        yield from ((f"kl.{name}", reason) for name in ("target", "horizon"))
-    elif algorithm.kl.target == 0:
-        yield "kl.horizon", "algorithm.kl.target is 0, so that the coefficient is fixed"
-
-
-def _check_plan(algorithm: AlgorithmConfig) -> None:
+def _plan_mistakes(algorithm: AlgorithmConfig) -> Iterator[str]:
     plan, loss = algorithm.plan, algorithm.loss
     several = plan.updates * plan.epochs > 1
     if several and plan.anchor == "present":
-        raise ConfigError(
+        yield (
             f"algorithm.plan makes {plan.updates * plan.epochs} updates a step with anchor present, so that every "
             "ratio is 1; use algorithm.plan.anchor step or rollout"
         )
     if not several and plan.anchor == "step":
-        raise ConfigError(
+        yield (
             "algorithm.plan.anchor is step, which with one update a step is the trained policy itself; use present or "
             "rollout, or several algorithm.plan.updates"
         )
     if isinstance(loss, WITHOUT_RATIO):
         if plan.anchor == "rollout" or (plan.anchor == "step" and algorithm.correction.level == "off"):
-            raise ConfigError(
+            yield (
                 f"algorithm.plan.anchor is {plan.anchor}, and loss {loss.type} has no ratio to it; use "
                 + ("a loss with one" if several else "anchor present, or a loss with one, like ppo")
             )
     elif plan.anchor == "present":
-        raise ConfigError(
+        yield (
             f"algorithm.loss.type is {loss.type} with algorithm.plan.anchor present: every ratio is 1, so its bounds "
             "change nothing; use anchor rollout, several updates with anchor step, or loss reinforce"
         )
     if plan.anchor == "rollout" and algorithm.correction.level != "off":
-        raise ConfigError(
+        yield (
             "algorithm.plan.anchor is rollout, so the loss has the ratio to the policy that sampled, which "
             f"algorithm.correction.level {algorithm.correction.level} would count twice; use level off, or anchor step"
         )
 
 
-def _check_bounds(config: RunConfig) -> None:
-    """Raise ConfigError for a value outside bounds that depend on other fields."""
+def _range_mistakes(config: RunConfig) -> Iterator[str]:
+    """Values outside of bounds that depend on other fields."""
     loss, correction = config.algorithm.loss, config.algorithm.correction
     if isinstance(loss, PpoLoss) and loss.delta is not None and loss.delta <= 1 + loss.clip_high:
-        raise ConfigError(
-            f"algorithm.loss.delta is {loss.delta}, within the clip range; use more than {1 + loss.clip_high:g}"
-        )
+        yield (f"algorithm.loss.delta is {loss.delta}, within the clip range; use more than {1 + loss.clip_high:g}")
     if 0 < correction.reject_high < 1:
-        raise ConfigError(f"algorithm.correction.reject_high is {correction.reject_high}; use 1 or more, or 0 for none")
+        yield f"algorithm.correction.reject_high is {correction.reject_high}; use 1 or more, or 0 for none"
     kl, samples = config.algorithm.kl, config.prompts_per_step * config.group_size
     if kl.target and kl.horizon < samples:
-        raise ConfigError(
+        yield (
             f"algorithm.kl.horizon is {kl.horizon}, fewer than the {samples} samples of a step (prompts_per_step x "
             "group_size): the coefficient would jump; use several times as many"
         )
     if (overlong := config.algorithm.advantage.overlong_tokens) > config.rollout.max_new_tokens:
-        raise ConfigError(
+        yield (
             f"algorithm.advantage.overlong_tokens is {overlong}, more than a response can have "
             f"(rollout.max_new_tokens {config.rollout.max_new_tokens})"
         )
 
 
-def _check_groups(config: RunConfig) -> None:
-    """Raise ConfigError for numbers of samples or a baseline that the advantages cannot be computed with."""
+def _group_mistakes(config: RunConfig) -> Iterator[str]:
+    """Numbers of samples and a baseline that the advantages cannot be computed with."""
     advantage, size = config.algorithm.advantage, config.group_size
     if isinstance(config.algorithm.loss, DpoLoss):
         if size < 2:
-            raise ConfigError("group_size is 1, and loss dpo compares two samples of a group; use 2 or more")
+            yield "group_size is 1, and loss dpo compares two samples of a group; use 2 or more"
         return
     if advantage.keep_best:
         if advantage.keep_best > size:
-            raise ConfigError(
-                f"algorithm.advantage.keep_best is {advantage.keep_best}, of groups of {size}; keep fewer"
-            )
+            yield (f"algorithm.advantage.keep_best is {advantage.keep_best}, of groups of {size}; keep fewer")
         return
     if advantage.scale == "group_mean" and advantage.baseline != "group_mean":
-        raise ConfigError(
+        yield (
             f"algorithm.advantage.scale group_mean divides by the baseline, which is {advantage.baseline}; use "
             "baseline group_mean"
         )
     if config.prompts_per_step * size == 1 and _compares_step(advantage):
-        raise ConfigError(
+        yield (
             f"prompts_per_step and group_size are 1, and algorithm {config.algorithm.name} compares the samples of a "
             "step: nothing would be learned; use more prompts a step"
         )
     if size == 1 and advantage.baseline not in ("batch_mean", "none"):
-        raise ConfigError(
+        yield (
             f"group_size is 1, and advantage baseline {advantage.baseline} compares the samples of a group: nothing "
             "would be learned; use 2 or more, or --algorithm flash_reinforce"
         )
     if size == 1 and advantage.scale == "group_std":
-        raise ConfigError(
+        yield (
             "group_size is 1: advantage scale group_std divides by the group's standard deviation, which one sample "
             "does not have; use 2 or more, or --algorithm.advantage.scale none"
         )

@@ -13,6 +13,7 @@ from annotated_types import Interval
 
 from flowrt.controller.policies.curriculum import MIN_FLOOR
 from flowrt.engines.options import (
+    Device,
     DtypeOrAuto,
     LearningRate,
     RestartCount,
@@ -46,6 +47,13 @@ WITH_CHECKPOINTS = OnlyIf("checkpoint.every", but=(0,), off=(0.0,))
 WITH_CHECKPOINTS_OR_MODELS = OnlyIf("checkpoint.every", but=(0,), or_keys=("checkpoint.hf_every",))
 WITH_RESTARTS = OnlyIf("supervisor.max_worker_restarts", but=(0,))
 BY_TOKENS = OnlyIf("trainer.micro_batch_samples", have=(0,))
+WITH_TOKEN_LOSS = OnlyIf("algorithm.loss.type", but=("dpo",))
+WITH_ADVANTAGES = OnlyIf("algorithm.advantage.keep_best", have=(0,))
+WITH_SCALE = OnlyIf("algorithm.advantage.scale", but=("none", False), or_keys=("algorithm.advantage.whiten",))
+WITH_CORRECTION = OnlyIf("algorithm.correction.level", but=("off",))
+WITH_KL = OnlyIf("algorithm.kl.coef", but=(0,))
+KL_IN_LOSS = OnlyIf("algorithm.kl.where", have=("loss",))
+KL_OR_ADVANTAGES = OnlyIf("algorithm.advantage.keep_best", have=(0, "loss"), or_keys=("algorithm.kl.where",))
 Limit = Annotated[float | None, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)]
 RewardLimit = Annotated[float | None, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 ClipRange = Annotated[float, Interval(ge=0, le=1_000)]
@@ -327,7 +335,7 @@ class FilterConfig:
     function: str = ""
     """FILE.py:FUNCTION, called with the list of a group's rewards, and by name with what it takes of prompt, epoch,
     lengths and version; it returns True to keep the group, and a group on which it fails is filtered too."""
-    function_timeout_s: Seconds = 10.0
+    function_timeout_s: Annotated[Seconds, OnlyIf("algorithm.filter.function", but=("",))] = 10.0
     """Deadline for loading the file of the function and for each call, in seconds."""
     tries: Annotated[int, Interval(ge=1, le=MAX_LIVE_SAMPLES)] = 128
     """Maximum number of groups filtered in a step; after that, groups are trained whatever their rewards are."""
@@ -413,8 +421,8 @@ class ReferenceConfig:
 
     workers: Annotated[int, Interval(gt=0, le=10_000)] = 1
     """Number of reference workers."""
-    device: str = ""
-    """Device of each worker: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run, else cpu."""
+    device: Device = ""
+    """Device of each worker; auto: an accelerator if present; empty: that of the run, else cpu."""
     dtype: DtypeOrAuto = "auto"
     """Dtype of the model; auto: that of the trainer's forward passes, so that a policy that has not moved has a
     divergence of 0."""
@@ -432,27 +440,29 @@ class ReferenceConfig:
 class AdvantageConfig:
     """From the rewards of a group to one advantage a sample: (reward - baseline) / scale."""
 
-    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "batch_mean", "none"] = "group_mean"
+    baseline: Annotated[
+        Literal["group_mean", "leave_one_out", "length_weighted", "batch_mean", "none"], WITH_ADVANTAGES
+    ] = "group_mean"
     """What is subtracted from a reward: group_mean (GRPO), leave_one_out, the mean of the others (RLOO, arXiv
     2402.14740), length_weighted (OPO, arXiv 2505.23585), batch_mean, of all rewards of the step (FlashREINFORCE), or
     none."""
-    scale: Literal["group_std", "batch_std", "group_mean", "none"] = "group_std"
+    scale: Annotated[Literal["group_std", "batch_std", "group_mean", "none"], WITH_ADVANTAGES] = "group_std"
     """What is divided by: the standard deviation of the group (GRPO) or of the step (Lite-PPO, arXiv 2508.08221), the
     group's mean (MaxRL, arXiv 2602.02710), or none (arXiv 2503.20783)."""
-    eps: Annotated[float, Interval(gt=0, le=1)] = 1e-6
+    eps: Annotated[float, Interval(gt=0, le=1), WITH_ADVANTAGES, WITH_SCALE] = 1e-6
     """Added to standard deviations; with scale group_mean: a group whose mean reward is not above it has no
     advantages."""
-    whiten: bool = False
+    whiten: Annotated[bool, WITH_ADVANTAGES] = False
     """Normalise the advantages of a step to mean 0 and standard deviation 1 (REINFORCE++, arXiv 2501.03262)."""
     keep_best: Annotated[int, Interval(ge=0, le=65_536)] = 0
     """Train on this many best samples of each group, with advantage 1, and on no others (RAFT, arXiv 2304.06767);
     0: off."""
-    keep_above: RewardLimit = None
-    """With keep_best: samples with rewards up to this are not trained."""
-    overlong_tokens: Annotated[int, Interval(ge=0, le=16_777_216)] = 0
+    keep_above: Annotated[RewardLimit, OnlyIf("algorithm.advantage.keep_best", but=(0,))] = None
+    """Samples with rewards up to this are not trained."""
+    overlong_tokens: Annotated[int, Interval(ge=0, le=16_777_216), WITH_ADVANTAGES] = 0
     """Soft length penalty (DAPO, arXiv 2503.14476, equation 13): over the last this many tokens before
     rollout.max_new_tokens the reward falls by up to 1; 0: off."""
-    mask_truncated: bool = False
+    mask_truncated: Annotated[bool, WITH_ADVANTAGES] = False
     """Do not train on responses that were cut at the length limit."""
 
 
@@ -658,11 +668,11 @@ class CorrectionConfig:
     level: Literal["off", "token", "sequence", "geometric"] = "token"
     """Importance weight, anchor over rollout: of each token, of the sample (the product), its geometric mean, or
     off."""
-    mode: Literal["truncate", "mask"] = "truncate"
+    mode: Annotated[Literal["truncate", "mask"], WITH_CORRECTION] = "truncate"
     """Weights outside [low, high] are truncated (TIS), or set to 0 (IcePop, arXiv 2510.18855)."""
-    low: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    low: Annotated[float, Interval(ge=0, le=1), WITH_CORRECTION] = 0.0
     """Lower bound of the weight."""
-    high: Annotated[float, Interval(ge=1, le=1_000_000)] = 2.0
+    high: Annotated[float, Interval(ge=1, le=1_000_000), WITH_CORRECTION] = 2.0
     """Upper bound of the weight."""
     reject_low: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Mask samples whose geometric mean ratio, policy over rollout, is below this; 0: none."""
@@ -683,19 +693,21 @@ class CorrectionConfig:
 class KlConfig:
     """Penalty on the divergence from the reference model."""
 
-    coef: Annotated[float, Interval(ge=0, le=1_000)] = 1e-3
+    coef: Annotated[float, Interval(ge=0, le=1_000), KL_OR_ADVANTAGES] = 1e-3
     """Weight of the penalty; 0: none, and no reference worker is started."""
-    where: Literal["loss", "reward"] = "loss"
+    where: Annotated[Literal["loss", "reward"], WITH_KL] = "loss"
     """As a term of the loss, or subtracted from the reward of each sample (sum over its tokens)."""
-    estimator: Literal["k1", "k2", "k3", "k3_with_k2_slope", "unbiased"] = "k3"
+    estimator: Annotated[Literal["k1", "k2", "k3", "k3_with_k2_slope", "unbiased"], WITH_KL, KL_IN_LOSS] = "k3"
     """Estimator of the term in the loss: k1, k2, k3 (joschu.net/blog/kl-approx.html), the value of k3 with the slope of
     k2, or k3 with importance weights (arXiv 2512.02556)."""
-    target: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
-    """Term in the loss: divergence that the coefficient follows, in nats a token: coef is that of the first step, and
+    target: Annotated[float, Interval(ge=0, le=1_000), WITH_KL, KL_IN_LOSS] = 0.0
+    """Divergence that the coefficient follows, in nats a token: coef is that of the first step, and
     after each it is multiplied by 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon (arXiv 1909.08593); 0: the
     coefficient is fixed."""
-    horizon: Annotated[int, Interval(ge=1, le=1_000_000_000)] = 10_000
-    """With target: samples over which the coefficient changes by a factor of at most about 1.2."""
+    horizon: Annotated[
+        int, Interval(ge=1, le=1_000_000_000), WITH_KL, KL_IN_LOSS, OnlyIf("algorithm.kl.target", but=(0,))
+    ] = 10_000
+    """Samples over which the coefficient changes by a factor of at most about 1.2."""
 
 
 @dataclass(frozen=True)
@@ -715,25 +727,29 @@ class AlgorithmConfig:
     name: str = "reinforce"
     """Preset, such as grpo or dapo, which sets all keys of the objective; or FILE.py:NAME, a class with the methods of
     flowrt.algorithms.algorithm.Algorithm."""
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    advantage: Annotated[AdvantageConfig, WITH_TOKEN_LOSS] = field(default_factory=AdvantageConfig)
     """Advantages."""
     loss: Loss = field(default_factory=ReinforceLoss)
     """The policy loss of a token or a sample, and how losses become the loss of a step."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Updates of a step."""
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    correction: Annotated[CorrectionConfig, WITH_TOKEN_LOSS] = field(default_factory=CorrectionConfig)
     """Correction for stale samples."""
-    kl: KlConfig = field(default_factory=KlConfig)
+    kl: Annotated[KlConfig, WITH_TOKEN_LOSS] = field(default_factory=KlConfig)
     """The reference model."""
-    entropy: EntropyConfig = field(default_factory=EntropyConfig)
+    entropy: Annotated[EntropyConfig, WITH_TOKEN_LOSS] = field(default_factory=EntropyConfig)
     """Entropy."""
     filter: FilterConfig = field(default_factory=FilterConfig)
     """Which groups are trained."""
-    staleness_weight: Literal["uniform", "polynomial"] = "uniform"
+    staleness_weight: Annotated[
+        Literal["uniform", "polynomial"], WITH_TOKEN_LOSS, OnlyIf("max_staleness", but=(0,))
+    ] = "uniform"
     """Loss weight of a sample by its staleness s; uniform: 1; polynomial: (1 + s) ** -staleness_power (FedAsync, arXiv
     1903.03934)."""
-    staleness_power: Annotated[float, Interval(ge=0, le=100)] = 0.5
-    """Weight polynomial: the exponent; 0: uniform."""
+    staleness_power: Annotated[
+        float, Interval(ge=0, le=100), OnlyIf("algorithm.staleness_weight", but=("uniform",))
+    ] = 0.5
+    """The exponent; 0: uniform."""
     own_reference: bool = False
     """Whether a class of your own needs the reference model; found out when the run starts."""
 
@@ -763,8 +779,8 @@ class ControllerConfig:
     request_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 0.0
     """How long a worker waits for the reply to one request; 0: follows the samples of a step and
     of evaluations, rollout.max_new_tokens and the size of the model, and is an hour or more."""
-    lanes: str = "auto"
-    """Transport of tensors: gloo, shm, nccl, hccl; or auto: shared memory on one host, else nccl or hccl where devices
+    lanes: Literal["auto", "gloo", "shm", "nccl", "hccl"] = "auto"
+    """Transport of tensors; auto: shared memory on one host, else nccl or hccl where devices
     are in use, else TCP (gloo)."""
     transfer_idle_timeout_s: Seconds = 60.0
     """A tensor transfer without progress for this long fails and is retried."""
@@ -945,9 +961,9 @@ class RunConfig:
     """Fields in place of those of the model's config.json, as a JSON object, for every worker, reference.model and the
     exported model: '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}';
     empty: none."""
-    device: str = ""
-    """Device of trainer, rollout and reference workers without one of their own: cpu, cuda, npu, or auto (an
-    accelerator if present, else cpu); empty: the default of each engine, which is cpu for torch."""
+    device: Device = ""
+    """Device of trainer, rollout and reference workers without one of their own; auto: an accelerator if present, else
+    cpu; empty: the default of each engine, which is cpu for torch."""
     run_dir: str = ""
     """Run directory; empty: runs/ and the start time."""
     threads: Annotated[int, Interval(gt=0, le=1_024)] = 1

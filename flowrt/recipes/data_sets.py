@@ -1,4 +1,4 @@
-"""Several weighted data sets: parsing of the flag ``--data``, and checks of the sets.
+"""Several weighted data sets: parsing of the flag ``--data``.
 
 A value of ``--data`` that begins with a name and ``=`` is one of several sets; any other is the path of the only set::
 
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from flowrt.errors import ConfigError, suggested
-from flowrt.ids import MAX_SETS
 from flowrt.recipes.config import DataConfig, DataSetConfig
 
 FORM = "NAME=PATH:WEIGHT"
@@ -25,9 +24,6 @@ FORMAT = ("system_prompt", "chat_template", "chat_template_kwargs", "tools")
 """Those that say how prompts become tokens."""
 _OPTION = re.compile(rf"\s+({'|'.join(OPTIONS + tuple(option.replace('_', '-') for option in OPTIONS))})=")
 _UNKNOWN = re.compile(r"\s([A-Za-z_-]+)=")
-MAX_NAME_CHARS = 64
-NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_NAME_CHARS - 1}}}")
-"""A name is part of the names of metrics and of prompts."""
 
 
 def parse_data(flags: Sequence[str]) -> tuple[str, list[dict[str, str | float]]]:
@@ -124,41 +120,3 @@ def described(sets: Sequence[DataSetConfig]) -> str:
     """The sets as values of ``--data``, separated by spaces; "none" if there are none."""
     entries = [(f"{set_.name}={set_.path}:{set_.weight:g}", options_text(set_)) for set_ in sets]
     return " ".join(f'"{text}{options}"' if options else text for text, options in entries) or "none"
-
-
-def check_sets(data: DataConfig, recipe: str, *, mixes: bool) -> None:
-    """Raise ConfigError for data sets with unusable names or paths, or in a recipe that takes only one.
-
-    Args:
-        data: options of the data.
-        recipe: name of the recipe.
-        mixes: whether the recipe takes several data sets.
-    """
-    if not data.sets:
-        return
-    if not mixes:
-        raise ConfigError(f"data.sets changes nothing in recipe {recipe}; it is of recipe custom")
-    if data.path:
-        raise ConfigError(f"data.path is {data.path!r}, and there are data.sets too; leave one of them out")
-    if len(data.sets) > MAX_SETS:
-        raise ConfigError(f"there are {len(data.sets)} data sets; use at most {MAX_SETS}")
-    names: set[str] = set()
-    paths: dict[tuple[str, str], str] = {}
-    for set_ in data.sets:
-        if NAME.fullmatch(set_.name) is None:
-            raise ConfigError(
-                f"a data set has the name {set_.name!r:.80}; use 1 to {MAX_NAME_CHARS} letters, digits, - and _, the "
-                "first a letter or a digit (a path with = in it is written ./PATH)"
-            )
-        if set_.name in names:
-            raise ConfigError(f"two data sets have the name {set_.name!r}; give each one of its own")
-        if not set_.path:
-            raise ConfigError(f"data set {set_.name!r} has no path; use {FORM}")
-        place = (os.path.realpath(set_.path), set_data(data, set_).split)
-        if place in paths:
-            raise ConfigError(
-                f"data sets {paths[place]!r} and {set_.name!r} have the same path {set_.path}, and prompts would count "
-                "twice; use one with the sum of their weights"
-            )
-        names.add(set_.name)
-        paths[place] = set_.name

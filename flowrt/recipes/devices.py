@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
-from flowrt.errors import ConfigError
 from flowrt.ids import AUTO, REFERENCE, ROLLOUT, TRAINER
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
 
-DEVICES = (AUTO, "cpu", "cuda", "npu")
 ACCELERATORS = ("cuda", "npu")
 
 
@@ -51,17 +49,3 @@ def named_accelerators(config: RunConfig) -> dict[str, str]:
     if needs_reference(config.algorithm):
         devices[REFERENCE] = reference_device(config)
     return {role: name for role, name in devices.items() if name in ACCELERATORS}
-
-
-def check_devices(config: RunConfig) -> None:
-    """Raise ConfigError for a device key that is set and is none of `DEVICES`."""
-    keys = {
-        "device": config.device,
-        "trainer.device": config.trainer.device,
-        "trainer.fsdp.device": config.trainer.fsdp.device,
-        "rollout.device": config.rollout.device,
-        "reference.device": config.reference.device,
-    }
-    for key, name in keys.items():
-        if name and name not in DEVICES:
-            raise ConfigError(f"{key} is {name!r}; use one of {', '.join(DEVICES)}")

@@ -258,7 +258,7 @@ def _kind(hint: Any) -> str:
     if origin in (Annotated, UnionType):
         return _kind(inner[0])
     if origin is Literal:
-        return f"{{{', '.join(inner)}}}"
+        return f"{{{', '.join(filter(None, inner))}}}"
     if origin is tuple:
         return "TEXT ..."
     return _KINDS[hint]

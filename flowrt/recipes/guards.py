@@ -4,7 +4,7 @@ The rules of a run are the defaults followed by `[[guard]]` in order; ``action =
 its metric. The defaults only warn.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import chain
@@ -70,8 +70,8 @@ def default_rules(config: RunConfig) -> list[GuardRule]:
     ]
 
 
-def check_guards(config: RunConfig, own_metrics: Collection[str] | None = None) -> None:
-    """Raise ConfigError for a guard that is not well formed, or that cannot act in this run.
+def guard_mistakes(config: RunConfig, own_metrics: Collection[str] | None = None) -> Iterator[str]:
+    """Guards that are not well formed, or that cannot act in this run.
 
     Args:
         config: the configuration of the run.
@@ -79,75 +79,69 @@ def check_guards(config: RunConfig, own_metrics: Collection[str] | None = None) 
             accepted.
     """
     if len(config.guard) > MAX_GUARDS:
-        raise ConfigError(f"there are {len(config.guard)} guards; use at most {MAX_GUARDS}")
+        yield f"there are {len(config.guard)} guards; use at most {MAX_GUARDS}"
+        return
     named = [rule.metric for rule in default_rules(config)]
     for guard in config.guard:
-        _check_metric(guard.metric, config, own_metrics)
+        yield from _metric_mistakes(guard.metric, config, own_metrics)
         if guard.action == "off":
             if replace(guard, action="warn") != GuardConfig(guard.metric):
-                raise ConfigError(f"guard on {guard.metric} is off and has a limit; leave one of them out")
+                yield f"guard on {guard.metric} is off and has a limit; leave one of them out"
             if guard.metric not in named:
-                raise ConfigError(f"guard on {guard.metric} is off, and there is none before it; leave it out")
+                yield f"guard on {guard.metric} is off, and there is none before it; leave it out"
             named = [name for name in named if name != guard.metric]
         else:
-            _check_rule(guard, config)
+            yield from _rule_mistakes(guard, config)
             named.append(guard.metric)
 
 
-def _check_metric(metric: str, config: RunConfig, own_metrics: Collection[str] | None) -> None:
+def _metric_mistakes(metric: str, config: RunConfig, own_metrics: Collection[str] | None) -> Iterator[str]:
     known = {*metric_names(config), *(own_metrics or ())}
     if metric in known or (is_own(config.algorithm.name) and own_metrics is None):
         return
     if metric in CLOCK:
-        raise ConfigError(
+        yield (
             f"guard on {metric}: it counts steps or reads the clock, and guards depend on what was trained alone; use "
             "another metric"
         )
+        return
     near = get_close_matches(metric, sorted(known), 5, 0.5)
     names = ", ".join(near or sorted(known)[:MAX_NAMES])
-    raise ConfigError(
+    yield (
         f"guard on {metric!r}: this run has no such metric; {'near it are' if near else 'there are'} {names} (all: "
         "docs/reference/metrics.md)"
     )
 
 
-def _check_rule(guard: GuardConfig, config: RunConfig) -> None:
+def _rule_mistakes(guard: GuardConfig, config: RunConfig) -> Iterator[str]:
     if (guard.above is None) == (guard.below is None):
         both = "neither above nor below" if guard.above is None else "both above and below"
-        raise ConfigError(f"guard on {guard.metric} has {both}; give exactly one")
+        yield f"guard on {guard.metric} has {both}; give exactly one"
     limit = guard.below if guard.above is None else guard.above
     if guard.relative == "none":
         if guard.window != GuardConfig.window:
-            raise ConfigError(
+            yield (
                 f"guard on {guard.metric} has window {guard.window}, which changes nothing without relative median; "
                 "add it, or leave the window out"
             )
     elif limit is not None and not limit > 0:
-        raise ConfigError(
-            f"guard on {guard.metric} is relative to a median, and its limit is {limit:g} of it; use one above 0"
-        )
-    elif guard.window + guard.steps > config.steps:
-        raise ConfigError(
-            f"guard on {guard.metric} is relative to the median of {guard.window} steps and has steps {guard.steps}, "
-            f"and the run has {config.steps}: it would never fire; use fewer"
-        )
-    if guard.steps > config.steps:
-        raise ConfigError(
-            f"guard on {guard.metric} has steps {guard.steps}, and the run has {config.steps}: it would never fire; "
-            "use fewer"
+        yield (f"guard on {guard.metric} is relative to a median, and its limit is {limit:g} of it; use one above 0")
+    needed = guard.steps + (guard.window if guard.relative == "median" else 0)
+    if needed > config.steps:
+        yield (
+            f"guard on {guard.metric} needs {needed} steps (steps, and the window of a median), and the run has "
+            f"{config.steps}: it would never fire; use fewer"
         )
     if guard.action == "hold":
         if config.max_staleness == 0:
-            raise ConfigError(
-                f"guard on {guard.metric} has action hold, and max_staleness is 0 already; use warn or stop"
-            )
+            yield (f"guard on {guard.metric} has action hold, and max_staleness is 0 already; use warn or stop")
     elif guard.hold_steps != GuardConfig.hold_steps:
-        raise ConfigError(
+        yield (
             f"guard on {guard.metric} has hold_steps {guard.hold_steps}, which changes nothing with action "
             f"{guard.action}; use action hold, or leave it out"
         )
     if guard.action == "stop" and not (config.checkpoint.every and config.checkpoint.preemption_save_timeout_s):
-        raise ConfigError(
+        yield (
             f"guard on {guard.metric} has action stop, which saves a checkpoint, and checkpoint.every or "
             "checkpoint.preemption_save_timeout_s is 0; set both, or use action warn"
         )

@@ -178,7 +178,7 @@ def _value(value: Any, hint: Any, key: str, place: _Place) -> Any:
     choices: dict[Any, Any] = {"True": True, "False": False} if hint is bool and place.are_flags else {}
     if choices := choices or {choice: choice for choice in get_args(hint)}:
         if value not in tuple(choices):
-            raise place.error(key, f"takes one of {', '.join(choices)}, not {value!r:.80}")
+            raise place.error(key, f"takes one of {', '.join(filter(None, choices))}, not {value!r:.80}")
         return choices[value]
     is_exact = not place.are_flags and (hint is not float or type(value) is not int)  # a whole number is a number too
     if is_exact and type(value) is not hint:

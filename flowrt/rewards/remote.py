@@ -19,7 +19,7 @@ import os
 import random
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.rewards.call_forms import Rate
-from flowrt.rewards.options import RewardOptions
+from flowrt.rewards.options import JudgeOptions, RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.reward_names import KEY_FIX, RewardFunction, parse_functions
+from flowrt.rewards.reward_names import KEY_FIX, RewardFunction
 from flowrt.rewards.rows import decode_row, json_text
 from flowrt.rewards.user_file import ANSWER, as_text, no_column, outcome_of
 from flowrt.runtime.addresses import check_url
@@ -239,21 +239,19 @@ class Answers:
         self._db.close()
 
 
-def check_remote(options: RewardOptions) -> None:
-    """Raise ConfigError if the options of function ``judge`` cannot be used."""
-    judge = options.judge
-    if not any(function.kind == "judge" for function in parse_functions(options.functions)):
-        return
+def judge_mistakes(judge: JudgeOptions) -> Iterator[str]:
+    """Options with which a judge cannot be asked. Raises ConfigError for a wrong address."""
     for name in ("url", "model"):
         if not getattr(judge, name):
-            raise ConfigError(f"reward function judge needs reward.judge.{name}; set it")
-    check_url("reward.judge.url", judge.url, KEY_FIX)
+            yield f"reward function judge needs reward.judge.{name}; set it"
     if "{response}" not in judge.prompt:
-        raise ConfigError("reward.judge.prompt has no {response} in it: every response would have the same reward")
+        yield "reward.judge.prompt has no {response} in it: every response would have the same reward"
     try:
         re.compile(judge.pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"reward.judge.pattern is {judge.pattern!r}, which is wrong: {error}; correct it") from None
+        yield f"reward.judge.pattern is {judge.pattern!r}, which is wrong: {error}; correct it"
+    if judge.url:
+        check_url("reward.judge.url", judge.url, KEY_FIX)
 
 
 def check_key(options: RewardOptions) -> None:

@@ -9,11 +9,11 @@ import torch
 from flowrt.engines.base import RolloutEngine, TrainEngine
 from flowrt.engines.descriptor import RolloutSetup, TrainerSetup
 from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, refuse
 from flowrt.ids import ROLLOUT
 from flowrt.ranks.process_group import init_ranks
 from flowrt.recipes.config import RunConfig, TrainerConfig
-from flowrt.recipes.constraints import check_rollout
+from flowrt.recipes.constraints import rollout_mistakes
 from flowrt.recipes.devices import rollout_device, with_devices
 from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.run_dir import model_dir
@@ -55,7 +55,7 @@ def rollout_engine(config: RunConfig, worker: str = f"{ROLLOUT}-0") -> RolloutEn
     Raises ConfigError if the engine does not support the configuration: the controller may have been started without
     this check.
     """
-    check_rollout(config)
+    refuse(rollout_mistakes(config))
     return ROLLOUT_ENGINES[config.rollout.engine].build(
         RolloutSetup(
             model=model_dir(config),

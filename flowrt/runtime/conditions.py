@@ -21,6 +21,7 @@ class OnlyIf:
         but: the values with which it does not act.
         or_keys: other keys that may fulfil the condition in place of ``key``.
         off: values of the field itself that are accepted in any case, because they say that it is off.
+        instead: the key to set in place of this one where the condition does not hold; empty: none.
     """
 
     key: str
@@ -28,6 +29,7 @@ class OnlyIf:
     but: tuple[Value, ...] = ()
     or_keys: tuple[str, ...] = ()
     off: tuple[Value, ...] = ()
+    instead: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -43,6 +45,8 @@ class OnlyIf:
         """What to do where the condition does not hold, as the end of a sentence."""
         if self.have in (("",), ((),)):
             return "leave one of them out"
+        if self.instead:
+            return f"set {self.instead} in its place"
         values = f" to {' or '.join(str(value) for value in self.have)}" if self.have else ""
         return f"set {' or '.join(self.keys)}{values}, or leave it out"
 

@@ -76,7 +76,7 @@ def test_missing_device_is_reported_for_each_use(tmp_path: Path) -> None:
         (["--on", "false", "--nodes", "-1"], "'-1' is not a whole number"),
         (["--on", "ssh 'host"], "--on cannot be split into words"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
-        (["--device", "gpu"], "device is 'gpu'; use one of auto, cpu, cuda, npu"),
+        (["--device", "gpu"], "--device takes one of auto, cpu, cuda, npu, not 'gpu'"),
     ],
 )
 def test_bad_arguments(arguments: list[str], expected: str) -> None:

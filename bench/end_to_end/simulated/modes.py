@@ -9,7 +9,7 @@ from end_to_end.simulated.workloads import WORKLOADS, Workload
 from flowrt import api
 from flowrt.controller.policies.weight_sync import Rolling
 from flowrt.recipes import grpo
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import defaults
 
 
@@ -74,7 +74,7 @@ class RunSpec:
             group_size=workload.members,
             max_staleness=self.mode.bound,
             trainer=dataclasses.replace(base.trainer, micro_batch_tokens=workload.micro_batch_tokens),
-            controller=dataclasses.replace(base.controller, lanes=workload.lanes),
+            controller=changed(base.controller, {"lanes": workload.lanes}),
         )
 
     def policies(self) -> api.Policies:

@@ -27,11 +27,6 @@ class FsdpTraining(TrainEngineDescriptor):
     needs_process_group = True
     applies_supports = True
 
-    def check(self, trainer: TrainerSettings) -> None:
-        for key, value, default in (("device", trainer.device, ""), ("dtype", trainer.dtype, "float32")):
-            if value != default:
-                raise ConfigError(f"trainer.{key} is of engine torch; for engine fsdp set trainer.fsdp.{key}")
-
     def check_packages(self, trainer: TrainerSettings) -> None:
         if trainer.lora.rank and importlib.util.find_spec("peft") is None:
             raise ConfigError(

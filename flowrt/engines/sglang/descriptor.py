@@ -53,45 +53,26 @@ class SglangGeneration(RolloutEngineDescriptor):
 
     limits_prompts = True
 
-    def check(self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool) -> None:
+    def mistakes(self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool) -> Iterator[str]:
         server = rollout.sglang
         if published.lora:
-            raise ConfigError("rollouts on SGLang take whole weights; use --trainer.lora.publish merged")
+            yield "rollouts on SGLang take whole weights; use --trainer.lora.publish merged"
         if bool(server.url) == bool(server.python):
-            raise ConfigError(
+            yield (
                 "rollout.engine is sglang: name its Python with --rollout.sglang.python (scripts/install_sglang "
                 "makes one), or a running server with --rollout.sglang.url, not both"
             )
         if server.python and not Path(server.python).is_file():
-            raise ConfigError(
-                f"rollout.sglang.python is {server.python!r}, which is not a file; name a Python executable"
-            )
-        if server.url:
-            _check_urls(server.url, rollout.workers)
-        _check_arguments(server.arguments)
+            yield f"rollout.sglang.python is {server.python!r}, which is not a file; name a Python executable"
         if len(rollout.stop) > MAX_STOP_STRINGS:
-            raise ConfigError(
-                f"rollout.stop has {len(rollout.stop)} strings, and SGLang accepts {MAX_STOP_STRINGS}; use fewer"
-            )
+            yield (f"rollout.stop has {len(rollout.stop)} strings, and SGLang accepts {MAX_STOP_STRINGS}; use fewer")
         if deterministic:
-            raise ConfigError("deterministic runs need --rollout.engine torch: a server batches by arrival time")
-        if rollout.compile:
-            raise ConfigError(
-                "rollout.compile is for --rollout.engine torch; pass compile options in rollout.sglang.arguments"
-            )
-        for key, value, default in (("device", rollout.device, ""), ("dtype", rollout.dtype, "auto")):
-            if value != default:
-                raise ConfigError(f"rollout.{key} is of engine torch; for engine sglang set rollout.sglang.{key}")
-        if not rollout.recompute_kv_on_update:
-            raise ConfigError(
-                "rollout.recompute_kv_on_update is for --rollout.engine torch; use --rollout.sglang.pause in_place"
-            )
-
-    def check_device(self, rollout: RolloutSettings) -> None:
-        if rollout.sglang.device == "npu" and rollout.sglang.weights == "broadcast":
-            raise ConfigError(
-                "rollout.sglang.weights broadcast uses gloo, which does not support NPUs; use disk or tensor"
-            )
+            yield "deterministic runs need --rollout.engine torch: a server batches by arrival time"
+        if server.device == "npu" and server.weights == "broadcast":
+            yield "rollout.sglang.weights broadcast uses gloo, which does not support NPUs; use disk or tensor"
+        yield from _argument_mistakes(server.arguments)
+        if server.url:
+            yield from _url_mistakes(server.url, rollout.workers)
 
     def check_packages(self, rollout: RolloutSettings) -> None:
         from flowrt.engines.sglang.server_process import check_installed
@@ -135,17 +116,17 @@ class SglangGeneration(RolloutEngineDescriptor):
         )
 
 
-def _check_urls(urls: Sequence[str], workers: int) -> None:
-    """Raise ConfigError unless there is one address of a server for each worker."""
-    for url in urls:
-        check_url("rollout.sglang.url", url, f"put a server's key into the environment of its worker ({KEY_VARIABLE})")
+def _url_mistakes(urls: Sequence[str], workers: int) -> Iterator[str]:
+    """Other than one address of a server for each worker. Raises ConfigError for a wrong address."""
     if len({url.rstrip("/") for url in urls}) < len(urls):
-        raise ConfigError("rollout.sglang.url names a server twice: two workers cannot change its weights; name others")
+        yield "rollout.sglang.url names a server twice: two workers cannot change its weights; name others"
     if len(urls) != workers:
-        raise ConfigError(
+        yield (
             f"rollout.workers is {workers}, and rollout.sglang.url has {len(urls)} address(es): two workers "
             "cannot change the weights of one server; name one for each worker"
         )
+    for url in urls:
+        check_url("rollout.sglang.url", url, f"put a server's key into the environment of its worker ({KEY_VARIABLE})")
 
 
 def _url_of(worker: str, urls: Sequence[str]) -> str:
@@ -170,21 +151,21 @@ def _check_visible(worker: str, devices: int) -> None:
             )
 
 
-def _check_arguments(arguments: str) -> None:
-    """Raise ConfigError for server arguments that cannot be read, or with which no server can be used."""
+def _argument_mistakes(arguments: str) -> Iterator[str]:
+    """Server arguments that cannot be read, or with which no server can be used."""
     try:
         words = list(_arguments(arguments))
     except ValueError as error:
-        raise ConfigError(f"rollout.sglang.arguments is {arguments!r}: {error}") from error
-    for name, _ in words:
+        yield f"rollout.sglang.arguments is {arguments!r}: {error}"
+        return
+    for name, value in words:
         for reserved, instead in RESERVED.items():
             if _means(name, (reserved,)):
-                raise ConfigError(f"rollout.sglang.arguments has {name}: {instead}")
-    for name, value in words:
+                yield f"rollout.sglang.arguments has {name}: {instead}"
         if _means(name, TENSOR_PARALLEL) and not (value.isdecimal() and int(value)):
-            raise ConfigError(f"rollout.sglang.arguments has {name} {value!r}, which is no number of devices from 1 on")
+            yield f"rollout.sglang.arguments has {name} {value!r}, which is no number of devices from 1 on"
         if _means(name, PARTS) and value != "1":
-            raise ConfigError(
+            yield (
                 f"rollout.sglang.arguments has {name} {value}: the weights of such a server cannot be changed; use "
                 "more rollout workers, or --tp"
             )

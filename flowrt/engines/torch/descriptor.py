@@ -1,5 +1,6 @@
 """The torch engines: the whole model in each process, on any device."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flowrt.engines.descriptor import (
@@ -18,7 +19,6 @@ from flowrt.engines.descriptor import (
     support_tokens,
 )
 from flowrt.engines.options import Dtype, RolloutSettings, TrainerSettings
-from flowrt.errors import ConfigError
 
 if TYPE_CHECKING:
     from flowrt.engines.torch.rollout import TorchRollout
@@ -44,12 +44,6 @@ class TorchTraining(TrainEngineDescriptor):
     """
 
     applies_supports = True
-
-    def check(self, trainer: TrainerSettings) -> None:
-        if trainer.lora.rank:
-            raise ConfigError(
-                "trainer.lora.rank is set, but the torch engine has no adapters; use --trainer.engine fsdp"
-            )
 
     def device(self, trainer: TrainerSettings) -> str:
         return trainer.device or "cpu"
@@ -100,9 +94,15 @@ class TorchGeneration(RolloutEngineDescriptor):
 
     limits_prompts = True
 
-    def check_device(self, rollout: RolloutSettings) -> None:
+    def mistakes(
+        self,
+        rollout: RolloutSettings,
+        published: PublishedWeights,  # noqa: ARG002
+        *,
+        deterministic: bool,  # noqa: ARG002
+    ) -> Iterator[str]:
         if rollout.compile and rollout.device == "npu":
-            raise ConfigError("rollout.compile is for CPUs and GPUs, and rollout.device is npu; leave it out")
+            yield "rollout.compile is for CPUs and GPUs, and rollout.device is npu; leave it out"
 
     def device(self, rollout: RolloutSettings) -> str:
         return rollout.device or "cpu"

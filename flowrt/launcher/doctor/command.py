@@ -30,7 +30,7 @@ from flowrt.net.curve_keys import controller_keys
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file, parse
-from flowrt.recipes.devices import check_devices
+from flowrt.recipes.tables import merge
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.host import reachable
 from flowrt.runtime.interpreter import RUN_MODULE, last_line
@@ -59,9 +59,8 @@ class DoctorOptions:
 def doctor(options: DoctorOptions, console: Console) -> int:
     """Check and print; returns the exit code: 1 if any finding is BAD. Raises ConfigError on bad input."""
     config = from_file(Path(options.config)) if options.config else parse([])
-    config = dataclasses.replace(config, run_dir=options.run_dir or config.run_dir, model=options.model or config.model)
-    config = dataclasses.replace(config, device=options.device or config.device)
-    check_devices(config)
+    given = {"run_dir": options.run_dir, "model": options.model, "device": options.device}
+    config = merge(config, {key: value for key, value in given.items() if value}, "flowrt doctor", are_flags=True)
     try:
         prefix = shlex.split(options.on)
     except ValueError as error:

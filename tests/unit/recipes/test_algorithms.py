@@ -16,7 +16,8 @@ from flowrt.engines.base import TrainingBatch
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
-from flowrt.recipes.algorithms import PRESETS, inert_fields, name_and_changes, needs_reference
+from flowrt.recipes.acting import idle_keys
+from flowrt.recipes.algorithms import PRESETS, name_and_changes, needs_reference
 from flowrt.recipes.config import (
     AlgorithmConfig,
     AspoLoss,
@@ -95,6 +96,11 @@ def run_config(table: AlgorithmConfig) -> RunConfig:
     base = usual()
     rollout = dataclasses.replace(base.rollout, max_new_tokens=LIMIT)
     return dataclasses.replace(base, algorithm=table, group_size=SIZE, rollout=rollout)
+
+
+def idle_fields(table: AlgorithmConfig) -> set[str]:
+    """The fields of the table that do not act."""
+    return {key.name.removeprefix("algorithm.") for key, _ in idle_keys(run_config(table))}
 
 
 def small_model() -> GPT2LMHeadModel:
@@ -206,7 +212,7 @@ def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
     for preset in PRESETS.values():
         base = changed(preset, BASES.get(name, {}))
         table, _, key = name.rpartition(".")
-        if name in dict(inert_fields(base)) or not hasattr(attrgetter(table)(base) if table else base, key):
+        if name in idle_fields(base) or not hasattr(attrgetter(table)(base) if table else base, key):
             continue
         for other in alternatives(name, kind, attrgetter(name)(base)):
             pair = run_config(base), run_config(with_field(base, name, other))
@@ -228,7 +234,7 @@ def test_every_field_changes_the_trained_weights(name: str, kind: Any) -> None:
         (preset, name, kind)
         for preset in ("reinforce", "gspo", "dpo_online", "best_of_n", "decoupled")
         for name, kind in FIELDS.items()
-        if name in dict(inert_fields(PRESETS[preset]))
+        if name in idle_fields(PRESETS[preset])
     ],
 )
 def test_a_field_without_effect_is_refused(preset: str, name: str, kind: Any) -> None:

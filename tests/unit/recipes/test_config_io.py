@@ -253,8 +253,8 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
         ([*PYTHON, "--rollout.stop", *map(str, range(33))], "has 33 strings, and SGLang accepts 32"),
         ([*PYTHON, '--rollout.sglang.arguments=--name "x'], "arguments"),
         ([*PYTHON, "--deterministic", "True"], "need --rollout.engine torch"),
-        ([*PYTHON, "--rollout.recompute-kv-on-update", "False"], "pause in_place"),
-        ([*PYTHON, "--rollout.compile", "True"], "rollout.compile is for --rollout.engine torch"),
+        ([*PYTHON, "--rollout.recompute-kv-on-update", "False"], "set rollout.sglang.pause in its place"),
+        ([*PYTHON, "--rollout.compile", "True"], "engine sglang; set rollout.sglang.arguments in its place"),
         ([*PYTHON, "--rollout.sglang.update-s", "0"], "above 0"),
         ([*PYTHON, "--trainer.engine", "fsdp", "--trainer.lora.rank", "4"], "use --trainer.lora.publish merged"),
     ],
@@ -263,6 +263,32 @@ def test_invalid_sglang_settings_are_refused(settings: list[str], message: str) 
     with pytest.raises(ConfigError, match=message) as refused:
         parse(["--rollout.engine", "sglang", *settings])
     assert "secret" not in str(refused.value)
+
+
+def test_all_mistakes_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers out of bounds, and what one field requires of another; the latter where all numbers are in bounds."""
+    assert main(["run", "--steps", "0", "--trainer.lr", "-1", "--algorithm.kl.horizon", "5"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "flowrt: there are 2 mistakes:",
+        "  steps is 0; use a value above 0, and at most 10,000,000",
+        "  trainer.lr is -1.0; use 0 or more, and at most 10",
+    ]
+    flags = ["--guard", "nll off", "--guard", "nll off", "--build.heads", "5", "--algorithm.kl.horizon", "500"]
+    assert main(["run", *flags, "--eval.split", "test", "--reward", "exact"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "flowrt: there are 5 mistakes:"
+    for line, start in zip(
+        lines[1:],
+        (
+            "guard on nll is off",
+            "build.heads is 5",
+            "eval.split is 'test'",
+            "recipe arithmetic",
+            "algorithm.kl.horizon",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(f"  {start}")
 
 
 def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path) -> None:
@@ -487,12 +513,18 @@ def test_every_field_is_explained_in_one_sentence(name: str, help_text: str) -> 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--trainer.lora.rank", "4"], "the torch engine has no adapters; use --trainer.engine fsdp"),
-        (["--trainer.fsdp.device", "tpu"], "trainer.fsdp.device is 'tpu'; use one of auto, cpu, cuda, npu"),
-        (["--trainer.device", "gpu"], "trainer.device is 'gpu'; use one of auto, cpu, cuda, npu"),
-        (["--device", "gpu"], "device is 'gpu'; use one of auto, cpu, cuda, npu"),
-        (["--trainer.engine", "fsdp", "--trainer.device", "cpu"], "for engine fsdp set trainer.fsdp.device"),
-        (["--trainer.engine", "fsdp", "--trainer.dtype", "bfloat16"], "for engine fsdp set trainer.fsdp.dtype"),
+        (["--trainer.lora.rank", "4"], "with trainer.engine torch; set trainer.engine to fsdp"),
+        (["--trainer.fsdp.device", "tpu"], "--trainer.fsdp.device takes one of auto, cpu, cuda, npu, not 'tpu'"),
+        (["--trainer.device", "gpu"], "--trainer.device takes one of auto, cpu, cuda, npu, not 'gpu'"),
+        (["--device", "gpu"], "--device takes one of auto, cpu, cuda, npu, not 'gpu'"),
+        (
+            ["--trainer.engine", "fsdp", "--trainer.device", "cpu"],
+            "with trainer.engine fsdp; set trainer.fsdp.device in its place",
+        ),
+        (
+            ["--trainer.engine", "fsdp", "--trainer.dtype", "bfloat16"],
+            "with trainer.engine fsdp; set trainer.fsdp.dtype in its place",
+        ),
         (["--trainer.min-lr", "2"], "trainer.min_lr is 2.0, above trainer.lr"),
         (["--trainer.compile", "True", "--trainer.fsdp.recompute", "True"], "trainer.compile changes nothing with"),
     ],

@@ -5,11 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, refuse
 from flowrt.launcher.device_check import wanted_here
 from flowrt.recipes.config import changed
 from flowrt.recipes.config_io import defaults, from_toml, parse, to_toml
-from flowrt.recipes.constraints import check_reward_options
+from flowrt.recipes.constraints import reward_mistakes
 from flowrt.recipes.devices import named_accelerators, reference_device, rollout_device, training_device, with_devices
 
 FSDP = ["--trainer.engine", "fsdp"]
@@ -71,10 +71,10 @@ def test_an_absent_reference_requires_no_accelerator() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--rollout.device", "gpu"], "rollout.device is 'gpu'; use one of auto, cpu, cuda, npu"),
-        (["--reference.device", "gpu"], "reference.device is 'gpu'"),
-        ([*SGLANG, "--rollout.device", "cuda"], "for engine sglang set rollout.sglang.device"),
-        ([*SGLANG, "--rollout.dtype", "bfloat16"], "for engine sglang set rollout.sglang.dtype"),
+        (["--rollout.device", "gpu"], "--rollout.device takes one of auto, cpu, cuda, npu, not 'gpu'"),
+        (["--reference.device", "gpu"], "--reference.device takes one of auto, cpu, cuda, npu, not 'gpu'"),
+        ([*SGLANG, "--rollout.device", "cuda"], "with rollout.engine sglang; set rollout.sglang.device in its place"),
+        ([*SGLANG, "--rollout.dtype", "bfloat16"], "with rollout.engine sglang; set rollout.sglang.dtype in its place"),
         (["--device", "npu", "--rollout.compile", "True"], "rollout.compile is for CPUs and GPUs"),
         ([*SGLANG, "--device", "npu", "--rollout.sglang.weights", "broadcast"], "does not support NPUs"),
     ],
@@ -88,4 +88,4 @@ def test_an_invalid_device_is_refused(flags: list[str], sentence: str) -> None:
 def test_the_device_of_a_reward_model_is_one_that_torch_names(name: str, is_known: bool) -> None:
     config = changed(defaults("custom"), {"reward.functions": ("model:DIR",), "reward.model_device": name})
     with nullcontext() if is_known else pytest.raises(ConfigError, match=f"reward.model_device is '{name}'; use cpu"):
-        check_reward_options(config)
+        refuse(reward_mistakes(config))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, refuse
 from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.evaluate import EvalOptions, evaluated_config
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml, read, to_toml
-from flowrt.recipes.constraints import check_data_options
-from flowrt.recipes.eval_constraints import check_eval
+from flowrt.recipes.data_constraints import data_mistakes
+from flowrt.recipes.eval_constraints import eval_mistakes
 from flowrt.recipes.eval_names import chat_templates
 from flowrt.recipes.eval_sets import check_eval_sets, eval_sets, run_prompts
 from flowrt.recipes.tasks.registry import task_of
@@ -89,7 +89,7 @@ def test_a_run_with_held_out_rows_is_evaluated_on_other_data(tmp_path: Path) -> 
     training = rows(tmp_path / "a.jsonl", ["one", "two", "three"])
     run = config(tmp_path, "--data", str(training), "--data.eval-prompts", "1")
     options = EvalOptions(data=(str(training),))
-    check_eval(evaluated_config(run, options, tmp_path / "run", tmp_path))
+    refuse(eval_mistakes(evaluated_config(run, options, tmp_path / "run", tmp_path)))
     assert evaluated_config(run, EvalOptions(), tmp_path / "run", tmp_path).data.eval_prompts == 1
 
 
@@ -144,7 +144,7 @@ def test_an_evaluation_reads_the_test_split_else_validation(
 ) -> None:
     folder = splits(tmp_path / "bench", kind, names)
     run = config(tmp_path, "--data", str(folder), "--eval.data", f"bench={folder}", *flags)
-    check_eval(run)
+    refuse(eval_mistakes(run))
     assert [held.prompt for held in eval_sets(run, task_of(run))["bench"]] == [read_split]
     assert [problem.prompt for problem in task_of(run).training_problems()] == ["train"]
 
@@ -175,10 +175,10 @@ def test_a_split_of_evaluations_that_are_files_is_refused(tmp_path: Path) -> Non
     training, held = rows(tmp_path / "a.jsonl", ["one"]), rows(tmp_path / "held.jsonl", ["two"])
     run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}", "--eval.split", "test")
     with pytest.raises(ConfigError, match=r"eval\.split is 'test', and .*held\.jsonl is a file; a split is of a dir"):
-        check_eval(run)
+        refuse(eval_mistakes(run))
     run = config(tmp_path, "--data", str(training), "--eval.split", "test")
     with pytest.raises(ConfigError, match=r"eval\.split is 'test', and eval\.data is empty"):
-        check_eval(run)
+        refuse(eval_mistakes(run))
 
 
 def test_each_set_has_keys_a_split_and_a_format_of_its_own(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_each_set_has_keys_a_split_and_a_format_of_its_own(tmp_path: Path) -> No
         *("--eval.data", f"mine={held} prompt_key=q.text answer-key=gold chat_template=chat system_prompt="),
         *("--data.system-prompt", "Be terse."),
     )
-    check_data_options(run)
-    check_eval(run)
+    refuse(data_mistakes(run))
+    refuse(eval_mistakes(run))
     for variant in (run, from_toml(to_toml(with_absolute_paths(run)))):
         task = task_of(variant)
         first, second = task.training_problems()
@@ -247,7 +247,7 @@ def test_unusable_options_of_a_set_are_refused(
     rows(tmp_path / "held.jsonl", ["one"]), rows(tmp_path / "a.jsonl", ["two"])
     base_flags = [] if flags[0] == "--data" else ["--data", "a.jsonl"]
     with pytest.raises(ConfigError, match=error):
-        check_data_options(config(tmp_path, *base_flags, *flags))
+        refuse(data_mistakes(config(tmp_path, *base_flags, *flags)))
 
 
 def test_an_evaluation_by_flowrt_eval_takes_options_without_a_name(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_the_reference_dtype_defaults_to_that_of_the_trainer(flags: tuple[str, .
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--reference.device", "tpu"], "reference.device is 'tpu'; use one of auto, cpu, cuda, npu"),
+        (["--reference.device", "tpu"], "--reference.device takes one of auto, cpu, cuda, npu, not 'tpu'"),
         (["--reference.workers", "0"], "reference.workers is 0; use"),
         (["--algorithm.kl.coef", "0", "--reference.workers", "2"], "reference.workers is 2, and algorithm reinforce"),
         (
