@@ -1,5 +1,6 @@
 """Configuration of a controller: the dataflow, the settings, and one policy for each decision."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -11,7 +12,7 @@ from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
 from flowrt.controller.policies.guards import GuardRule
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import WeightSyncPolicy
-from flowrt.errors import ConfigError, suggested
+from flowrt.errors import ConfigError, refuse, suggested
 from flowrt.protocol.messages import ITEM_BYTES, Column, Position, Stage
 
 
@@ -36,23 +37,7 @@ class Dataflow:
     """Inline columns that the offer supplies."""
 
     def __post_init__(self) -> None:
-        names = [stage.name for stage in self.stages]
-        if len(set(names)) != len(names):
-            raise ConfigError(f"stages {names} are not distinct; give each stage a name of its own")
-        if self.train_stage not in (*names, "") or bool(self.train_stage) != bool(self.train_flow):
-            raise ConfigError(f"train_stage {self.train_stage!r} of flow {self.train_flow!r} is none of {names}")
-        for stage in self.stages:
-            self._check_groups(stage)
-        for column in self.columns:
-            if column.dtype not in ITEM_BYTES or column.scope not in ("slot", "group"):
-                raise ConfigError(
-                    f"column {column.name!r} has dtype {column.dtype!r} and scope {column.scope!r}; the dtypes are "
-                    f"{sorted(ITEM_BYTES)}, the scopes 'slot' and 'group'"
-                )
-        self._check_names()
-        named = {stage.flow for stage in self.stages if stage.flow}
-        for flow in sorted(named) or [""]:
-            self._check_columns(flow, [stage for stage in self.stages if stage.flow in ("", flow)])
+        refuse(self._stage_mistakes(), self._name_mistakes(), self._column_mistakes())
 
     @property
     def train_inline(self) -> tuple[str, ...]:
@@ -66,19 +51,32 @@ class Dataflow:
         """The columns that every offer supplies: group columns and tags."""
         return (*(column.name for column in self.columns if column.scope == "group"), *self.tags)
 
-    def _check_groups(self, stage: Stage) -> None:
-        """Raises ConfigError for a train stage that takes single slots, and for another stage that takes whole groups
-        but is neither of the train flow nor of all flows, generates, or makes other columns
-        than inline ones.
+    def _stage_mistakes(self) -> Iterator[str]:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            yield f"stages {names} are not distinct; give each stage a name of its own"
+        if self.train_stage not in (*names, "") or bool(self.train_stage) != bool(self.train_flow):
+            yield f"train_stage {self.train_stage!r} of flow {self.train_flow!r} is none of {names}"
+        for stage in self.stages:
+            if stage.name == self.train_stage and stage.flow != self.train_flow:
+                yield (
+                    f"train_flow is {self.train_flow!r}, but its train stage {stage.name!r} has flow {stage.flow!r}; "
+                    "give both the same flow"
+                )
+            yield from self._group_mistakes(stage)
+
+    def _group_mistakes(self, stage: Stage) -> Iterator[str]:
+        """A train stage that takes single slots, and another stage that takes whole groups but is neither of the train
+        flow nor of all flows, generates, or makes other columns than inline ones.
         """
         if stage.name == self.train_stage:
             if not stage.whole_groups:
-                raise ConfigError(f"stage {stage.name!r} has whole_groups=False; the train stage takes whole groups")
+                yield f"stage {stage.name!r} has whole_groups=False; the train stage takes whole groups"
             return
         if not stage.whole_groups:
             return
         if stage.flow not in ("", self.train_flow) or not self.train_stage:
-            raise ConfigError(
+            yield (
                 f"stage {stage.name!r} has whole_groups=True and flow {stage.flow!r}; only stages of the flow that is "
                 "trained, or of all flows, take whole groups"
             )
@@ -90,60 +88,61 @@ class Dataflow:
             or tensors & set(stage.makes)
             or any(reader.generates for reader in readers)
         ):
-            raise ConfigError(
+            yield (
                 f"stage {stage.name!r} has whole_groups=True; such a stage makes inline columns that no stage which "
                 "generates needs, and generates nothing"
             )
 
-    def _check_names(self) -> None:
-        """Raises ConfigError for a name that is declared twice, a token column that is no tensor column, and a train
-        stage whose flow is not ``train_flow``.
-        """
+    def _name_mistakes(self) -> Iterator[str]:
+        """Columns of an unknown type, names that are declared twice, and token columns that are no tensor columns."""
+        for column in self.columns:
+            if column.dtype not in ITEM_BYTES or column.scope not in ("slot", "group"):
+                yield (
+                    f"column {column.name!r} has dtype {column.dtype!r} and scope {column.scope!r}; the dtypes are "
+                    f"{sorted(ITEM_BYTES)}, the scopes 'slot' and 'group'"
+                )
         names = [*(column.name for column in self.columns), *self.tags]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"columns and tags {twice} are declared twice; give each a name of its own")
+            yield f"columns and tags {twice} are declared twice; give each a name of its own"
         tensors = [column.name for column in self.columns]
         for name in self.token_columns:
             if name not in tensors:
-                raise ConfigError(f"token_columns names {name!r}, which is no tensor column{suggested(name, tensors)}")
-        for stage in self.stages:
-            if stage.name == self.train_stage and stage.flow != self.train_flow:
-                raise ConfigError(
-                    f"train_flow is {self.train_flow!r}, but its train stage {stage.name!r} has flow {stage.flow!r}; "
-                    "give both the same flow"
-                )
+                yield f"token_columns names {name!r}, which is no tensor column{suggested(name, tensors)}"
 
-    def _check_columns(self, flow: str, stages: list[Stage]) -> None:
-        """Raises ConfigError if a stage can never be ready for a group of this flow, or a column has two makers."""
+    def _column_mistakes(self) -> Iterator[str]:
+        """Stages that can never be ready for a group of a flow, and columns with two makers in one."""
+        named = {stage.flow for stage in self.stages if stage.flow}
+        for flow in sorted(named) or [""]:
+            yield from self._flow_mistakes(flow, [stage for stage in self.stages if stage.flow in ("", flow)])
+
+    def _flow_mistakes(self, flow: str, stages: list[Stage]) -> Iterator[str]:
         of_flow = f" of flow {flow!r}" if flow else ""
         maker: dict[str, str] = {}
         for stage in stages:
             for column in stage.makes:
                 if column in self.offered:
-                    raise ConfigError(
+                    yield (
                         f"stage {stage.name!r} makes column {column!r}, which comes with the offer: it is a "
                         f"{'tag' if column in self.tags else 'group column'}; give what the stage makes another name"
                     )
-                if column in maker:
-                    raise ConfigError(
-                        f"stages {maker[column]!r} and {stage.name!r}{of_flow} both make column {column!r}; one may"
-                    )
+                elif column in maker:
+                    yield f"stages {maker[column]!r} and {stage.name!r}{of_flow} both make column {column!r}; one may"
                 maker[column] = stage.name
         known = {*self.offered, *maker}
-        for stage in stages:
-            for column in stage.needs:
-                if column not in known:
-                    raise ConfigError(
-                        f"stage {stage.name!r} needs column {column!r}, which no stage{of_flow} makes and no offer "
-                        f"brings{suggested(column, known)}"
-                    )
+        if unknown := [(stage.name, column) for stage in stages for column in stage.needs if column not in known]:
+            for stage_name, column in unknown:
+                yield (
+                    f"stage {stage_name!r} needs column {column!r}, which no stage{of_flow} makes and no offer "
+                    f"brings{suggested(column, known)}"
+                )
+            return
         there, waiting = set(self.offered), list(stages)
         while ready := [stage for stage in waiting if there.issuperset(stage.needs)]:
             there.update(column for stage in ready for column in stage.makes)
             waiting = [stage for stage in waiting if stage not in ready]
         if waiting:
             cycle = ", ".join(f"{stage.name!r} needs {sorted(set(stage.needs) - there)}" for stage in waiting)
-            raise ConfigError(f"stages{of_flow} wait for each other's columns: {cycle}; remove the cycle")
+            yield f"stages{of_flow} wait for each other's columns: {cycle}; remove the cycle"
 
 
 class OnLostSample(Enum):

@@ -9,13 +9,13 @@
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from flowrt.engines.registry import ROLLOUT_ENGINES
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, refuse
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.flag_help import HelpText, print_help, topic_of
 from flowrt.recipes.flags import parse_flags
@@ -35,7 +35,7 @@ SITE_OPTIONS = ("partition", "account", "nodes", "time", "requeue")
 """Others that flags of the same name set."""
 _PLACEHOLDER = re.compile(r"\{\{([A-Z_]+)\}\}")
 _WORD = re.compile(r"[A-Za-z0-9_.,:=+-]*")
-_RECIPE = re.compile(r"[A-Za-z0-9_.,:=+/-]+")
+_RECIPE = re.compile(r"[A-Za-z0-9_.,:=+/-]*")
 _NODES = re.compile(r"[A-Za-z0-9_.,\[\]-]*")
 _FEATURES = re.compile(r"[A-Za-z0-9_.,:=+*&|()\[\]-]*")
 _MEMORY = re.compile(r"([0-9]+[KMGT]?)?")
@@ -150,7 +150,7 @@ class Devices:
 
 def placeholders(site: Site) -> dict[str, str]:
     """The value of each placeholder. Raises ConfigError for values that are not allowed in a script."""
-    _check(site)
+    refuse(_site_mistakes(site), _text_mistakes(site), _flag_mistakes(site))
     training, generating = devices(site, site.gpus), devices(site, site.rollout_gpus or site.gpus)
     each = worker_devices(site)  # also without devices, for it refuses what flowrt run refuses
     each = each if training.option else 1
@@ -248,22 +248,21 @@ def _in_container(site: Site, cpus: int) -> str:
     return "".join(f"{shlex.quote(word)} " for word in words)
 
 
-def _check(site: Site) -> None:
-    """Raise ConfigError for a value that is out of range, missing, or not allowed in a script."""
+def _site_mistakes(site: Site) -> Iterator[str]:
+    """Values that are out of range, missing, or contradict each other. Raises ConfigError for a wrong ``time``."""
     if not 0 < site.train_nodes < site.nodes:
-        raise ConfigError(
+        yield (
             f"--train-nodes is {site.train_nodes} of --nodes {site.nodes}: at least one node trains and one generates; "
             "on one node use one_node.sbatch"
         )
     for name in ("cpus", "extra", "save_s", "nodes"):
         if not 1 <= getattr(site, name) <= MAX_NUMBER:
-            raise ConfigError(f"{_flag(name)} is {getattr(site, name)}; use 1 to {MAX_NUMBER}")
+            yield f"{_flag(name)} is {getattr(site, name)}; use 1 to {MAX_NUMBER}"
     for name in ("recipe", "runs", "cann"):
         if not getattr(site, name):
-            raise ConfigError(f"{_flag(name)} is empty; give a value, or leave it out for the default")
-    _check_texts(site)
+            yield f"{_flag(name)} is empty; give a value, or leave it out for the default"
     if site.gpus and site.npus:
-        raise ConfigError("--gpus and --npus are given, and a node has one kind of accelerator; leave one out")
+        yield "--gpus and --npus are given, and a node has one kind of accelerator; leave one out"
     for name, other in (
         ("rollout_gpus", "gpus"),
         ("gres", "gpus"),
@@ -271,10 +270,10 @@ def _check(site: Site) -> None:
         ("container_runtime", "container"),
     ):
         if getattr(site, name) != getattr(Site, name) and not getattr(site, other):
-            raise ConfigError(f"{_flag(name)} is given without {_flag(other)}; give both")
+            yield f"{_flag(name)} is given without {_flag(other)}; give both"
     limit_s = _seconds(site.time)
     if limit_s is not None and limit_s < site.save_s + MIN_RUN_S:  # requeued, it would do so for ever
-        raise ConfigError(
+        yield (
             f"--save-s {site.save_s} is not {MIN_RUN_S} s below --time {site.time}: a job would save and end as soon "
             "as it starts; use less, or a longer time"
         )
@@ -300,8 +299,8 @@ def _own_options() -> set[str]:
     return own | {*SHARED_OPTIONS, "requeue", "no-requeue", "gpus-per-node"}
 
 
-def _check_texts(site: Site) -> None:
-    """Raise ConfigError for a text that could add a line or a command to a script."""
+def _text_mistakes(site: Site) -> Iterator[str]:
+    """Texts that could add a line or a command to a script."""
     words = ("partition", "rollout_partition", "account", "qos", "reservation", "gpus", "rollout_gpus", "npus", "time")
     checks = dict.fromkeys(words, (_WORD, "letters, digits and .,:=+-_")) | {
         "recipe": (_RECIPE, "letters, digits and .,:=+-_/"),
@@ -317,36 +316,35 @@ def _check_texts(site: Site) -> None:
     for name, (pattern, allowed) in checks.items():
         value = getattr(site, name)
         if not pattern.fullmatch(value):
-            raise ConfigError(f"{_flag(name)} {value!r} is not allowed in a script; use {allowed}")
+            yield f"{_flag(name)} {value!r} is not allowed in a script; use {allowed}"
     for option in site.sbatch:
         if not _OPTION.fullmatch(option):
-            raise ConfigError(
-                f"--sbatch {option!r} is not an option of sbatch on one line; write --sbatch=--NAME=VALUE"
-            )
+            yield f"--sbatch {option!r} is not an option of sbatch on one line; write --sbatch=--NAME=VALUE"
+            continue
         name = option.partition("=")[0].removeprefix("--")
         if own := sorted(own for own in _own_options() if own.startswith(name)):  # sbatch accepts abbreviations
-            raise ConfigError(f"--sbatch {option!r} contradicts a line that the templates have; {_instead(own[0])}")
+            yield f"--sbatch {option!r} contradicts a line that the templates have; {_instead(own[0])}"
         if name.startswith("mem-per-") and (site.mem or site.extra_mem):
-            raise ConfigError(f"--sbatch {option!r} contradicts --mem and --extra-mem; give one of them")
+            yield f"--sbatch {option!r} contradicts --mem and --extra-mem; give one of them"
     for name in ("runs", "cann", "flags"):
         if not getattr(site, name).isprintable():
-            raise ConfigError(f"{_flag(name)} {getattr(site, name)!r} has a line end or a control character")
-    _check_flags(site)
+            yield f"{_flag(name)} {getattr(site, name)!r} has a line end or a control character"
 
 
-def _check_flags(site: Site) -> None:
-    """Raise ConfigError for flags that cannot be read, or that words of the templates would override."""
+def _flag_mistakes(site: Site) -> Iterator[str]:
+    """Flags that cannot be read, or that words of the templates would override."""
     try:
         words = shlex.split(site.flags)
     except ValueError as error:
-        raise ConfigError(f"--flags {site.flags!r:.80} are no command line: {error}") from error
+        yield f"--flags {site.flags!r:.80} are no command line: {error}"
+        return
     for word in words:
         name = word.partition("=")[0].removeprefix("--").replace("_", "-")
         if word == "--" or (
             word.startswith("--") and name in OF_TEMPLATES and (name != "device" or _device_flags(site))
         ):
             instead = OF_TEMPLATES.get(name, "leave it out")
-            raise ConfigError(f"--flags has {word}, after which the templates set flags of their own; {instead}")
+            yield f"--flags has {word}, after which the templates set flags of their own; {instead}"
 
 
 def _instead(option: str) -> str:

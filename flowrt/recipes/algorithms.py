@@ -262,7 +262,7 @@ def _range_mistakes(config: RunConfig) -> Iterator[str]:
     """Values outside of bounds that depend on other fields."""
     loss, correction = config.algorithm.loss, config.algorithm.correction
     if isinstance(loss, PpoLoss) and loss.delta is not None and loss.delta <= 1 + loss.clip_high:
-        yield (f"algorithm.loss.delta is {loss.delta}, within the clip range; use more than {1 + loss.clip_high:g}")
+        yield f"algorithm.loss.delta is {loss.delta}, within the clip range; use more than {1 + loss.clip_high:g}"
     if 0 < correction.reject_high < 1:
         yield f"algorithm.correction.reject_high is {correction.reject_high}; use 1 or more, or 0 for none"
     kl, samples = config.algorithm.kl, config.prompts_per_step * config.group_size
@@ -287,7 +287,7 @@ def _group_mistakes(config: RunConfig) -> Iterator[str]:
         return
     if advantage.keep_best:
         if advantage.keep_best > size:
-            yield (f"algorithm.advantage.keep_best is {advantage.keep_best}, of groups of {size}; keep fewer")
+            yield f"algorithm.advantage.keep_best is {advantage.keep_best}, of groups of {size}; keep fewer"
         return
     if advantage.scale == "group_mean" and advantage.baseline != "group_mean":
         yield (

@@ -17,7 +17,7 @@ def eval_mistakes(config: RunConfig) -> Iterator[str]:
     options, names = config.eval, eval_names(config)
     held_out = config.data.eval_prompts
     if options.data and held_out not in (0, held_out_by_default(config.recipe)):
-        yield (f"data.eval_prompts is {held_out}, and with eval.data no rows are held out; leave one of them out")
+        yield f"data.eval_prompts is {held_out}, and with eval.data no rows are held out; leave one of them out"
     sets = eval_data_sets(config).values()
     if options.split and all(os.path.isfile(set_.path) for set_ in sets):
         there = f"{next(iter(sets)).path} is a file" if sets else "eval.data is empty"
@@ -48,7 +48,7 @@ def _length_mistakes(config: RunConfig) -> Iterator[str]:
     if not length:
         return
     if length == config.rollout.max_new_tokens:
-        yield (f"eval.max_new_tokens is {length}, as rollout.max_new_tokens: it changes nothing; leave it out")
+        yield f"eval.max_new_tokens is {length}, as rollout.max_new_tokens: it changes nothing; leave it out"
     if not ROLLOUT_ENGINES[engine].limits_prompts:
         yield (
             f"eval.max_new_tokens is {length}, and rollout.engine {engine} has one limit for all responses "

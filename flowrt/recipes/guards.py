@@ -125,7 +125,7 @@ def _rule_mistakes(guard: GuardConfig, config: RunConfig) -> Iterator[str]:
                 "add it, or leave the window out"
             )
     elif limit is not None and not limit > 0:
-        yield (f"guard on {guard.metric} is relative to a median, and its limit is {limit:g} of it; use one above 0")
+        yield f"guard on {guard.metric} is relative to a median, and its limit is {limit:g} of it; use one above 0"
     needed = guard.steps + (guard.window if guard.relative == "median" else 0)
     if needed > config.steps:
         yield (
@@ -134,7 +134,7 @@ def _rule_mistakes(guard: GuardConfig, config: RunConfig) -> Iterator[str]:
         )
     if guard.action == "hold":
         if config.max_staleness == 0:
-            yield (f"guard on {guard.metric} has action hold, and max_staleness is 0 already; use warn or stop")
+            yield f"guard on {guard.metric} has action hold, and max_staleness is 0 already; use warn or stop"
     elif guard.hold_steps != GuardConfig.hold_steps:
         yield (
             f"guard on {guard.metric} has hold_steps {guard.hold_steps}, which changes nothing with action "

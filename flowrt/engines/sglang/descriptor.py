@@ -65,7 +65,7 @@ class SglangGeneration(RolloutEngineDescriptor):
         if server.python and not Path(server.python).is_file():
             yield f"rollout.sglang.python is {server.python!r}, which is not a file; name a Python executable"
         if len(rollout.stop) > MAX_STOP_STRINGS:
-            yield (f"rollout.stop has {len(rollout.stop)} strings, and SGLang accepts {MAX_STOP_STRINGS}; use fewer")
+            yield f"rollout.stop has {len(rollout.stop)} strings, and SGLang accepts {MAX_STOP_STRINGS}; use fewer"
         if deterministic:
             yield "deterministic runs need --rollout.engine torch: a server batches by arrival time"
         if server.device == "npu" and server.weights == "broadcast":
