@@ -24,8 +24,18 @@ class FlowError(Exception):
     """Base class. Its text is one sentence that names the object, its state and the fix."""
 
 
+MAX_MISTAKES = 8
+"""Maximum number of mistakes in the text of an error."""
+
+
 class ConfigError(FlowError):
-    """The user's input is wrong."""
+    """The user's input is wrong. ``args``: a sentence on each mistake; the text of several has a line for each."""
+
+    def __str__(self) -> str:
+        if len(self.args) <= 1:
+            return super().__str__()
+        more = [f"and {len(self.args) - MAX_MISTAKES} more"] if len(self.args) > MAX_MISTAKES else []
+        return "\n  ".join([f"there are {len(self.args)} mistakes:", *self.args[:MAX_MISTAKES], *more])
 
 
 class ProtocolError(FlowError):
@@ -103,30 +113,21 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-MAX_MISTAKES = 8
-"""Maximum number of mistakes that `refuse` lists."""
-
-
 def refuse(*checks: Iterable[str]) -> None:
-    """Raise ConfigError if there is a mistake: with its sentence, or with a line for each of several and their number.
+    """Raise ConfigError with all mistakes of these checks, if there is one.
 
     Args:
-        checks: sentences, each on one mistake. What a check raises as ConfigError is its last mistake.
+        checks: sentences, each on one mistake. A ConfigError that a check raises has its last ones.
     """
-    sentences: dict[str, None] = {}
+    mistakes: dict[str, None] = {}
     for check in checks:
         try:
             for sentence in check:
-                sentences[sentence] = None
+                mistakes[sentence] = None
         except ConfigError as error:
-            sentences[str(error)] = None
-    mistakes = list(sentences)
-    if len(mistakes) == 1:
-        raise ConfigError(mistakes[0])
+            mistakes |= dict.fromkeys(error.args)
     if mistakes:
-        more = len(mistakes) - MAX_MISTAKES
-        listed = [*mistakes[:MAX_MISTAKES], *([f"and {more} more"] if more > 0 else [])]
-        raise ConfigError("\n  ".join([f"there are {len(mistakes)} mistakes:", *listed]))
+        raise ConfigError(*mistakes)
 
 
 MAX_NAMES = 20

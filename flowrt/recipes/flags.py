@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, TypeVar, get_origin
 
-from flowrt.errors import ConfigError
+from flowrt.errors import ConfigError, refuse
 from flowrt.recipes.tables import FORMER_TYPE, TYPE, bare, flag_of, leaves, merge, table_of
 
 Config = TypeVar("Config")
@@ -42,27 +42,35 @@ def parse_flags(
     hints.pop(positional, None)
     former = {f"{name.removesuffix(TYPE)}{FORMER_TYPE}" for name in hints if name.endswith(f".{TYPE}")}
     values: dict[str, Any] = {}
+    mistakes: list[str] = []
     rest = deque(words)
     while rest:
         word = rest.popleft()
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not _FLAG_WORD.fullmatch(word):
-            if not positional or positional in values:
-                raise ConfigError(f"{command} takes no {word!r:.80}; {command} --help all lists the flags")
-            values[positional] = word
+            if positional and positional not in values:
+                values[positional] = word
+            else:
+                mistakes.append(f"{command} takes no {word!r:.80}; {command} --help all lists the flags")
         elif not flag.startswith("--") or name not in (former | hints.keys()):
-            raise ConfigError(
-                f"{command} takes no flag {flag:.80}{_suggestion(flag, [*map(flag_of, hints), *more], command)}"
-            )
+            near = _suggestion(flag, [*map(flag_of, hints), *more], command)
+            mistakes.append(f"{command} takes no flag {flag:.80}{near}")
+            if not equals:
+                deque(_following(rest), maxlen=0)  # leave out its values
         elif get_origin(hints.get(name)) is tuple:
             given = [value] if equals else list(_following(rest))
             values[name] = (*values.get(name, ()), *given)
+        elif not equals and (not rest or _FLAG_WORD.fullmatch(rest[0])):
+            mistakes.append(f"{command}: {flag} needs a value; one that begins with - is given as {flag}=VALUE")
         else:
-            if not equals and (not rest or _FLAG_WORD.fullmatch(rest[0])):
-                raise ConfigError(f"{command}: {flag} needs a value; one that begins with - is given as {flag}=VALUE")
             values[name] = value if equals else rest.popleft()
-    return merge(base, _nested(values), command, are_flags=True)
+    try:
+        merged = merge(base, _nested(values), command, are_flags=True)
+    except ConfigError as error:
+        mistakes += error.args
+    refuse(mistakes)
+    return merged
 
 
 def _suggestion(flag: str, known: Sequence[str], command: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from flowrt.errors import ConfigError, suggested
+from flowrt.errors import ConfigError, refuse, suggested
 from flowrt.recipes.algorithms import preset
 from flowrt.recipes.config import AlgorithmConfig
 
@@ -120,19 +120,27 @@ def merge_each(kind: Any, tables: Any, source: str, key: str) -> tuple[Any, ...]
 def _merged(base: Any, table: Mapping[str, Any], place: _Place) -> Any:
     hints = get_type_hints(type(base))
     changes: dict[str, Any] = {}
+    mistakes: list[str] = []
     for key, value in table.items():
-        if key not in hints:
-            raise place.unknown(key, hints)
-        current = getattr(base, key)
-        if not dataclasses.is_dataclass(current):
-            changes[key] = _value(value, hints[key], key, place)
-        elif not isinstance(value, Mapping):
-            raise place.error(key, f"is a table of keys, not {value!r:.80}")
-        else:
-            if kinds := variants(hints[key]):
-                current = _with_type_of(value, current, kinds, place.below(key), origin=_origin(base, current))
-            changes[key] = _merged(current, value, place.below(key))
+        try:
+            if key not in hints:
+                raise place.unknown(key, hints)
+            changes[key] = _new_value(base, key, value, hints[key], place)
+        except ConfigError as error:
+            mistakes += error.args
+    refuse(mistakes)
     return dataclasses.replace(base, **changes)
+
+
+def _new_value(base: Any, key: str, value: Any, hint: Any, place: _Place) -> Any:
+    current = getattr(base, key)
+    if not dataclasses.is_dataclass(current):
+        return _value(value, hint, key, place)
+    if not isinstance(value, Mapping):
+        raise place.error(key, f"is a table of keys, not {value!r:.80}")
+    if kinds := variants(hint):
+        current = _with_type_of(value, current, kinds, place.below(key), origin=_origin(base, current))
+    return _merged(current, value, place.below(key))
 
 
 def _with_type_of(

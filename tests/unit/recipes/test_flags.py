@@ -58,6 +58,20 @@ def test_a_bad_flag_of_a_site_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
     assert not list(tmp_path.iterdir())
 
 
+def test_all_flags_and_values_that_are_wrong_are_refused_at_once() -> None:
+    words = ["--group-sise", "4", "--steps", "many", "--trainer.lr", "fast", "--guard-x=1", "5", "--seed"]
+    with pytest.raises(ConfigError) as refused:
+        parse_flags(RunConfig(), words, "flowrt run")
+    assert [sentence.partition(";")[0] for sentence in refused.value.args] == [
+        "flowrt run takes no flag --group-sise",
+        "flowrt run takes no flag --guard-x",
+        "flowrt run takes no '5'",
+        "flowrt run: --seed needs a value",
+        "flowrt run: --steps takes a whole number, not 'many'",
+        "flowrt run: --trainer.lr takes a number, not 'fast'",
+    ]
+
+
 def test_values_of_every_kind() -> None:
     words = [
         *("--steps", "7", "--trainer.lr=1e-3", "--deterministic", "True", "--run_dir", "-1", "--model=--x"),

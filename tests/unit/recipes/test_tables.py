@@ -159,3 +159,16 @@ def test_help_shows_the_types_and_the_keys_of_the_present_one(capsys: pytest.Cap
     assert "max-age" not in shown("--help", "rollout")
     assert "max-age" in shown("--help", "rollout.weight_sync")
     assert "max-age" in shown("--help", "rollout.weight_sync.max_age")
+
+
+def test_all_keys_of_a_file_that_are_wrong_are_refused_at_once() -> None:
+    table = {"stepz": 1, "seed": "one", "trainer": {"learning_rate": 1.0, "lr": "fast"}, "dispatch": {"type": "lifo"}}
+    with pytest.raises(ConfigError) as refused:
+        merge(RunConfig(), table, "run.toml")
+    assert [sentence.partition(";")[0] for sentence in refused.value.args] == [
+        "run.toml: there is no key 'stepz'",
+        "run.toml: 'seed' takes int, not str 'one'",
+        "run.toml: there is no key 'trainer.learning_rate'",
+        "run.toml: 'trainer.lr' takes float, not str 'fast'",
+        "run.toml: 'dispatch.type' takes one of fifo, length_aware, not 'lifo'",
+    ]
