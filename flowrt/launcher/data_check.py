@@ -12,6 +12,7 @@ from rich.console import Console
 
 from flowrt.engines.model_config import parse_overrides
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, EngineError
+from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.run_checks import check_files, check_start, has_weights
 from flowrt.launcher.terminal import printable
 from flowrt.recipes.config import RunConfig
@@ -138,6 +139,7 @@ def check_data(config: RunConfig, show: int, is_deep: bool, console: Console) ->
     Raises ConfigError for what a run would refuse, mostly after the report.
     """
     check(config, has_weights=has_weights(Path(config.model)))
+    with_absolute_paths(config)  # refuses guards.command without a program
     sets = open_sets(replace(config.data, eval_prompts=0) if config.eval.data else config.data)
     try:
         prompts = _report(config, sets, show, console)

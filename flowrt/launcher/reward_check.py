@@ -12,6 +12,7 @@ from itertools import islice
 from rich.console import Console
 
 from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.launcher.absolute_paths import with_absolute_paths
 from flowrt.launcher.run_checks import check_files, check_start
 from flowrt.launcher.terminal import printable
 from flowrt.recipes.config import RunConfig, changed
@@ -78,6 +79,7 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     text = HelpText(about=about, common=COMMON, is_listed=_is_listed)
     config = read(flags, "flowrt reward check", default="custom", help_text=text, more=["--limit"])
     check(config)
+    with_absolute_paths(config)  # refuses guards.command without a program
     if not takes_reward(config.recipe):
         return _check_task(config, int(limit), console)
     if not (config.data.path or config.data.sets) or not config.reward.functions:

@@ -92,10 +92,11 @@ async def _check(
         await scorer.load(progress)
         note_rate(options, scorer, CALLS, progress)
         parts |= dict.fromkeys(f"{name}/" for name in scorer.of_groups)
+        is_several = any(scorer.form(function).form != "sample" for function in scorer.functions)
         for row in islice(rows, MAX_ROWS):
             tried += 1
             response = as_text(decode_row(row).get("answer"))
-            samples = [RewardSample(text, row, facts(text)) for text in (response, "")[: 1 + bool(scorer.of_groups)]]
+            samples = [RewardSample(text, row, facts(text)) for text in (response, "")[: 1 + is_several]]
             for function, outcome in zip(scorer.functions, (await scorer.outcomes_of(samples))[0], strict=True):
                 if outcome.is_failure:
                     raise ConfigError(f"{scorer.failures([outcome], response, row, [function])[0]}; {FIX}")

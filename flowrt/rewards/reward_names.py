@@ -176,5 +176,7 @@ def _check_argument(kind: str, argument: str, text: str) -> None:
             raise ConfigError(f"reward.functions has {text!r}, and its pattern is wrong: {error}; correct it") from None
     elif kind == "length" and not (argument.isdecimal() and int(argument[:12]) > 0 and len(argument) <= 12):
         raise ConfigError(f"reward.functions has {text!r}; length:N takes a number of characters above 0")
+    elif kind == "http" and argument.startswith("//"):
+        raise ConfigError(f"reward.functions has {text!r}; write http:http:{argument}")
     elif kind == "http":
         check_url("http:URL of reward.functions", argument, KEY_FIX)

@@ -51,7 +51,7 @@ class SampleReward:
     failure: str
     """Which function failed first, and how; empty if none failed."""
     reason: str
-    """The result of a failed call, or `Result.NOT_APPLICABLE`; empty if none failed."""
+    """`Result.NOT_APPLICABLE` if no function of a weight above 0 applies, else the result of the first failed call."""
     seconds: float = 0.0
     """Sum of the durations of the calls, in seconds."""
 
@@ -230,12 +230,11 @@ class RewardScorer:
         failure = failures[0] if failures else ""
         if failure and (self._options.on_failure == "stop" or self._stops(outcomes)):
             raise ConfigError(f"{failure}; {FIX}")
-        numbers = self._numbers_of(outcomes)
-        reasons = [
-            name.partition("/")[2] for name, number in numbers.items() if number and name.startswith(f"{FAILED}/")
-        ]
+        reason = next((str(outcome.result) for outcome in outcomes if outcome.is_failure), "")
+        if not is_scored(self.functions, outcomes):
+            reason = str(Result.NOT_APPLICABLE)
         seconds = sum(outcome.seconds for outcome in outcomes)
-        return SampleReward(combined(self.functions, outcomes), numbers, failure, "".join(reasons[:1]), seconds)
+        return SampleReward(combined(self.functions, outcomes), self._numbers_of(outcomes), failure, reason, seconds)
 
     async def close(self) -> None:
         """End the child processes and close the connections."""

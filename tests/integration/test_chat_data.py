@@ -100,6 +100,7 @@ def test_data_check_prints_counts_template_text_and_token_ids(
         ),
         ([{"prompt": n, "answer": "1"} for n in range(30)], (), "at least 10 mistakes in the data: data file"),
         ([conversation(1)] * 3, (), "has 3 rows, no more than data.eval_prompts=8"),
+        ([conversation(n) for n in range(9)], ("--guards.command", "'a"), 'guards.command "\'a" is no command line'),
     ],
 )
 def test_data_check_refuses_what_a_run_would_refuse(

@@ -240,6 +240,17 @@ def test_a_batch_function_that_does_not_return_a_list_of_as_many_is_invalid(tmp_
     assert "not a list of 2 rewards" in results[0].detail
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_the_check_refuses_a_batch_function_that_returns_one_number_for_several(tmp_path: Path, kind: str) -> None:
+    text = "return [max(len(text) for text in completions)]"
+    reward_file = written(tmp_path, f"{kind} reward(completions): {text}\n")
+    with pytest.raises(ConfigError, match=r"it returned \[1\] \(list of 1\), not a list of 2 rewards"):
+        check_rewards(RewardOptions(functions=(str(reward_file),)), [json.dumps(ROW).encode()], print)
+    right = written(tmp_path, f"{kind} reward(completions): return [{{'n': len(text)}} for text in completions]\n")
+    options = RewardOptions(functions=(str(right), "exact"))
+    assert check_rewards(options, [json.dumps(ROW).encode()], print) == ("mine/n",)
+
+
 # ---- groups
 
 GROUP = """

@@ -64,6 +64,7 @@ def test_a_reward_function_is_parsed_from_its_text(text: str, expected: RewardFu
         (["exact:x"], "takes nothing but a weight"),
         (["regex:("], "its pattern is wrong"),
         (["http:host"], "begins with http"),
+        (["a=http://host:80/x"], "write http:http://host:80/x"),
         (["http:https://me:pw@host"], "user name or password, .*reward.key_variable"),
         (["math:-1"], "is no weight"),
         (["math:nan"], "is no weight"),
@@ -343,6 +344,15 @@ async def test_parts_may_differ_by_row() -> None:
         "reward/http": 1.0,
         "reward/http/a": 1.0,
     }
+
+
+@pytest.mark.parametrize(("first", "second"), [("invalid", "timeout"), ("timeout", "invalid"), ("http", "memory")])
+async def test_the_reason_of_a_sample_is_that_of_the_function_which_its_sentence_names(first: str, second: str) -> None:
+    options = RewardOptions(functions=("ok=exact", "a=exact", "b=exact"), max_failures=1.0)
+    failed = (RewardOutcome(Result(result), detail=f"it was {result}") for result in (first, second))
+    sample = await scored(options, RewardOutcome(Result.OK, 1.0), *failed)
+    assert sample.reason == first
+    assert sample.failure.startswith(f"reward function a: it was {first}, on ")
 
 
 @pytest.mark.parametrize("on_failure", ["zero", "drop", "stop"])
