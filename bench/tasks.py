@@ -97,7 +97,7 @@ TIMEOUT_S = 600.0
 STARTER = """
 import json, random, sys, time
 from pathlib import Path
-from flowrt.recipes.config import DataConfig
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.tasks.problems import Problems, ProblemSet
 from flowrt.recipes.tasks.problems import check_rows

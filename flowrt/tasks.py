@@ -6,17 +6,9 @@
 """
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import (
-    AlgorithmConfig,
-    BuildConfig,
-    DataConfig,
-    EvalConfig,
-    KlConfig,
-    RolloutConfig,
-    RunConfig,
-    SftConfig,
-    TrainerConfig,
-)
+from flowrt.recipes.algorithm_config import AlgorithmConfig, KlConfig
+from flowrt.recipes.config import BuildConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
+from flowrt.recipes.data_config import DataConfig, EvalConfig
 from flowrt.recipes.tasks.base import Example, Recipe, Task
 from flowrt.recipes.tasks.embedded_tokenizers import byte_pair_tokenizer, character_tokenizer
 from flowrt.recipes.tasks.rows import Row, read_rows

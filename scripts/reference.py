@@ -12,8 +12,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flowrt.recipes.config import DataSetConfig, GuardConfig, key_values
+from flowrt.recipes.config import GuardConfig, key_values
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.flag_help import COMMON, SHORT_FLAGS, meaning_of_type, meanings
 from flowrt.recipes.resume_overrides import may_change
 from flowrt.recipes.tables import TYPE, bare, owner, table_of, type_hint, variants, with_type

@@ -15,8 +15,8 @@ from common.jobs import run_job
 from pyarrow import parquet
 
 from flowrt.observability.stored_samples import SampleFilter, SampleReader
-from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.files import open_rows
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.tasks.problems import problem
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result

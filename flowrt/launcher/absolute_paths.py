@@ -11,8 +11,9 @@ from typing import Any
 from flowrt.errors import ConfigError, refuse
 from flowrt.observability.exporters.sink import own_path
 from flowrt.recipes.algorithms import is_own
-from flowrt.recipes.config import DataSetConfig, RunConfig, changed
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.constraints import value_mistakes
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.data_sets import options_text
 from flowrt.recipes.eval_names import eval_data_sets
 from flowrt.rewards.reward_names import with_paths

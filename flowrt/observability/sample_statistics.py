@@ -29,7 +29,7 @@ from flowrt.observability.sample_columns import (
 )
 from flowrt.observability.stored_samples import Order, SampleFilter, SampleReader
 from flowrt.observability.tails import file_version
-from flowrt.recipes.config import EvalConfig
+from flowrt.recipes.data_config import EvalConfig
 from flowrt.recipes.eval_names import evaluated_row, first_number
 from flowrt.recipes.run_dir import CONFIG
 

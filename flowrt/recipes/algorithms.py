@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flowrt.errors import ConfigError, suggested
-from flowrt.recipes.config import (
+from flowrt.recipes.algorithm_config import (
     AdvantageConfig,
     AlgorithmConfig,
     AspoLoss,
@@ -27,14 +27,13 @@ from flowrt.recipes.config import (
     PlanConfig,
     PpoLoss,
     ReinforceLoss,
-    RunConfig,
     SapoLoss,
     SatLoss,
     SurrogateLoss,
     ToprLoss,
     VespoLoss,
-    key_values,
 )
+from flowrt.recipes.config import RunConfig, key_values
 
 NO_CORRECTION = CorrectionConfig(level="off")
 FROM_ROLLOUT = PlanConfig(anchor="rollout")

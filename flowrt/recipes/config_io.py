@@ -15,8 +15,9 @@ import tomli_w
 
 from flowrt.errors import ConfigError, first_line
 from flowrt.recipes.algorithms import preset
-from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig, changed
+from flowrt.recipes.config import GuardConfig, RunConfig, changed
 from flowrt.recipes.constraints import check
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.data_sets import parse_data
 from flowrt.recipes.flag_help import HelpText, print_help, topic_of
 from flowrt.recipes.flags import WATCH_FLAG, WATCHING, parse_flags

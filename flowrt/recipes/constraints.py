@@ -18,17 +18,11 @@ from flowrt.engines.options import CUT_CHARACTER, Dtype
 from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError, refuse
 from flowrt.recipes.acting import acting_mistakes
+from flowrt.recipes.algorithm_config import MAX_LIVE_SAMPLES, FilterConfig
 from flowrt.recipes.algorithms import algorithm_mistakes, needs_reference
-from flowrt.recipes.config import (
-    MAX_LIVE_SAMPLES,
-    DataSetConfig,
-    FilterConfig,
-    RolloutConfig,
-    RunConfig,
-    UniformCurriculum,
-    key_values,
-)
+from flowrt.recipes.config import RolloutConfig, RunConfig, UniformCurriculum, key_values
 from flowrt.recipes.data.files import held_out_split, open_rows
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.data_constraints import data_mistakes
 from flowrt.recipes.devices import with_devices
 from flowrt.recipes.eval_constraints import eval_mistakes

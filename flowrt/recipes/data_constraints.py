@@ -7,7 +7,8 @@ from pathlib import Path
 
 from flowrt.errors import ConfigError
 from flowrt.ids import MAX_SETS
-from flowrt.recipes.config import DataConfig, DataSetConfig, RunConfig
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.data_config import DataConfig, DataSetConfig
 from flowrt.recipes.data_sets import FORM, set_data
 from flowrt.recipes.eval_names import eval_data_sets
 from flowrt.recipes.tasks.registry import takes_reward

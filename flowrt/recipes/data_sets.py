@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from flowrt.errors import ConfigError, suggested
-from flowrt.recipes.config import DataConfig, DataSetConfig
+from flowrt.recipes.data_config import DataConfig, DataSetConfig
 
 FORM = "NAME=PATH:WEIGHT"
 OPTIONS = tuple(field.name for field in fields(DataSetConfig) if field.name not in ("name", "path", "weight"))

@@ -4,7 +4,8 @@ import hashlib
 import re
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataSetConfig, RunConfig
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.data_sets import OPTIONS, split_options
 
 HELD_OUT = "held_out"

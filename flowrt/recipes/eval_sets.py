@@ -6,8 +6,9 @@ from itertools import chain
 from pathlib import Path
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig, DataSetConfig, RunConfig
+from flowrt.recipes.config import RunConfig
 from flowrt.recipes.data.files import held_out_split
+from flowrt.recipes.data_config import DataConfig, DataSetConfig
 from flowrt.recipes.data_sets import has_own_format, set_data
 from flowrt.recipes.eval_names import HELD_OUT, MAX_EVAL_ROWS, eval_data_sets
 from flowrt.recipes.tasks.base import Example, PromptBlock, Task, blocks

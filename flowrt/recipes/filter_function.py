@@ -17,7 +17,8 @@ from pathlib import Path
 
 from flowrt.controller.policies.group_filter import ENDED, HUNG, KEPT, RAISED, REFUSED, WRONG
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import FilterConfig, RunConfig
+from flowrt.recipes.algorithm_config import FilterConfig
+from flowrt.recipes.config import RunConfig
 from flowrt.rewards.call_forms import RewardSample
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result

@@ -42,12 +42,12 @@ from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Setting
 from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER, UNSCORED
 from flowrt.protocol.messages import Column, Stage
+from flowrt.recipes.algorithm_config import FilterConfig
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import (
     DivergenceSync,
     EveryNSync,
     FifoDispatch,
-    FilterConfig,
     RollingSync,
     RunConfig,
     TrainerConfig,

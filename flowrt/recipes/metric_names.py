@@ -14,8 +14,9 @@ from flowrt.controller.transitions.step_metrics import (
     REWARD_OF,
     SKIPPED_PROMPTS,
 )
+from flowrt.recipes.algorithm_config import DpoLoss, FilterConfig, PpoLoss
 from flowrt.recipes.algorithms import is_own, rejects_samples
-from flowrt.recipes.config import DpoLoss, FilterConfig, PpoLoss, RunConfig, UniformCurriculum
+from flowrt.recipes.config import RunConfig, UniformCurriculum
 from flowrt.rewards.scoring import reward_columns
 
 CLOCK = ("step", "wall_s", "samples_per_s")

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataSetConfig, RunConfig, key_values
+from flowrt.recipes.config import RunConfig, key_values
 from flowrt.recipes.config_io import read_flags
 from flowrt.recipes.constraints import check
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.data_sets import described
 from flowrt.recipes.flag_help import HelpText
 

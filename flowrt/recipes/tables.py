@@ -12,8 +12,8 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from flowrt.errors import ConfigError, refuse, suggested
+from flowrt.recipes.algorithm_config import AlgorithmConfig
 from flowrt.recipes.algorithms import preset
-from flowrt.recipes.config import AlgorithmConfig
 
 Config = TypeVar("Config")
 TYPE, FORMER_TYPE = "type", "policy"

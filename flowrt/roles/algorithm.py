@@ -42,8 +42,9 @@ from flowrt.algorithms.objective import (
 )
 from flowrt.engines.training.loss_passes import LossPasses, example_tokens
 from flowrt.errors import ConfigError
+from flowrt.recipes.algorithm_config import AlgorithmConfig, DpoLoss, KlConfig, Loss
 from flowrt.recipes.algorithms import is_own
-from flowrt.recipes.config import AlgorithmConfig, DpoLoss, KlConfig, Loss, RunConfig
+from flowrt.recipes.config import RunConfig
 from flowrt.runtime.file_process import answer
 from flowrt.runtime.user_module import called, load_module
 

@@ -26,7 +26,8 @@ from flowrt.errors import ConfigError, Drained, EngineError
 from flowrt.ids import SOURCE, TRAINER, UNSCORED
 from flowrt.protocol.messages import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
-from flowrt.recipes.config import AlgorithmConfig, RunConfig
+from flowrt.recipes.algorithm_config import AlgorithmConfig
+from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.algorithm import algorithm

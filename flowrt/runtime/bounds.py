@@ -5,6 +5,7 @@
 """
 
 import argparse
+import math
 from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Interval
@@ -15,6 +16,9 @@ MAX_INT64 = 2**63 - 1
 TIMEOUT = Interval(gt=0, le=MAX_TIMEOUT_S)
 Seconds = Annotated[float, TIMEOUT]
 """A timeout, in seconds."""
+Limit = Annotated[float | None, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)]
+Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
+RewardLimit = Annotated[float | None, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 
 
 def interval_of(hint: Any) -> Interval | None:
@@ -63,3 +67,8 @@ def seconds(text: str) -> float:
     if not contains(TIMEOUT, value):
         raise argparse.ArgumentTypeError(f"{text} seconds is not a valid timeout; use {advice(TIMEOUT)}")
     return value
+
+
+def limits(low: float | None, high: float | None) -> tuple[float, float]:
+    """Two limits, infinite where they are not given."""
+    return -math.inf if low is None else low, math.inf if high is None else high

@@ -10,7 +10,8 @@ import pytest
 
 from flowrt import api
 from flowrt.cli import COMMANDS
-from flowrt.recipes.config import DataSetConfig, RunConfig
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.tables import leaves
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from flowrt.cli import main
 from flowrt.engines.hf import save_model
 from flowrt.engines.tiny_model import build_model
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig
+from flowrt.recipes.data_config import DataConfig
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
 from tests.integration.helpers.forked_flowrt import run_flowrt

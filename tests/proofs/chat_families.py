@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flowrt.engines.prompts import DataPrompt, PromptEncoder, PromptFormat
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.tasks.problems import open_sets
 
 TEMPLATES = Path(__file__).with_name("chat_templates")

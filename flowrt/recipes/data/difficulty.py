@@ -8,11 +8,11 @@ from itertools import islice
 import msgspec
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Mistakes, Rows
 from flowrt.recipes.data.columns import MISSING, as_columns, find
 from flowrt.recipes.data.json_lines import JsonLines
 from flowrt.recipes.data.prompt_scan import BATCH, column_fields, is_decodable, row_type
+from flowrt.recipes.data_config import DataConfig
 
 
 class Selection(Rows):

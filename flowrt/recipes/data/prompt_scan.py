@@ -16,10 +16,10 @@ import msgspec
 
 from flowrt.engines.prompts import DataPrompt
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.columns import MISSING, ROLES, as_columns, find, prompt_of
 from flowrt.recipes.data.json_lines import JsonLines
+from flowrt.recipes.data_config import DataConfig
 
 BATCH = 1024
 """Rows that are decoded together."""

@@ -14,7 +14,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
+from flowrt.recipes.config import BuildConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.tasks.base import Example, Recipe, Task
 
 if TYPE_CHECKING:

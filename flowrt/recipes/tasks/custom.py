@@ -9,7 +9,8 @@ from functools import cached_property
 from itertools import chain
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
+from flowrt.recipes.config import RolloutConfig, RunConfig, TrainerConfig
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.tasks.base import Example, PromptBlock, Recipe, Task, TrainingSet
 from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, in_turn, open_sets, shortest_first
 from flowrt.recipes.tasks.rows import data_path

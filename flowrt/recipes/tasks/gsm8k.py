@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
+from flowrt.recipes.config import BuildConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
 from flowrt.recipes.data.base import Mistakes
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.tasks.base import Example, Recipe, Task
 from flowrt.recipes.tasks.rows import Row, data_path, split_rows
 

@@ -13,13 +13,13 @@ from typing import overload
 from flowrt.engines.prompts import Messages, PromptFormat, as_message
 from flowrt.errors import ConfigError
 from flowrt.ids import MAX_ROWS
-from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Mistakes, Rows
 from flowrt.recipes.data.columns import MISSING, as_columns, find
 from flowrt.recipes.data.difficulty import Selection, difficulties, within
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.mixture import largest_remainder
 from flowrt.recipes.data.prompt_scan import checked, row_prompt, scan_prompts
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.data_sets import has_own_format, set_data
 from flowrt.recipes.tasks.base import Example, PromptBlock
 from flowrt.recipes.tasks.rows import first_held_out

@@ -10,7 +10,8 @@ import pytest
 
 from flowrt.errors import ConfigError, refuse
 from flowrt.recipes.acting import Key, acting_mistakes, keys
-from flowrt.recipes.config import Loss, RunConfig, changed
+from flowrt.recipes.algorithm_config import Loss
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import defaults, parse
 from flowrt.recipes.flag_help import meanings
 from flowrt.recipes.tables import variants

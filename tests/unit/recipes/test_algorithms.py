@@ -17,8 +17,7 @@ from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
 from flowrt.recipes.acting import idle_keys
-from flowrt.recipes.algorithms import PRESETS, name_and_changes, needs_reference
-from flowrt.recipes.config import (
+from flowrt.recipes.algorithm_config import (
     AlgorithmConfig,
     AspoLoss,
     CispoLoss,
@@ -26,10 +25,10 @@ from flowrt.recipes.config import (
     DppoLoss,
     Loss,
     PpoLoss,
-    RunConfig,
     SatLoss,
-    changed,
 )
+from flowrt.recipes.algorithms import PRESETS, name_and_changes, needs_reference
+from flowrt.recipes.config import RunConfig, changed
 from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.constraints import check
 from flowrt.recipes.grpo import dataflow

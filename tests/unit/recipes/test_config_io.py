@@ -24,10 +24,12 @@ from flowrt.cli import main
 from flowrt.engines.base import sample_seed
 from flowrt.errors import ConfigError
 from flowrt.observability.run_reader import flat
+from flowrt.recipes.algorithm_config import AlgorithmConfig
 from flowrt.recipes.algorithms import PRESETS
-from flowrt.recipes.config import AlgorithmConfig, DataSetConfig, GuardConfig, RunConfig
+from flowrt.recipes.config import GuardConfig, RunConfig
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml, parse, to_toml
 from flowrt.recipes.constraints import check
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.flag_help import meaning_of_type
 from flowrt.recipes.tables import bare, leaves, merge, owner, variants
 from flowrt.recipes.tasks.registry import task_of

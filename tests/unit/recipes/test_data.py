@@ -17,12 +17,12 @@ from pyarrow import parquet
 
 from flowrt.engines.prompts import DataPrompt, as_message
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.data.base import Mistakes, Rows
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.json_lines import JsonLines
 from flowrt.recipes.data.prompt_scan import scan_prompts
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.tasks.problems import Problems, ProblemSet, check_rows, folded, open_sets, problem
 from flowrt.recipes.tasks.rows import read_rows
 

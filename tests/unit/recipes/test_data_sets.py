@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig, DataSetConfig
 from flowrt.recipes.config_io import from_toml, parse, to_toml
+from flowrt.recipes.data_config import DataConfig, DataSetConfig
 from flowrt.recipes.data_sets import parse_data
 from flowrt.recipes.grpo import settings
 from flowrt.recipes.resume_overrides import apply_overrides

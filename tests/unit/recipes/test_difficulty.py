@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig
 from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.data.difficulty import Selection, difficulties
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.mixture import SetSize, mixture
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.tasks.custom import CustomTask
 from flowrt.recipes.tasks.problems import check_rows, open_sets
 from flowrt.rewards.options import RewardOptions

@@ -10,7 +10,7 @@ import pytest
 
 from flowrt.controller.policies.group_filter import ENDED, HUNG, KEPT, RAISED, REFUSED, WRONG
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import FilterConfig
+from flowrt.recipes.algorithm_config import FilterConfig
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.filter_function import FilterFunction, FunctionFailed, GroupFacts, check_filter_function
 from tests.integration.conftest import wait_until

@@ -10,9 +10,11 @@ import pytest
 from flowrt.controller.storage.run_metrics import RESERVED_FIELDS
 from flowrt.controller.transitions.step_metrics import OF_SAMPLES
 from flowrt.observability.exporters.exported_names import STEP, exported_name, prometheus_name
+from flowrt.recipes.algorithm_config import FilterConfig
 from flowrt.recipes.algorithms import PRESETS
-from flowrt.recipes.config import DataSetConfig, FilterConfig, SolveRateCurriculum
+from flowrt.recipes.config import SolveRateCurriculum
 from flowrt.recipes.config_io import defaults
+from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.metric_names import CLOCK, OF_LOSS, metric_names
 from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.run_lines import NONFINITE

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.engines.prompts import DataPrompt
-from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Shards
 from flowrt.recipes.data.difficulty import difficulties
 from flowrt.recipes.data.json_lines import JsonLines
 from flowrt.recipes.data.prompt_scan import BATCH, PromptBatch, _of_rows, scan_prompts
+from flowrt.recipes.data_config import DataConfig
 
 KEYS = ("prompt", "answer", "a", "a.b", "role", "content", "extra")
 TEXT = st.one_of(

@@ -9,7 +9,8 @@ import pytest
 
 from flowrt.cli import main
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import AlgorithmConfig, RolloutConfig, RunConfig
+from flowrt.recipes.algorithm_config import AlgorithmConfig
+from flowrt.recipes.config import RolloutConfig, RunConfig
 from flowrt.recipes.config_io import defaults, from_toml, parse, to_toml
 from flowrt.recipes.flag_help import meanings
 from flowrt.recipes.resume_overrides import apply_overrides

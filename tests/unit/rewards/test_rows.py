@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.files import open_rows
+from flowrt.recipes.data_config import DataConfig
 from flowrt.recipes.tasks.problems import problem
 from flowrt.rewards.rows import NoColumnType, decode_row, encode_row, json_text
 
