@@ -14,21 +14,19 @@ from string import Template
 from typing import Any
 
 from flowrt.engines.model_config import parse_overrides
-from flowrt.engines.options import CUT_CHARACTER, Dtype
+from flowrt.engines.options import CUT_CHARACTER
 from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
-from flowrt.errors import ConfigError, refuse
+from flowrt.errors import refuse
 from flowrt.recipes.acting import acting_mistakes
 from flowrt.recipes.algorithm_config import MAX_LIVE_SAMPLES, FilterConfig
 from flowrt.recipes.algorithms import algorithm_mistakes, needs_reference
 from flowrt.recipes.config import RolloutConfig, RunConfig, UniformCurriculum, key_values
-from flowrt.recipes.data.files import held_out_split, open_rows
-from flowrt.recipes.data_config import DataSetConfig
 from flowrt.recipes.data_constraints import data_mistakes
 from flowrt.recipes.devices import with_devices
 from flowrt.recipes.eval_constraints import eval_mistakes
-from flowrt.recipes.eval_names import eval_data_sets
 from flowrt.recipes.guards import guard_mistakes
 from flowrt.recipes.model_files import check_model_files
+from flowrt.recipes.open_work import open_samples
 from flowrt.recipes.tasks.registry import NEED_MODELS, takes_reward
 from flowrt.recipes.tasks.task_file import is_task_file
 from flowrt.rewards.options import RewardOptions
@@ -37,7 +35,6 @@ from flowrt.rewards.reward_names import parse_functions
 from flowrt.runtime import time_limits
 from flowrt.runtime.bounds import advice, contains, interval_of
 
-MAX_EVAL_PROMPTS = 1_000_000
 MODEL_DEVICE = re.compile(r"(cpu|cuda|npu|xpu|mps)(:\d{1,4})?")
 STORED_TOKEN_BYTES = 12
 """Bytes for each token of a stored sample: its id, two log-probabilities, and text."""
@@ -214,13 +211,6 @@ def rollout_mistakes(config: RunConfig) -> Iterator[str]:
     yield from ROLLOUT_ENGINES[rollout.engine].mistakes(rollout, published, deterministic=config.deterministic)
 
 
-def reference_dtype(config: RunConfig) -> Dtype:
-    """Dtype of the reference model; with ``auto``, that of the trainer's forward passes."""
-    if config.reference.dtype != "auto":
-        return config.reference.dtype
-    return TRAIN_ENGINES[config.trainer.engine].forward_dtype(config.trainer)
-
-
 def _reference_mistakes(config: RunConfig) -> Iterator[str]:
     """Options of reference workers that are unusable, and any in a run without reference workers."""
     if needs_reference(config.algorithm):
@@ -326,37 +316,6 @@ def _controller_mistakes(config: RunConfig) -> Iterator[str]:
             f"least {least_s:.0f} s (rollout.max_new_tokens {config.rollout.max_new_tokens} at "
             f"{time_limits.MAX_TOKENS_PER_S:.0f} tokens/s): requests that wait for them would fail; use more, or 0"
         )
-
-
-def open_samples(config: RunConfig) -> tuple[int, int, int]:
-    """The samples of the steps that are open at a time, the sequences that run at a time, and their longest response.
-
-    Arguments of `flowrt.runtime.time_limits.request_s`.
-    """
-    samples = (config.max_staleness + 1) * config.prompts_per_step * config.group_size
-    rows = config.rollout.workers * config.rollout.max_running_requests
-    return samples, rows, config.rollout.max_new_tokens
-
-
-def evaluated_answers(config: RunConfig) -> int:
-    """The most answers of the evaluations that are open at a time."""
-    options = config.eval
-    if not (options.interval or options.at_start or options.at_end or options.only):
-        return 0
-    prompts = sum(_eval_rows(config, set_) for set_ in eval_data_sets(config).values()) or config.data.eval_prompts
-    return prompts * options.samples * (2 if options.overlap == "wait" else 1)
-
-
-def _eval_rows(config: RunConfig, data_set: DataSetConfig) -> int:
-    """The most prompts of a data set of evaluations; `MAX_EVAL_PROMPTS` if this host or flowrt cannot count them."""
-    if config.eval.limit or is_task_file(config.recipe):
-        return config.eval.limit or MAX_EVAL_PROMPTS
-    try:
-        return len(
-            open_rows(Path(data_set.path), held_out_split(Path(data_set.path), data_set.split or config.eval.split))
-        )
-    except ConfigError:
-        return MAX_EVAL_PROMPTS
 
 
 def _host_mistakes(config: RunConfig) -> Iterator[str]:

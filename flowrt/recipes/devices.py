@@ -1,7 +1,11 @@
-"""The device of each role: its own key, else that of the run (``device``), else the default of its engine."""
+"""The device of each role: its own key, else that of the run (``device``), else the default of its engine.
+
+Of the reference workers, which have no engine, also the dtype.
+"""
 
 from dataclasses import replace
 
+from flowrt.engines.options import Dtype
 from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.ids import AUTO, REFERENCE, ROLLOUT, TRAINER
 from flowrt.recipes.algorithms import needs_reference
@@ -41,6 +45,13 @@ def rollout_device(config: RunConfig) -> str:
 def reference_device(config: RunConfig) -> str:
     """The device of the reference workers: cpu, cuda, npu or auto."""
     return with_devices(config).reference.device or "cpu"
+
+
+def reference_dtype(config: RunConfig) -> Dtype:
+    """Dtype of the reference model; with ``auto``, that of the trainer's forward passes."""
+    if config.reference.dtype != "auto":
+        return config.reference.dtype
+    return TRAIN_ENGINES[config.trainer.engine].forward_dtype(config.trainer)
 
 
 def named_accelerators(config: RunConfig) -> dict[str, str]:

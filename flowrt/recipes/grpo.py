@@ -54,10 +54,10 @@ from flowrt.recipes.config import (
     UniformCurriculum,
     WeightSync,
 )
-from flowrt.recipes.constraints import evaluated_answers, open_samples
 from flowrt.recipes.data_sets import set_names
 from flowrt.recipes.guards import guard_rules
 from flowrt.recipes.model_files import weight_files
+from flowrt.recipes.open_work import evaluated_answers, open_samples
 from flowrt.recipes.run_dir import model_dir
 from flowrt.rewards.scoring import reward_columns
 from flowrt.runtime import time_limits

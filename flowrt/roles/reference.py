@@ -14,8 +14,7 @@ from flowrt.engines.training.forward import enable_packing, score
 from flowrt.engines.training.fused_head import enable_fused_head
 from flowrt.ids import REFERENCE
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.constraints import reference_dtype
-from flowrt.recipes.devices import reference_device
+from flowrt.recipes.devices import reference_device, reference_dtype
 from flowrt.recipes.run_dir import reference_model_dir
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import RefreshedModel, refresh_step

@@ -23,9 +23,9 @@ from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.launcher.doctor.model_shape import read_shape
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.constraints import open_samples, reference_dtype
-from flowrt.recipes.devices import reference_device, rollout_device, training_device, with_devices
+from flowrt.recipes.devices import reference_device, reference_dtype, rollout_device, training_device, with_devices
 from flowrt.recipes.model_files import base_model_dir
+from flowrt.recipes.open_work import open_samples
 
 PROCESS_BYTES = 340 * 10**6
 """Memory of a process that has imported torch and transformers."""

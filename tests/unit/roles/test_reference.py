@@ -13,8 +13,8 @@ from flowrt.errors import ConfigError
 from flowrt.launcher.accelerators import assign
 from flowrt.launcher.worker_commands import worker_commands
 from flowrt.recipes.config_io import parse
-from flowrt.recipes.constraints import check, reference_dtype
-from flowrt.recipes.devices import reference_device
+from flowrt.recipes.constraints import check
+from flowrt.recipes.devices import reference_device, reference_dtype
 from flowrt.roles import reference
 from flowrt.roles.reference import load_reference, score_on
 from flowrt.transport.devices import choose
