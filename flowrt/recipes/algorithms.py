@@ -303,7 +303,7 @@ def _group_mistakes(config: RunConfig) -> Iterator[str]:
             f"group_size is 1, and advantage baseline {advantage.baseline} compares the samples of a group: nothing "
             "would be learned; use 2 or more, or --algorithm flash_reinforce"
         )
-    if size == 1 and advantage.scale == "group_std":
+    elif size == 1 and advantage.scale == "group_std":
         yield (
             "group_size is 1: advantage scale group_std divides by the group's standard deviation, which one sample "
             "does not have; use 2 or more, or --algorithm.advantage.scale none"

@@ -294,7 +294,7 @@ def test_zero_steps(refused: Callable[..., Any]) -> None:
         (
             "--trainer.lora.targets",
             "q_proj",
-            "trainer.lora.targets is 'q_proj', which changes nothing with trainer.lora",
+            "trainer.lora.targets is 'q_proj', which changes nothing with trainer.engine torch;",
         ),
         ("--trainer.lr", "1e30", "trainer.lr is 1e+30"),
         ("--rollout.top-p", "1.5", "rollout.top_p is 1.5; use a value above 0, and at most 1"),

@@ -30,7 +30,7 @@ def test_a_single_mistake_is_refused_with_its_sentence() -> None:
     assert str(refused.value) == "steps is 0; use 1 or more"
 
 
-def test_several_mistakes_are_refused_together_and_an_error_ends_its_check_alone() -> None:
+def test_several_mistakes_are_refused_together_and_an_error_ends_its_own_check() -> None:
     def check() -> Iterator[str]:
         yield "a is 1"
         raise ConfigError("b is 2")
