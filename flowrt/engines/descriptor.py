@@ -387,6 +387,10 @@ class RolloutEngineDescriptor(ABC):
         """Number of accelerators over which the engine of one worker is split."""
         return 1
 
+    def memory_share(self, rollout: RolloutSettings) -> float | None:  # noqa: ARG002
+        """The share of the memory of its devices that these options give the engine; None: they do not say."""
+        return None
+
     @abstractmethod
     def memory(
         self, rollout: RolloutSettings, shape: ModelShape, published: PublishedWeights, cache_elements: int

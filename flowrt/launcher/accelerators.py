@@ -2,32 +2,56 @@
 
 - Devices are counted in /dev, without torch.
 - A variable that limits the launcher's visible devices limits those of its workers.
+- Processes that share a device may use shares of its memory in proportion to what the estimate says that they need.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from flowrt.engines.registry import ROLLOUT_ENGINES
+from flowrt.errors import ConfigError
 from flowrt.ids import AUTO, ROLLOUT, TRAINER
-from flowrt.launcher.doctor.estimate import ResourceEstimate, accelerated, has_accelerated_reference
+from flowrt.launcher.doctor.estimate import ResourceEstimate, accelerated, estimate, has_accelerated_reference
+from flowrt.launcher.doctor.model_shape import shape_of
 from flowrt.launcher.worker_commands import reference_names
 from flowrt.recipes.config import RunConfig
+from flowrt.runtime.resource_limits import MEMORY_SHARE
 
 DEV = Path("/dev")
 NONE = "none"
 CUDA, ASCEND = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
 NODES = {CUDA: "nvidia[0-9]*", ASCEND: "davinci[0-9]*"}
 """Device files in /dev, by the variable that lists the visible ones."""
+DIVIDED = 0.9
+"""Share of a device's memory that processes divide: contexts of the driver take some of it, about 0.5 GB each."""
 
 
 def environments(config: RunConfig, environment: Mapping[str, str], dev: Path = DEV) -> dict[str, dict[str, str]]:
-    """Variables to add to the environment of each worker, by the worker's name; empty without accelerators."""
+    """Variables to add to the environment of each worker, by the worker's name; empty without accelerators.
+
+    Raises ConfigError if processes share a device whose memory cannot be divided.
+    """
     if config.launch.devices == NONE:
         return {}
     variable, devices = visible(environment, dev)
     if config.launch.devices != AUTO:
         devices = tuple(name.strip() for name in config.launch.devices.split(","))
-    return {name: {variable: ",".join(assigned)} for name, assigned in assign(config, devices).items()}
+    assigned = assign(config, devices)
+    variables = {name: {variable: ",".join(places)} for name, places in assigned.items()}
+    if _sharing(config, assigned):
+        for name, share in memory_shares(config, _estimated(config), assigned).items():
+            variables[name][MEMORY_SHARE] = f"{share:.4f}"
+    return variables
+
+
+def _estimated(config: RunConfig) -> ResourceEstimate:
+    try:
+        return estimate(config, shape_of(config))
+    except ConfigError as error:
+        raise ConfigError(
+            f"workers share a device of this host, and its memory cannot be divided among them: {error}; give each a "
+            "device of its own (launch.devices), or fewer roles one"
+        ) from None
 
 
 def visible(environment: Mapping[str, str], dev: Path) -> tuple[str, tuple[str, ...]]:
@@ -43,25 +67,59 @@ def visible(environment: Mapping[str, str], dev: Path) -> tuple[str, tuple[str, 
 
 
 def shared_device_bytes(config: RunConfig, needs: ResourceEstimate, devices: int) -> int:
-    """Bytes of accelerator memory needed on the fullest device that several processes share; 0 if none is shared.
+    """Bytes that a device needs so that each process has enough in its share, where several share one; 0 if none do.
 
     Args:
         config: of the run.
         needs: memory of each process.
         devices: number of accelerators of this host.
-
-    Reference workers are not counted: see `flowrt.launcher.doctor.estimate.reference_bytes`.
     """
-    training, generating = accelerated(config, bool(devices))
-    totals: dict[str, list[int]] = {}
-    for name, places in assign(config, tuple(map(str, range(devices)))).items():
-        if name == TRAINER and training:
-            for place in places:
-                totals.setdefault(place, []).append(needs.trainer_device)
-        elif name.startswith(ROLLOUT) and generating:
-            for place in places:
-                totals.setdefault(place, []).append(needs.server // len(places))
-    return max((sum(sizes) for sizes in totals.values() if len(sizes) > 1), default=0)
+    assigned = assign(config, tuple(map(str, range(devices))))
+    shares = memory_shares(config, needs, assigned)
+    return max((int(_need(needs, name, assigned[name]) / share) for name, share in shares.items()), default=0)
+
+
+def memory_shares(
+    config: RunConfig, needs: ResourceEstimate, assigned: Mapping[str, tuple[str, ...]]
+) -> dict[str, float]:
+    """Share of the memory of its devices that each worker may use, by its name; without workers that share none.
+
+    An engine that is told its share (`RolloutEngineDescriptor.memory_share`) has this one. Raises ConfigError if that
+    leaves nothing for the others.
+    """
+    shares: dict[str, float] = {}
+    fixed_share = ROLLOUT_ENGINES[config.rollout.engine].memory_share(config.rollout)
+    for place, names in _sharing(config, assigned).items():
+        fixed = {name: fixed_share for name in names if name.startswith(ROLLOUT) and fixed_share is not None}
+        sizes = {name: _need(needs, name, assigned[name]) for name in names if name not in fixed}
+        left = DIVIDED - sum(fixed.values())
+        if left <= 0:
+            raise ConfigError(
+                f"{', '.join(names)} share device {place}, and rollout.sglang.arguments give {sum(fixed.values()):g} "
+                "of its memory to servers, which leaves nothing for contexts and for others; lower "
+                "--mem-fraction-static, or leave it out"
+            )
+        divided = {name: left * size / sum(sizes.values()) for name, size in sizes.items()}
+        shares |= {name: min(share, shares.get(name, 1.0)) for name, share in (fixed | divided).items()}
+    return shares
+
+
+def _sharing(config: RunConfig, assigned: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """The workers on each device that several use."""
+    generating = accelerated(config, there=True)[1]
+    names: dict[str, list[str]] = {}
+    for name, places in assigned.items():
+        if generating or not name.startswith(ROLLOUT):
+            for place in dict.fromkeys(places):
+                names.setdefault(place, []).append(name)
+    return {place: sharing for place, sharing in names.items() if len(sharing) > 1}
+
+
+def _need(needs: ResourceEstimate, name: str, places: tuple[str, ...]) -> int:
+    """Bytes that a worker needs on each of its devices."""
+    if name == TRAINER:
+        return needs.trainer_device
+    return needs.server // len(places) if name.startswith(ROLLOUT) else needs.reference_device
 
 
 def assign(config: RunConfig, devices: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -79,7 +137,7 @@ def assign(config: RunConfig, devices: tuple[str, ...]) -> dict[str, tuple[str, 
     assigned = {}
     left = devices
     if accelerated(config, there=True)[0] and not launch.trainer:
-        assigned["trainer"] = devices[: config.trainer.ranks]
+        assigned[TRAINER] = devices[: config.trainer.ranks]
         left = devices[config.trainer.ranks :]
     if not launch.rollout:
         each = ROLLOUT_ENGINES[config.rollout.engine].devices(config.rollout)

@@ -141,6 +141,7 @@ def check_and_run(
     check_machine(config, os.cpu_count() or 1)
     check_devices_here(config)
     check_memory(config, total_bytes(), bool(visible(os.environ, DEV)[1]))
+    environments(config, os.environ)  # refuses devices whose memory cannot be divided
     progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if unused_devices := unused(config, os.environ):
         progress(unused_devices)

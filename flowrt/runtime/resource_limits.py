@@ -1,7 +1,8 @@
-"""What a process may use: memory of this host, or of its control group (containers, SLURM), and open files."""
+"""What a process may use: memory of this host, of its control group (containers, SLURM) or device, and open files."""
 
 import contextlib
 import ctypes
+import os
 import resource
 import socket
 import sys
@@ -20,6 +21,8 @@ MIN_DESCRIPTORS = 64
 """What a controller, or a worker with few peers, needs."""
 UNLIMITED_FILES = 1 << 20
 """What counts as the limit where there is none."""
+MEMORY_SHARE = "FLOWRT_MEMORY_SHARE"
+"""Variable of a worker that shares accelerators: the share of the memory of each of them that it may use."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -81,6 +84,11 @@ def _number(file: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def memory_share() -> float:
+    """The share of the memory of each of its accelerators that this process may use; 1: all of it."""
+    return float(os.environ.get(MEMORY_SHARE, "1"))
 
 
 def descriptor_limit() -> int:

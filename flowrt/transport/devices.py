@@ -19,10 +19,16 @@ import torch
 
 from flowrt.errors import ConfigError
 from flowrt.ids import AUTO
+from flowrt.runtime.resource_limits import memory_share
 
 Kind = Literal["cpu", "cuda", "npu"]
 BACKENDS: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+ALLOCATORS: dict[Kind, str] = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
+"""Variables with the options of torch's allocator, which it reads when memory is first allocated."""
+ALL_ALLOCATORS = "PYTORCH_ALLOC_CONF"
+EXPANDABLE = "expandable_segments:True"
+"""Memory of freed tensors serves those of other sizes, so that a process keeps to its share of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +57,21 @@ class Device:
         return "gloo" if self.kind == "cpu" else f"cpu:gloo,{self.kind}:{BACKENDS[self.kind]}"
 
     def use(self) -> None:
-        """Make this the current device of the calling thread; each thread of a pool has its own."""
+        """Make this the current device of the calling thread; each thread of a pool has its own.
+
+        This process keeps to its share of the device's memory (`flowrt.runtime.resource_limits.memory_share`).
+        """
         if self.kind == "cuda":
             # cuDNN's attention makes a plan, in half a second, for each new shape; a cache makes one in every step.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        if self.kind != "cpu":
-            self._module().set_device(self.index)
+        if self.kind == "cpu":
+            return
+        if ALL_ALLOCATORS not in os.environ:
+            os.environ.setdefault(ALLOCATORS[self.kind], EXPANDABLE)
+        module = self._module()
+        module.set_device(self.index)
+        if (share := memory_share()) < 1:
+            module.set_per_process_memory_fraction(share, self.index)
 
     def compute_deterministically(self) -> None:
         """Use deterministic kernels on an accelerator; on CUDA an operation that has none raises RuntimeError.

@@ -4,6 +4,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +18,12 @@ from flowrt.engines.descriptor import (
     RolloutMemory,
     RolloutSetup,
 )
-from flowrt.engines.options import RolloutSettings
+from flowrt.engines.options import RolloutSettings, SglangOptions
 from flowrt.engines.sglang.protocol import KEY_VARIABLE, MAX_STOP_STRINGS
 from flowrt.errors import ConfigError
 from flowrt.ids import ROLLOUT
 from flowrt.runtime.addresses import check_url
+from flowrt.runtime.resource_limits import memory_share
 
 if TYPE_CHECKING:
     from flowrt.engines.sglang.engine import SglangRollout
@@ -31,6 +33,10 @@ VERSION_COPIES = 3
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size")
 PARTS = ("--dp-size", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--nnodes")
 """Server arguments that split a server into parts with weights of their own, or processes on other nodes."""
+MEMORY_FRACTION = "--mem-fraction-static"
+"""Server argument: weights and KV cache over the memory that is free when the server starts."""
+STATIC_SHARE = 0.85
+"""Weights and KV cache over all memory of a server: SGLang keeps some for activations and CUDA graphs."""
 RESERVED = {
     "--model-path": "use --model",
     "--host": "a server that a worker starts listens on 127.0.0.1; for another one use rollout.sglang.url",
@@ -87,11 +93,15 @@ class SglangGeneration(RolloutEngineDescriptor):
     def devices(self, rollout: RolloutSettings) -> int:
         return max([1, *_numbers(rollout.sglang.arguments, TENSOR_PARALLEL)[-1:]])
 
+    def memory_share(self, rollout: RolloutSettings) -> float | None:
+        return _fraction(rollout.sglang.arguments)
+
     def memory(
         self, rollout: RolloutSettings, shape: ModelShape, published: PublishedWeights, cache_elements: int
     ) -> RolloutMemory:
         width = FLOAT_BYTES if rollout.sglang.dtype == "float32" else HALF_BYTES
-        server = 0 if rollout.sglang.url else (shape.parameters + cache_elements) * width
+        static = 0 if rollout.sglang.url else (shape.parameters + cache_elements) * width
+        server = static if rollout.sglang.device == "cpu" else int(static / STATIC_SHARE)
         return RolloutMemory(host=VERSION_COPIES * published.size_bytes(shape), device=server)
 
     def build(self, setup: RolloutSetup) -> "SglangRollout":
@@ -103,6 +113,8 @@ class SglangGeneration(RolloutEngineDescriptor):
             _check_visible(setup.worker, self.devices(setup.settings))
         if server.url:
             server = replace(server, url=(_url_of(setup.worker, server.url),))
+        elif server.device != "cpu":
+            server = within_share(server, memory_share())
         return SglangRollout(
             server,
             setup.model,
@@ -114,6 +126,18 @@ class SglangGeneration(RolloutEngineDescriptor):
             threads=setup.threads,
             log_path=setup.log_path,
         )
+
+
+def within_share(server: SglangOptions, share: float) -> SglangOptions:
+    """The options of a server that may use this share of its devices' memory, unless they have a fraction already."""
+    if share == 1 or _fraction(server.arguments) is not None:
+        return server
+    return replace(server, arguments=f"{server.arguments} {MEMORY_FRACTION} {STATIC_SHARE * share:.4f}".strip())
+
+
+def _fraction(arguments: str) -> float | None:
+    values = [value for name, value in _arguments(arguments) if _means(name, (MEMORY_FRACTION,))]
+    return float(values[-1]) if values else None
 
 
 def _url_mistakes(urls: Sequence[str], workers: int) -> Iterator[str]:
@@ -164,11 +188,19 @@ def _argument_mistakes(arguments: str) -> Iterator[str]:
                 yield f"rollout.sglang.arguments has {name}: {instead}"
         if _means(name, TENSOR_PARALLEL) and not (value.isdecimal() and int(value)):
             yield f"rollout.sglang.arguments has {name} {value!r}, which is no number of devices from 1 on"
+        if _means(name, (MEMORY_FRACTION,)) and not _is_fraction(value):
+            yield f"rollout.sglang.arguments has {name} {value!r}, which is no fraction between 0 and 1"
         if _means(name, PARTS) and value != "1":
             yield (
                 f"rollout.sglang.arguments has {name} {value}: the weights of such a server cannot be changed; use "
                 "more rollout workers, or --tp"
             )
+
+
+def _is_fraction(text: str) -> bool:
+    with suppress(ValueError):
+        return 0 < float(text) < 1
+    return False
 
 
 def _numbers(arguments: str, names: Sequence[str]) -> list[int]:

@@ -9,5 +9,4 @@ export HCCL_EVENT_TIMEOUT=3700   # must be longer than HCCL_EXEC_TIMEOUT
 export HCCL_BUFFSIZE=64          # MB for each communicator; flowrt makes one for each lane (default 200)
 export P2P_HCCL_BUFFSIZE=20      # MB, twice, for each pair; 0 where memory is tight
 export HCCL_HOST_SOCKET_PORT_RANGE=auto HCCL_NPU_SOCKET_PORT_RANGE=auto # several processes share an NPU's ports
-export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True
 export TASK_QUEUE_ENABLE=1 # 2 needs more memory at its peak

@@ -15,6 +15,7 @@ from flowrt.engines.descriptor import TrainEngineDescriptor
 from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.options import LoraOptions
 from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineName, TrainEngineName
+from flowrt.engines.sglang.descriptor import within_share
 from flowrt.engines.sglang.engine import SglangRollout
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
@@ -26,6 +27,7 @@ from flowrt.roles.engine_setup import rollout_engine
 from flowrt.roles.trainer import check_supports
 
 ROOT = Path(__file__).resolve().parents[3]
+SGLANG = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
 FSDP = ["--trainer.engine", "fsdp"]
 NAME_COMPARISON = re.compile(
     r"\.engine\s*(==|!=|in\b)|[\"'](torch|fsdp|sglang)[\"']\s*(==|!=)|(==|!=)\s*[\"'](torch|fsdp|sglang)[\"']"
@@ -90,6 +92,29 @@ def test_a_server_with_more_ranks_than_its_worker_has_devices_is_refused(
     monkeypatch.setenv(variable, "2,3")
     with pytest.raises(ConfigError, match=rf"worker rollout-1 may use 2 accelerator.*{variable}=2,3.* ask for 4; give"):
         rollout_engine(config, "rollout-1")
+
+
+@pytest.mark.parametrize(
+    ("given", "share", "arguments"),
+    [
+        ("", 1.0, ""),
+        ("", 0.4, "--mem-fraction-static 0.3400"),
+        ("--tp 1", 0.4, "--tp 1 --mem-fraction-static 0.3400"),
+        ("--mem-fraction-static 0.3", 0.4, "--mem-fraction-static 0.3"),
+        ("--mem-frac=0.3 --tp 2", 0.4, "--mem-frac=0.3 --tp 2"),
+    ],
+)
+def test_a_server_gets_the_share_of_its_worker_unless_the_user_gives_it_a_fraction(
+    given: str, share: float, arguments: str
+) -> None:
+    server = parse([*SGLANG, f"--rollout.sglang.arguments={given}"]).rollout.sglang
+    assert within_share(server, share).arguments == arguments
+
+
+@pytest.mark.parametrize("value", ["1", "0", "nan", "half"])
+def test_a_memory_fraction_of_a_server_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"--mem-fraction-static '{value}', which is no fraction between 0 and 1"):
+        parse([*SGLANG, f"--rollout.sglang.arguments=--mem-fraction-static {value}"])
 
 
 def test_the_sglang_engine_is_external_and_the_torch_engine_is_not() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from flowrt.errors import ConfigError
 from flowrt.launcher.doctor.probe import devices
-from flowrt.transport.devices import CUBLAS_WORKSPACE, Device, Kind, choose
+from flowrt.runtime.resource_limits import MEMORY_SHARE
+from flowrt.transport.devices import ALL_ALLOCATORS, ALLOCATORS, CUBLAS_WORKSPACE, EXPANDABLE, Device, Kind, choose
 from flowrt.transport.lanes import lane
 
 ROOT = Path(__file__).parents[3]
@@ -67,6 +69,25 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 20))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_process_keeps_to_its_share_of_the_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    for name in (*ALLOCATORS.values(), ALL_ALLOCATORS):
+        monkeypatch.delenv(name, raising=False)
+    Device("cuda", 1).use()
+    assert (os.environ.pop(ALLOCATORS["cuda"]), limits) == (EXPANDABLE, [])
+    monkeypatch.setenv(MEMORY_SHARE, "0.4000")
+    monkeypatch.setenv(ALL_ALLOCATORS, "backend:native")
+    Device("cuda", 1).use()
+    assert (os.environ.get(ALLOCATORS["cuda"]), limits) == (None, [(0.4, 1)])
+    monkeypatch.delenv(ALL_ALLOCATORS)
+    monkeypatch.setenv(ALLOCATORS["cuda"], "backend:native")
+    Device("cuda").use()
+    assert (os.environ[ALLOCATORS["cuda"]], limits[1:]) == ("backend:native", [(0.4, 0)])
 
 
 @pytest.mark.usefixtures("two_gpus")
