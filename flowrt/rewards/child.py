@@ -72,7 +72,8 @@ class Limits:
     """Limits of calls."""
 
     memory_bytes: int
-    """Address space that calls may use in addition to that after loading, in bytes."""
+    """Memory that calls may take in addition to that after loading, in bytes: address space, or with a device that is
+    not the CPU, whose driver reserves address space at any time, private memory that can be written."""
     sandbox: str
     """How function ``code`` runs programs: bwrap or limits."""
     task: TaskReward | None
@@ -141,12 +142,13 @@ class _Child:
         self._loaded = loaded
         self._timeout_s = limits.timeout_s
         self._process = os.getpid()
-        self._first_bytes = _address_space()
+        self._limited = resource.RLIMIT_AS if limits.device.startswith("cpu") else resource.RLIMIT_DATA
+        self._first_bytes = _memory(self._limited)
         self._limit_bytes = limits.memory_bytes
         self._sending = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.unpacker = msgpack.Unpacker(**UNPACKING)
-        _limit(self._first_bytes + limits.memory_bytes)
+        _limit(self._limited, self._first_bytes + limits.memory_bytes)
 
     def make(self, calls: Sequence[Any]) -> None:
         """Make calls, one after the other."""
@@ -227,7 +229,7 @@ class _Child:
 
     def _done(self, call: int, outcomes: Sequence[RewardOutcome]) -> bytes:
         is_worn = any(outcome.result is Result.MEMORY for outcome in outcomes)
-        is_worn = is_worn and _address_space() > self._first_bytes + self._limit_bytes // 2
+        is_worn = is_worn and _memory(self._limited) > self._first_bytes + self._limit_bytes // 2
         rows = [
             [outcome.result, outcome.value, dict(outcome.parts), outcome.detail, outcome.line] for outcome in outcomes
         ]
@@ -301,27 +303,28 @@ def _tokenizer(model: str) -> object:
     return tokenizer
 
 
-def _limit(address_space: int) -> None:
-    """Set resource limits of this process; ``address_space`` is in bytes."""
+def _limit(memory: int, memory_bytes: int) -> None:
+    """Set resource limits of this process; ``memory``: RLIMIT_AS or RLIMIT_DATA."""
     threads = int(_words("/proc/loadavg")[3].partition("/")[2]) if os.path.exists("/proc/loadavg") else 1 << 16
     for name, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-        (resource.RLIMIT_AS, address_space),
+        (memory, memory_bytes),
         (resource.RLIMIT_NPROC, threads + MORE_THREADS),
     ):
-        if name == resource.RLIMIT_AS and not _address_space():
+        if name == memory and not _memory(memory):
             continue  # the size of this process is unknown
         hard = resource.getrlimit(name)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         # A process for the tests of function code may take more: they can be large.
-        resource.setrlimit(name, (limit, hard if name == resource.RLIMIT_AS else limit))
+        resource.setrlimit(name, (limit, hard if name == memory else limit))
 
 
-def _address_space() -> int:
-    """Size of the address space of this process, in bytes; 0 on systems other than Linux."""
-    return int(_words("/proc/self/statm")[0]) * resource.getpagesize() if os.path.exists("/proc/self/statm") else 0
+def _memory(limited: int) -> int:
+    """What this limit (RLIMIT_AS or RLIMIT_DATA) counts of this process, in bytes; 0 on systems other than Linux."""
+    place = 0 if limited == resource.RLIMIT_AS else 5
+    return int(_words("/proc/self/statm")[place]) * resource.getpagesize() if os.path.exists("/proc/self/statm") else 0
 
 
 def _words(path: str) -> list[str]:
