@@ -51,6 +51,10 @@ class SimulatedTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def record_stream(self, stream: Any) -> None:
+        assert isinstance(stream, RecordingNpu)
+        stream.record_stream()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} on a tensor of the simulated device, which is not in use")
@@ -160,9 +164,6 @@ class RecordingNpu:
 
     def current_stream(self) -> "RecordingNpu":
         return self._record("current_stream")
-
-    def record_event(self) -> "RecordingNpu":
-        return self._record("record_event")
 
     def _record(self, name: str) -> "RecordingNpu":
         self.calls.append(name)

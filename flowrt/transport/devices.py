@@ -11,6 +11,8 @@ import importlib.util
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,7 +104,49 @@ class Device:
         return Memory(module.memory_allocated(self.index), module.max_memory_allocated(self.index), total)
 
     def _module(self) -> Any:
-        return torch_npu().npu if self.kind == "npu" else torch.cuda
+        return _module_of(self.torch)
+
+
+class SideStream:
+    """A stream of a device for work that is not to wait for that of the current stream, nor delay it.
+
+    On a CPU work is done at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Queue the work of this context here, after what is queued on the current stream; it is done at the end."""
+        if self._device.type == "cpu":
+            yield
+            return
+        module = _module_of(self._device)
+        with module.device(self._device):
+            if self._stream is None:
+                self._stream = module.Stream()
+            self._stream.wait_stream(module.current_stream())
+            try:
+                with module.stream(self._stream):
+                    yield
+            finally:
+                self._stream.synchronize()
+
+
+def keep_until_read(tensor: torch.Tensor) -> None:
+    """Let the memory of a tensor serve others only after the work that is queued on the current stream.
+
+    Else, once the last reference is gone, it serves the stream of its allocation, which may be another one.
+    """
+    if tensor.device.type != "cpu":
+        tensor.record_stream(_module_of(tensor.device).current_stream())
+
+
+def _module_of(device: torch.device) -> Any:
+    """The module of torch with the streams of an accelerator."""
+    return torch_npu().npu if device.type == "npu" else torch.cuda
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@
   requested (madvise); neither malloc nor torch requests them.
 - After an in-flight update the cache of all running sequences has to be recomputed, which takes as long as many decode
   steps. So a second copy of the model gets the new weights and processes the tokens generated so far, on another
-  thread. When the copy is only a few tokens behind, the engine switches to it between two tokens; the first decode step
-  of the copy also computes the missing tokens.
+  thread and, on an accelerator, on another stream. When the copy is only a few tokens behind, the engine switches to it
+  between two tokens; the first decode step of the copy also computes the missing tokens.
 
 Shapes: R rows, P rows of a chunk, L padded length of a chunk, T tokens per row of an extension, K cache positions that
 a pass reads, V vocabulary.
@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from flowrt.engines.hf import head_on, named_parameters
 from flowrt.engines.torch.descriptor import PREFILL_TOKENS, SCORE_ELEMENTS
 from flowrt.engines.torch.generating import GeneratingModel
+from flowrt.transport.devices import SideStream, keep_until_read
 from flowrt.transport.weights.snapshot import Snapshot
 
 CPU = torch.device("cpu")
@@ -127,6 +128,7 @@ def _grown(slab: torch.Tensor, capacity: int, used: int) -> torch.Tensor:
     rows, heads, places, width = slab.shape
     larger = zeros((rows, heads, capacity, width), slab)
     larger[:used, :, :places] = slab[:used]
+    keep_until_read(slab)  # it may have been allocated on the other stream
     return larger
 
 
@@ -419,6 +421,7 @@ class ShadowModel:
     def __init__(self, first: GeneratingModel, published: torch.dtype | None = None) -> None:
         """``published``: dtype of the versions, if it differs from the model's."""
         self._original = first
+        self._stream = SideStream(first.device)
         self._published = published
         self.cached: GeneratingModel | None = None
         self.version = -1
@@ -449,7 +452,14 @@ class ShadowModel:
 
     @torch.inference_mode()
     def catch_up(self, snapshot: Snapshot, sequences: Mapping[int, torch.Tensor]) -> None:
-        """Load the weights, the first time, and compute missing tokens of these sequences, about a chunk."""
+        """Load the weights, the first time, and compute missing tokens of these sequences, about a chunk.
+
+        On an accelerator that is done when it returns, and decode steps that are queued meanwhile do not wait for it.
+        """
+        with self._stream.work():
+            self._catch_up(snapshot, sequences)
+
+    def _catch_up(self, snapshot: Snapshot, sequences: Mapping[int, torch.Tensor]) -> None:
         if self.cached is None:
             with torch.inference_mode(False):
                 model = copy.deepcopy(self._original.model)

@@ -9,10 +9,8 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +19,7 @@ from zlib_ng import zlib_ng
 
 from flowrt.errors import TransferError
 from flowrt.transport.buffers import PinnedPool, copy_bytes
-from flowrt.transport.devices import torch_npu
+from flowrt.transport.devices import SideStream
 
 log = logging.getLogger(__name__)
 BUCKET_BYTES = 64 * 1024 * 1024
@@ -64,7 +62,7 @@ class Snapshot:
         snapshot = cls(version, [host_buffer(sum(t.nbytes for t in group), device) for group in groups])
         half = sum(t.nbytes for t in tensors.values() if t.element_size() <= HALF_PRECISION_BYTES)
         snapshot.item_bytes = 2 if 2 * half >= sum(snapshot.bucket_bytes()) else 4
-        with copying(device):
+        with SideStream(device).work():
             for bucket, group in zip(snapshot.buckets, groups, strict=True):
                 offset = 0
                 for tensor in group:
@@ -86,7 +84,7 @@ class Snapshot:
                 "do trainer and rollout load the same checkpoint?"
             )
         device = device_of(tensors.values())
-        with torch.no_grad(), copying(device):
+        with torch.no_grad(), SideStream(device).work():
             # All sources live until the device has read them.
             sources = [for_device(bucket, device) for bucket in self.buckets]
             for source, group in zip(sources, groups, strict=True):
@@ -193,22 +191,3 @@ def for_device(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
     pinned = host_buffer(bucket.numel(), device)
     copy_bytes(pinned, bucket)
     return pinned
-
-
-@contextmanager
-def copying(device: torch.device) -> Iterator[None]:
-    """Context manager for copies with ``non_blocking=True``, on a separate stream of the device.
-
-    The copies start after the work that was queued on the current stream, and are complete at the end of the block.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    module: Any = torch_npu().npu if device.type == "npu" else torch.cuda
-    with module.device(device):
-        stream = module.Stream()
-        stream.wait_stream(module.current_stream())
-        with module.stream(stream):
-            yield
-            done = stream.record_event()
-        done.synchronize()

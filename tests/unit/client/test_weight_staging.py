@@ -1,7 +1,6 @@
 """Staging of received versions: their order, reuse of memory, and pinning."""
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, cast
@@ -11,6 +10,7 @@ import torch
 
 from flowrt.client.weights import WeightTransfers
 from flowrt.protocol.messages import NO_BASE, EvictVersion, LaneTurn, Message, ReceiveWeights, Weights, WeightsStaged
+from flowrt.transport.devices import SideStream
 from flowrt.transport.lanes.lane import LaneSet
 from flowrt.transport.weights import snapshot as snapshots
 from flowrt.transport.weights.snapshot import Snapshot
@@ -105,7 +105,7 @@ async def test_buckets_for_a_device_are_pinned_before_staging_not_during_the_swa
         return copy
 
     monkeypatch.setattr(snapshots, "device_of", lambda _: GPU)
-    monkeypatch.setattr(snapshots, "copying", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(snapshots, "SideStream", lambda _: SideStream(torch.device("cpu")))
     monkeypatch.setattr(snapshots, "for_device", pin)
     model = {"w": torch.zeros(100, dtype=torch.uint8)}
     sent: list[tuple[Message, int]] = []

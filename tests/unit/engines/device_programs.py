@@ -30,7 +30,7 @@ from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.roles.reference import score_on
-from flowrt.transport.devices import Device
+from flowrt.transport.devices import Device, torch_npu
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.decoders import COMMON, DECODERS
 from tests.simulated_device import SimulatedDevice, on_device, simulate_npu
@@ -182,6 +182,32 @@ def updates(device: SimulatedDevice, *, recompute: bool) -> None:
 @program
 def updates_in_flight_with_a_shadow_model(device: SimulatedDevice) -> None:
     updates(device, recompute=True)
+
+
+@program
+def catches_up_on_a_stream_of_its_own(device: SimulatedDevice) -> None:
+    """Memory that the cache gives back when it grows there may be of the other stream."""
+    calls = torch_npu().npu.calls
+    network = on_device(model("llama"), device.device)
+    rollout = TorchRollout(network, stop=StopConditions(), rows=1, max_new_tokens=NEW_TOKENS, temperature=0.9)
+    rollout.add([Prompt(0, torch.arange(2, 62, dtype=torch.int32) % 40, 1)])
+    rollout.run(After(1))
+    snapshot = Snapshot.take(1, named_parameters(model("llama", 1)))
+    begin = len(calls)
+    rollout._decode()
+    assert "stream" not in calls[begin:], calls[begin:]
+    work = rollout.prepare(snapshot)
+    assert work is not None
+    begin = len(calls)
+    work()
+    queued = [name for name in calls[begin:] if name in ("wait_stream", "stream", "synchronize")]
+    assert queued[:2] == ["wait_stream", "stream"], queued  # then that of the copies of the weights, within
+    assert queued[-1] == "synchronize", queued
+    begin = len(calls)
+    while rollout.running and "record_stream" not in calls[begin:]:
+        rollout._decode()  # into a cache for 64 more positions
+        rollout._remove_finished()
+    assert "record_stream" in calls[begin:]
 
 
 @program
