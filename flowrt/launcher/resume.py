@@ -20,6 +20,7 @@ from flowrt.recipes.run_dir import (
     built_model_dir,
     built_reference_dir,
     check_summary_file,
+    checkpoint_dir,
     checkpoint_steps,
     kept_model_dir,
     kept_reference_dir,
@@ -42,33 +43,45 @@ def resume(run_dir: Path, flags: Sequence[str], console: Console, page_port: int
     if summary is None or summary["exit_code"] != EXIT_OK or config.steps != before.steps:
         check_newest(run_dir)
     done = max(checkpoint_steps(run_dir), default=0)
-    if summary is None and not done:
-        _check_unfinished(run_dir)
+    trained = None if done else last_step(run_dir / LEDGER)
+    if trained is not None and (summary is None or summary["exit_code"] != EXIT_OK):
+        _check_start_again(config, trained + 1, is_summary_read=summary is not None)
     if config.steps < done:
         raise ConfigError(f"--steps {config.steps} is less than the {done} steps that {run_dir} has trained; give more")
     if summary is not None and summary["exit_code"] == EXIT_OK:
-        trained = summary["steps"]
-        if config.steps <= max(done, trained) or config.steps == before.steps:
+        last = summary["steps"]
+        if config.steps <= max(done, last) or config.steps == before.steps:
             if config.recipe_sha256 != before.recipe_sha256:
                 check_digest(config, digest(config.recipe))
             console.print(
-                f"run {run_dir} is complete: {trained} steps; --steps N continues it", highlight=False, soft_wrap=True
+                f"run {run_dir} is complete: {last} steps; --steps N continues it", highlight=False, soft_wrap=True
             )
             return EXIT_OK
-        if done < trained:
+        if done < last:
             raise ConfigError(
                 f"run {run_dir} is complete, and has no checkpoint after its last step (checkpoint.every was 0); "
                 f"start a new run with --model {run_dir / 'final'}"
             )
+    if trained is not None:
+        again = f"run {run_dir} has no checkpoint yet: its steps trained so far ({trained + 1}) are made again"
+        console.print(again, highlight=False, markup=False, soft_wrap=True)
     return check_and_run(config, console, page_port=page_port)
 
 
-def _check_unfinished(run_dir: Path) -> None:
-    """Raises ConfigError for a run without checkpoints that may be complete, because its summary.json is damaged."""
-    summary, trained = run_dir / "summary.json", last_step(run_dir / LEDGER)
-    if summary.exists() and trained is not None:
+def _check_start_again(config: RunConfig, trained: int, *, is_summary_read: bool) -> None:
+    """Raises ConfigError for a run without checkpoints that had some, or whose damaged summary.json may say that it is
+    complete: it would train its ``trained`` steps again.
+    """
+    run_dir = Path(config.run_dir)
+    if config.checkpoint.every and trained > config.checkpoint.every:
         raise ConfigError(
-            f"{summary} is damaged, and without a checkpoint flowrt resume would discard all {trained + 1} steps of "
+            f"{run_dir} has none of its checkpoints any more, and flowrt resume would discard all {trained} steps; "
+            f"restore {checkpoint_dir(run_dir, 0).parent} from a copy, or start again in another run directory"
+        )
+    summary = run_dir / "summary.json"
+    if summary.exists() and not is_summary_read:
+        raise ConfigError(
+            f"{summary} is damaged, and without a checkpoint flowrt resume would discard all {trained} steps of "
             f"{run_dir}; remove summary.json to start again at step 0"
         )
 

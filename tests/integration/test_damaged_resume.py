@@ -167,6 +167,24 @@ def test_complete_run_with_a_damaged_summary_is_not_restarted(
     assert "would discard all 2 steps" in resumed.words
     assert "remove summary.json to start again at step 0" in resumed.words
     assert contents(run.run_dir) == original
+    (run.run_dir / "summary.json").unlink()
+    again = launch(resume=run.run_dir)
+    assert again.wait(120.0) == 0, again.output
+    assert "has no checkpoint yet: its steps trained so far (2) are made again" in again.words
+
+
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_nothing_changes(
+    launch: Callable[..., Any], killed: Path, tmp_path: Path
+) -> None:
+    run_dir = copied(killed, tmp_path)
+    shutil.rmtree(run_dir / "checkpoints")
+    original = contents(run_dir)
+    run = launch("--steps", "2000", resume=run_dir)
+    assert run.wait(60.0) == 2, run.output
+    assert "has none of its checkpoints any more" in run.words
+    assert f"restore {run_dir}/checkpoints from a copy, or start again in another run directory" in run.words
+    readers = {"ledger.sqlite-shm": b""}  # the memory that readers share
+    assert contents(run_dir) | readers == original | readers
 
 
 def test_removing_the_ledger_ends_the_run_with_an_error(launch: Callable[..., Any], untrained_model: Path) -> None:
