@@ -190,12 +190,14 @@ def _trainer_mistakes(config: RunConfig) -> Iterator[str]:
     yield from TRAIN_ENGINES[trainer.engine].mistakes(trainer)
     if trainer.lora.rank and not trainer.lora.alpha:
         yield "trainer.lora.alpha is 0: the adapters would change nothing; use another, for example 16"
-    if trainer.compile and trainer.fsdp.recompute:
+    if trainer.engine == "fsdp" and trainer.compile and trainer.fsdp.recompute:
         yield "trainer.compile changes nothing with trainer.fsdp.recompute, which runs layers uncompiled; leave out one"
+    if trainer.schedule == "constant":
+        return
     if trainer.min_lr > trainer.lr:
         yield f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls"
     left = config.steps - max(trainer.warmup_steps, 1) - trainer.decay_steps
-    if trainer.schedule != "constant" and trainer.decay_steps and not trainer.min_lr and left > 0:
+    if trainer.decay_steps and not trainer.min_lr and left > 0:
         yield (
             f"trainer.decay_steps is {trainer.decay_steps} and trainer.min_lr 0: the last {left} of {config.steps} "
             "steps would train with a learning rate of 0; use a min_lr above 0, more decay_steps, or fewer steps"

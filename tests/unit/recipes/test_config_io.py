@@ -527,8 +527,11 @@ def test_every_field_is_explained_in_one_sentence(name: str, help_text: str) -> 
             ["--trainer.engine", "fsdp", "--trainer.dtype", "bfloat16"],
             "with trainer.engine fsdp; set trainer.fsdp.dtype in its place",
         ),
-        (["--trainer.min-lr", "2"], "trainer.min_lr is 2.0, above trainer.lr"),
-        (["--trainer.compile", "True", "--trainer.fsdp.recompute", "True"], "trainer.compile changes nothing with"),
+        (["--trainer.schedule", "linear", "--trainer.min-lr", "2"], "^trainer.min_lr is 2.0, above trainer.lr"),
+        (
+            ["--trainer.engine", "fsdp", "--trainer.compile", "True", "--trainer.fsdp.recompute", "True"],
+            "^trainer.compile changes nothing with",
+        ),
     ],
 )
 def test_unsupported_options_of_a_training_engine_are_refused(flags: list[str], sentence: str) -> None:
