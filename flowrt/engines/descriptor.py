@@ -93,8 +93,8 @@ class KeptActivations:
         is_narrow = DTYPE_BYTES[dtype] < FLOAT_BYTES
         norms = self.norms + self.narrow_norms * is_narrow
         attention = self.attention + self.narrow_attention * is_narrow
-        heads = (shape.query_size or shape.hidden_size) + shape.kv_size
-        return norms * shape.hidden_size + attention * heads + self.feed_forward * shape.intermediate_size
+        of_attention = attention * shape.key_query_size
+        return norms * shape.hidden_size + of_attention + self.feed_forward * shape.intermediate_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +178,12 @@ class ModelShape:
 
         One layer is counted twice: the backward pass has the gradients of its activations.
         """
-        attention = ATTENTION_COPIES * (self._query_size + self.kv_size)
-        layer = int(ALLOCATOR_OVERHEAD * (size.packed * self.kept.elements(self, dtype) + size.attended * attention))
+        elements = self.kept.elements(self, dtype) * size.packed
+        if self.shares_prompts:
+            # Attention keeps its inputs and its output of whole samples, and the next product the packed output.
+            attention = ATTENTION_COPIES * self.key_query_size
+            elements += size.attended * attention - size.packed * (attention - self._query_size)
+        layer = int(ALLOCATOR_OVERHEAD * elements)
         scores = int(ALLOCATOR_OVERHEAD * self.kept.score_bytes * self.heads * size.attended * size.sample)
         of_layer = DTYPE_BYTES[dtype] * layer + scores
         inputs = DTYPE_BYTES[dtype] * size.packed * self.layers * self.hidden_size if recompute else 0
@@ -188,8 +192,13 @@ class ModelShape:
 
     def computed_bytes(self, dtype: Dtype) -> int:
         """Activations of one token in a pass without a backward pass, in bytes: those of one layer at a time."""
-        elements = 4 * self.hidden_size + 2 * (self._query_size + self.kv_size) + 3 * self.intermediate_size
+        elements = 4 * self.hidden_size + 2 * self.key_query_size + 3 * self.intermediate_size
         return DTYPE_BYTES[dtype] * elements
+
+    @property
+    def key_query_size(self) -> int:
+        """Elements of the queries and the keys of one token in one layer."""
+        return self._query_size + self.kv_size
 
     @property
     def _query_size(self) -> int:
@@ -211,7 +220,7 @@ class ModelShape:
 
     def scoring_bytes(self, size: PassSize, dtype: Dtype) -> int:
         """Memory in bytes of a pass without a backward pass, with log-probabilities."""
-        attention = size.attended * ATTENTION_COPIES * (self._query_size + self.kv_size)
+        attention = size.attended * ATTENTION_COPIES * self.key_query_size
         scores = SCORE_BYTES * self.heads * size.attended * size.sample if self.kept.score_bytes else 0
         activations = size.packed * self.computed_bytes(dtype) + DTYPE_BYTES[dtype] * attention + scores
         return activations + self._head_bytes(size.predicted, FUSED_SCORING_BYTES)

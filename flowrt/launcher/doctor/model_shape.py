@@ -167,7 +167,7 @@ def _kept(table: Mapping[str, Any], sizes: Iterable[str]) -> KeptActivations:
     return KeptActivations(
         norms=2 * before if has_bias else 3 * before + 2 * after,
         attention=4 if of_heads else 2,
-        feed_forward=4 if has_gate else 8 if activation in SLOW_ACTIVATIONS else 2,
+        feed_forward=4 if has_gate else 5 if activation in SLOW_ACTIVATIONS else 2,
         narrow_norms=6 if is_gemma else 0 if has_bias else before,
         narrow_attention=(3 if is_gemma else 1) if of_heads else 0,
         score_bytes=_score_bytes(table),

@@ -84,10 +84,8 @@ def kept(model: Any, layers: int, tokens: int = TOKENS) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kept_activations_are_those_that_autograd_saves(name: str, dtype: Dtype, tmp_path: Path) -> None:
-    if name == "gpt2" and dtype == "bfloat16":
-        pytest.skip("GELU of several operations keeps float32 copies")
     model, shape = shape_of(CONFIGS[name], tmp_path)
-    model.to(getattr(torch, dtype)).train()
+    model.to(getattr(torch, dtype)).eval()  # as it is trained: without dropout
     two = kept(model, 2)
     layer = two - kept(model, 1)
     expected = shape.kept.elements(shape, dtype) * DTYPE_BYTES[dtype]
