@@ -23,7 +23,16 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 aten = torch.ops.aten
 COPIES = frozenset({aten.copy_.default, aten._to_copy.default})
-WAITS = frozenset({aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default})
+WAITS = frozenset(
+    {
+        aten._local_scalar_dense.default,
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten._unique2.default,
+        aten.repeat_interleave.Tensor,
+        aten.equal.default,
+    }
+)
 """Operations whose result or output shape the host needs, so that it waits for the device."""
 
 
@@ -122,7 +131,10 @@ class SimulatedDevice(TorchDispatchMode):
             return to_host and not kwargs.get("non_blocking")
         if func is aten.copy_.default:
             return not isinstance(args[0], SimulatedTensor) and not (kwargs.get("non_blocking") or args[2:] == (True,))
-        by_mask = func is aten.index.Tensor and any(tensor.dtype is torch.bool for tensor in tensors[1:])
+        indexed = func in (aten.index.Tensor, aten.index_put_.default)
+        by_mask = indexed and any(
+            tensor.dtype is torch.bool for tensor in tree_flatten(args[1])[0] if tensor is not None
+        )
         return func in WAITS or by_mask
 
 

@@ -211,8 +211,10 @@ class _FusedLogprobs(torch.autograd.Function):
         moment_U = torch.zeros_like(peak_U)  # sum of exp(logit - peak) (logit - peak)
         selected_T = torch.zeros(len(target_T), dtype=precise, device=hidden_UD.device)
         wide_UD = hidden_UD.to(_product_dtype(hidden_UD))
+        slices = _TokensBySlice(target_T, len(weight_VD), _slice_words(len(hidden_UD), len(weight_VD)))
         for span, _, logits_UW in _slices(wide_UD, weight_VD, bias_V):
-            here_T, where = _tokens_of(span, prediction_T, target_T)
+            here_T = slices.tokens_of(span)
+            where = prediction_T[here_T], target_T[here_T] - span.start
             selected_T[here_T] = _changed(logits_UW[where], hidden_UD.dtype, change) / temperature
             for rows in _blocks(logits_UW):
                 logits = _over(_changed(logits_UW[rows], hidden_UD.dtype, change), temperature)
@@ -231,6 +233,7 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_UD, weight_VD, bias_V, prediction_T, target_T, normalizer_U, entropy_U)
         ctx.temperature = temperature
         ctx.change = change
+        ctx.slices = slices
         ctx.set_materialize_grads(False)
         return selected_T - normalizer_U[prediction_T], entropy_U
 
@@ -248,8 +251,12 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden_slope = torch.zeros_like(hidden_UD, dtype=normalizer_U.dtype)
         weight_slope = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         bias_slope = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
+        # Several tokens may have the same logit: its slope has the sum over them.
+        same_T = _same_pairs(prediction_T, target_T, len(weight_VD))
+        shared_T = torch.zeros_like(upstream_T).index_put_((same_T,), upstream_T, accumulate=True)[same_T]
         for span, weight_WD, logits_UW in _slices(wide_UD, weight_VD, bias_V):
-            here_T, where = _tokens_of(span, prediction_T, target_T)
+            here_T = ctx.slices.tokens_of(span)
+            where = prediction_T[here_T], target_T[here_T] - span.start
             changed_T = _changed(logits_UW[where], hidden_UD.dtype, ctx.change)
             steepness_T = ctx.change.slope(changed_T)
             selected_T = changed_T / ctx.temperature
@@ -267,7 +274,7 @@ class _FusedLogprobs(torch.autograd.Function):
                 )
                 logits_UW[rows] = softmax_slope if ctx.change == UNCHANGED else softmax_slope.mul_(steepness)
             # d logprob / d scaled logit = one-hot of the token minus softmax. Added before rounding: the sum is nearly
-            # 0 for a token with probability near 1. Several tokens may have the same logit.
+            # 0 for a token with probability near 1.
             of_T = where[0]
             own_T = _softmax_slope(
                 selected_T,
@@ -276,10 +283,7 @@ class _FusedLogprobs(torch.autograd.Function):
                 entropy_U[of_T],
                 None if rate_U is None else rate_U[of_T],
             )
-            place_T = of_T * logits_UW.shape[1] + where[1]
-            places, member_T = place_T.unique(return_inverse=True)
-            slopes = own_T.new_zeros(len(places)).index_put_((member_T,), upstream_T[here_T], accumulate=True)
-            logits_UW.view(-1)[place_T] = ((slopes[member_T] + own_T) * steepness_T).to(logits_UW.dtype)
+            logits_UW[where] = ((shared_T[here_T] + own_T) * steepness_T).to(logits_UW.dtype)
             if hidden_slope.dtype == logits_UW.dtype:
                 hidden_slope.addmm_(logits_UW, weight_WD)
             else:
@@ -307,13 +311,18 @@ def _softmax_slope(
     return probabilities.mul_(logprobs.add_(entropy).mul_(-rate).sub_(upstream))
 
 
+def _slice_words(count: int, size: int) -> int:
+    """Words of a slice of a vocabulary of this size, with this number of predictions."""
+    return min(max(1, SLICE_ELEMENTS // max(1, count)), max(1, size))
+
+
 def _slices(wide_UD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Slices of the vocabulary, their rows of the matrix, and their logits, in the type of the product.
 
     The next slice overwrites the logits; the caller may overwrite them too.
     """
     count = len(wide_UD)
-    words = min(max(1, SLICE_ELEMENTS // max(1, count)), max(1, len(weight_VD)))
+    words = _slice_words(count, len(weight_VD))
     buffer = wide_UD.new_empty(count * words)
     for start in range(0, len(weight_VD), words):
         span = slice(start, min(start + words, len(weight_VD)))
@@ -332,10 +341,33 @@ def _blocks(logits_UW: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + height, count)) for start in range(0, count, height))
 
 
-def _tokens_of(span: slice, prediction_T: Tensor, target_T: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Which tokens are in a slice of the vocabulary, and the row and column of the logit of each."""
-    here_T = ((target_T >= span.start) & (target_T < span.stop)).nonzero().squeeze(-1)
-    return here_T, (prediction_T[here_T], target_T[here_T] - span.start)
+class _TokensBySlice:
+    """Which tokens are in each slice of the vocabulary; the host waits for the device once to find them.
+
+    Args:
+        target_T: the token ids.
+        size: of the vocabulary.
+        words: of a slice, at most.
+    """
+
+    def __init__(self, target_T: Tensor, size: int, words: int) -> None:
+        self._order_T = target_T.argsort(stable=True)
+        self._words = words
+        starts = torch.tensor([*range(0, size, words), size], dtype=target_T.dtype).to(target_T.device)
+        self._bounds: list[int] = torch.searchsorted(target_T[self._order_T], starts).tolist()
+
+    def tokens_of(self, span: slice) -> Tensor:
+        """Indices of the tokens of a slice; those with the same id in order."""
+        place = span.start // self._words
+        return self._order_T[self._bounds[place] : self._bounds[place + 1]]
+
+
+def _same_pairs(prediction_T: Tensor, target_T: Tensor, size: int) -> Tensor:
+    """A number below T for each token, which is that of other tokens with the same prediction and the same id."""
+    sorted_T, order_T = (prediction_T * size + target_T).sort(stable=True)
+    is_new_T = torch.zeros_like(order_T)
+    is_new_T[1:] = sorted_T[1:] != sorted_T[:-1]
+    return torch.empty_like(order_T).index_copy_(0, order_T, is_new_T.cumsum(0))
 
 
 def _changed(logits: Tensor, rounded: torch.dtype, change: LogitChange) -> Tensor:

@@ -75,9 +75,10 @@ class _PredictedLogprobs(torch.autograd.Function):
             centred, _ = _centred(logits_UV[span], ctx.temperature)
             slope = centred.sub_(normaliser_U[span].unsqueeze(-1)).exp_().mul_(-upstream_U[span].unsqueeze(-1))
             # Added before rounding to the dtype of the logits: the sum is nearly 0 for a token with probability near 1.
-            here_T = (prediction_T >= span.start) & (prediction_T < span.stop)
-            where = (prediction_T[here_T] - span.start, target_T[here_T])
-            slope_UV[span] = slope.index_put_(where, upstream_T[here_T], accumulate=True)
+            # Tokens of other spans add 0: to select by a mask the host would wait for a device.
+            is_other_T = (prediction_T < span.start) | (prediction_T >= span.stop)
+            where = ((prediction_T - span.start).clamp(0, len(slope) - 1), target_T)
+            slope_UV[span] = slope.index_put_(where, upstream_T.masked_fill(is_other_T, 0.0), accumulate=True)
         return slope_UV, None, None, None
 
 

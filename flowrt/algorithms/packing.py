@@ -32,10 +32,6 @@ class Padded:
     response_mask_BL: Tensor
     """bool, True on the tokens to train on"""
 
-    def to(self, device: torch.device) -> "Padded":
-        """These rows on ``device``."""
-        return Padded(self.tokens_BL.to(device), self.response_mask_BL.to(device))
-
     @property
     def sample_T(self) -> Tensor:
         """int64, the row of each response token."""

@@ -110,7 +110,11 @@ def score_on(
 ) -> list[torch.Tensor]:
     """Log-probabilities of each response ([T] float32, in nats, on the CPU), computed in any thread; see `score`."""
     device.use()
-    return [logprobs.cpu() for logprobs in score(model, prompts, responses, temperature, budget_tokens)]
+    scored = score(model, prompts, responses, temperature, budget_tokens)
+    if not scored:
+        return []
+    lengths = [len(logprobs) for logprobs in scored]
+    return [logprobs.clone() for logprobs in torch.cat(scored).cpu().split(lengths)]  # one wait for the device
 
 
 def start() -> None:

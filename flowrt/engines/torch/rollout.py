@@ -159,7 +159,7 @@ class TorchRollout:
         self._shadow = ShadowModel(self._cached, self._published)
         self._missing_tokens = 0  # per row, before its last token; computed by the next decode step as well
         self._stop = stop
-        self._stop_ids = torch.tensor(stop.token_ids, dtype=torch.int32, device=device)
+        self._stop_ids = frozenset(stop.token_ids)
         self._rows = rows
         self._max_new = max_new_tokens
         self._temperature = temperature
@@ -432,30 +432,39 @@ class TorchRollout:
         count = len(self._running)
         rows = self._cached.cache.row_index_R[:count]
         last_R = self._tokens_RT[rows, self._counts_R[:count] - 1]
-        # The only point in a decode step at which the host waits for the device.
-        stopped: list[bool] = torch.isin(last_R, self._stop_ids).tolist()
+        # The only point in a decode step at which the host waits for the device, unless sequences end or are truncated.
+        tokens: list[int] = last_R.tolist()
+        stopped = [token in self._stop_ids for token in tokens]
         if self._stop.strings:
-            for tokens, token in zip(self._host_tokens, last_R.tolist(), strict=True):
-                tokens.append(token)
+            for host_tokens, token in zip(self._host_tokens, tokens, strict=True):
+                host_tokens.append(token)
             complete = map(self._stop.complete_string, self._host_tokens)
             stopped = [is_stopped or other for is_stopped, other in zip(stopped, complete, strict=True)]
-        finished = []
-        for row in reversed(range(count)):
-            length = self._generated[row]
-            if not stopped[row] and length < self._limit(self._running[row]):
-                continue
-            finished.append(
-                Response(
-                    key=self._running[row].key,
-                    tokens=self._tokens_RT[row, :length].to("cpu", copy=True),
-                    logprobs=self._logprobs_RT[row, :length].to("cpu", copy=True),
-                    spans=self._spans_of(row, length),
-                    truncated=not stopped[row],
-                    support=join_supports(self._supports[row]).to(CPU) if self._truncation else None,
-                )
-            )
+        ended = [row for row in range(count) if stopped[row] or self._generated[row] >= self._limit(self._running[row])]
+        finished = self._responses(ended, [not stopped[row] for row in ended]) if ended else []
+        for row in reversed(ended):
             self._free_row(row)
-        return finished[::-1]
+        return finished
+
+    def _responses(self, rows: Sequence[int], truncated: Sequence[bool]) -> list[Response]:
+        """The responses of these rows, which the host reads at once."""
+        lengths = [self._generated[row] for row in rows]
+        rows_N = torch.tensor(rows, device=self._device)
+        tokens_NT = self._tokens_RT[:, : max(lengths)].index_select(0, rows_N)
+        logprobs_NT = self._logprobs_RT[:, : max(lengths)].index_select(0, rows_N)
+        read = torch.stack([tokens_NT, logprobs_NT.view(torch.int32)]).cpu()
+        tokens_NT, logprobs_NT = read[0], read[1].view(torch.float32)
+        return [
+            Response(
+                key=self._running[row].key,
+                tokens=tokens_NT[place, :length].clone(),
+                logprobs=logprobs_NT[place, :length].clone(),
+                spans=self._spans_of(row, length),
+                truncated=truncated[place],
+                support=join_supports(self._supports[row]).to(CPU) if self._truncation else None,
+            )
+            for place, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        ]
 
     def _limit(self, prompt: Prompt) -> int:
         """Maximum length of the response to a prompt, in tokens."""

@@ -112,15 +112,19 @@ def padded_predictions(
     entropy: bool = False,
     supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Padded]:
-    """As `packed_predictions`, with padded samples. Causal attention needs no mask for right padding."""
+    """As `packed_predictions`, with padded samples; the batch is on the CPU.
+
+    Causal attention needs no mask for right padding.
+    """
     padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
-    padded = padded.to(next(model.parameters()).device)
-    # Models call their head at all B x L positions; only positions that predict response tokens are used.
-    target_T = padded.tokens_BL[padded.response_mask_BL]
-    prediction_T = torch.arange(len(target_T), device=target_T.device)
-    predicts_T = padded.response_mask_BL.flatten().nonzero().squeeze(-1) - 1
+    device = next(model.parameters()).device
+    # Models call their head at all B x L positions; only positions that predict response tokens are used. They are
+    # found on the host, which would wait for a device.
+    target_T = padded.tokens_BL[padded.response_mask_BL].to(device)
+    prediction_T = torch.arange(len(target_T), device=device)
+    predicts_T = (padded.response_mask_BL.flatten().nonzero().squeeze(-1) - 1).to(device)
     support = None if supports is None else join_supports(supports).to(target_T.device)
-    inputs = {"input_ids": padded.tokens_BL, "use_cache": False}
+    inputs = {"input_ids": padded.tokens_BL.to(device), "use_cache": False}
     if uses_fused_head(model, len(target_T)):
         asked = ResponseTokens(predicts_T, prediction_T, target_T, temperature, support=support, entropy=entropy)
         logprobs_T, entropy_T = fused_pass(model, asked, **inputs)

@@ -58,8 +58,19 @@ class _Predicted(NamedTuple):
     sample_T: Tensor
 
 
+class _Ratios(NamedTuple):
+    """What the divergence of a pass is computed from: log-ratios on the device, the rest on the host."""
+
+    ratio_T: Tensor
+    valid_T: Tensor
+    ages_T: Tensor
+
+
 class LossPasses:
-    """Computes the loss of one pass at a time, and accumulates the metrics of a step."""
+    """Computes the loss of one pass at a time, and accumulates the metrics of a step.
+
+    What is measured stays on the device until the end of the step: no pass waits for it.
+    """
 
     def __init__(self, algorithm: Algorithm, *, temperature: float, forward_tokens: int) -> None:
         self.algorithm = algorithm
@@ -77,6 +88,8 @@ class LossPasses:
         self._metrics = tuple(dict.fromkeys(name for term in terms for name in term.metrics))
         self._means = {name: DENOMINATORS[term.per] for term in terms for name in term.means}
         self._sums: dict[str, float] = defaultdict(float)
+        self._measured: dict[tuple[str, ...], Tensor] = {}  # sums on the device by their names, float64
+        self._ratios: list[_Ratios] = []  # of passes whose divergence is not in `_of_age` yet
         self._of_age = torch.zeros(2, AGES, dtype=torch.float64)  # sums of k3, counts of tokens, where usable
         self._unusable_tokens = 0.0  # generated with the present weights
 
@@ -157,8 +170,9 @@ class LossPasses:
         )
         terms = self.algorithm.terms(tokens)
         if batch.ages is not None:
-            self._measure_divergence(before_T, rollout_T, valid_T, torch.cat([batch.ages[row] for row in rows]))
-        self._add(tokens, terms, int((~valid_N).sum()))
+            ages_T = torch.cat([batch.ages[row] for row in rows])
+            self._ratios.append(_Ratios(clamped_log_ratio_T(before_T, rollout_T), valid_T, ages_T))
+        self._add(tokens, terms, groups=len(batch.groups_N[rows].unique()), invalid=int((~valid_N).sum()))
         if deferred is not None:
             losses = [term.loss_sum / deferred.counts[DENOMINATORS[term.per]] for term in terms]
         else:
@@ -176,32 +190,44 @@ class LossPasses:
             entropy=self.algorithm.needs.entropy,
             supports=_supports(batch, rows, recorded),
         )
-        return _Predicted(logprobs_T, entropy_T, samples.sample_T)
+        return _Predicted(logprobs_T, entropy_T, samples.sample_T.to(logprobs_T.device))
 
-    def _add(self, tokens: Tokens, terms: Sequence[Term], invalid: int) -> None:
+    def _add(self, tokens: Tokens, terms: Sequence[Term], *, groups: int, invalid: int) -> None:
         present_T = tokens.logprobs_T.detach()
         delta_T = clamped_log_ratio_T(present_T, tokens.rollout_T)
-        self._sums["tokens"] += len(present_T)
-        self._sums["samples"] += tokens.samples
-        self._sums["groups"] += len(tokens.group_N.unique())
-        self._sums["invalid_samples"] += invalid
-        self._sums["valid_tokens"] += float(tokens.valid_T.sum())
-        self._sums["nll"] -= float(present_T.sum())
-        self._sums["mismatch_kl_k1"] -= float(delta_T.sum())
-        self._sums["mismatch_kl_k3"] += float((delta_T.expm1() - delta_T).sum())
+        counts = zip(COUNTS[1:-1], (len(present_T), tokens.samples, groups, invalid), strict=True)
+        for count, number in counts:
+            self._sums[count] += number
         ratio_T = delta_T.double().exp()
-        for name, value_T in zip(RATIOS, (ratio_T, ratio_T.square()), strict=True):
-            self._sums[name] += float((value_T * tokens.valid_T).sum())
+        measured = [
+            ("valid_tokens", tokens.valid_T.sum()),
+            *zip(MEANS, (-present_T.sum(),), strict=True),
+            *zip(MISMATCHES, (-delta_T.sum(), (delta_T.expm1() - delta_T).sum()), strict=True),
+            *zip(RATIOS, ((power_T * tokens.valid_T).sum() for power_T in (ratio_T, ratio_T.square())), strict=True),
+        ]
         for term in terms:
-            self._sums[f"{term.name}_loss"] += float(term.loss_sum.detach())
-            for name, value in (*term.metrics.items(), *term.means.items()):
-                self._sums[name] += float(value)
+            measured += [(f"{term.name}_loss", term.loss_sum), *term.metrics.items(), *term.means.items()]
+        names = tuple(name for name, _ in measured)
+        values = torch.stack([torch.as_tensor(value, device=present_T.device).detach() for _, value in measured])
+        before = self._measured.get(names)
+        self._measured[names] = values if before is None else before + values
 
-    def _measure_divergence(self, trainer_T: Tensor, rollout_T: Tensor, valid_T: Tensor, ages_T: Tensor) -> None:
-        ratio_T = clamped_log_ratio_T(trainer_T, rollout_T).cpu().double()
-        k3_T = (ratio_T.expm1() - ratio_T) * valid_T
-        self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, valid_T.double()]))
-        self._unusable_tokens += float((~valid_T & (ages_T == 0)).sum())
+    def _read(self) -> None:
+        """Add what passes have measured on the device to the sums on the host, by one transfer."""
+        ratios, self._ratios = self._ratios, []
+        measured, self._measured = self._measured, {}
+        if not measured and not ratios:
+            return
+        values = torch.cat([*measured.values(), *(ratio.ratio_T.double() for ratio in ratios)]).cpu()
+        sizes = [len(names) for names in measured] + [len(ratio.ratio_T) for ratio in ratios]
+        parts = list(values.split(sizes))
+        for names, sums in zip(measured, parts, strict=False):
+            for name, value in zip(names, sums.tolist(), strict=True):
+                self._sums[name] += value
+        for ratio_T, (_, valid_T, ages_T) in zip(parts[len(measured) :], ratios, strict=True):
+            k3_T = (ratio_T.expm1() - ratio_T) * valid_T
+            self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, valid_T.double()]))
+            self._unusable_tokens += float((~valid_T & (ages_T == 0)).sum())
 
     def check_equal_weights(self, limit: float, model: str) -> None:
         """Check the rollout's log-probabilities of tokens that were generated with the present weights. Collective.
@@ -218,6 +244,7 @@ class LossPasses:
         """
         if not limit:
             return
+        self._read()
         totals = torch.tensor([*self._of_age[:, 0].tolist(), self._unusable_tokens], dtype=torch.float64)
         if ranks() > 1:
             dist.all_reduce(totals)
@@ -242,11 +269,14 @@ class LossPasses:
     def reset(self) -> None:
         """Clear the sums of the last step."""
         self._sums.clear()
+        self._measured.clear()
+        self._ratios.clear()
         self._of_age.zero_()
         self._unusable_tokens = 0.0
 
     def global_sums(self) -> dict[str, float]:
         """The step's sums over all ranks, by name. Collective; a rank without micro-batches adds zeros."""
+        self._read()
         names = (
             *COUNTS,
             *(f"{name}_loss" for name in self._counts),
@@ -323,9 +353,9 @@ def _capture(logprobs_T: Tensor, captures: Sequence[Capture | None], lengths: Se
     wanted = [capture is not None and capture.logprobs_T is None for capture in captures]
     if not any(wanted):
         return
-    for capture, row_T in zip(captures, logprobs_T.split(list(lengths)), strict=True):
+    for capture, row_T in zip(captures, logprobs_T.cpu().split(list(lengths)), strict=True):
         if capture is not None and capture.logprobs_T is None:
-            capture.logprobs_T = row_T.to("cpu", copy=True)
+            capture.logprobs_T = row_T.clone()
 
 
 def _supports(batch: TrainingBatch, rows: Sequence[int], recorded: Sequence[Recorded | None]) -> list[Support] | None:

@@ -24,11 +24,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flowrt.algorithms.objective import Kl, Objective
 from flowrt.engines.base import Prompt, Response, TrainingBatch
+from flowrt.engines.descriptor import WHOLE_LOGITS
 from flowrt.engines.hf import named_parameters
 from flowrt.engines.options import TrainOptions, Truncation
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.engines.training.forward import enable_packing
 from flowrt.roles.reference import score_on
 from flowrt.transport.devices import Device, torch_npu
 from flowrt.transport.weights.snapshot import Snapshot
@@ -128,6 +130,11 @@ def waits_for_the_device_once_a_decode_step(device: SimulatedDevice) -> None:
     assert device.waits == [], device.waits
     rollout._remove_finished()
     assert len(device.waits) == 1, device.waits
+    device.waits.clear()
+    rollout.run(After(NEW_TOKENS))
+    ended = ROWS - rollout.running
+    assert ended
+    assert len(device.waits) <= NEW_TOKENS + 1, device.waits  # once more to read all that end in a step
 
 
 @program
@@ -299,14 +306,48 @@ for _kind in KINDS:
 
 @program
 def trains_padded_samples(device: SimulatedDevice) -> None:
-    trains("llama", device, options=TrainOptions(lr=1e-3, share_prompts=False, forward_tokens=64))
+    trains("llama", device, options=replace(OPTIONS, share_prompts=False))
 
 
 @program
 def trains_with_the_fused_head(device: SimulatedDevice) -> None:
     with patch("flowrt.engines.training.fused_head.WHOLE_LOGITS", 0):
         trains("llama", device)
-        trains("gpt2", device, options=TrainOptions(lr=1e-3, share_prompts=False, forward_tokens=64))
+        trains("gpt2", device, options=replace(OPTIONS, share_prompts=False))
+
+
+@program
+def waits_for_the_device_only_between_passes(device: SimulatedDevice) -> None:
+    """Twice a step, for its sums and for the norm of its gradient; with the fused head, once a pass.
+
+    With padded samples transformers looks once whether they are packed.
+    """
+    for options, whole_logits, most in (
+        (OPTIONS, WHOLE_LOGITS, 0),
+        (replace(OPTIONS, share_prompts=False), WHOLE_LOGITS, 1),
+        (OPTIONS, 0, 1),
+    ):
+        torch_trainer = trainer(on_device(model("qwen3"), device.device), options=options)
+        batch = samples(0)
+        passes = len(torch_trainer._passes.cut(torch_trainer.model, batch))
+        device.waits.clear()
+        with patch("flowrt.engines.training.fused_head.WHOLE_LOGITS", whole_logits):
+            torch_trainer.accumulate(batch)
+        assert len(device.waits) <= most * passes, device.waits
+        device.waits.clear()
+        torch_trainer.step()
+        assert len(device.waits) <= 2, device.waits
+
+
+@program
+def reads_the_scores_of_a_batch_at_once(device: SimulatedDevice) -> None:
+    batch, network = samples(0), on_device(model("qwen3"), device.device)
+    assert enable_packing(network)
+    device.waits.clear()
+    scores = score_on(Device("npu"), network, batch.prompts, batch.responses, 0.9, 32)
+    assert len(device.waits) == 1, device.waits
+    assert [len(score) for score in scores] == [len(response) for response in batch.responses]
+    assert score_on(Device("npu"), network, [], [], 0.9, 32) == []
 
 
 @program
