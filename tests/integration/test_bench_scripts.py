@@ -22,6 +22,7 @@ SELF_CONTAINED = (
     "core_events",
     "curve",
     "decoding",
+    "device_paths",
     "durable",
     "estimate",
     "faults",
