@@ -24,9 +24,9 @@ from common.harness import Bench, Figures, Options, Samples
 from flowrt.engines.base import Prompt
 from flowrt.engines.hf import load_model, named_parameters, save_model
 from flowrt.engines.options import PauseMode, SglangOptions, WeightPath
-from flowrt.engines.sglang.client import SglangClient
-from flowrt.engines.sglang.engine import SglangRollout
-from flowrt.engines.sglang.protocol import Call
+from flowrt.engines.server.client import Call, ServerClient
+from flowrt.engines.server.engine import ServerRollout
+from flowrt.engines.sglang.dialect import sglang_rollout
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.recipes.tasks.arithmetic import Arithmetic
@@ -45,20 +45,20 @@ PARTS = {"/pause_generation": "pause", "/continue_generation": "continue", "/wei
 
 
 class Clock:
-    """Begin and end of each request to a server since the last `forget`; patches `SglangClient.post`."""
+    """Begin and end of each request to a server since the last `forget`; patches `ServerClient.post`."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, float, float]] = []
-        post = SglangClient.post
+        post = ServerClient.post
         spans = self._spans
 
-        async def timed(self: SglangClient, call: Call, deadline_s: float) -> Any:
+        async def timed(self: ServerClient, call: Call, deadline_s: float) -> Any:
             begun_s = time.monotonic()
             answer = await post(self, call, deadline_s)
             spans.append((call.route, begun_s, time.monotonic()))
             return answer
 
-        SglangClient.post = timed  # type: ignore[method-assign]
+        ServerClient.post = timed  # type: ignore[method-assign]
 
     def forget(self) -> None:
         self._spans.clear()
@@ -74,9 +74,9 @@ class Clock:
         return {f"{name}_ms": 1e3 * spent_s for name, spent_s in times_ms.items()}
 
 
-def engine(options: SglangOptions, folder: Path, tokens: int) -> SglangRollout:
+def engine(options: SglangOptions, folder: Path, tokens: int) -> ServerRollout:
     """An engine whose end token is outside the vocabulary, so that every sequence has ``tokens`` tokens."""
-    return SglangRollout(
+    return sglang_rollout(
         options,
         folder / "model",
         stop=StopConditions((VOCABULARY + 1,)),
@@ -106,14 +106,14 @@ def prompts(seed: int) -> list[Prompt]:
     return [Prompt(key, row, seed * ROWS + key) for key, row in enumerate(tokens)]
 
 
-def drain(rollout: SglangRollout) -> list[Any]:
+def drain(rollout: ServerRollout) -> list[Any]:
     done = []
     while rollout.running:
         done += rollout.run(threading.Event())
     return done
 
 
-def change(rollout: SglangRollout, warm: SglangRollout, snapshot: Snapshot, clock: Clock) -> dict[str, float]:
+def change(rollout: ServerRollout, warm: ServerRollout, snapshot: Snapshot, clock: Clock) -> dict[str, float]:
     """Update the weights during running sequences, once a short sequence that was added after them has ended.
 
     Returns milliseconds by part, and the share of sequences that span versions.

@@ -54,7 +54,7 @@ def page() -> str:
         if kinds := variants(hint):
             lines += _union(name, table, kinds, about)
         else:
-            lines += _section(f"`[{name}]`", f"{name}.", table, list(conditions_of(hint)))
+            lines += _section(f"`[{name}]`", f"{name}.", table, list(conditions_of(hint, name[: name.rfind(".") + 1])))
     lines += _section("`[[data.sets]]`", "data.sets.", DataSetConfig(name="", path=""))
     lines += _section("`[[guard]]`", "guard.", GuardConfig(metric=""))
     lines += [
@@ -111,7 +111,7 @@ def _rows(prefix: str, table: Any, names: Sequence[str], note: str = "") -> list
     for name in names:
         value = getattr(table, name)
         if not dataclasses.is_dataclass(value):
-            meaning = f"{texts[name]} {_conditions(list(conditions_of(hints[name])))} {note}"
+            meaning = f"{texts[name]} {_conditions(list(conditions_of(hints[name], prefix)))} {note}"
             lines.append(_row(f"{prefix}{name}", hints[name], value, " ".join(meaning.split())))
     return [*lines, ""]
 

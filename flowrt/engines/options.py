@@ -14,7 +14,7 @@ RestartCount = Annotated[int, Interval(ge=0, le=10_000)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Device = Literal["", "auto", "cpu", "cuda", "npu"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
-STARTED = OnlyIf("rollout.sglang.url", have=((),))
+STARTED = OnlyIf(".url", have=((),))
 MAX_SUPPORT = 4_096
 """Maximum number of tokens that are kept of those that could be drawn, for the trainer."""
 MIN_TEMPERATURE = 0.01
@@ -142,38 +142,46 @@ WeightPath = Literal["disk", "tensor", "broadcast"]
 
 
 @dataclass(frozen=True)
-class SglangOptions:
-    """Options of a rollout worker's SGLang server: a running one, or one that the worker starts."""
+class ServerOptions:
+    """Options of a rollout worker's server: a running one, or one that the worker starts."""
 
     url: tuple[str, ...] = ()
     """Addresses of running servers (http://HOST:PORT), one for each rollout worker, in the order of the workers; empty:
     each rollout worker starts one."""
     python: str = ""
-    """Python of the environment with SGLang; flowrt's own environment does not need SGLang."""
+    """Python of the environment with the server; flowrt's own environment does not need it."""
     device: str = ""
-    """Device of a started server: cpu, cuda, npu; empty: that of the run, else SGLang's choice."""
+    """Device of a started server: cpu, cuda, npu; empty: that of the run, else the server's choice."""
     dtype: Annotated[str, STARTED] = "auto"
-    """Dtype of a started server's weights, in SGLang's terms: auto, float32, bfloat16."""
+    """Dtype of a started server's weights, in the server's terms: auto, float32, bfloat16."""
     arguments: Annotated[str, STARTED] = ""
-    """Further arguments of a started server: --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
-    weights: WeightPath = "disk"
-    """How weights are sent: as a checkpoint in shared memory, within requests, or by broadcast over a group."""
-    host: Annotated[str, OnlyIf("rollout.sglang.weights", have=("broadcast",))] = ""
-    """Address of the worker that its server can reach, for weights by broadcast; empty: the one from which the worker
-    reaches the server."""
-    stage: Annotated[str, OnlyIf("rollout.sglang.weights", have=("disk",))] = ""
+    """Further arguments of a started server, such as --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
+    stage: str = ""
     """Directory shared with the server, for weights by disk; empty: memory of this worker (same host only)."""
     pause: PauseMode = "retract"
     """Running sequences on an in-flight update: recompute their KV cache, keep it, or abort and send them again."""
     start_s: Seconds = 300.0
     """Time limit (seconds) for a server to become ready; 20 s longer for each GB of weights."""
     request_s: Seconds = 600.0
-    """A server that gives no sign of life (/health_generate) for this long (seconds) while it generates counts as hung;
-    without that route, the time limit of one sequence."""
+    """A server that gives no sign of life for this long (seconds) while it generates counts as hung; without a way to
+    ask for one, the time limit of one sequence."""
     update_s: Seconds = 120.0
     """Time limit (seconds) of one weight update; 20 s longer for each GB of weights."""
     max_server_restarts: RestartCount = 3
     """Maximum restarts of a failed server (died, hung, or could not load weights) in a run."""
+
+
+@dataclass(frozen=True)
+class SglangOptions(ServerOptions):
+    """Options of a rollout worker's SGLang server."""
+
+    weights: WeightPath = "disk"
+    """How weights are sent: as a checkpoint in shared memory, within requests, or by broadcast over a group."""
+    host: Annotated[str, OnlyIf(".weights", have=("broadcast",))] = ""
+    """Address of the worker that its server can reach, for weights by broadcast; empty: the one from which the worker
+    reaches the server."""
+    stage: Annotated[str, OnlyIf(".weights", have=("disk",))] = ""
+    """Directory shared with the server, for weights by disk; empty: memory of this worker (same host only)."""
 
 
 @dataclass(frozen=True)

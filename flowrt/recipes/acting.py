@@ -32,7 +32,7 @@ def _keys(table: Any, prefix: str, above: tuple[OnlyIf, ...]) -> Iterator[Key]:
     hints = get_type_hints(type(table), include_extras=True)
     for field in dataclasses.fields(table):
         name, value = f"{prefix}{field.name}", getattr(table, field.name)
-        conditions = (*above, *conditions_of(hints[field.name]))
+        conditions = (*above, *conditions_of(hints[field.name], prefix))
         if dataclasses.is_dataclass(value):
             yield from _keys(value, f"{name}.", conditions)
         else:

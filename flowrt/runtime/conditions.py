@@ -5,7 +5,7 @@ the default is refused where a condition does not hold (`flowrt.recipes.acting`)
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args, get_origin
 
 Value = str | int | float | bool | tuple[str, ...]
@@ -16,7 +16,7 @@ class OnlyIf:
     """The field acts only while another key has one of some values, or none of some others.
 
     Args:
-        key: dotted name of the other key in the configuration of a run.
+        key: dotted name of the other key in the configuration of a run; with a leading dot, in the field's own table.
         have: the values with which the field acts; empty: all but those of ``but``.
         but: the values with which it does not act.
         or_keys: other keys that may fulfil the condition in place of ``key``.
@@ -30,6 +30,10 @@ class OnlyIf:
     or_keys: tuple[str, ...] = ()
     off: tuple[Value, ...] = ()
     instead: str = ""
+
+    def within(self, prefix: str) -> "OnlyIf":
+        """The condition for a field of the table with this prefix of names, such as ``rollout.sglang.``."""
+        return replace(self, key=prefix + self.key[1:]) if self.key.startswith(".") else self
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -51,7 +55,10 @@ class OnlyIf:
         return f"set {' or '.join(self.keys)}{values}, or leave it out"
 
 
-def conditions_of(hint: Any) -> Iterator[OnlyIf]:
-    """The conditions in a type hint of the form ``Annotated[TYPE, OnlyIf(...), …]``."""
+def conditions_of(hint: Any, prefix: str) -> Iterator[OnlyIf]:
+    """The conditions in a type hint of the form ``Annotated[TYPE, OnlyIf(...), …]``.
+
+    ``prefix``: that of the names in the field's table, such as ``rollout.sglang.``.
+    """
     if get_origin(hint) is Annotated:
-        yield from (extra for extra in get_args(hint)[1:] if isinstance(extra, OnlyIf))
+        yield from (extra.within(prefix) for extra in get_args(hint)[1:] if isinstance(extra, OnlyIf))

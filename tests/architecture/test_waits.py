@@ -22,7 +22,7 @@ ALLOWED_WAITS = {
     ("flowrt/launcher/fork_server/parent.py", "orders.recv"),
     ("flowrt/launcher/fork_server/child.py", "socket.recv_fds"),
     # Whether a process has ended; returns at once.
-    ("flowrt/engines/sglang/server_process.py", "self._process.poll"),
+    ("flowrt/engines/server/process.py", "self._process.poll"),
     # Whether children have ended; returns at once.
     ("flowrt/rewards/reaper.py", "os.waitpid"),
     # Called when there is something to read.

@@ -14,7 +14,8 @@ from flowrt.cli import main
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import load_model
 from flowrt.engines.options import SglangOptions, TrainOptions
-from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.server.engine import ServerRollout
+from flowrt.engines.sglang.dialect import sglang_rollout
 from flowrt.engines.stopping import StopConditions, stop_token_ids
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.training.forward import apply_optimizations, response_logprobs
@@ -52,7 +53,7 @@ def responses(model: Any, prompts: list[torch.Tensor]) -> list[Response]:
     return sorted(finished(engine), key=lambda response: response.key)
 
 
-def finished(engine: TorchRollout | SglangRollout) -> list[Response]:
+def finished(engine: TorchRollout | ServerRollout) -> list[Response]:
     done: list[Response] = []
     while engine.running:
         done += engine.run(threading.Event())
@@ -159,7 +160,7 @@ def test_a_trained_model_is_exported_as_it_was_trained(
 
 
 @pytest.fixture
-def server(checkpoint: Path, tmp_path: Path) -> Iterator[SglangRollout]:
+def server(checkpoint: Path, tmp_path: Path) -> Iterator[ServerRollout]:
     if not PYTHON.exists():
         pytest.skip(NOT_HERE)
     options = SglangOptions(
@@ -169,7 +170,7 @@ def server(checkpoint: Path, tmp_path: Path) -> Iterator[SglangRollout]:
         arguments="--max-total-tokens 8192 --context-length 2048",
         start_s=START_S,
     )
-    engine = SglangRollout(
+    engine = sglang_rollout(
         options,
         checkpoint,
         stop=StopConditions.of(checkpoint),
@@ -189,7 +190,7 @@ def server(checkpoint: Path, tmp_path: Path) -> Iterator[SglangRollout]:
 
 @pytest.mark.sglang
 def test_sglang_has_the_log_probabilities_of_transformers(
-    server: SglangRollout, model: Any, prompts: list[torch.Tensor]
+    server: ServerRollout, model: Any, prompts: list[torch.Tensor]
 ) -> None:
     server.add([Prompt(key, prompt, key) for key, prompt in enumerate(prompts)])
     for response in finished(server):

@@ -4,7 +4,6 @@ import itertools
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,25 +17,23 @@ from flowrt.engines.descriptor import (
     RolloutMemory,
     RolloutSetup,
 )
-from flowrt.engines.options import RolloutSettings, SglangOptions
-from flowrt.engines.sglang.protocol import KEY_VARIABLE, MAX_STOP_STRINGS
+from flowrt.engines.options import RolloutSettings
 from flowrt.errors import ConfigError
 from flowrt.ids import ROLLOUT
 from flowrt.runtime.addresses import check_url
-from flowrt.runtime.resource_limits import memory_share
 
 if TYPE_CHECKING:
-    from flowrt.engines.sglang.engine import SglangRollout
+    from flowrt.engines.server.engine import ServerRollout
 
+KEY_VARIABLE = "SGLANG_API_KEY"
+"""Environment variable of the worker: the API key of a server that it did not start."""
+MAX_STOP_STRINGS = 32
+"""Maximum number of stop strings of a request."""
 VERSION_COPIES = 3
 """Copies of a version in the worker: the version in use, the arriving version, and the copy that is being sent."""
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size")
 PARTS = ("--dp-size", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--nnodes")
 """Server arguments that split a server into parts with weights of their own, or processes on other nodes."""
-MEMORY_FRACTION = "--mem-fraction-static"
-"""Server argument: weights and KV cache over the memory that is free when the server starts."""
-STATIC_SHARE = 0.85
-"""Weights and KV cache over all memory of a server: SGLang keeps some for activations and CUDA graphs."""
 RESERVED = {
     "--model-path": "use --model",
     "--host": "a server that a worker starts listens on 127.0.0.1; for another one use rollout.sglang.url",
@@ -81,10 +78,12 @@ class SglangGeneration(RolloutEngineDescriptor):
             yield from _url_mistakes(server.url, rollout.workers)
 
     def check_packages(self, rollout: RolloutSettings) -> None:
-        from flowrt.engines.sglang.server_process import check_installed
+        from flowrt.engines.server.process import check_installed
 
         if rollout.sglang.python:
-            check_installed(rollout.sglang.python)
+            check_installed(
+                "rollout.sglang.python", rollout.sglang.python, "sglang", "scripts/install_sglang makes one"
+            )
 
     def device(self, rollout: RolloutSettings) -> str:
         """The device of the server; cpu for a running server, whose memory is in use before the run starts."""
@@ -93,19 +92,15 @@ class SglangGeneration(RolloutEngineDescriptor):
     def devices(self, rollout: RolloutSettings) -> int:
         return max([1, *_numbers(rollout.sglang.arguments, TENSOR_PARALLEL)[-1:]])
 
-    def memory_share(self, rollout: RolloutSettings) -> float | None:
-        return _fraction(rollout.sglang.arguments)
-
     def memory(
         self, rollout: RolloutSettings, shape: ModelShape, published: PublishedWeights, cache_elements: int
     ) -> RolloutMemory:
         width = FLOAT_BYTES if rollout.sglang.dtype == "float32" else HALF_BYTES
-        static = 0 if rollout.sglang.url else (shape.parameters + cache_elements) * width
-        server = static if rollout.sglang.device == "cpu" else int(static / STATIC_SHARE)
+        server = 0 if rollout.sglang.url else (shape.parameters + cache_elements) * width
         return RolloutMemory(host=VERSION_COPIES * published.size_bytes(shape), device=server)
 
-    def build(self, setup: RolloutSetup) -> "SglangRollout":
-        from flowrt.engines.sglang.engine import SglangRollout
+    def build(self, setup: RolloutSetup) -> "ServerRollout":
+        from flowrt.engines.sglang.dialect import sglang_rollout
         from flowrt.engines.stopping import StopConditions
 
         server = setup.settings.sglang
@@ -113,9 +108,7 @@ class SglangGeneration(RolloutEngineDescriptor):
             _check_visible(setup.worker, self.devices(setup.settings))
         if server.url:
             server = replace(server, url=(_url_of(setup.worker, server.url),))
-        elif server.device != "cpu":
-            server = within_share(server, memory_share())
-        return SglangRollout(
+        return sglang_rollout(
             server,
             setup.model,
             stop=StopConditions.of(setup.model, setup.settings.stop, setup.chat_template),
@@ -126,18 +119,6 @@ class SglangGeneration(RolloutEngineDescriptor):
             threads=setup.threads,
             log_path=setup.log_path,
         )
-
-
-def within_share(server: SglangOptions, share: float) -> SglangOptions:
-    """The options of a server that may use this share of its devices' memory, unless they have a fraction already."""
-    if share == 1 or _fraction(server.arguments) is not None:
-        return server
-    return replace(server, arguments=f"{server.arguments} {MEMORY_FRACTION} {STATIC_SHARE * share:.4f}".strip())
-
-
-def _fraction(arguments: str) -> float | None:
-    values = [value for name, value in _arguments(arguments) if _means(name, (MEMORY_FRACTION,))]
-    return float(values[-1]) if values else None
 
 
 def _url_mistakes(urls: Sequence[str], workers: int) -> Iterator[str]:
@@ -188,19 +169,11 @@ def _argument_mistakes(arguments: str) -> Iterator[str]:
                 yield f"rollout.sglang.arguments has {name}: {instead}"
         if _means(name, TENSOR_PARALLEL) and not (value.isdecimal() and int(value)):
             yield f"rollout.sglang.arguments has {name} {value!r}, which is no number of devices from 1 on"
-        if _means(name, (MEMORY_FRACTION,)) and not _is_fraction(value):
-            yield f"rollout.sglang.arguments has {name} {value!r}, which is no fraction between 0 and 1"
         if _means(name, PARTS) and value != "1":
             yield (
                 f"rollout.sglang.arguments has {name} {value}: the weights of such a server cannot be changed; use "
                 "more rollout workers, or --tp"
             )
-
-
-def _is_fraction(text: str) -> bool:
-    with suppress(ValueError):
-        return 0 < float(text) < 1
-    return False
 
 
 def _numbers(arguments: str, names: Sequence[str]) -> list[int]:

@@ -10,10 +10,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from flowrt.engines.options import PauseMode, Truncation
+from flowrt.engines.options import PauseMode
+from flowrt.engines.server.client import Call
+from flowrt.engines.server.dialect import Continuation, PartialResponse, Sampling
+from flowrt.engines.server.layout import Parameter
 from flowrt.errors import EngineError
 from flowrt.runtime.addresses import bracketed
 
@@ -21,10 +24,6 @@ OLDEST = (0, 5, 12)
 SESSIONS_SINCE = (0, 5, 21)
 TOKEN_VERSIONS_SINCE = (0, 5, 19)
 SUPPORTS_SINCE = (0, 5, 16)
-KEY_VARIABLE = "SGLANG_API_KEY"
-"""Environment variable of the worker: the API key of a server that it did not start."""
-MAX_STOP_STRINGS = 32
-"""Maximum number of stop strings of a request."""
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -80,55 +79,15 @@ def release(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One POST request."""
-
-    route: str
-    body: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters, which all sequences share; only seeds differ."""
-
-    temperature: float
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...] = ()
-    truncation: Truncation = field(default_factory=Truncation)
-    records_supports: bool = True
-    """With an active truncation: whether responses contain the tokens that could be drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One tensor of the checkpoint; the dtype is torch's name without prefix, such as float32."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def generate(
-    tokens: Sequence[int], sampling: Sampling, *, generated: int, seed: int, greedy: bool, version: int
-) -> Call:
+def generate(part: Continuation) -> Call:
     """Generate the rest of a response, with log-probabilities at the sampling temperature.
 
     With an active truncation the support of each token is requested, and log-probabilities over it.
-
-    Args:
-        tokens: the prompt and the response so far.
-        sampling: parameters of all sequences.
-        generated: number of tokens of the response so far, at the end of ``tokens``.
-        seed: seed of the sequence.
-        greedy: take the most likely token.
-        version: version of the weights. Requests share cached prefixes only within a version: after an update the
-            server's cache still has keys and values of the old weights.
     """
+    sampling, greedy = part.sampling, part.greedy
     settings: dict[str, Any] = {
         **NEUTRAL,
-        "max_new_tokens": sampling.max_new_tokens - generated,
+        "max_new_tokens": sampling.max_new_tokens - part.generated,
         "temperature": sampling.temperature,
         "top_p": 1.0 if greedy else sampling.truncation.top_p,
         "top_k": 1 if greedy else sampling.truncation.top_k or -1,
@@ -137,16 +96,16 @@ def generate(
         "stop_token_ids": list(sampling.stop_token_ids),
         "no_stop_trim": True,
         "skip_special_tokens": False,
-        "sampling_seed": seed,
+        "sampling_seed": part.seed,
     }
     body: dict[str, Any] = {
-        "input_ids": list(tokens),
+        "input_ids": list(part.tokens),
         "sampling_params": settings,
         "return_logprob": True,
         "logprob_start_len": -1,
-        "extra_key": f"version {version}",
+        "extra_key": f"version {part.version}",
     }
-    if sampling.truncation.is_active and sampling.records_supports and not greedy:
+    if part.with_supports:
         body["return_sampling_mask"] = True
     return Call("/generate", body)
 
@@ -159,8 +118,8 @@ def unknown_preferences(about: Mapping[str, Any]) -> list[str]:
     preferred = about.get("preferred_sampling_params") or {}
     if isinstance(preferred, str):
         preferred = json.loads(preferred)
-    sent = generate([], Sampling(1.0, 1, ()), generated=0, seed=0, greedy=False, version=0).body["sampling_params"]
-    return sorted(set(preferred) - set(sent))
+    call = generate(Continuation([], 0, Sampling(1.0, 1, ()), seed=0, greedy=False, version=0))
+    return sorted(set(preferred) - set(call.body["sampling_params"]))
 
 
 def pause(mode: PauseMode) -> Call:
@@ -253,22 +212,6 @@ def _parts(can: Capabilities, route: str, bodies: Sequence[dict[str, Any]], vers
             end["weight_version"] = str(version)
         calls.append(Call(route, {**body, **end}))
     return [Call("/begin_weight_update", {}), *calls, end_session()] if can.update_session else calls
-
-
-@dataclass(frozen=True, slots=True)
-class PartialResponse:
-    """The tokens that the server generated for one request, with log-probabilities in nats."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    spans: tuple[int, ...]
-    """(version, tokens) pairs, flattened."""
-    abort_reason: str
-    """The server's reason for an incomplete sequence; empty if the sequence is complete."""
-    at_limit: bool = False
-    """Whether the server ended the sequence because of its length."""
-    supports: tuple[tuple[int, ...], ...] | None = None
-    """The tokens that could be drawn at each position, if they were requested."""
 
 
 def parse_generated(answer: Any, can: Capabilities, version: int, *, with_supports: bool = False) -> PartialResponse:

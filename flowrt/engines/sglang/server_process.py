@@ -1,113 +1,55 @@
-"""An SGLang server that a rollout worker starts, in a process with a Python of its own.
+"""How an SGLang server is started: its command, its environment and its API key.
 
-- Its processes end with the worker, even if the worker is killed, and also while they start.
-- Each start has a new API key, because a client of the server can change its weights, and the server may unpickle parts
-  of requests. The key is in no file: the server reads it from anonymous memory, and it is removed from what the server
-  logs.
-- Named shared memory of the server's processes is removed when they end, even if they were killed.
+Each start has a new API key, because a client of the server can change its weights, and the server may unpickle parts
+of requests. The key is in no file: the server reads it from anonymous memory, and it is removed from what the server
+logs.
 """
 
 import os
-import random
 import re
 import secrets
 import shlex
-import socket
-import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from flowrt.engines.model_config import position_limit, read_config
 from flowrt.engines.options import SglangOptions
-from flowrt.engines.sglang.protocol import KEY_VARIABLE
+from flowrt.engines.server.process import LaunchCommand, free_port, server_environment
+from flowrt.engines.sglang.descriptor import KEY_VARIABLE
 from flowrt.errors import ConfigError, EngineError
-from flowrt.runtime.parent_death import die_with_parent
-from flowrt.runtime.process_sessions import KILL_TIMEOUT_S, SessionReaper, kill_session, mapped_names, remove_unused
-from flowrt.runtime.waits import blocking, join_thread
 
 KEY_BYTES = 32
 KEY_ARGUMENTS = ("--config", "--tokenizer-worker-num", "--grpc-port")
 """Server arguments with which no key is passed: the server has a configuration of its own, or supports no key."""
-PORTS = range(20_000, 32_000)
-"""Ports below those of outgoing connections, so that a free port stays free until the server listens."""
-PORT_TRIES = 50
-LOG_TIMEOUT_S = 2.0
 CONTEXT_MARGIN = 8
 """Positions that the server keeps free: it ends a sequence 2 tokens before its context length, and accepts no request
 of which fewer than 6 are left."""
-LOG_LINES = 3
-"""Last lines of the log that errors contain."""
 CPU_ARGUMENTS = (
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--disable-overlap-schedule", "--sleep-on-idle"),
 )
 """Arguments with which a server needs neither compiled kernels nor a second core, and no core while it is idle."""
-WORKER_VARIABLES = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*|FLOWRT_.*|PYTHONPATH|.*_API_KEY"
-    r"|SGLANG_RETURN_ORIGINAL_LOGPROB|SGLANG_MAX_NEW_TOKENS_LIMIT)"
-)
-"""Environment variables of the worker that a server must not inherit: its rank, its keys, its modules, and what would
-change log-probabilities and lengths."""
+RESULT_VARIABLES = re.compile("SGLANG_RETURN_ORIGINAL_LOGPROB|SGLANG_MAX_NEW_TOKENS_LIMIT")
+"""Environment variables that would change log-probabilities and lengths."""
 
 
-FIND_SGLANG = 'import importlib.util; print(importlib.util.find_spec("sglang") is not None)'
-FIND_TIMEOUT_S = 60.0
+class SglangLaunch:
+    """Starts of an SGLang server (see `flowrt.engines.server.process.Launch`).
 
+    Args:
+        options: options of the server; ``python`` must be a file.
+        model: directory of the checkpoint.
+        rows: maximum number of running sequences.
+        threads: number of CPU threads of a process.
+        log: log file of the server.
+        has_tokenizer: whether the server has to search for stop strings.
 
-def check_installed(python: str) -> None:
-    """Raise ConfigError unless this is a Python that has SGLang; it is looked for, not imported."""
-    call = partial(
-        subprocess.run,
-        [python, "-c", FIND_SGLANG],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env=_without_worker_variables(),
-        timeout=FIND_TIMEOUT_S,
-        check=False,
-    )
-    try:
-        answer = blocking(call, FIND_TIMEOUT_S, "a Python to find SGLang", "that Python").stdout.strip()
-        if answer == "True":
-            return
-        state = "has no SGLang" if answer == "False" else "is no Python"
-    except OSError as error:
-        state = f"cannot be started: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        state = f"has not answered within {FIND_TIMEOUT_S:.0f} s"
-    raise ConfigError(
-        f"rollout.sglang.python is {python!r}, which {state}; name the Python of an environment with SGLang "
-        "(scripts/install_sglang makes one)"
-    )
-
-
-def _without_worker_variables() -> dict[str, str]:
-    """The environment of a server, which takes modules from its own installation alone."""
-    kept = {name: value for name, value in os.environ.items() if not WORKER_VARIABLES.fullmatch(name)}
-    return {**kept, "PYTHONSAFEPATH": "1"}
-
-
-class SglangServer:
-    """At most one server process at a time; `start` replaces the previous one.
-
-    Raises:
-        EngineError: if ``options.python`` is not a file.
+    Raises EngineError if ``options.python`` is not a file.
     """
 
     def __init__(
-        self,
-        options: SglangOptions,
-        model: Path,
-        *,
-        rows: int,
-        threads: int,
-        log: Path,
-        has_tokenizer: bool = False,
+        self, options: SglangOptions, model: Path, *, rows: int, threads: int, log: Path, has_tokenizer: bool = False
     ) -> None:
         if not Path(options.python).is_file():
             raise EngineError(
@@ -117,88 +59,20 @@ class SglangServer:
         self._model = model
         self._rows = rows
         self._threads = threads
-        self._log = ServerLog(log)
         self._has_tokenizer = has_tokenizer
         self._key_file = KeyFile(log)
-        self.key = ""
-        """API key of the running server."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reaper: SessionReaper | None = None
-        self._shared: frozenset[tuple[Path, int]] = frozenset()
 
-    def start(self) -> str:
-        """Start a server on a free port. Returns its address, before it is ready.
-
-        The process ends with the thread that calls this, which should live as long as the worker.
-
-        Raises EngineError if no port is free, the key or the log cannot be written, or no process can be started.
-        """
-        self.kill()
+    def prepare(self) -> LaunchCommand:
         port = free_port()
         command = self._command(port)
-        output = self._log.open()
-        try:
-            self.key, key_arguments = self._key_file.arguments(command)
-            self._reaper = SessionReaper()
-            self._process = subprocess.Popen(
-                [*command, *key_arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=self._environment(),
-                start_new_session=True,
-                preexec_fn=partial(_bind_to_worker, self._reaper),
-            )
-        except OSError as error:
-            raise EngineError(f"the SGLang server cannot be started: {error}") from error
-        finally:
-            os.close(output)
-            self._log.copy(self.key)
-        return f"http://127.0.0.1:{port}"
-
-    @property
-    def pid(self) -> int:
-        """First process (and session) of the server; 0 if none runs."""
-        return 0 if self._process is None else self._process.pid
-
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process is not None and self._process.poll() is None
+        key, key_arguments = self._key_file.arguments(command)
+        return LaunchCommand([*command, *key_arguments], self._environment(), f"http://127.0.0.1:{port}", key)
 
     def on_ready(self) -> None:
-        """Record the shared memory of the server's processes, and remove the key file, which the server has read.
+        self._key_file.remove()  # the server has read it
 
-        Called when the server is ready, so that all its processes run.
-        """
-        if self._process is not None:
-            self._shared = mapped_names(self._process.pid)
+    def clean(self) -> None:
         self._key_file.remove()
-
-    def kill(self) -> None:
-        """Kill the server with all its processes, and remove their shared memory; does nothing without a server.
-
-        Raises subprocess.TimeoutExpired if the process does not end within KILL_TIMEOUT_S seconds.
-        """
-        if self._process is not None:
-            kill_session(self._process.pid)
-            wait = partial(self._process.wait, KILL_TIMEOUT_S)
-            blocking(wait, KILL_TIMEOUT_S, "the end of a killed server", "the system")
-            self._process = None
-        if self._reaper is not None:
-            self._reaper.close()
-            self._reaper = None
-        self._log.close()
-        self._key_file.remove()
-        remove_unused(self._shared)
-        self._shared = frozenset()
-
-    def exit_summary(self) -> str:
-        """A sentence with the state or exit code of the server and the last lines of its log."""
-        code = None if self._process is None else self._process.poll()
-        state = "runs" if code is None else f"ended with exit code {code}"
-        if code is not None:
-            self._log.close()
-        return f"it {state}; its log {self._log.path} ends: {' | '.join(self._log.last_lines()) or 'empty'}"
 
     def _command(self, port: int) -> list[str]:
         options = self._options
@@ -218,7 +92,7 @@ class SglangServer:
         return command + shlex.split(options.arguments)
 
     def _environment(self) -> dict[str, str]:
-        environment = _without_worker_variables()
+        environment = server_environment(RESULT_VARIABLES)
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": str(self._threads)}
         environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the margin
         if self._options.device == "cpu":
@@ -235,67 +109,6 @@ def _positions(model: Path) -> int | None:
         return position_limit(read_config(model))
     except (OSError, ConfigError):  # the server reports what is wrong
         return None
-
-
-def _bind_to_worker(reaper: SessionReaper) -> None:
-    """Runs in the first process of a server, before its program."""
-    die_with_parent()
-    reaper.enter()
-
-
-class ServerLog:
-    """The log file of a server, without its API key, which the server prints with its arguments.
-
-    The server writes to a pipe; a thread copies lines to the file, which only this account can read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._source: BinaryIO | None = None
-        self._target: BinaryIO | None = None
-        self._thread: threading.Thread | None = None
-
-    def open(self) -> int:
-        """Open the file and a pipe. Returns the descriptor to write to, which the caller closes.
-
-        Raises EngineError if the file cannot be written.
-        """
-        self.close()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            os.fchmod(descriptor, 0o600)  # the file of an earlier start
-        except OSError as error:
-            raise EngineError(f"the log of an SGLang server cannot be written: {error}; make room there") from error
-        self._target = os.fdopen(descriptor, "ab", buffering=0)
-        read, write = os.pipe()
-        self._source = os.fdopen(read, "rb")
-        return write
-
-    def copy(self, key: str) -> None:
-        """Begin to copy lines, until no process can write any more. ``key``: what is left out; empty: nothing."""
-        self._thread = threading.Thread(target=self._copy, args=(key.encode(),), name="sglang-log", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Wait until the output of a server that has ended is copied, at most LOG_TIMEOUT_S seconds."""
-        if self._thread is not None and join_thread(self._thread, LOG_TIMEOUT_S):
-            self._thread = None
-
-    def last_lines(self) -> list[str]:
-        """The last lines of the file; empty if it cannot be read."""
-        try:
-            return self.path.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
-        except OSError:
-            return []
-
-    def _copy(self, key: bytes) -> None:
-        assert self._source is not None
-        assert self._target is not None
-        with self._source as source, self._target as target:
-            for line in source:
-                with suppress(OSError):  # a full disk must not block the server
-                    target.write(line.replace(key, b"REDACTED") if key else line)
 
 
 class KeyFile:
@@ -342,15 +155,3 @@ class KeyFile:
 def given_key(environment: Mapping[str, str]) -> str:
     """The API key of a server that this worker did not start; empty if it has none."""
     return environment.get(KEY_VARIABLE, "")
-
-
-def free_port() -> int:
-    """A port of this host on which no process listens. Raises EngineError if none is found."""
-    for port in random.SystemRandom().sample(PORTS, PORT_TRIES):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise EngineError(f"none of {PORT_TRIES} ports from {PORTS.start} to {PORTS.stop} is free for an SGLang server")

@@ -5,26 +5,24 @@
 """
 
 import asyncio
-import os
-import shutil
-import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors.torch import save_file
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
 
 from flowrt.engines.options import SglangOptions
+from flowrt.engines.server.client import Call, ServerClient
+from flowrt.engines.server.dialect import Staged, WeightTransfer
+from flowrt.engines.server.layout import Layout, Parameter
+from flowrt.engines.server.weights import DiskWeights
 from flowrt.engines.sglang import protocol
-from flowrt.engines.sglang.client import SglangClient
-from flowrt.engines.sglang.layout import Layout
+from flowrt.engines.sglang.checksums import ExpectedChecksums
 from flowrt.engines.sglang.tensor_pickles import serialized
 from flowrt.errors import EngineError
 from flowrt.ranks.rendezvous import serve_tcp_store
@@ -32,55 +30,38 @@ from flowrt.runtime.addresses import Endpoint, source_address
 from flowrt.runtime.waits import blocking, wait_any
 from flowrt.transport.weights.snapshot import Snapshot
 
-CHECKPOINT = "model.safetensors"
 LEAVE_TIMEOUT_S = 5.0
 
 
-class Staged(Protocol):
-    """A snapshot that is ready to be loaded."""
-
-    async def load(self, client: SglangClient, can: protocol.Capabilities, *, flush: bool) -> None:
-        """Load the snapshot into the server, and flush the server's cache if ``flush``.
-
-        Raises EngineError if loading fails; the server may then have part of the weights.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the resources of the staged snapshot."""
-        ...
-
-
-class WeightTransfer(Protocol):
-    """A transfer of weights to one server."""
-
-    async def stage(self, client: SglangClient, snapshot: Snapshot) -> Staged:
-        """Prepare the snapshot while the server generates. Raises EngineError if the preparation fails."""
-        ...
-
-    async def close(self, client: SglangClient) -> None:
-        """Remove this worker's state, such as a group, from a server that continues to run."""
-        ...
-
-
-def weight_transfer(options: SglangOptions, layout: Layout, ranks: int) -> WeightTransfer:
+def weight_transfer(
+    options: SglangOptions, can: protocol.Capabilities, layout: Layout, *, ranks: int, has_checksums: bool
+) -> WeightTransfer:
     """The configured transfer.
 
     Args:
         options: options of the server.
+        can: capabilities of the server.
         layout: layout of the snapshots.
         ranks: number of server processes that hold weights.
+        has_checksums: whether the server's checksums can be computed here.
     """
+    update_s = options.update_s
+
+    async def load(client: ServerClient, directory: str, version: int, flush: bool) -> None:
+        await run_calls(client, protocol.load_from_disk(directory, version, flush=flush), update_s)
+
+    transfer: WeightTransfer
     match options.weights:
         case "disk":
-            return DiskWeights(layout, options.stage, options.update_s)
+            transfer = DiskWeights(layout, options.stage, "rollout.sglang", load)
         case "tensor":
-            return TensorWeights(layout, ranks, options.update_s)
+            transfer = TensorWeights(layout, can, ranks, update_s)
         case "broadcast":
-            return BroadcastWeights(layout, ranks, options)
+            transfer = BroadcastWeights(layout, can, ranks, options)
+    return CheckedWeights(transfer, layout, update_s) if has_checksums else transfer
 
 
-async def run_calls(client: SglangClient, calls: Sequence[protocol.Call], deadline_s: float) -> None:
+async def run_calls(client: ServerClient, calls: Sequence[Call], deadline_s: float) -> None:
     """Make the calls of one update in order, each within ``deadline_s`` seconds.
 
     Raises EngineError if a call fails; a session that was begun is then ended.
@@ -96,89 +77,58 @@ async def run_calls(client: SglangClient, calls: Sequence[protocol.Call], deadli
         raise
 
 
-async def _end(client: SglangClient, deadline_s: float) -> None:
+async def _end(client: ServerClient, deadline_s: float) -> None:
     with suppress(EngineError):  # the first error is the one to report
         await client.post(protocol.end_session(), deadline_s)
 
 
-class DiskWeights:
-    """A checkpoint file that the server reads, in anonymous memory, which is freed when this process ends.
+class CheckedWeights:
+    """Another transfer, with the server's checksums compared after each load."""
 
-    A server on another host or in another container needs ``stage``, a directory that worker and server can access.
-    """
-
-    def __init__(self, layout: Layout, stage: str, deadline_s: float) -> None:
+    def __init__(self, transfer: WeightTransfer, layout: Layout, deadline_s: float) -> None:
+        self._transfer = transfer
         self._layout = layout
-        self._stage = stage
         self._deadline_s = deadline_s
 
-    async def stage(self, client: SglangClient, snapshot: Snapshot) -> Staged:  # noqa: ARG002
-        with ExitStack() as resources:
-            directory = resources.enter_context(_directory(self._stage))
-            file = directory / CHECKPOINT
-            if not self._stage:
-                resources.enter_context(_anonymous(file))
-            await asyncio.to_thread(self._write, snapshot, file)
-            return _StagedCheckpoint(str(directory), snapshot.version, self._deadline_s, resources.pop_all())
+    async def stage(self, client: ServerClient, snapshot: Snapshot) -> Staged:
+        checksums = ExpectedChecksums(self._layout, snapshot)
+        await asyncio.to_thread(checksums.prepare)
+        return _StagedAndChecked(await self._transfer.stage(client, snapshot), checksums, self._deadline_s)
 
-    async def close(self, client: SglangClient) -> None: ...
-
-    def _write(self, snapshot: Snapshot, file: Path) -> None:
-        tensors = {parameter.name: view for bucket in self._layout.buckets(snapshot) for parameter, view in bucket}
-        save_file(tensors, file, metadata={"format": "pt"})
+    async def close(self, client: ServerClient) -> None:
+        await self._transfer.close(client)
 
 
 @dataclass(frozen=True, slots=True)
-class _StagedCheckpoint:
-    """A checkpoint in a directory that exists until ``resources`` are closed."""
+class _StagedAndChecked:
+    """A staged snapshot, and the checksums of a server that has loaded it."""
 
-    directory: str
-    version: int
+    staged: Staged
+    checksums: ExpectedChecksums
     deadline_s: float
-    resources: ExitStack
 
-    async def load(self, client: SglangClient, can: protocol.Capabilities, *, flush: bool) -> None:  # noqa: ARG002
-        await run_calls(client, protocol.load_from_disk(self.directory, self.version, flush=flush), self.deadline_s)
+    async def load(self, client: ServerClient, *, flush: bool) -> None:
+        await self.staged.load(client, flush=flush)
+        await asyncio.to_thread(self.checksums.check, await client.post(protocol.checksum(), self.deadline_s))
 
     def close(self) -> None:
-        self.resources.close()
-
-
-@contextmanager
-def _directory(stage: str) -> Iterator[Path]:
-    if stage and not Path(stage).is_dir():
-        raise EngineError(f"rollout.sglang.stage is {stage!r}, which is no directory of this host; make it first")
-    directory = Path(tempfile.mkdtemp(prefix="flowrt-weights-", dir=stage or None))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def _anonymous(file: Path) -> Iterator[None]:
-    """Make ``file`` a symbolic link to anonymous memory, which exists until the end of this block."""
-    descriptor = os.memfd_create("flowrt-weights", os.MFD_CLOEXEC)
-    try:
-        file.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
-        yield
-    finally:
-        os.close(descriptor)
+        self.staged.close()
 
 
 class TensorWeights:
     """Tensors within requests: works with a server on any host, slow for large models."""
 
-    def __init__(self, layout: Layout, ranks: int, deadline_s: float) -> None:
+    def __init__(self, layout: Layout, can: protocol.Capabilities, ranks: int, deadline_s: float) -> None:
         self._layout = layout
+        self._can = can
         self._ranks = ranks
         self._deadline_s = deadline_s
 
-    async def stage(self, client: SglangClient, snapshot: Snapshot) -> Staged:  # noqa: ARG002
+    async def stage(self, client: ServerClient, snapshot: Snapshot) -> Staged:  # noqa: ARG002
         buckets = await asyncio.to_thread(self._serialize, snapshot)
-        return _StagedRequests(buckets, self._ranks, snapshot.version, self._deadline_s)
+        return _StagedRequests(buckets, self._can, self._ranks, snapshot.version, self._deadline_s)
 
-    async def close(self, client: SglangClient) -> None: ...
+    async def close(self, client: ServerClient) -> None: ...
 
     def _serialize(self, snapshot: Snapshot) -> list[str]:
         return [
@@ -192,12 +142,13 @@ class _StagedRequests:
     """Serialized buckets."""
 
     buckets: list[str]
+    can: protocol.Capabilities
     ranks: int
     version: int
     deadline_s: float
 
-    async def load(self, client: SglangClient, can: protocol.Capabilities, *, flush: bool) -> None:
-        calls = protocol.load_from_tensors(can, self.buckets, self.ranks, self.version, flush=flush)
+    async def load(self, client: ServerClient, *, flush: bool) -> None:
+        calls = protocol.load_from_tensors(self.can, self.buckets, self.ranks, self.version, flush=flush)
         await run_calls(client, calls, self.deadline_s)
 
     def close(self) -> None: ...
@@ -206,22 +157,23 @@ class _StagedRequests:
 class BroadcastWeights:
     """Broadcast of whole buckets over a group of this worker (rank 0) and the server's processes."""
 
-    def __init__(self, layout: Layout, ranks: int, options: SglangOptions) -> None:
+    def __init__(self, layout: Layout, can: protocol.Capabilities, ranks: int, options: SglangOptions) -> None:
+        self.can = can
         self._layout = layout
         self._ranks = ranks
         self._options = options
         self._group: _Group | None = None
 
-    async def stage(self, client: SglangClient, snapshot: Snapshot) -> Staged:
+    async def stage(self, client: ServerClient, snapshot: Snapshot) -> Staged:
         return _StagedBroadcast(self, await self._joined(client), snapshot)
 
-    async def close(self, client: SglangClient) -> None:
+    async def close(self, client: ServerClient) -> None:
         if self._group is not None:
             with suppress(EngineError):  # a server that has ended has no group
                 await client.post(protocol.leave_group(self._group.name), LEAVE_TIMEOUT_S)
             self._group = None
 
-    async def send(self, client: SglangClient, calls: Sequence[protocol.Call], staged: "_StagedBroadcast") -> None:
+    async def send(self, client: ServerClient, calls: Sequence[Call], staged: "_StagedBroadcast") -> None:
         """Make the calls and broadcast the buckets that they announce. Raises EngineError if either fails."""
         sending = asyncio.create_task(asyncio.to_thread(staged.group.broadcast, staged.snapshot.buckets))
         try:
@@ -233,11 +185,11 @@ class BroadcastWeights:
         finally:
             sending.add_done_callback(_ignore_result)
 
-    def parameters(self, snapshot: Snapshot) -> list[list[protocol.Parameter]]:
+    def parameters(self, snapshot: Snapshot) -> list[list[Parameter]]:
         """The parameters of each bucket."""
         return [[parameter for parameter, _ in bucket] for bucket in self._layout.buckets(snapshot)]
 
-    async def _joined(self, client: SglangClient) -> "_Group":
+    async def _joined(self, client: ServerClient) -> "_Group":
         if self._group is None:
             options = self._options
             host = options.host or _source_address(client.url)
@@ -265,9 +217,9 @@ class _StagedBroadcast:
     group: "_Group"
     snapshot: Snapshot
 
-    async def load(self, client: SglangClient, can: protocol.Capabilities, *, flush: bool) -> None:
+    async def load(self, client: ServerClient, *, flush: bool) -> None:
         parameters, version = self.transfer.parameters(self.snapshot), self.snapshot.version
-        calls = protocol.load_from_broadcast(can, parameters, self.group.name, version, flush=flush)
+        calls = protocol.load_from_broadcast(self.transfer.can, parameters, self.group.name, version, flush=flush)
         await self.transfer.send(client, calls, self)
 
     def close(self) -> None: ...

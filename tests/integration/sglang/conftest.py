@@ -13,7 +13,8 @@ import torch
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import save_model
 from flowrt.engines.options import SglangOptions, Truncation
-from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.server.engine import ServerRollout
+from flowrt.engines.sglang.dialect import sglang_rollout
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.recipes.tasks.arithmetic import Arithmetic
@@ -57,21 +58,21 @@ def server_arguments() -> str:
 
 
 @pytest.fixture(scope="module")
-def owned(checkpoint: Path, server_arguments: str) -> Iterator[SglangRollout]:
+def owned(checkpoint: Path, server_arguments: str) -> Iterator[ServerRollout]:
     """An engine with its own server, which the other engines of the module share; it has a tokenizer."""
     with owner(checkpoint, stop=("no such text",), arguments=server_arguments) as engine:
         yield engine
 
 
 @pytest.fixture
-def owned_by_parts(checkpoint: Path) -> Iterator[SglangRollout]:
+def owned_by_parts(checkpoint: Path) -> Iterator[ServerRollout]:
     """Another engine with its own server, which receives new weights in parts."""
     with owner(checkpoint, weights="tensor") as engine:
         yield engine
 
 
 @contextmanager
-def owner(checkpoint: Path, stop: tuple[str, ...] = (), **server_options: Any) -> Iterator[SglangRollout]:
+def owner(checkpoint: Path, stop: tuple[str, ...] = (), **server_options: Any) -> Iterator[ServerRollout]:
     """An engine with its own server."""
     defaults: dict[str, Any] = {
         "python": str(PYTHON),
@@ -92,11 +93,11 @@ def owner(checkpoint: Path, stop: tuple[str, ...] = (), **server_options: Any) -
 
 @pytest.fixture
 def make_sharing_engine(
-    owned: SglangRollout, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., SglangRollout]]:
+    owned: ServerRollout, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., ServerRollout]]:
     """Creates engines that share the server of ``owned``, with its key; each starts by sending version 0 again."""
     monkeypatch.setenv("SGLANG_API_KEY", owned.server_key)
-    engines: list[SglangRollout] = []
+    engines: list[ServerRollout] = []
 
     def create(
         tokens: int = LONG,
@@ -106,7 +107,7 @@ def make_sharing_engine(
         stop_tokens: tuple[int, ...] | None = None,
         model: Path = checkpoint,
         **options: Any,
-    ) -> SglangRollout:
+    ) -> ServerRollout:
         conditions = StopConditions.of(checkpoint, stop)
         if stop_tokens is not None:
             conditions = replace(conditions, token_ids=stop_tokens)
@@ -128,9 +129,9 @@ def engine_of(
     stop: StopConditions | None = None,
     *,
     truncation: Truncation | None = None,
-) -> SglangRollout:
+) -> ServerRollout:
     """An engine that has not started; ``stop``: by default the stop tokens of the checkpoint."""
-    return SglangRollout(
+    return sglang_rollout(
         options,
         checkpoint,
         stop=stop or StopConditions.of(checkpoint),
@@ -151,7 +152,7 @@ def prompts(count: int = ROWS, *, greedy: bool = False) -> list[Prompt]:
     ]
 
 
-def drain(engine: SglangRollout) -> list[Response]:
+def drain(engine: ServerRollout) -> list[Response]:
     """All responses, in the order of the prompts."""
     done: list[Response] = []
     while engine.running:

@@ -16,8 +16,9 @@ import torch
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import load_model, load_tokenizer, named_parameters
 from flowrt.engines.options import SglangOptions
-from flowrt.engines.sglang.engine import SglangRollout
-from flowrt.engines.sglang.server_process import free_port
+from flowrt.engines.server.engine import ServerRollout
+from flowrt.engines.server.process import free_port
+from flowrt.engines.sglang.dialect import sglang_rollout
 from flowrt.engines.stopping import StopConditions
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.conftest import wait_until
@@ -73,13 +74,13 @@ def start_standin() -> Iterator[Callable[..., StandinProcess]]:
 
 
 @pytest.fixture
-def make_engine(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., SglangRollout]]:
-    engines: list[SglangRollout] = []
+def make_engine(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., ServerRollout]]:
+    engines: list[ServerRollout] = []
 
     def create(
         *, start: bool = True, url: str = "", stop: tuple[str, ...] = (), tokens: int = TOKENS, **options: Any
-    ) -> SglangRollout:
-        engine = SglangRollout(
+    ) -> ServerRollout:
+        engine = sglang_rollout(
             SglangOptions(
                 url=(url,) if url else (),
                 **{"start_s": DEADLINE_S, "update_s": DEADLINE_S, "max_server_restarts": 1, **options},
@@ -119,7 +120,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(key, torch.tensor([3, 4], dtype=torch.int32), key) for key in range(count)]
 
 
-def drain(engine: SglangRollout) -> dict[int, Response]:
+def drain(engine: ServerRollout) -> dict[int, Response]:
     done: dict[int, Response] = {}
     while engine.running:
         done |= {response.key: response for response in engine.run(threading.Event())}

@@ -12,7 +12,8 @@ from time import monotonic
 import pytest
 
 from flowrt.engines.hf import save_model
-from flowrt.engines.sglang.server_process import CPU_ARGUMENTS, free_port
+from flowrt.engines.server.process import free_port
+from flowrt.engines.sglang.server_process import CPU_ARGUMENTS
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.rewards.options import JudgeOptions, RewardOptions
 from flowrt.rewards.outcomes import Result

@@ -100,9 +100,9 @@ def test_own_server_dies_with_its_worker(tmp_path: Path, fake_python: Callable[[
     code = (
         "import sys, time; from pathlib import Path\n"
         "from flowrt.engines.options import SglangOptions\n"
-        "from flowrt.engines.sglang.server_process import SglangServer\n"
+        "from flowrt.engines.sglang.dialect import sglang_server\n"
         f"options, model, log = SglangOptions(python={str(python)!r}), Path('.'), Path({str(tmp_path / 'log')!r})\n"
-        "server = SglangServer(options, model, rows=1, threads=1, log=log)\n"
+        "server = sglang_server(options, model, rows=1, threads=1, log=log)\n"
         "server.start(); print(server.pid, flush=True); time.sleep(600)\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

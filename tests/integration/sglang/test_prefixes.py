@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowrt.engines.base import ContinuesSequences, Prefix
-from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.server.engine import ServerRollout
 
 from .playing import TOKENS, drain, is_complete, make_engine, prompts, snapshot, start_standin, wait_for_generation
 
@@ -53,7 +53,7 @@ def test_a_sequence_is_continued_on_another_server_by_prefill(
     prefixes = {
         key: Prefix(new.tokens, new.logprobs, new.spans, new.support) for key, new in engine.new_tokens({}).items()
     }
-    other: SglangRollout = make_engine(url=f"http://127.0.0.1:{second.port}")
+    other: ServerRollout = make_engine(url=f"http://127.0.0.1:{second.port}")
     other.swap(snapshot(checkpoint, 2))
     todo = [replace(prompt, prefix=prefixes[prompt.key]) for prompt in prompts(4) if prompt.key in prefixes]
     assert todo
@@ -77,5 +77,5 @@ def test_a_server_that_is_gone_does_not_stop_the_reading_of_tokens(
     engine.add(prompts(4))
     wait_for_generation(standin)
     standin.process.kill()
-    assert issubclass(SglangRollout, ContinuesSequences)
+    assert issubclass(ServerRollout, ContinuesSequences)
     assert set(engine.new_tokens({})) <= {0, 1, 2, 3}

@@ -10,8 +10,9 @@ import pytest
 
 from flowrt.engines.hf import named_parameters, save_model
 from flowrt.engines.options import SglangOptions
-from flowrt.engines.sglang.engine import SglangRollout
-from flowrt.engines.sglang.server_process import SglangServer, free_port
+from flowrt.engines.server.engine import ServerRollout
+from flowrt.engines.server.process import free_port
+from flowrt.engines.sglang.dialect import sglang_server
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.training.forward import score
 from flowrt.errors import EngineError
@@ -41,14 +42,14 @@ CONTEXT = 40
 
 
 @pytest.fixture(scope="module")
-def owned(checkpoint: Path) -> Iterator[SglangRollout]:
+def owned(checkpoint: Path) -> Iterator[ServerRollout]:
     """Its server has no tokenizer, and a shorter context than the model, to which it shortens requests."""
     arguments = f"--max-total-tokens 8192 --context-length {CONTEXT} --allow-auto-truncate"
     with owner(checkpoint, arguments=arguments) as engine:
         yield engine
 
 
-def largest_distance(engine: SglangRollout, seed: int = 0) -> float:
+def largest_distance(engine: ServerRollout, seed: int = 0) -> float:
     """Generate; the largest difference of log-probabilities from those of the model of a seed."""
     sent, model = prompts(), build(seed)
     engine.add(sent)
@@ -111,7 +112,7 @@ def test_a_running_server_that_ends_and_is_started_again_continues_with_the_newe
         start_s=START_S,
     )
     monkeypatch.delenv("SGLANG_API_KEY", raising=False)
-    server = SglangServer(options, checkpoint, rows=ROWS, threads=1, log=tmp_path / "server.log")
+    server = sglang_server(options, checkpoint, rows=ROWS, threads=1, log=tmp_path / "server.log")
     engine = engine_of(
         SglangOptions(url=(f"http://127.0.0.1:{port}",), start_s=START_S, max_server_restarts=1), checkpoint, SHORT
     )

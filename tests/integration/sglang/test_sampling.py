@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from flowrt.engines.base import Prompt
 from flowrt.engines.hf import load_tokenizer, save_model
 from flowrt.engines.options import SamplingOptions, Truncation
-from flowrt.engines.sglang.client import SglangClient
-from flowrt.engines.sglang.engine import SglangRollout
-from flowrt.engines.sglang.protocol import Call
+from flowrt.engines.server.client import Call, ServerClient
+from flowrt.engines.server.engine import ServerRollout
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.training.forward import score
 
@@ -105,7 +104,7 @@ def model_logprobs(prompt: Prompt, tokens: torch.Tensor, temperature: float = TE
     return (logits / temperature).log_softmax(-1)
 
 
-def test_sampling_is_neither_that_of_the_checkpoint_nor_that_of_the_server(owned: SglangRollout) -> None:
+def test_sampling_is_neither_that_of_the_checkpoint_nor_that_of_the_server(owned: ServerRollout) -> None:
     sent = prompts()
     owned.add(sent)
     responses = drain(owned)
@@ -121,10 +120,10 @@ def test_sampling_is_neither_that_of_the_checkpoint_nor_that_of_the_server(owned
     assert not all(response.truncated for response in responses)  # as ignore_eos would have it
 
 
-async def test_the_server_has_preferences_that_change_what_is_sampled(owned: SglangRollout, prompt: Prompt) -> None:
+async def test_the_server_has_preferences_that_change_what_is_sampled(owned: ServerRollout, prompt: Prompt) -> None:
     """Otherwise the test above would show nothing."""
     call = Call("/generate", {"input_ids": prompt.tokens.tolist(), "return_logprob": True})
-    async with SglangClient(owned.url, owned.server_key) as client:
+    async with ServerClient(owned.url, "SGLang", owned.server_key) as client:
         answer = await client.post(call, 60.0)
     entries = answer["meta_info"]["output_token_logprobs"]
     tokens = torch.tensor([token for _, token, _ in entries])
@@ -134,7 +133,7 @@ async def test_the_server_has_preferences_that_change_what_is_sampled(owned: Sgl
     assert len(tokens) == SGLANG_MAX_NEW_TOKENS
 
 
-def test_every_stop_token_of_checkpoint_and_template_ends_a_sequence(owned: SglangRollout) -> None:
+def test_every_stop_token_of_checkpoint_and_template_ends_a_sequence(owned: ServerRollout) -> None:
     """Those of the tokenizer, of generation_config.json, and the end of turn of the chat template."""
     last = set()
     for _ in range(20):

@@ -13,10 +13,11 @@ import torch
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters, parameter_shapes
 from flowrt.engines.options import Truncation
-from flowrt.engines.sglang.client import SglangClient
-from flowrt.engines.sglang.engine import SglangRollout
-from flowrt.engines.sglang.layout import ExpectedChecksums, Layout
-from flowrt.engines.sglang.protocol import Call, checksum
+from flowrt.engines.server.client import Call, ServerClient
+from flowrt.engines.server.engine import ServerRollout
+from flowrt.engines.server.layout import Layout
+from flowrt.engines.sglang.checksums import ExpectedChecksums
+from flowrt.engines.sglang.protocol import checksum
 from flowrt.engines.sglang.tensor_pickles import serialized
 from flowrt.engines.torch.rollout import draw_truncated
 from flowrt.engines.training.forward import response_logprobs, score
@@ -54,7 +55,7 @@ def all_close(sent: list[Prompt], responses: list[Response]) -> bool:
     return len(responses) == len(sent) and all(max(distances(sent, response)) < CLOSE for response in responses)
 
 
-def add_and_wait_until_running(engine: SglangRollout, sent: list[Prompt], short: SglangRollout) -> None:
+def add_and_wait_until_running(engine: ServerRollout, sent: list[Prompt], short: ServerRollout) -> None:
     """Add prompts; they all run once a short sequence that was sent later has finished."""
     engine.add(sent)
     short.add(prompts(1))
@@ -62,7 +63,7 @@ def add_and_wait_until_running(engine: SglangRollout, sent: list[Prompt], short:
     assert engine.running == len(sent)
 
 
-def test_log_probabilities_are_those_of_transformers(owned: SglangRollout) -> None:
+def test_log_probabilities_are_those_of_transformers(owned: ServerRollout) -> None:
     sent = prompts()
     owned.add(sent)
     responses = drain(owned)
@@ -74,7 +75,7 @@ def test_log_probabilities_are_those_of_transformers(owned: SglangRollout) -> No
     assert all(1 not in response.tokens[:-1] for response in responses)
 
 
-def test_greedy_sequences_take_the_likeliest_token(owned: SglangRollout) -> None:
+def test_greedy_sequences_take_the_likeliest_token(owned: ServerRollout) -> None:
     sent = prompts(3, greedy=True)
     owned.add(sent)
     for response in drain(owned):
@@ -84,7 +85,7 @@ def test_greedy_sequences_take_the_likeliest_token(owned: SglangRollout) -> None
         assert torch.equal(likeliest, response.tokens.long())
 
 
-def test_each_finished_sequence_frees_one_row(owned: SglangRollout) -> None:
+def test_each_finished_sequence_frees_one_row(owned: ServerRollout) -> None:
     sent = prompts()
     owned.add(sent)
     assert owned.room == 0
@@ -125,7 +126,7 @@ def test_log_probabilities_are_normalised_over_the_supports_of_the_server(
 
 @pytest.mark.parametrize("weights", ["disk", "tensor", "broadcast"])
 async def test_each_transfer_method_updates_the_weights_bit_exactly(
-    weights: str, owned: SglangRollout, make_sharing_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    weights: str, owned: ServerRollout, make_sharing_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Responses are those of the new model, and the server's checksums are those of the weights that were sent.
 
@@ -153,10 +154,10 @@ async def test_each_transfer_method_updates_the_weights_bit_exactly(
         assert all(response.spans[0] == version for response in responses)
         assert all_close(sent, responses)
     layout = Layout(parameter_shapes_of(version))
-    async with SglangClient(engine.url) as unauthorized:
+    async with ServerClient(engine.url, "SGLang") as unauthorized:
         with pytest.raises(EngineError, match="HTTP 401"):
             await unauthorized.post(checksum(), 30.0)
-    async with SglangClient(engine.url, owned.server_key) as link:
+    async with ServerClient(engine.url, "SGLang", owned.server_key) as link:
         reply = await link.post(checksum(), 30.0)
     assert ExpectedChecksums(layout, snapshot(2)).check(reply) == len(reply["ranks"][0]["checksums"])
     with pytest.raises(EngineError, match=r"not those of version 1.*tensors differ"):
@@ -210,13 +211,13 @@ def test_a_closed_engine_leaves_no_process_group_in_the_server(
 ) -> None:
     """Its group for broadcasts is destroyed: a further request to leave it fails."""
     calls: list[Call] = []
-    post = SglangClient.post
+    post = ServerClient.post
 
-    async def recording_post(link: SglangClient, call: Call, deadline_s: float) -> Any:
+    async def recording_post(link: ServerClient, call: Call, deadline_s: float) -> Any:
         calls.append(call)
         return await post(link, call, deadline_s)
 
-    monkeypatch.setattr(SglangClient, "post", recording_post)
+    monkeypatch.setattr(ServerClient, "post", recording_post)
     engine, other = make_sharing_engine(SHORT, weights="broadcast"), make_sharing_engine(SHORT)
     engine.swap(snapshot(1))
     engine.close()
@@ -230,7 +231,7 @@ def test_a_closed_engine_leaves_no_process_group_in_the_server(
 
 
 def test_server_killed_while_generating_restarts_and_completes_all_requests(
-    owned: SglangRollout, make_sharing_engine: Callable[..., Any]
+    owned: ServerRollout, make_sharing_engine: Callable[..., Any]
 ) -> None:
     before, sent = owned.server_pid, prompts()
     add_and_wait_until_running(owned, sent, make_sharing_engine(SHORT))
@@ -242,15 +243,15 @@ def test_server_killed_while_generating_restarts_and_completes_all_requests(
 
 
 def test_server_killed_between_two_parts_of_a_version_restarts_with_all_of_it(
-    owned_by_parts: SglangRollout, monkeypatch: pytest.MonkeyPatch
+    owned_by_parts: ServerRollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of version 1 is in use already when the server dies."""
     monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
     owned, parts = owned_by_parts, list[str]()
     before = owned.server_pid
-    post = SglangClient.post
+    post = ServerClient.post
 
-    async def post_and_kill(self: SglangClient, call: Any, deadline_s: float) -> Any:
+    async def post_and_kill(self: ServerClient, call: Any, deadline_s: float) -> Any:
         answer = await post(self, call, deadline_s)
         if call.route.startswith("/update_weights_from"):
             parts.append(call.route)
@@ -258,7 +259,7 @@ def test_server_killed_between_two_parts_of_a_version_restarts_with_all_of_it(
                 os.killpg(before, signal.SIGKILL)
         return answer
 
-    monkeypatch.setattr(SglangClient, "post", post_and_kill)
+    monkeypatch.setattr(ServerClient, "post", post_and_kill)
     owned.swap(snapshot(1))
     assert len(parts) > 1
     assert owned.server_pid != before
@@ -270,14 +271,14 @@ def test_server_killed_between_two_parts_of_a_version_restarts_with_all_of_it(
 
 
 def test_a_server_that_fails_to_load_a_part_is_replaced_by_one_with_all_parts(
-    owned_by_parts: SglangRollout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owned_by_parts: ServerRollout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A part of version 1 is in use already when the next one does not fit; SGLang 0.5.21 exits on that."""
     monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
     before, parts = owned_by_parts.server_pid, list[Call]()
-    post = SglangClient.post
+    post = ServerClient.post
 
-    async def post_wrong_part(self: SglangClient, call: Call, deadline_s: float) -> Any:
+    async def post_wrong_part(self: ServerClient, call: Call, deadline_s: float) -> Any:
         if call.route.startswith("/update_weights_from"):
             parts.append(call)
             if len(parts) == 2:
@@ -285,7 +286,7 @@ def test_a_server_that_fails_to_load_a_part_is_replaced_by_one_with_all_parts(
                 call = Call(call.route, {**call.body, "serialized_named_tensors": wrong})
         return await post(self, call, deadline_s)
 
-    monkeypatch.setattr(SglangClient, "post", post_wrong_part)
+    monkeypatch.setattr(ServerClient, "post", post_wrong_part)
     sent = prompts()
     owned_by_parts.add(sent)
     owned_by_parts.swap(snapshot(1))
@@ -297,7 +298,7 @@ def test_a_server_that_fails_to_load_a_part_is_replaced_by_one_with_all_parts(
     assert all_close(sent, responses)
 
 
-def test_server_killed_during_a_weight_update_restarts_with_the_whole_version(owned: SglangRollout) -> None:
+def test_server_killed_during_a_weight_update_restarts_with_the_whole_version(owned: ServerRollout) -> None:
     before = owned.server_pid
     port = int(owned.url.rpartition(":")[2])
     sent = prompts()

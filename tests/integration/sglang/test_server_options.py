@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from flowrt.engines.hf import named_parameters
-from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.server.engine import ServerRollout
 from flowrt.engines.training.forward import score
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
@@ -33,7 +33,7 @@ def snapshot(version: int) -> Snapshot:
     return Snapshot.take(version, named_parameters(BY_VERSION[version]))
 
 
-def largest_distance(engine: SglangRollout, version: int) -> float:
+def largest_distance(engine: ServerRollout, version: int) -> float:
     """The largest difference of log-probabilities of an engine from those of a version's model."""
     sent = prompts()
     engine.add(sent)
@@ -56,7 +56,7 @@ def largest_distance(engine: SglangRollout, version: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def owned(checkpoint: Path) -> Iterator[SglangRollout]:
+def owned(checkpoint: Path) -> Iterator[ServerRollout]:
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # which tensor parallelism on a CPU needs
@@ -64,7 +64,7 @@ def owned(checkpoint: Path) -> Iterator[SglangRollout]:
         yield engine
 
 
-def test_a_tensor_parallel_server_generates_as_transformers(owned: SglangRollout) -> None:
+def test_a_tensor_parallel_server_generates_as_transformers(owned: ServerRollout) -> None:
     assert largest_distance(owned, 0) < CLOSE
 
 
@@ -80,7 +80,7 @@ def test_a_tensor_parallel_server_is_updated_by_each_transfer(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_key_is_in_no_file_and_the_log_is_private(owned: SglangRollout, checkpoint: Path) -> None:
+def test_the_key_is_in_no_file_and_the_log_is_private(owned: ServerRollout, checkpoint: Path) -> None:
     """SGLang prints all of its arguments."""
     log, key = checkpoint.parent / "server.log", owned.server_key.encode()
     assert b"REDACTED" in log.read_bytes()
@@ -95,7 +95,7 @@ def test_the_key_is_in_no_file_and_the_log_is_private(owned: SglangRollout, chec
 
 
 def test_an_update_or_a_sequence_that_is_not_done_in_time_is_a_failure_of_the_server(
-    owned: SglangRollout, make_sharing_engine: Callable[..., Any]
+    owned: ServerRollout, make_sharing_engine: Callable[..., Any]
 ) -> None:
     engine = make_sharing_engine(SHORT, update_s=20.0, max_server_restarts=0)
     other = make_sharing_engine(SHORT, request_s=10.0, max_server_restarts=0)
@@ -139,10 +139,10 @@ def test_a_server_dies_with_a_worker_that_is_killed_while_it_starts(
     code = (
         "import sys, time; from pathlib import Path\n"
         "from flowrt.engines.options import SglangOptions\n"
-        "from flowrt.engines.sglang.server_process import SglangServer\n"
+        "from flowrt.engines.sglang.dialect import sglang_server\n"
         "python, model, log = sys.argv[1:]\n"
         "options = SglangOptions(python=python, device='cpu', dtype='float32', arguments='--max-total-tokens 8192')\n"
-        "server = SglangServer(options, Path(model), rows=8, threads=1, log=Path(log))\n"
+        "server = sglang_server(options, Path(model), rows=8, threads=1, log=Path(log))\n"
         "server.start(); print(server.pid, flush=True); time.sleep(3600)\n"
     )
     command = [sys.executable, "-c", code, str(PYTHON), str(checkpoint), str(tmp_path / "server.log")]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from flowrt.engines.options import SglangOptions
-from flowrt.engines.sglang.client import SglangClient
-from flowrt.engines.sglang.server_process import SglangServer
+from flowrt.engines.server.client import ServerClient
+from flowrt.engines.server.process import ServerProcess
+from flowrt.engines.sglang.dialect import sglang_server
 
 from .conftest import NOT_HERE, PYTHON, ROWS, START_S
 
@@ -107,8 +108,8 @@ def test_the_servers_log_is_in_the_run_directory(run: Any) -> None:
     assert " ERROR " not in run.log("rollout-0")
 
 
-async def _ready(url: str, server: SglangServer) -> None:
-    async with SglangClient(url, KEY) as client:
+async def _ready(url: str, server: ServerProcess) -> None:
+    async with ServerClient(url, "SGLang", KEY) as client:
         await client.wait_healthy(START_S, server.alive)
 
 
@@ -127,13 +128,13 @@ def test_two_workers_generate_on_two_running_servers(
         python=str(PYTHON), device="cpu", dtype="float32", arguments=f"--max-total-tokens 8192 --config {settings}"
     )
     servers = [
-        SglangServer(options, checkpoint, rows=ROWS, threads=1, log=tmp_path / f"{index}.log", has_tokenizer=True)
+        sglang_server(options, checkpoint, rows=ROWS, threads=1, log=tmp_path / f"{index}.log", has_tokenizer=True)
         for index in range(2)
     ]
     try:
         urls = [server.start() for server in servers]
-        for url, sglang_server in zip(urls, servers, strict=True):  # otherwise one worker could do all of the run alone
-            asyncio.run(_ready(url, sglang_server))
+        for url, server in zip(urls, servers, strict=True):  # otherwise one worker could do all of the run alone
+            asyncio.run(_ready(url, server))
         launched = launch(
             *(
                 "--model",

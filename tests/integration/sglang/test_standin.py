@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowrt.engines.hf import load_model, named_parameters
-from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.server.engine import ServerRollout
 from flowrt.errors import ConfigError, EngineError, TransferError
 from flowrt.recipes.config_io import parse
 from flowrt.roles.engine_setup import rollout_engine
@@ -77,7 +77,7 @@ def test_server_options_follow_the_configuration(
     server = ["--rollout.sglang.url", f"http://127.0.0.1:{standin.port}", "--rollout.sglang.pause", pause]
     limits = ["--rollout.workers", "1", "--rollout.max-running-requests", "4", "--rollout.max-new-tokens", "100"]
     engine = rollout_engine(parse(["arithmetic", *flags, *server, *limits]))
-    assert isinstance(engine, SglangRollout)
+    assert isinstance(engine, ServerRollout)
     with contextlib.closing(engine):
         engine.start()
         engine.add(prompts(4))
@@ -165,7 +165,7 @@ def test_each_worker_has_the_server_of_its_number(
     config = parse(["arithmetic", *flags, "--rollout.workers", "2", "--rollout.sglang.url", *urls])
     for index, standin in enumerate(standins):
         engine = rollout_engine(config, f"rollout-{index}")
-        assert isinstance(engine, SglangRollout)
+        assert isinstance(engine, ServerRollout)
         with contextlib.closing(engine):
             engine.start()
             engine.add(prompts(1 + index))

@@ -15,8 +15,8 @@ from flowrt.engines.descriptor import TrainEngineDescriptor
 from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.options import LoraOptions
 from flowrt.engines.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineName, TrainEngineName
-from flowrt.engines.sglang.descriptor import within_share
-from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.server.engine import ServerRollout
+from flowrt.engines.sglang.descriptor import SglangGeneration
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
@@ -108,7 +108,7 @@ def test_a_server_gets_the_share_of_its_worker_unless_the_user_gives_it_a_fracti
     given: str, share: float, arguments: str
 ) -> None:
     server = parse([*SGLANG, f"--rollout.sglang.arguments={given}"]).rollout.sglang
-    assert within_share(server, share).arguments == arguments
+    assert SglangGeneration().within_share(server, share).arguments == arguments
 
 
 @pytest.mark.parametrize("value", ["1", "0", "nan", "half"])
@@ -118,7 +118,7 @@ def test_a_memory_fraction_of_a_server_that_is_none_is_refused(value: str) -> No
 
 
 def test_the_sglang_engine_is_external_and_the_torch_engine_is_not() -> None:
-    assert issubclass(SglangRollout, ExternalEngine)
+    assert issubclass(ServerRollout, ExternalEngine)
     assert not issubclass(TorchRollout, ExternalEngine)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowrt.engines.sglang.layout import ExpectedChecksums, Layout
+from flowrt.engines.server.layout import Layout
+from flowrt.engines.sglang.checksums import ExpectedChecksums
 from flowrt.errors import EngineError, TransferError
 from flowrt.transport.weights import snapshot as snapshots
 from flowrt.transport.weights.snapshot import Snapshot

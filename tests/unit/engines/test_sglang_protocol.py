@@ -7,22 +7,25 @@ from typing import Any
 import pytest
 
 from flowrt.engines.options import Truncation
+from flowrt.engines.server.client import Call
+from flowrt.engines.server.dialect import Continuation, PartialResponse, Sampling
+from flowrt.engines.server.layout import Parameter
 from flowrt.engines.sglang import protocol
 from flowrt.errors import EngineError
 
 RELEASES: dict[str, Any] = json.loads(Path(__file__).with_name("sglang_requests.json").read_text())
-SAMPLING = protocol.Sampling(temperature=0.7, max_new_tokens=16, stop_token_ids=(1, 2))
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=16, stop_token_ids=(1, 2))
 BUCKETS = [
-    [protocol.Parameter("a", "float32", (2, 3)), protocol.Parameter("b", "float32", (4,))],
-    [protocol.Parameter("c", "float32", (5,))],
+    [Parameter("a", "float32", (2, 3)), Parameter("b", "float32", (4,))],
+    [Parameter("c", "float32", (5,))],
 ]
 SESSION = ["/begin_weight_update", "/end_weight_update"]
 
 
-def all_requests(capabilities: protocol.Capabilities) -> list[protocol.Call]:
+def all_requests(capabilities: protocol.Capabilities) -> list[Call]:
     """Every request that a server with these capabilities may receive."""
     return [
-        protocol.generate([5, 6, 7], SAMPLING, generated=1, seed=2**62, greedy=False, version=3),
+        protocol.generate(Continuation([5, 6, 7], 1, SAMPLING, seed=2**62, greedy=False, version=3)),
         *[protocol.pause(mode) for mode in ("abort", "retract", "in_place")],
         protocol.resume(),
         *protocol.load_from_disk("/somewhere", 3, flush=True),
@@ -83,7 +86,7 @@ def test_every_rank_receives_a_copy_of_the_tensors() -> None:
 
 
 def test_a_resumed_request_asks_for_the_remaining_tokens() -> None:
-    body = protocol.generate([5, 6, 7], SAMPLING, generated=2, seed=9, greedy=True, version=3).body
+    body = protocol.generate(Continuation([5, 6, 7], 2, SAMPLING, seed=9, greedy=True, version=3)).body
     settings = body["sampling_params"]
     assert settings["max_new_tokens"] == 14
     assert settings["top_k"] == 1
@@ -92,7 +95,7 @@ def test_a_resumed_request_asks_for_the_remaining_tokens() -> None:
     assert settings["sampling_seed"] == 9
     assert (
         body["extra_key"]
-        != protocol.generate([5], SAMPLING, generated=0, seed=9, greedy=True, version=4).body["extra_key"]
+        != protocol.generate(Continuation([5], 0, SAMPLING, seed=9, greedy=True, version=4)).body["extra_key"]
     )
 
 
@@ -128,7 +131,7 @@ NEW_SERVER, OLD_SERVER = protocol.capabilities("0.5.21"), protocol.capabilities(
 
 def test_an_answer_is_parsed_with_the_versions_of_its_tokens() -> None:
     partial = protocol.parse_generated(answer([7, 8, 1], [("3", 0, 2), ("4", 2, 3)]), NEW_SERVER, version=3)
-    assert partial == protocol.PartialResponse((7, 8, 1), (0.0, -0.5, -1.0), (3, 2, 4, 1), "")
+    assert partial == PartialResponse((7, 8, 1), (0.0, -0.5, -1.0), (3, 2, 4, 1), "")
 
 
 def test_without_reported_versions_all_tokens_have_the_current_one() -> None:
@@ -138,7 +141,7 @@ def test_without_reported_versions_all_tokens_have_the_current_one() -> None:
 def test_an_aborted_answer_has_its_reason() -> None:
     aborted = answer([7], [("3", 0, 1)], type="abort", message="Abort in waiting queue")
     assert protocol.parse_generated(aborted, NEW_SERVER, version=3).abort_reason == "Abort in waiting queue"
-    assert protocol.parse_generated(answer([], [], type="abort"), NEW_SERVER, version=3) == protocol.PartialResponse(
+    assert protocol.parse_generated(answer([], [], type="abort"), NEW_SERVER, version=3) == PartialResponse(
         (), (), (), "aborted"
     )
 
@@ -185,12 +188,12 @@ def test_preferences_of_a_server_are_overruled_or_named(preferred: dict[str, Any
 # ---- truncated sampling
 
 
-TRUNCATED = protocol.Sampling(0.7, 16, (1, 2), ("Q:",), Truncation(64, 0.9, 0.05))
+TRUNCATED = Sampling(0.7, 16, (1, 2), ("Q:",), Truncation(64, 0.9, 0.05))
 
 
 @pytest.mark.parametrize("release", [release for release in RELEASES if protocol.capabilities(release).supports])
 def test_a_truncated_sampling_request_has_limits_stops_and_asks_for_supports(release: str) -> None:
-    body = protocol.generate([5], TRUNCATED, generated=0, seed=9, greedy=False, version=3).body
+    body = protocol.generate(Continuation([5], 0, TRUNCATED, seed=9, greedy=False, version=3)).body
     settings = body["sampling_params"]
     assert (settings["top_k"], settings["top_p"], settings["min_p"]) == (64, 0.9, 0.05)
     assert (settings["stop"], settings["stop_token_ids"], settings["no_stop_trim"]) == (["Q:"], [1, 2], True)
@@ -201,7 +204,7 @@ def test_a_truncated_sampling_request_has_limits_stops_and_asks_for_supports(rel
 
 def test_greedy_and_plain_requests_are_not_truncated() -> None:
     for sampling, greedy, top_k in ((TRUNCATED, True, 1), (SAMPLING, True, 1), (SAMPLING, False, -1)):
-        body = protocol.generate([5], sampling, generated=0, seed=9, greedy=greedy, version=3).body
+        body = protocol.generate(Continuation([5], 0, sampling, seed=9, greedy=greedy, version=3)).body
         settings = body["sampling_params"]
         assert (settings["top_k"], settings["top_p"], settings["min_p"]) == (top_k, 1.0, 0.0)
         assert "return_sampling_mask" not in body

@@ -20,8 +20,8 @@ from flowrt.engines.base import Prompt, Response
 from flowrt.engines.descriptor import PublishedWeights, RolloutSetup
 from flowrt.engines.hf import save_model
 from flowrt.engines.registry import ROLLOUT_ENGINES
-from flowrt.engines.sglang.engine import SglangRollout, _Sequence
-from flowrt.engines.sglang.protocol import PartialResponse
+from flowrt.engines.server.dialect import PartialResponse
+from flowrt.engines.server.engine import ServerRollout, _Sequence
 from flowrt.engines.stopping import StopConditions, stop_token_ids
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch.rollout import TorchRollout
@@ -199,7 +199,7 @@ def test_both_engines_are_built_with_the_same_stop_tokens(checkpoint: Path) -> N
         log_path=checkpoint / "log",
     )
     torch_engine = cast(Any, ROLLOUT_ENGINES["torch"].build(setup))
-    server: SglangRollout = cast(Any, ROLLOUT_ENGINES["sglang"].build(setup))
+    server: ServerRollout = cast(Any, ROLLOUT_ENGINES["sglang"].build(setup))
     try:
         assert torch_engine._stop.token_ids == server._sampling.stop_token_ids == (1, 5)
         assert torch_engine._stop.strings == server._sampling.stop_strings == ("=",)

@@ -1,35 +1,54 @@
-"""An HTTP client of one SGLang server: every request has a deadline, and errors contain the server's message."""
+"""An HTTP client of one generation server: every request has a deadline, and errors contain the server's message."""
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import aiohttp
 
-from flowrt.engines.sglang.protocol import Call
 from flowrt.errors import EngineError, EngineGone
 from flowrt.runtime.waits import pause, tracked
 
 PROBE_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.25
-GENERATION_CHECK = "/health_generate"
-"""Answers when the scheduler has produced output since the request, for this request or for others."""
+UNIX_SCHEME = "unix:"
+"""Addresses of servers on Unix sockets: unix:PATH."""
 MAX_MESSAGE_CHARACTERS = 500
 SERVER_ERRORS = 500
 """Status codes from here on mean that the server failed, not that the request is wrong."""
 
 
-class SglangClient:
-    """Requests to one server; used from the event loop in which it was constructed."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One POST request."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    route: str
+    body: Mapping[str, Any]
+
+
+class ServerClient:
+    """Requests to one server; used from the event loop in which it was constructed.
+
+    Args:
+        url: address of the server: http://HOST:PORT, or unix:PATH.
+        name: kind of server, for errors: SGLang.
+        key: API key; empty: none is sent.
+    """
+
+    def __init__(self, url: str, name: str, key: str = "") -> None:
         self.url = url.rstrip("/")
+        self.name = name
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # A connection for each request: the server closes idle connections, which would look like a failure.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._base = self.url
+        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, force_close=True)
+        if url.startswith(UNIX_SCHEME):
+            self._base = "http://localhost"
+            connector = aiohttp.UnixConnector(url.removeprefix(UNIX_SCHEME), limit=0, force_close=True)
         self._http = aiohttp.ClientSession(connector=connector, trust_env=False, headers=headers)
 
     async def post(self, call: Call, deadline_s: float) -> Any:
@@ -55,7 +74,7 @@ class SglangClient:
 
         Raises EngineGone at the deadline, and as soon as ``alive`` returns False.
         """
-        with tracked("an SGLang server to be ready", self.url, deadline_s):
+        with tracked(f"the {self.name} server to be ready", self.url, deadline_s):
             await self._healthy(deadline_s, alive, revive)
 
     async def _healthy(self, deadline_s: float, alive: Callable[[], bool], revive: Call | None) -> None:
@@ -63,9 +82,11 @@ class SglangClient:
         reason = ""
         while time.monotonic() < end_s:
             if not alive():
-                raise EngineGone(f"the SGLang server at {self.url} ended before it was ready")
+                raise EngineGone(f"the {self.name} server at {self.url} ended before it was ready")
             try:
-                async with self._http.request("GET", self.url + "/health", timeout=_timeout(PROBE_TIMEOUT_S)) as answer:
+                async with self._http.request(
+                    "GET", self._base + "/health", timeout=_timeout(PROBE_TIMEOUT_S)
+                ) as answer:
                     if answer.status == 200:
                         return
                     reason = f"it responds with HTTP {answer.status}"
@@ -79,20 +100,12 @@ class SglangClient:
                 with suppress(EngineError):  # it may be starting
                     await self.post(revive, PROBE_TIMEOUT_S)
             await pause(POLL_INTERVAL_S)
-        raise EngineGone(f"waited {deadline_s:.0f} s for the SGLang server at {self.url} to be ready: {reason}")
-
-    async def is_generating(self, deadline_s: float) -> bool:
-        """Whether the server's scheduler gives a sign of life within ``deadline_s`` seconds."""
-        try:
-            await self.get(GENERATION_CHECK, deadline_s)
-        except EngineError:
-            return False
-        return True
+        raise EngineGone(f"waited {deadline_s:.0f} s for the {self.name} server at {self.url} to be ready: {reason}")
 
     async def close(self) -> None:
         await self._http.close()
 
-    async def __aenter__(self) -> "SglangClient":
+    async def __aenter__(self) -> "ServerClient":
         return self
 
     async def __aexit__(
@@ -104,7 +117,7 @@ class SglangClient:
         try:
             with tracked(f"the answer of {route}", self.url, deadline_s):
                 async with self._http.request(
-                    method, self.url + route, json=body, timeout=_timeout(deadline_s)
+                    method, self._base + route, json=body, timeout=_timeout(deadline_s)
                 ) as answer:
                     status, text = answer.status, await answer.text()
         except TimeoutError:

@@ -7,63 +7,52 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrt.engines.hf import load_model, named_parameters, parameter_shapes, weight_bytes
-from flowrt.engines.options import SglangOptions
-from flowrt.engines.sglang import protocol
-from flowrt.engines.sglang.client import SglangClient
-from flowrt.engines.sglang.layout import ExpectedChecksums, Layout
-from flowrt.engines.sglang.server_process import SglangServer, given_key
-from flowrt.engines.sglang.weights import Staged, WeightTransfer, weight_transfer
-from flowrt.errors import ConfigError, EngineError, EngineGone, WaitExpired
+from flowrt.engines.options import ServerOptions
+from flowrt.engines.server.client import ServerClient
+from flowrt.engines.server.dialect import Continuation, Dialect, ServerFacts, Staged, WeightTransfer
+from flowrt.engines.server.layout import Layout
+from flowrt.engines.server.process import ServerProcess
+from flowrt.errors import EngineError, EngineGone, WaitExpired
 from flowrt.runtime.time_limits import MIN_BYTES_PER_S, generation_limit_s
 from flowrt.runtime.waits import BoundedElsewhere, LivenessTimeout, cancel_and_wait, locked, pause, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
 log = logging.getLogger("flowrt")
-LOCK = BoundedElsewhere("start_s, request_s or update_s of rollout.sglang, for each server that is tried")
+LOCK = BoundedElsewhere("start_s, request_s or update_s of the server's options, for each server that is tried")
 SIGNS_PER_TIMEOUT = 16
 """Requests for a sign of life within ``request_s``."""
 CLOSE_TIMEOUT_S = 5.0
-EARLIER_WORK = "earlier work on the SGLang server"
+EARLIER_WORK = "earlier work on the server"
 
 
-@dataclass(frozen=True, slots=True)
-class _StagedUpdate:
-    """A snapshot that is ready to be loaded, and the checksums of a server that has loaded it."""
-
-    snapshot: Snapshot
-    staged: Staged
-    checksums: ExpectedChecksums | None
-    """None if the server computes other checksums."""
-
-
-class SglangSupervisor:
+class ServerSupervisor:
     """The current server, and its replacements.
 
     ``incarnation`` is the number of servers so far, ``aborts`` how often running sequences were aborted. A caller whose
     request was not completed compares them with their values at the time of the request.
 
     Args:
+        dialect: the kind of server.
         options: options of the server.
-        model: directory of the checkpoint.
         server: the server process; None for a running server that this worker did not start.
-        needs_tokenizer: whether the server has to search for stop strings.
+        url: address of a running server.
+        model: directory of the checkpoint.
     """
 
     def __init__(
-        self, options: SglangOptions, model: Path, server: SglangServer | None, *, needs_tokenizer: bool = False
+        self, dialect: Dialect, options: ServerOptions, server: ServerProcess | None, *, url: str, model: Path
     ) -> None:
+        self._dialect = dialect
         self._options = options
-        self._model = model
         self._server = server
-        self._needs_tokenizer = needs_tokenizer
+        self._given_url = url
+        self._model = model
         self._layout = Layout(parameter_shapes(model))
         extra_s = weight_bytes(model) / MIN_BYTES_PER_S
         self._start_s, self._update_s = options.start_s + extra_s, options.update_s + extra_s
@@ -74,19 +63,15 @@ class SglangSupervisor:
         self.aborts = 0
         self.serving = asyncio.Event()
         """Clear while the server is down, or its weights are uncertain or being updated."""
-        self.can = protocol.Capabilities(update_session=True, token_versions=True, supports=True)
-        self.devices = 0
-        """Number of accelerators of the server."""
-        self.longest_input: int | None = None
-        """From this number of tokens on the server refuses a request; None if it does not say so."""
+        self.facts = ServerFacts("")
+        """What is known of the current server."""
         self._requests = 0
         self._restarts_left = options.max_server_restarts
         self._snapshot: Snapshot | None = None  # the weights that the server should have; None: the checkpoint's
-        self._client: SglangClient | None = None
+        self._client: ServerClient | None = None
         self._transfer: WeightTransfer | None = None
-        self._staged: _StagedUpdate | None = None
+        self._staged: tuple[Snapshot, Staged] | None = None
         self._tried: Snapshot | None = None
-        self._has_checksums = False
         self._lock = asyncio.Lock()
 
     @property
@@ -106,12 +91,8 @@ class SglangSupervisor:
             await self._reset()
             self.serving.set()
 
-    async def generate(self, call: protocol.Call, max_new_tokens: int) -> Any:
-        """Send a request for a sequence. Returns the decoded response.
-
-        Args:
-            call: the request.
-            max_new_tokens: maximum number of tokens that it may generate.
+    async def generate(self, part: Continuation) -> Any:
+        """Send a request for the rest of a sequence. Returns the decoded answer.
 
         Raises:
             EngineGone: if the server fails, gives no sign of life for ``request_s`` seconds, or generates the sequence
@@ -124,8 +105,9 @@ class SglangSupervisor:
             self._watch = asyncio.create_task(self._watch_server())
         what = "a generated sequence"
         try:
-            answer = self._client.post(call, generation_limit_s(self._options.request_s, max_new_tokens))
-            return await wait_until(answer, self._signs, what, f"the SGLang server at {self.url}")
+            limit_s = generation_limit_s(self._options.request_s, part.sampling.max_new_tokens - part.generated)
+            answer = self._client.post(self._dialect.generate(part), limit_s)
+            return await wait_until(answer, self._signs, what, self._described())
         except WaitExpired as late:
             raise EngineGone(f"{late}, which gives no sign of life") from None
         finally:
@@ -135,7 +117,7 @@ class SglangSupervisor:
         """Extend the time limit of all requests with each sign of life of the server, while there are requests."""
         interval_s = self._options.request_s / SIGNS_PER_TIMEOUT
         while self._requests:
-            if self._client is not None and await self._client.is_generating(interval_s):
+            if self._client is not None and await self._dialect.is_generating(self._client, interval_s):
                 self._signs.renew()
             await pause(interval_s)
 
@@ -181,10 +163,10 @@ class SglangSupervisor:
             self.aborts += 1
             try:
                 with suppress(EngineError):
-                    await self._client.post(protocol.pause("abort"), self._update_s)
+                    await self._client.post(self._dialect.pause("abort"), self._update_s)
                 yield
                 with suppress(EngineError):
-                    await self._client.post(protocol.resume(), self._update_s)
+                    await self._client.post(self._dialect.resume(), self._update_s)
             finally:
                 self.serving.set()
 
@@ -219,17 +201,17 @@ class SglangSupervisor:
         while self._restarts_left > 0:
             self._restarts_left -= 1
             exit_summary = "" if self._server is None else f"; {self._server.exit_summary()}"
-            log.warning("the SGLang server failed: %s%s", reason, exit_summary)
+            log.warning("the %s server failed: %s%s", self._dialect.name, reason, exit_summary)
             try:
                 await self._reset()
             except EngineError as error:
                 reason = error
             else:
                 version = 0 if self._snapshot is None else self._snapshot.version
-                log.warning("the SGLang server is back, with version %d", version)
+                log.warning("the %s server is back, with version %d", self._dialect.name, version)
                 return
         raise EngineError(
-            f"the SGLang server failed more often than rollout.sglang.max_server_restarts "
+            f"the {self._dialect.name} server failed more often than {self._dialect.table}.max_server_restarts "
             f"({self._options.max_server_restarts}) allows; last error: {reason}"
         )
 
@@ -239,76 +221,33 @@ class SglangSupervisor:
         self._unstage()  # a staged update is for the previous server
         if self._client is not None:
             await self._client.close()
-        options, server = self._options, self._server
-        url, key = (options.url[0], given_key(os.environ)) if server is None else (server.start(), server.key)
-        self._client = SglangClient(url, key)
+        server, dialect = self._server, self._dialect
+        url, key = (self._given_url, dialect.given_key()) if server is None else (server.start(), server.key)
+        self._client = client = ServerClient(url, dialect.name, key)
         try:
-            if server is None:  # an earlier worker may have left it paused, in which state it is not healthy
-                await self._client.wait_healthy(self._start_s, lambda: True, revive=protocol.resume())
+            if server is None:
+                await client.wait_healthy(self._start_s, lambda: True, revive=dialect.health_resume)
             else:
-                await self._client.wait_healthy(self._start_s, server.alive)
+                await client.wait_healthy(self._start_s, server.alive)
         except EngineGone as gone:
             raise EngineGone(f"{gone}; {server.exit_summary()}" if server is not None else str(gone)) from None
-        await self._probe()
+        self.facts = await dialect.facts(client)
+        log.info("%s %s on %s at %s", dialect.name, self.facts.release, self.facts.device, url)
+        self._transfer = dialect.transfer(self._layout, self.facts)
         if server is not None:
             server.on_ready()
         else:
-            await self._client.post(protocol.pause("abort"), self._update_s)  # ends requests of an earlier worker
-            if self.can.update_session:
-                await self._end_session()
+            await dialect.take_over(client, self._update_s)
         if self._snapshot is not None:
             await self._load(self._snapshot, flush=True)
         if server is None:
-            await self._client.post(protocol.resume(), self._update_s)
-
-    async def _end_session(self) -> None:
-        """End the session that an interrupted update, of this or an earlier worker, may have left open."""
-        assert self._client is not None
-        try:
-            await self._client.post(protocol.end_session(), self._update_s)
-        except EngineGone:
-            raise
-        except EngineError as refused:
-            log.debug("no session was open: %s", refused)
-
-    async def _probe(self) -> None:
-        """Find out the server's capabilities, its number of ranks, and whether its checksums can be computed here."""
-        assert self._client is not None
-        about = await self._client.get("/server_info")
-        self.can = protocol.capabilities(str(about.get("version")))
-        ranks = int(about.get("tp_size") or 1)
-        for name in ("dp_size", "pp_size"):
-            if int(about.get(name) or 1) > 1:
-                raise EngineError(
-                    f"the SGLang server at {self._client.url} has {name} {about[name]}: weights can be changed "
-                    "in one part only; use 1, and more rollout workers"
-                )
-        if about.get("device") == "npu" and self._options.weights == "broadcast":
-            raise ConfigError(
-                f"the SGLang server at {self._client.url} works on an NPU, and rollout.sglang.weights broadcast uses "
-                "gloo, which does not support NPUs; use disk or tensor"
-            )
-        if self._needs_tokenizer and about.get("skip_tokenizer_init"):
-            raise EngineError(
-                f"the SGLang server at {self._client.url} has no tokenizer, which rollout.stop needs; start it without "
-                "--skip-tokenizer-init"
-            )
-        if unknown := protocol.unknown_preferences(about):
-            raise EngineError(
-                f"the SGLang server at {self._client.url} prefers values of {', '.join(unknown)}, which requests do "
-                "not overrule; start it without them in --preferred-sampling-params"
-            )
-        self.longest_input = about.get("max_req_input_len")
-        self.devices = 0 if about.get("device") == "cpu" else ranks
-        self._transfer = weight_transfer(self._options, self._layout, ranks)
-        self._has_checksums = about.get("device") == "cpu" and ranks == 1 and about.get("dtype") == "float32"
-        log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._client.url)
+            await client.post(dialect.resume(), self._update_s)
 
     async def _update(self, snapshot: Snapshot) -> None:
         """Update the weights, with one deadline for the whole update."""
         what = f"version {snapshot.version} to be loaded"
         try:
-            await wait_until(self._update_weights(snapshot), self._update_s, what, f"the SGLang server at {self.url}")
+            await wait_until(self._update_weights(snapshot), self._update_s, what, self._described())
         except WaitExpired as late:
             raise EngineGone(str(late)) from None
 
@@ -318,59 +257,54 @@ class SglangSupervisor:
         await self._ensure_staged(snapshot)
         deadline_s = self._update_s
         # Without versions of tokens, running sequences are aborted, so that a response has only one version.
-        mode = self._options.pause if self.can.token_versions else "abort"
+        mode = self._options.pause if self.facts.token_versions else "abort"
         running = self._requests > 0
         if running:
             self.aborts += mode == "abort"
-            await self._client.post(protocol.pause(mode), deadline_s)
+            await self._client.post(self._dialect.pause(mode), deadline_s)
         # Sequences that are paused in place still need their keys and values in the cache.
         await self._load(snapshot, flush=not (running and mode == "in_place"))
         if running:
-            await self._client.post(protocol.resume(), deadline_s)
+            await self._client.post(self._dialect.resume(), deadline_s)
 
     async def _load(self, snapshot: Snapshot, *, flush: bool) -> None:
-        """Load all weights and compare their checksums."""
+        """Load and verify all weights."""
         assert self._client is not None
-        client, deadline_s = self._client, self._update_s
-        update = await self._ensure_staged(snapshot)
+        staged = await self._ensure_staged(snapshot)
         with self._naming(snapshot):
             try:
-                loading = update.staged.load(client, self.can, flush=flush)
-                await wait_until(loading, deadline_s, f"version {snapshot.version} to be loaded", client.url)
-                if update.checksums is not None:
-                    reported = await client.post(protocol.checksum(), deadline_s)
-                    await asyncio.to_thread(update.checksums.check, reported)
+                loading = staged.load(self._client, flush=flush)
+                await wait_until(loading, self._update_s, f"version {snapshot.version} to be loaded", self.url)
             finally:
                 self._unstage()
 
-    async def _ensure_staged(self, snapshot: Snapshot) -> _StagedUpdate:
+    async def _ensure_staged(self, snapshot: Snapshot) -> Staged:
         """The staged update of this snapshot, which is staged if necessary."""
-        if self._staged is None or self._staged.snapshot is not snapshot:
+        assert self._client is not None
+        assert self._transfer is not None
+        if self._staged is None or self._staged[0] is not snapshot:
             self._unstage()
             what = f"version {snapshot.version} to be staged"
             with self._naming(snapshot):
-                self._staged = await wait_until(self._stage(snapshot), self._update_s, what, self.url)
-        return self._staged
-
-    async def _stage(self, snapshot: Snapshot) -> _StagedUpdate:
-        assert self._client is not None
-        assert self._transfer is not None
-        checksums = ExpectedChecksums(self._layout, snapshot) if self._has_checksums else None
-        if checksums is not None:
-            await asyncio.to_thread(checksums.prepare)
-        return _StagedUpdate(snapshot, await self._transfer.stage(self._client, snapshot), checksums)
+                staging = self._transfer.stage(self._client, snapshot)
+                self._staged = snapshot, await wait_until(staging, self._update_s, what, self.url)
+        return self._staged[1]
 
     def _unstage(self) -> None:
         if self._staged is not None:
-            self._staged.staged.close()
+            self._staged[1].close()
             self._staged = None
+
+    def _described(self) -> str:
+        """The server, as in errors."""
+        return f"the {self._dialect.name} server at {self.url}"
 
     @contextmanager
     def _naming(self, snapshot: Snapshot) -> Iterator[None]:
-        """Add the version and the kind of transfer to errors."""
+        """Add the version and the way of the weights to errors."""
         try:
             yield
         except WaitExpired as late:
             raise EngineGone(str(late)) from None
         except EngineError as error:
-            raise type(error)(f"version {snapshot.version} by {self._options.weights}: {error}") from error
+            raise type(error)(f"version {snapshot.version} by {self._dialect.weights}: {error}") from error

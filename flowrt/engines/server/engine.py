@@ -1,4 +1,4 @@
-"""A rollout engine on an SGLang server, which the engine starts or which is already running.
+"""A rollout engine on a generation server, which the engine starts or which is already running.
 
 - Each sequence is a request, so the server batches as it does for any client, and generates between calls of `run`.
 - Sequences of a failed server are sent again with the tokens received so far.
@@ -21,10 +21,10 @@ import torch
 
 from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import Interrupt, NewTokens, Prompt, Response
-from flowrt.engines.options import SamplingOptions, SglangOptions, Truncation
-from flowrt.engines.sglang import protocol
-from flowrt.engines.sglang.server_process import SglangServer
-from flowrt.engines.sglang.supervisor import SglangSupervisor
+from flowrt.engines.options import SamplingOptions, ServerOptions
+from flowrt.engines.server.dialect import Continuation, Dialect, PartialResponse, Sampling
+from flowrt.engines.server.process import ServerProcess
+from flowrt.engines.server.supervisor import ServerSupervisor
 from flowrt.engines.stopping import StopConditions
 from flowrt.errors import EngineError, EngineGone, WaitExpired
 from flowrt.protocol.resources import EngineUse
@@ -65,7 +65,7 @@ class _Sequence:
             supports = [tuple(tokens.tolist()) for tokens in of_positions]
         return cls(prompt, prefix.tokens.tolist(), prefix.logprobs.tolist(), list(prefix.spans), supports)
 
-    def add(self, part: protocol.PartialResponse, stop: StopConditions) -> None:
+    def add(self, part: PartialResponse, stop: StopConditions) -> None:
         """Append tokens that the server returned, and search them for the end of the sequence."""
         begin = len(self.tokens)
         self.tokens += part.tokens
@@ -121,57 +121,52 @@ def _first_spans(spans: Sequence[int], tokens: int) -> tuple[int, ...]:
     return tuple(first)
 
 
-def _own(sampling: protocol.Sampling, options: SamplingOptions) -> protocol.Sampling:
+def _own(sampling: Sampling, options: SamplingOptions) -> Sampling:
     """The parameters of a sequence with sampling options of its own, whose support is not recorded."""
     return replace(sampling, temperature=options.temperature, truncation=options.truncation, records_supports=False)
 
 
-class SglangRollout:
+class ServerRollout:
     """Up to ``rows`` sequences at a time, in an event loop on a separate thread.
 
-    Seeds are sent with every request; a server uses them if it was started with --enable-deterministic-inference.
+    A seed is sent with every request; whether and how a server uses it is a matter of its kind.
 
     Args:
-        options: options of the server; the first address is that of a running server, without one a server is started.
+        dialect: the kind of server.
+        options: options of the server.
+        server: the server to start; None: the server at ``url`` runs already.
+        url: address of the running server.
         model: directory of the checkpoint.
         stop: stop tokens and stop strings.
         rows: maximum number of running sequences.
-        max_new_tokens: maximum length of a response, in tokens.
-        temperature: sampling temperature, above 0.
-        truncation: which tokens can be drawn; None: all. Responses have a support if it is active.
-        threads: number of CPU threads of a server that is started.
-        log_path: log file of a server that is started.
+        sampling: sampling parameters; the temperature must be above 0. Responses have a support if the truncation is
+            active.
 
-    Raises:
-        EngineError: if the temperature is not above 0, or the server's Python does not exist.
+    Raises EngineError if the temperature is not above 0.
     """
 
     def __init__(
         self,
-        options: SglangOptions,
-        model: Path,
+        dialect: Dialect,
+        options: ServerOptions,
         *,
+        server: ServerProcess | None,
+        url: str,
+        model: Path,
         stop: StopConditions,
         rows: int,
-        max_new_tokens: int,
-        temperature: float,
-        truncation: Truncation | None = None,
-        threads: int,
-        log_path: Path,
+        sampling: Sampling,
     ) -> None:
-        if temperature <= 0:
-            raise EngineError(f"rollout temperature is {temperature}; use a value above 0 (prompts can be greedy)")
+        if sampling.temperature <= 0:
+            raise EngineError(
+                f"rollout temperature is {sampling.temperature}; use a value above 0 (prompts can be greedy)"
+            )
+        self._dialect = dialect
         self._rows = rows
         self._stop = stop
-        self._sampling = protocol.Sampling(
-            temperature, max_new_tokens, stop.token_ids, stop.strings, truncation or Truncation()
-        )
-        self._server = None
-        if not options.url:
-            self._server = SglangServer(
-                options, model, rows=rows, threads=threads, log=log_path, has_tokenizer=bool(stop.strings)
-            )
-        self._supervisor = SglangSupervisor(options, model, self._server, needs_tokenizer=bool(stop.strings))
+        self._sampling = sampling
+        self._server = server
+        self._supervisor = ServerSupervisor(dialect, options, server, url=url, model=model)
         self._cut_warned = False
         self._finished: queue.SimpleQueue[Response] = queue.SimpleQueue()
         self._running = 0
@@ -182,7 +177,7 @@ class SglangRollout:
         self._sequences: dict[_Sequence, None] = {}
         self._calls: set[Future[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
         self._thread.start()
 
     def start(self) -> None:
@@ -191,10 +186,11 @@ class SglangRollout:
         Raises EngineError if no server becomes ready, or the server does not support truncated sampling.
         """
         self._run_in_loop(self._supervisor.start())
-        if self._sampling.truncation.is_active and not self._supervisor.can.supports:
+        lacks = self._supervisor.facts.no_supports
+        if self._sampling.truncation.is_active and lacks:
             raise EngineError(
-                f"the SGLang server at {self.url} does not return which tokens could be drawn, which training with "
-                f"rollout.top_k, top_p or min_p needs; use {protocol.release(protocol.SUPPORTS_SINCE)} or newer"
+                f"the {self._dialect.name} server at {self.url} does not return which tokens could be drawn, which "
+                f"training with rollout.top_k, top_p or min_p needs; {lacks}"
             )
 
     @property
@@ -213,7 +209,7 @@ class SglangRollout:
 
     def use(self) -> EngineUse:
         """Tokens that the server has returned, and its accelerators (see `ReportsUse`)."""
-        return EngineUse(self._received, devices=self._supervisor.devices)
+        return EngineUse(self._received, devices=self._supervisor.facts.devices)
 
     @property
     def url(self) -> str:
@@ -314,7 +310,9 @@ class SglangRollout:
         call = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._calls.add(call)
         try:
-            blocking(call.result, SERVER_DEADLINES, "the engine's own thread", self.url or "the SGLang server")
+            blocking(
+                call.result, SERVER_DEADLINES, "the engine's own thread", self.url or f"the {self._dialect.name} server"
+            )
         except CancelledError:
             raise EngineError("the engine was closed") from None
         finally:
@@ -344,52 +342,53 @@ class SglangRollout:
                 supervisor.serving.wait(), SERVER_DEADLINES, "a server with all of its weights", supervisor.url
             )
             version, aborts, incarnation = supervisor.version, supervisor.aborts, supervisor.incarnation
-            call = protocol.generate(
+            part = Continuation(
                 [*prompt.tokens.tolist(), *sequence.tokens],
+                len(sequence.tokens),
                 replace(sampling, max_new_tokens=limit),
-                generated=len(sequence.tokens),
                 seed=prompt.seed,
                 greedy=prompt.greedy,
                 version=version,
             )
             sequence.is_requested = True
             try:
-                answer = await supervisor.generate(call, limit - len(sequence.tokens))
-                with_supports = has_support and not prompt.greedy and prompt.sampling is None
-                part = protocol.parse_generated(answer, supervisor.can, version, with_supports=with_supports)
-                await asyncio.to_thread(sequence.add, part, self._stop)
-                self._received += len(part.tokens)
+                answer = await supervisor.generate(part)
+                response = self._dialect.parse_generated(answer, part)
+                await asyncio.to_thread(sequence.add, response, self._stop)
+                self._received += len(response.tokens)
             except EngineGone as gone:
                 sequence.is_requested = False
                 await supervisor.replace(incarnation, gone)
                 continue
             finally:
                 sequence.is_requested = False
-            if sequence.end is not None or self._is_full(sequence, part):
+            if sequence.end is not None or self._is_full(sequence, response):
                 self._finished.put(sequence.response(with_support=has_support))
                 return
-            if part.abort_reason and (supervisor.aborts, supervisor.incarnation) == (aborts, incarnation):
-                raise EngineError(f"the SGLang server aborted a sequence: {part.abort_reason}")
-            if not part.abort_reason and not part.tokens:
-                raise EngineError("the SGLang server ended a sequence without a token; does it serve the run's model?")
+            name = self._dialect.name
+            if response.abort_reason and (supervisor.aborts, supervisor.incarnation) == (aborts, incarnation):
+                raise EngineError(f"the {name} server aborted a sequence: {response.abort_reason}")
+            if not response.abort_reason and not response.tokens:
+                raise EngineError(f"the {name} server ended a sequence without a token; does it serve the run's model?")
 
     def _limit(self, prompt: Prompt) -> int:
         """Maximum length of the response to a prompt, in tokens."""
         return min(prompt.max_new_tokens or self._sampling.max_new_tokens, self._sampling.max_new_tokens)
 
-    def _is_full(self, sequence: _Sequence, part: protocol.PartialResponse) -> bool:
+    def _is_full(self, sequence: _Sequence, response: PartialResponse) -> bool:
         """Whether the sequence can have no more tokens: by the limit of the run, or by one of the server."""
         count, prompt = len(sequence.tokens), len(sequence.prompt.tokens)
         if count >= self._limit(sequence.prompt):
             return True
-        longest = self._supervisor.longest_input
-        if not part.at_limit and (longest is None or prompt + count < longest):
+        longest = self._supervisor.facts.longest_input
+        if not response.at_limit and (longest is None or prompt + count < longest):
             return False
         if not self._cut_warned:
             self._cut_warned = True
             log.warning(
-                "the SGLang server cuts sequences before their limit (%d): %d tokens after a prompt of %d tokens; "
-                "start it with a larger --max-total-tokens or --context-length",
+                "the %s server cuts sequences before their limit (%d): %d tokens after a prompt of %d tokens; start it "
+                "with a larger context length and cache",
+                self._dialect.name,
                 self._limit(sequence.prompt),
                 count,
                 prompt,

@@ -1,4 +1,4 @@
-"""The layout of a snapshot: the bytes of each tensor of the checkpoint, and the checksums of a server for them.
+"""The checksums of an SGLang server that has loaded a snapshot.
 
 - A server on a CPU reports the first eight bytes of the SHA-256 of each of its tensors, which are float32.
 - The server fuses some tensors of the checkpoint, and pads the vocabulary.
@@ -6,59 +6,15 @@
 """
 
 import hashlib
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from flowrt.engines.sglang.protocol import Parameter
-from flowrt.errors import EngineError, TransferError
+from flowrt.engines.server.layout import Layout
+from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
-
-DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of published weights; all parameters of a version have the same dtype."""
-
-
-class Layout:
-    """The parameters of a model, in the order in which they are published."""
-
-    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
-
-    def buckets(self, snapshot: Snapshot) -> list[list[tuple[Parameter, torch.Tensor]]]:
-        """The parameters of each bucket with their views of it.
-
-        Raises TransferError if the snapshot is of another model.
-        """
-        dtype = self._dtype(snapshot)
-        remaining = list(self._shapes.items())[::-1]
-        buckets = []
-        for bucket in snapshot.buckets:
-            views: list[tuple[Parameter, torch.Tensor]] = []
-            offset = 0
-            while offset < bucket.numel() and remaining:
-                name, shape = remaining.pop()
-                end = offset + math.prod(shape) * dtype.itemsize
-                if end > bucket.numel():
-                    raise TransferError(f"{name} does not fit into its bucket of version {snapshot.version}")
-                parameter = Parameter(name, str(dtype).removeprefix("torch."), shape)
-                views.append((parameter, bucket[offset:end].view(dtype).view(shape)))
-                offset = end
-            buckets.append(views)
-        return buckets
-
-    def _dtype(self, snapshot: Snapshot) -> torch.dtype:
-        elements, size = sum(map(math.prod, self._shapes.values())), sum(snapshot.bucket_bytes())
-        for dtype in DTYPES:
-            if elements * dtype.itemsize == size:
-                return dtype
-        raise TransferError(
-            f"version {snapshot.version} has {size} bytes for {elements} parameters; "
-            "do trainer and rollout load the same checkpoint?"
-        )
-
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 PADDED = ("embed_tokens.weight", "lm_head.weight")
