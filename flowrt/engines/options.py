@@ -185,6 +185,11 @@ class SglangOptions(ServerOptions):
 
 
 @dataclass(frozen=True)
+class VllmOptions(ServerOptions):
+    """Options of a rollout worker's vLLM server. A running one may also be at unix:PATH."""
+
+
+@dataclass(frozen=True)
 class RolloutSettings:
     """The part of the rollout workers' configuration that descriptors of rollout engines read."""
 
@@ -225,6 +230,8 @@ class RolloutSettings:
     """Engine torch: dtype of the model and its KV cache; auto: that of the weights that the trainer publishes."""
     sglang: Annotated[SglangOptions, OnlyIf("rollout.engine", have=("sglang",))] = field(default_factory=SglangOptions)
     """The SGLang server."""
+    vllm: Annotated[VllmOptions, OnlyIf("rollout.engine", have=("vllm",))] = field(default_factory=VllmOptions)
+    """The vLLM server."""
 
     @property
     def truncation(self) -> Truncation:

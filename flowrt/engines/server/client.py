@@ -64,6 +64,10 @@ class ServerClient:
         """As `post`, for a GET request."""
         return await self._request("GET", route, None, deadline_s)
 
+    async def text(self, route: str, deadline_s: float) -> str:
+        """The text of the response to a GET request. Raises errors as `post` does."""
+        return (await self._exchange("GET", route, None, deadline_s))[1]
+
     async def wait_healthy(self, deadline_s: float, alive: Callable[[], bool], revive: Call | None = None) -> None:
         """Wait until the server is healthy, at most ``deadline_s`` seconds.
 
@@ -114,6 +118,14 @@ class ServerClient:
         await self.close()
 
     async def _request(self, method: str, route: str, body: Any, deadline_s: float) -> Any:
+        """The decoded JSON of the response; an empty dictionary if it is not JSON."""
+        content, text = await self._exchange(method, route, body, deadline_s)
+        if isinstance(content, dict) and content.get("success") is False:
+            raise EngineError(f"{self.url}{route} refused (HTTP 200): {_message(content, text)}")
+        return content
+
+    async def _exchange(self, method: str, route: str, body: Any, deadline_s: float) -> tuple[Any, str]:
+        """The decoded JSON of the response, and its text."""
         try:
             with tracked(f"the answer of {route}", self.url, deadline_s):
                 async with self._http.request(
@@ -130,9 +142,9 @@ class ServerClient:
             content = {}
         if status >= SERVER_ERRORS:
             raise EngineGone(f"{self.url}{route} failed (HTTP {status}): {_message(content, text)}")
-        if status != 200 or (isinstance(content, dict) and content.get("success") is False):
+        if status != 200:
             raise EngineError(f"{self.url}{route} refused (HTTP {status}): {_message(content, text)}")
-        return content
+        return content, text
 
 
 def _timeout(deadline_s: float) -> aiohttp.ClientTimeout:
