@@ -22,7 +22,7 @@ run: $(STAMP)
 
 # What needs nothing but this machine, in 12 minutes on two cores: three files at a time, because tests with processes
 # often wait; those begin first. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
-REAL := gemma or sglang or slurm or netns or chromium or gpu or npu
+REAL := gemma or sglang or vllm or slurm or netns or chromium or gpu or npu
 PURE := tests/unit tests/property tests/architecture
 
 # Between two edits: what needs no whole run, with fewer examples and at most three cases of a test with parameters;
