@@ -17,6 +17,7 @@ from flowrt.engines.options import (
     Dtype,
     LoraOptions,
     RolloutSettings,
+    ServerOptions,
     TrainerSettings,
     Truncation,
 )
@@ -327,6 +328,10 @@ class TrainEngineDescriptor(ABC):
         """Sentences on options that the engine does not support."""
         return ()
 
+    def server_options(self, rollout: RolloutSettings) -> ServerOptions:  # noqa: ARG002
+        """The options of the server of an engine that has one."""
+        return ServerOptions()
+
     def check_packages(self, trainer: TrainerSettings) -> None:  # noqa: B027
         """Raise ConfigError if an optional package that these options need is not installed here."""
 
@@ -384,6 +389,10 @@ class RolloutEngineDescriptor(ABC):
         ``rollout`` has the run's device where it names none.
         """
         return ()
+
+    def server_options(self, rollout: RolloutSettings) -> ServerOptions:  # noqa: ARG002
+        """The options of the server of an engine that has one."""
+        return ServerOptions()
 
     def check_packages(self, rollout: RolloutSettings) -> None:  # noqa: B027
         """Raise ConfigError if what the engine starts is not installed on this host."""

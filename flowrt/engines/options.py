@@ -146,8 +146,8 @@ class ServerOptions:
     """Options of a rollout worker's server: a running one, or one that the worker starts."""
 
     url: tuple[str, ...] = ()
-    """Addresses of running servers (http://HOST:PORT), one for each rollout worker, in the order of the workers; empty:
-    each rollout worker starts one."""
+    """Addresses of running servers (http://HOST:PORT; for vLLM also unix:PATH), one for each rollout worker, in the
+    order of the workers; empty: each rollout worker starts one."""
     python: str = ""
     """Python of the environment with the server; flowrt's own environment does not need it."""
     device: str = ""
@@ -155,7 +155,7 @@ class ServerOptions:
     dtype: Annotated[str, STARTED] = "auto"
     """Dtype of a started server's weights, in the server's terms: auto, float32, bfloat16."""
     arguments: Annotated[str, STARTED] = ""
-    """Further arguments of a started server, such as --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
+    """Further arguments of a started server, in one text: --rollout.sglang.arguments="--tp 2"."""
     stage: str = ""
     """Directory shared with the server, for weights by disk; empty: memory of this worker (same host only)."""
     pause: PauseMode = "retract"
@@ -186,7 +186,7 @@ class SglangOptions(ServerOptions):
 
 @dataclass(frozen=True)
 class VllmOptions(ServerOptions):
-    """Options of a rollout worker's vLLM server. A running one may also be at unix:PATH."""
+    """Options of a rollout worker's vLLM server."""
 
 
 @dataclass(frozen=True)
@@ -217,16 +217,29 @@ class RolloutSettings:
     recompute_kv_on_update: Annotated[
         bool,
         OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.pause"),
+        OnlyIf("rollout.engine", but=("vllm",), instead="rollout.vllm.pause"),
         OnlyIf("rollout.weight_update", have=("in_flight",)),
     ] = True
     """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
     KV cache."""
-    compile: Annotated[bool, OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.arguments")] = False
+    compile: Annotated[
+        bool,
+        OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.arguments"),
+        OnlyIf("rollout.engine", but=("vllm",), instead="rollout.vllm.arguments"),
+    ] = False
     """Compile decoding (torch.compile on a CPU, CUDA graphs on a GPU): faster steps, but up to a minute more at
     startup."""
-    device: Annotated[Device, OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.device")] = ""
+    device: Annotated[
+        Device,
+        OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.device"),
+        OnlyIf("rollout.engine", but=("vllm",), instead="rollout.vllm.device"),
+    ] = ""
     """Engine torch: device of each worker; auto: an accelerator if present; empty: that of the run, else cpu."""
-    dtype: Annotated[DtypeOrAuto, OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.dtype")] = "auto"
+    dtype: Annotated[
+        DtypeOrAuto,
+        OnlyIf("rollout.engine", but=("sglang",), instead="rollout.sglang.dtype"),
+        OnlyIf("rollout.engine", but=("vllm",), instead="rollout.vllm.dtype"),
+    ] = "auto"
     """Engine torch: dtype of the model and its KV cache; auto: that of the weights that the trainer publishes."""
     sglang: Annotated[SglangOptions, OnlyIf("rollout.engine", have=("sglang",))] = field(default_factory=SglangOptions)
     """The SGLang server."""

@@ -7,9 +7,10 @@ from flowrt.engines.descriptor import RolloutEngineDescriptor, TrainEngineDescri
 from flowrt.engines.fsdp.descriptor import FsdpTraining
 from flowrt.engines.sglang.descriptor import SglangGeneration
 from flowrt.engines.torch.descriptor import TorchGeneration, TorchTraining
+from flowrt.engines.vllm.descriptor import VllmGeneration
 
 TrainEngineName = Literal["torch", "fsdp"]
-RolloutEngineName = Literal["torch", "sglang"]
+RolloutEngineName = Literal["torch", "sglang", "vllm"]
 
 TRAIN_ENGINES: Mapping[TrainEngineName, TrainEngineDescriptor] = {
     "torch": TorchTraining(),
@@ -18,4 +19,5 @@ TRAIN_ENGINES: Mapping[TrainEngineName, TrainEngineDescriptor] = {
 ROLLOUT_ENGINES: Mapping[RolloutEngineName, RolloutEngineDescriptor] = {
     "torch": TorchGeneration(),
     "sglang": SglangGeneration(),
+    "vllm": VllmGeneration(),
 }

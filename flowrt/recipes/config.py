@@ -173,7 +173,7 @@ class RolloutConfig(RolloutSettings):
     """Rollout workers: generation of responses."""
 
     engine: RolloutEngineName = "torch"
-    """Engine torch: PyTorch inside the worker; sglang: an SGLang server that the worker starts or connects to."""
+    """Engine torch: PyTorch inside the worker; sglang, vllm: a server that the worker starts or connects to."""
     journal_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S), OnlyIf("checkpoint.samples", but=(False,))] = 0.0
     """Seconds after which a worker writes the sequences in generation to its journal, so that they survive its sudden
     end up to there; 0: only complete samples, and sequences when the run is preempted."""

@@ -20,14 +20,15 @@ def with_devices(config: RunConfig) -> RunConfig:
     if not name:
         return config
     trainer, rollout, reference = config.trainer, config.rollout, config.reference
-    server = rollout.sglang
-    if not server.device and name != AUTO:  # an empty key is SGLang's own choice
-        server = replace(server, device=name)
+    sglang, vllm = rollout.sglang, rollout.vllm
+    if name != AUTO:  # an empty key is the server's own choice
+        sglang = replace(sglang, device=sglang.device or name)
+        vllm = replace(vllm, device=vllm.device or name)
     fsdp = replace(trainer.fsdp, device=trainer.fsdp.device or name)
     return replace(
         config,
         trainer=replace(trainer, device=trainer.device or name, fsdp=fsdp),
-        rollout=replace(rollout, device=rollout.device or name, sglang=server),
+        rollout=replace(rollout, device=rollout.device or name, sglang=sglang, vllm=vllm),
         reference=replace(reference, device=reference.device or name),
     )
 

@@ -32,6 +32,7 @@ FREE = (
     "rollout.max_running_requests",
     "rollout.journal_s",
     "rollout.sglang",
+    "rollout.vllm",
     "trainer.ranks",
     "trainer.device",
     "trainer.fsdp.device",

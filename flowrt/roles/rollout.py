@@ -25,6 +25,7 @@ from flowrt.engines.base import (
 )
 from flowrt.engines.hf import weight_bytes
 from flowrt.engines.options import SamplingOptions
+from flowrt.engines.registry import ROLLOUT_ENGINES
 from flowrt.errors import Drained, EngineError
 from flowrt.ids import ROLLOUT
 from flowrt.protocol.journals import journal_of
@@ -66,8 +67,8 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
     with contextlib.ExitStack() as stack:
         if isinstance(engine, ExternalEngine):
             stack.callback(engine.close)
-            starts = 1 + config.rollout.sglang.max_server_restarts
-            limit_s = starts * (config.rollout.sglang.start_s + weights_s(model_bytes))
+            server = ROLLOUT_ENGINES[config.rollout.engine].server_options(config.rollout)
+            limit_s = (1 + server.max_server_restarts) * (server.start_s + weights_s(model_bytes))
             with session.timeline.busy("load"), session.progress.expected(limit_s):
                 await session.unless_ended(asyncio.to_thread(engine.start))
         session.params.set_device(POLICY, weights_device(config))

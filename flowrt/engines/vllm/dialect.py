@@ -59,12 +59,12 @@ class VllmDialect(Dialect):
         self._can = protocol.capabilities(release)
         config = await self._config(client)
         parallel, scheduler = config.get("parallel_config", {}), config.get("scheduler_config", {})
-        ranks = int(parallel.get("tensor_parallel_size") or 1) * int(parallel.get("pipeline_parallel_size") or 1)
-        if int(parallel.get("data_parallel_size") or 1) > 1:
-            raise EngineError(
-                f"the vLLM server at {client.url} has data parallel engines: weights can be changed in one only; use "
-                "1, and more rollout workers"
-            )
+        for name in ("data_parallel_size", "pipeline_parallel_size"):
+            if int(parallel.get(name) or 1) > 1:
+                raise EngineError(
+                    f"the vLLM server at {client.url} has {name} {parallel[name]}: weights can be changed in one part "
+                    "only; use 1, and more rollout workers"
+                )
         model = config.get("model_config", {})
         if (mode := str(model.get("logprobs_mode"))).rpartition(".")[2].lower() != "processed_logprobs":
             raise EngineError(
@@ -76,7 +76,7 @@ class VllmDialect(Dialect):
             await client.post(protocol.label(0), INFO_TIMEOUT_S)
         return ServerFacts(
             release=release,
-            ranks=ranks,
+            ranks=int(parallel.get("tensor_parallel_size") or 1),
             device=device,
             token_versions=self._can.token_versions,
             longest_input=int(model["max_model_len"]) if model.get("max_model_len") else None,

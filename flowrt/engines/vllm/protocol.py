@@ -15,14 +15,13 @@ from typing import Any
 from flowrt.engines.options import PauseMode
 from flowrt.engines.server.client import Call
 from flowrt.engines.server.dialect import Continuation, PartialResponse
+from flowrt.engines.vllm.descriptor import MAX_TOP_K
 from flowrt.errors import EngineError
 
 OLDEST = (0, 17, 0)
 LABELS_SINCE = (0, 27, 0)
 SCALE_OUT_SINCE = (0, 30, 0)
 TOKEN_VERSIONS_SINCE = (0, 32, 0)
-MAX_SUPPORT = 512
-"""Maximum number of tokens that are requested of those that could be drawn: about 60 bytes each, for each token."""
 EXCLUDED = -9000.0
 """Log-probabilities below this one stand for tokens that cannot be drawn: vLLM writes -9999."""
 SEED_BITS = 62
@@ -94,7 +93,7 @@ def generate(part: Continuation, *, has_seed: bool, vocabulary: int) -> Call:
 
 def support_limit(top_k: int, vocabulary: int) -> int:
     """Number of likeliest tokens that are requested: one more than may be in the support, so that its end is seen."""
-    return min((top_k or MAX_SUPPORT) + 1, MAX_SUPPORT + 1, vocabulary)
+    return min((top_k or MAX_TOP_K) + 1, MAX_TOP_K + 1, vocabulary)
 
 
 def _seed_of_part(part: Continuation) -> int:
@@ -210,5 +209,5 @@ def _check_supports(supports: tuple[_ReturnedSupport, ...], limit: int, vocabula
         if not support.has_end and len(support.tokens) < vocabulary:
             raise EngineError(
                 f"a token was drawn from {limit} tokens or more, which is as many as the vLLM server returns; "
-                f"set rollout.top_k to {MAX_SUPPORT} or less, with top_p and min_p if you like"
+                f"set rollout.top_k to {MAX_TOP_K} or less, with top_p and min_p if you like"
             )

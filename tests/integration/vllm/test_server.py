@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters
 from flowrt.engines.options import Truncation
-from flowrt.engines.server import weights as server_weights
 from flowrt.engines.server.client import UNIX_SCHEME
 from flowrt.engines.server.engine import ServerRollout
 from flowrt.engines.training.forward import response_logprobs, score
@@ -108,7 +108,7 @@ def test_a_support_that_is_larger_than_the_limit_is_refused(checkpoint: Path) ->
     from flowrt.engines.vllm import protocol
 
     with pytest.MonkeyPatch.context() as patch, owner(checkpoint, truncation=Truncation(4_096, 0.99)) as engine:
-        patch.setattr(protocol, "MAX_SUPPORT", 8)
+        patch.setattr(protocol, "MAX_TOP_K", 8)
         engine.add(prompts(1))
         with pytest.raises(EngineError, match=r"drawn from 9 tokens or more.*set rollout\.top_k to 8 or less"):
             drain(engine)
@@ -189,7 +189,7 @@ def test_a_load_that_fails_replaces_the_server(
     missing: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A checkpoint that lacks a tensor, which vLLM only logs, and one with a tensor of another shape."""
-    save_file, saved = server_weights.save_file, list[Path]()
+    saved: list[Path] = []
 
     def save_wrong(tensors: dict[str, torch.Tensor], file: Path, **options: Any) -> None:
         saved.append(file)
@@ -202,7 +202,7 @@ def test_a_load_that_fails_replaces_the_server(
 
     with owner(checkpoint) as engine:
         before, sent = engine.server_pid, prompts()
-        monkeypatch.setattr(server_weights, "save_file", save_wrong)
+        monkeypatch.setattr("flowrt.engines.server.weights.save_file", save_wrong)
         engine.swap(snapshot(1))
         assert "version 1 by disk: " in caplog.text
         assert not missing or "model.norm.weight" in caplog.text

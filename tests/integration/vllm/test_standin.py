@@ -174,7 +174,7 @@ def test_a_sequence_that_fills_the_context_is_truncated(
     [
         ({"development": False}, r"start it with VLLM_SERVER_DEV_MODE=1"),
         ({"logprobs_mode": "raw_logprobs"}, r"returns raw_logprobs: start it with --logprobs-mode processed_logprobs"),
-        ({"data_parallel": 2}, r"data parallel engines: .*use 1, and more rollout workers"),
+        ({"data_parallel": 2}, r"has data_parallel_size 2: .*use 1, and more rollout workers"),
     ],
 )
 def test_a_server_that_was_started_otherwise_is_refused(
@@ -257,7 +257,7 @@ def test_a_support_without_an_end_is_refused(
     start_standin: Callable[..., Any], make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More tokens could be drawn than the server returns: the trainer would use other probabilities."""
-    monkeypatch.setattr(protocol, "MAX_SUPPORT", 8)
+    monkeypatch.setattr(protocol, "MAX_TOP_K", 8)
     engine = make_engine(start_standin(support=9_999).url, truncation=Truncation(top_k=4_096, top_p=0.9))
     engine.add(prompts(1))
     with pytest.raises(EngineError, match=r"drawn from 9 tokens or more, .*set rollout\.top_k to 8 or less"):

@@ -22,6 +22,7 @@ import torch
 
 from flowrt.cli import main
 from flowrt.engines.base import sample_seed
+from flowrt.engines.registry import ROLLOUT_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.observability.run_reader import flat
 from flowrt.recipes.algorithm_config import AlgorithmConfig
@@ -265,6 +266,42 @@ def test_invalid_sglang_settings_are_refused(settings: list[str], message: str) 
     with pytest.raises(ConfigError, match=message) as refused:
         parse(["--rollout.engine", "sglang", *settings])
     assert "secret" not in str(refused.value)
+
+
+VLLM, VLLM_URL = ["--rollout.vllm.python", sys.executable], ["--rollout.workers", "1", "--rollout.vllm.url"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], "name its Python"),
+        ([*VLLM, "--rollout.vllm.url", "unix:/s"], "not both"),
+        (["--rollout.vllm.python", "/no/such/python"], "is not a file"),
+        ([*VLLM_URL, "unix:relative"], "begins with http"),
+        ([*VLLM_URL, "http://me:secret@host:1"], "user name or password.*VLLM_API_KEY"),
+        (["--rollout.workers", "2", "--rollout.vllm.url", "unix:/s", "unix:/s"], "names a server twice"),
+        ([*VLLM, "--rollout.vllm.arguments=--uds /s"], "has --uds: .*rollout.vllm.url"),
+        ([*VLLM, "--rollout.vllm.arguments=--logprobs-mode raw_logprobs"], "has --logprobs-mode: .*leave it out"),
+        ([*VLLM, "--rollout.vllm.arguments=-dp 2"], "has -dp 2: .*more rollout workers"),
+        ([*VLLM, "--rollout.vllm.arguments=-tp x"], "has -tp 'x', which is no number of devices"),
+        ([*VLLM, "--rollout.top-k", "513"], "rollout.top_k is 513, and .* 512 tokens .*; lower it"),
+        ([*VLLM, "--rollout.compile", "True"], "engine vllm; set rollout.vllm.arguments in its place"),
+        ([*VLLM, "--rollout.sglang.pause", "abort"], "rollout.sglang.pause is 'abort', which changes nothing"),
+        ([*VLLM, "--deterministic", "True"], "need --rollout.engine torch"),
+    ],
+)
+def test_invalid_vllm_settings_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        parse(["--rollout.engine", "vllm", *settings])
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices"), [("", 1), ("-tp 2", 2), ("--tensor-parallel-size=4", 4), ("--tensor-par 8", 8)]
+)
+def test_a_vllm_server_has_the_devices_of_its_arguments(arguments: str, devices: int) -> None:
+    config = parse(["--rollout.engine", "vllm", *VLLM, f"--rollout.vllm.arguments={arguments}"])
+    assert ROLLOUT_ENGINES["vllm"].devices(config.rollout) == devices
 
 
 def test_all_mistakes_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
