@@ -49,7 +49,11 @@ def test_processes_run_modules_without_the_current_directory_on_their_path() -> 
     ``flowrt/__init__.py`` detects a process that the user started so.
     """
     starters = [str(path.relative_to(ROOT)) for path in (ROOT / "flowrt").rglob("*.py") if '"-m"' in path.read_text()]
-    assert sorted(starters) == ["flowrt/__init__.py", "flowrt/engines/sglang/server_process.py"]
+    assert sorted(starters) == [
+        "flowrt/__init__.py",
+        "flowrt/engines/sglang/server_process.py",
+        "flowrt/engines/vllm/server_process.py",
+    ]
 
 
 def test_no_variable_is_called_one_or_found() -> None:

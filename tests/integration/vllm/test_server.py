@@ -131,7 +131,7 @@ def _never() -> Any:
 
 
 def test_other_accounts_cannot_reach_the_socket(owned: ServerRollout) -> None:
-    """Whoever reaches it can change the weights."""
+    """Who reaches it can change the weights."""
     path = Path(owned.url.removeprefix(UNIX_SCHEME))
     assert path.is_socket()
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
