@@ -19,7 +19,8 @@ from flowrt.engines.server.engine import ServerRollout
 from flowrt.engines.training.forward import response_logprobs, score
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
-from tests.integration.sglang.conftest import LONG, ROWS, SHORT, TEMPERATURE, build, drain, prompts
+from tests.integration.conftest import wait_until
+from tests.integration.sglang.conftest import LONG, ROWS, SHORT, START_S, TEMPERATURE, build, drain, prompts
 
 from .conftest import REAL_SERVER, owner
 
@@ -216,13 +217,13 @@ def test_a_load_that_fails_replaces_the_server(
 # ---- failures of the server; last, because each costs a restart
 
 
-def test_server_killed_while_generating_restarts_and_completes_all_requests(
-    owned: ServerRollout, make_sharing_engine: Callable[..., Any]
-) -> None:
-    before, sent = owned.server_pid, prompts()
-    add_and_wait_until_running(owned, sent, make_sharing_engine(SHORT))
-    os.killpg(before, signal.SIGKILL)
-    responses = drain(owned)
-    assert [response.key for response in responses] == [prompt.key for prompt in sent]
-    assert all_close(sent, responses)
-    assert owned.server_pid != before
+def test_server_killed_while_generating_restarts_and_completes_all_requests(checkpoint: Path) -> None:
+    with owner(checkpoint) as engine:
+        before, sent = engine.server_pid, prompts()
+        engine.add(sent)
+        wait_until(lambda: engine._supervisor._requests == len(sent), START_S, lambda: "no sequences run")
+        os.killpg(before, signal.SIGKILL)
+        responses = drain(engine)
+        assert [response.key for response in responses] == [prompt.key for prompt in sent]
+        assert all_close(sent, responses)
+        assert engine.server_pid != before
