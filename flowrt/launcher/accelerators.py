@@ -95,9 +95,9 @@ def memory_shares(
         left = DIVIDED - sum(fixed.values())
         if left <= 0:
             raise ConfigError(
-                f"{', '.join(names)} share device {place}, and rollout.sglang.arguments give {sum(fixed.values()):g} "
-                "of its memory to servers, which leaves nothing for contexts and for others; lower "
-                "--mem-fraction-static, or leave it out"
+                f"{', '.join(names)} share device {place}, and rollout.{config.rollout.engine}.arguments give "
+                f"{sum(fixed.values()):g} of its memory to servers, which leaves nothing for contexts and for others; "
+                "lower the fraction of memory there, or leave it out"
             )
         divided = {name: left * size / sum(sizes.values()) for name, size in sizes.items()}
         shares |= {name: min(share, shares.get(name, 1.0)) for name, share in (fixed | divided).items()}

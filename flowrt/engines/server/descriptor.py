@@ -23,6 +23,7 @@ from flowrt.engines.options import RolloutSettings, ServerOptions
 from flowrt.errors import ConfigError
 from flowrt.ids import ROLLOUT
 from flowrt.runtime.addresses import check_url
+from flowrt.runtime.resource_limits import memory_share
 
 if TYPE_CHECKING:
     from flowrt.engines.server.engine import ServerRollout
@@ -168,6 +169,8 @@ class ServerGeneration(RolloutEngineDescriptor):
             self._check_visible(setup.worker, self.devices(setup.settings))
         if server.url:
             server = replace(server, url=(self._url_of(setup.worker, server.url),))
+        elif server.device != "cpu":
+            server = self.within_share(server, memory_share())
         return self.rollout_engine(
             server,
             setup.model,
