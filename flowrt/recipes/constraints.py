@@ -190,8 +190,6 @@ def _trainer_mistakes(config: RunConfig) -> Iterator[str]:
     yield from TRAIN_ENGINES[trainer.engine].mistakes(trainer)
     if trainer.lora.rank and not trainer.lora.alpha:
         yield "trainer.lora.alpha is 0: the adapters would change nothing; use another, for example 16"
-    if trainer.engine == "fsdp" and trainer.compile and trainer.fsdp.recompute:
-        yield "trainer.compile changes nothing with trainer.fsdp.recompute, which runs layers uncompiled; leave out one"
     if trainer.schedule == "constant":
         return
     if trainer.min_lr > trainer.lr:

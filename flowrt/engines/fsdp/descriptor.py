@@ -1,6 +1,7 @@
 """The fsdp engine: parameters, gradients and optimiser state in shards, on any device."""
 
 import importlib.util
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flowrt.engines.descriptor import (
@@ -26,6 +27,10 @@ class FsdpTraining(TrainEngineDescriptor):
 
     needs_process_group = True
     applies_supports = True
+
+    def mistakes(self, trainer: TrainerSettings) -> Iterator[str]:
+        if trainer.compile and trainer.fsdp.recompute:
+            yield "trainer.compile does nothing with trainer.fsdp.recompute, which runs layers uncompiled; leave one out"
 
     def check_packages(self, trainer: TrainerSettings) -> None:
         if trainer.lora.rank and importlib.util.find_spec("peft") is None:
