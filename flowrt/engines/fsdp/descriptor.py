@@ -30,7 +30,8 @@ class FsdpTraining(TrainEngineDescriptor):
 
     def mistakes(self, trainer: TrainerSettings) -> Iterator[str]:
         if trainer.compile and trainer.fsdp.recompute:
-            yield "trainer.compile does nothing with trainer.fsdp.recompute, which runs layers uncompiled; leave one out"
+            ways = "trainer.fsdp.recompute, which runs layers uncompiled"
+            yield f"trainer.compile changes nothing with {ways}; leave out one"
 
     def check_packages(self, trainer: TrainerSettings) -> None:
         if trainer.lora.rank and importlib.util.find_spec("peft") is None:
