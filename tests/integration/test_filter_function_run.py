@@ -83,7 +83,7 @@ def test_error_in_the_filter_function_is_refused_before_the_run_starts(
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--algorithm.filter.function-timeout-s", "3"], "algorithm.filter.function is empty"),
+        (["--algorithm.filter.function-timeout-s", "3"], "changes nothing with algorithm.filter.function ''"),
         (
             ["--algorithm.filter.function", "a.py", "--algorithm.filter.function-timeout-s", "0"],
             "function_timeout_s is",

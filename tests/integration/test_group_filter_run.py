@@ -110,8 +110,11 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
     ("flags", "message"),
     [
         (
-            ["--algorithm.filter.zero-variance", "True", "--group-size", "1", "--algorithm.advantage.baseline", "none"],
-            "group_size is 1",
+            [
+                *("--algorithm.filter.zero-variance", "True", "--group-size", "1"),
+                *("--algorithm.advantage.baseline", "none", "--algorithm.advantage.scale", "none"),
+            ],
+            "group_size is 1: the rewards of every group would be equal",
         ),
         (["--algorithm.filter.min-reward", "0.9", "--algorithm.filter.max-reward", "0.1"], "no group would be trained"),
         (["--algorithm.filter.tries", "3"], "no groups are filtered"),

@@ -40,11 +40,9 @@ class ServerGeneration(RolloutEngineDescriptor):
     is_in_worker = False
     limits_prompts = True
     name: str
-    """Name of the engine and of the table of its options: sglang."""
+    """Name of the engine, of the table of its options, and of the package in the server's environment: sglang."""
     title: str
     """As in messages: SGLang."""
-    package: str
-    """The package in the server's environment."""
     key_variable: str
     """Environment variable of the worker: the API key of a server that it did not start."""
     address_schemes: tuple[str, ...] = ()
@@ -130,7 +128,7 @@ class ServerGeneration(RolloutEngineDescriptor):
         from flowrt.engines.server.process import check_installed
 
         if python := self.server_options(rollout).python:
-            check_installed(f"{self.table}.python", python, self.package, f"scripts/install_{self.name} makes one")
+            check_installed(self.name, self.title, python)
 
     def device(self, rollout: RolloutSettings) -> str:
         """The device of the server; cpu for a running server, whose memory is in use before the run starts."""

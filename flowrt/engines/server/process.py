@@ -167,20 +167,19 @@ def server_environment(dropped: re.Pattern[str]) -> dict[str, str]:
     return {**kept, "PYTHONSAFEPATH": "1"}
 
 
-def check_installed(key: str, python: str, package: str, fix: str) -> None:
-    """Check that a Python has a package, which is looked for and not imported.
+def check_installed(engine: str, title: str, python: str) -> None:
+    """Check that a Python has the package of a kind of server, which is looked for and not imported.
 
     Args:
-        key: name of the configuration key of ``python``.
+        engine: name of the engine and of the package: sglang.
+        title: as in messages: SGLang.
         python: the executable.
-        package: name of the package to import.
-        fix: how to get an environment with it.
 
     Raises ConfigError unless it has the package.
     """
     call = partial(
         subprocess.run,
-        [python, "-c", FIND_PACKAGE, package],
+        [python, "-c", FIND_PACKAGE, engine],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -190,15 +189,18 @@ def check_installed(key: str, python: str, package: str, fix: str) -> None:
         check=False,
     )
     try:
-        answer = blocking(call, FIND_TIMEOUT_S, f"a Python to find {package}", "that Python").stdout.strip()
+        answer = blocking(call, FIND_TIMEOUT_S, f"a Python to find {title}", "that Python").stdout.strip()
         if answer == "True":
             return
-        state = f"has no package {package}" if answer == "False" else "is no Python"
+        state = f"has no {title}" if answer == "False" else "is no Python"
     except OSError as error:
         state = f"cannot be started: {error.strerror}"
     except subprocess.TimeoutExpired:
         state = f"has not answered within {FIND_TIMEOUT_S:.0f} s"
-    raise ConfigError(f"{key} is {python!r}, which {state}; name the Python of an environment with it ({fix})")
+    raise ConfigError(
+        f"rollout.{engine}.python is {python!r}, which {state}; name the Python of an environment with {title} "
+        f"(scripts/install_{engine} makes one)"
+    )
 
 
 def _bind_to_worker(reaper: SessionReaper) -> None:

@@ -20,7 +20,7 @@ KEY_VARIABLE = "SGLANG_API_KEY"
 class SglangGeneration(ServerGeneration):
     """An SGLang server."""
 
-    name, title, package = "sglang", "SGLang", "sglang"
+    name, title = "sglang", "SGLang"
     key_variable = KEY_VARIABLE
     tensor_parallel = ("--tp-size", "--tensor-parallel-size")
     parts = ("--dp-size", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--nnodes")

@@ -20,7 +20,7 @@ KEY_VARIABLE = "VLLM_API_KEY"
 class VllmGeneration(ServerGeneration):
     """A vLLM server."""
 
-    name, title, package = "vllm", "vLLM", "vllm"
+    name, title = "vllm", "vLLM"
     key_variable = KEY_VARIABLE
     address_schemes = ("unix:/",)
     tensor_parallel = ("--tensor-parallel-size", "-tp")
