@@ -115,10 +115,10 @@ def test_a_discarded_step_leaves_the_coefficient_unchanged() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--algorithm.kl.coef", "0", "--algorithm.kl.target", "0.1"], "algorithm.kl.coef is 0"),
-        (["--algorithm", "rloo", "--algorithm.kl.target", "0.1"], "algorithm.kl.where is reward"),
-        (["--algorithm", "dpo_online", "--algorithm.kl.target", "0.1"], "pairs of samples"),
-        (["--algorithm.kl.horizon", "500"], "the coefficient is fixed"),
+        (["--algorithm.kl.coef", "0", "--algorithm.kl.target", "0.1"], "changes nothing with algorithm.kl.coef 0.0"),
+        (["--algorithm", "rloo", "--algorithm.kl.target", "0.1"], "changes nothing with algorithm.kl.where reward"),
+        (["--algorithm", "dpo_online", "--algorithm.kl.target", "0.1"], "changes nothing with algorithm.loss.type dpo"),
+        (["--algorithm.kl.horizon", "500"], "changes nothing with algorithm.kl.target 0.0"),
         (["--algorithm.kl.target", "0.1", "--algorithm.kl.horizon", "100"], "fewer than the 128 samples"),
         (["--algorithm.kl.target", "nan"], "algorithm.kl.target"),
     ],

@@ -124,9 +124,8 @@ def test_accelerator_memory_is_not_counted_as_host_memory() -> None:
 def test_torch_engines_on_a_device_need_little_host_memory(name: str) -> None:
     config = parse(["--device", name, "--trainer.dtype", "bfloat16"])
     needs = estimate(config, SEVEN_B)
-    assert (
-        needs.trainer_device > (5 * 4 + 2) * SEVEN_B.parameters
-    )  # master weights, gradients, moments; compute weights
+    # Master weights, gradients, moments; compute weights. Activations are gone when a step needs its copy of gradients.
+    assert needs.trainer_device >= (5 * 4 + 2) * SEVEN_B.parameters
     assert needs.trainer_first == WEIGHTS  # two versions of half the size
     assert WEIGHTS / 2 < needs.server < WEIGHTS
     assert needs.rollout < 1.2 * WEIGHTS  # two versions
