@@ -45,7 +45,7 @@ from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_di
 from flowrt.runtime.host import reachable
 from flowrt.runtime.parent_death import is_alive
 from flowrt.runtime.resource_limits import check_descriptor_limit, raise_descriptor_limit
-from flowrt.runtime.standard_streams import log_to_stderr
+from flowrt.runtime.standard_streams import FULL, log_to_stderr
 from flowrt.runtime.termination import EarlySignals, ignore_termination, termination_signals
 from flowrt.runtime.waits import pause
 
@@ -267,9 +267,18 @@ def main() -> int:
         private_directory(run_dir)
         RunLock(run_dir)  # held until this process ends
         return serve_loop(serve(config, to_toml(config), arguments, early))
-    except (FlowError, OSError) as error:
+    except FlowError as error:
         log.error("%s", error)
         return EXIT_BAD_INPUT
+    except OSError as error:
+        if error.errno not in FULL:
+            log.error("%s", error)
+            return EXIT_BAD_INPUT
+        log.error(
+            "the files of the run in %s cannot be written: %s; free disk space, then flowrt resume %s",
+            *(config.run_dir, error.strerror, config.run_dir),
+        )
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":
