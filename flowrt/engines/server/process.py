@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from flowrt.engines.model_config import position_limit, read_config
 from flowrt.errors import ConfigError, EngineError
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.runtime.process_sessions import KILL_TIMEOUT_S, SessionReaper, kill_session, mapped_names, remove_unused
@@ -262,6 +263,17 @@ class ServerLog:
             for line in source:
                 with suppress(OSError):  # a full disk must not block the server
                     target.write(line.replace(key, b"REDACTED") if key else line)
+
+
+def context_length(model: Path) -> int | None:
+    """The maximum length of a sequence of a checkpoint, scaled positions included; None if it does not state it.
+
+    Servers do not scale it where the original length is given.
+    """
+    try:
+        return position_limit(read_config(model))
+    except (OSError, ConfigError):  # the server reports what is wrong
+        return None
 
 
 def free_port() -> int:

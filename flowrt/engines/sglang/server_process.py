@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flowrt.engines.model_config import position_limit, read_config
 from flowrt.engines.options import SglangOptions
-from flowrt.engines.server.process import LaunchCommand, free_port, server_environment
+from flowrt.engines.server.process import LaunchCommand, context_length, free_port, server_environment
 from flowrt.engines.sglang.descriptor import KEY_VARIABLE
-from flowrt.errors import ConfigError, EngineError
+from flowrt.errors import EngineError
 
 KEY_BYTES = 32
 KEY_ARGUMENTS = ("--config", "--tokenizer-worker-num", "--grpc-port")
@@ -81,7 +80,7 @@ class SglangLaunch:
         # With a tokenizer the server would first generate from English text, of which a tokenizer of other characters
         # makes no token, and die of it.
         command += ["--skip-server-warmup" if self._has_tokenizer else "--skip-tokenizer-init"]
-        if positions := _positions(self._model):
+        if positions := context_length(self._model):
             command += ["--context-length", str(positions + CONTEXT_MARGIN)]
         command += ["--dtype", options.dtype, "--max-running-requests", str(self._rows)]
         command += ["--log-level-http", "warning"]  # otherwise it logs every sequence
@@ -98,17 +97,6 @@ class SglangLaunch:
         if self._options.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return environment
-
-
-def _positions(model: Path) -> int | None:
-    """The maximum length of a sequence of a checkpoint, scaled positions included; None if it does not state it.
-
-    SGLang does not scale it where the original length is given.
-    """
-    try:
-        return position_limit(read_config(model))
-    except (OSError, ConfigError):  # the server reports what is wrong
-        return None
 
 
 class KeyFile:

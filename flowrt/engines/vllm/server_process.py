@@ -12,12 +12,11 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from flowrt.engines.model_config import position_limit, read_config
 from flowrt.engines.options import VllmOptions
 from flowrt.engines.server.client import UNIX_SCHEME
-from flowrt.engines.server.process import LaunchCommand, server_environment
+from flowrt.engines.server.process import LaunchCommand, context_length, server_environment
 from flowrt.engines.vllm import protocol
-from flowrt.errors import ConfigError, EngineError
+from flowrt.errors import EngineError
 from flowrt.runtime.waits import blocking
 
 IN_SERVER = Path(__file__).parent / "in_server"
@@ -108,7 +107,7 @@ class VllmLaunch:
         command += ["--disable-uvicorn-access-log"]  # otherwise it logs every sequence
         if can.scale_out:
             command += ["--enable-scale-out"]
-        if positions := _positions(self._model):
+        if positions := context_length(self._model):
             command += ["--max-model-len", str(positions)]
         if options.device == "cpu":
             command += CPU_ARGUMENTS
@@ -121,11 +120,3 @@ class VllmLaunch:
         if self._options.device == "cpu":
             environment |= {CPU_CACHE_VARIABLE: environment.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB), **CPU_VARIABLES}
         return environment
-
-
-def _positions(model: Path) -> int | None:
-    """The maximum length of a sequence of a checkpoint, scaled positions included; None if it does not state it."""
-    try:
-        return position_limit(read_config(model))
-    except (OSError, ConfigError):  # the server reports what is wrong
-        return None
